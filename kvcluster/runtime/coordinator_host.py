@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcluster.config import Config, EventsConfig
@@ -24,7 +25,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.settings_file import SettingsFile
+from kvcluster.runtime.settings_file import read_settings, write_settings
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable
 
@@ -39,7 +40,8 @@ class CoordinatorHost:
     a dependency that the configuration needs is not installed."""
 
     def __init__(self, epoch: Epoch, config: Config, *, on_end: Callable[[Leave], None]) -> None:
-        file = TombstoneFile(config.coordinator.state_dir) if config.coordinator.state_dir else None
+        state_dir = config.coordinator.state_dir
+        file = TombstoneFile(state_dir) if state_dir else None
         self.core = Coordinator(
             epoch,
             config.coordinator,
@@ -49,8 +51,7 @@ class CoordinatorHost:
             tombstones=file.take_over() if file is not None else (),
             announces=bool(config.events.endpoint),
         )
-        settings = SettingsFile(config.coordinator.state_dir) if config.coordinator.state_dir else None
-        if settings is not None and (why_not := self.core.set(settings.read())) is not None:
+        if state_dir and (why_not := self.core.set(read_settings(state_dir))) is not None:
             raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")
         self._on_end = on_end
         self.publisher = publisher_of(config.events, epoch, lambda: self._driver.tell(Retell()))
@@ -58,7 +59,7 @@ class CoordinatorHost:
             Keeping(
                 self.core,
                 file.write if file is not None else _keep_nothing,
-                settings.write if settings is not None else _keep_nothing,
+                partial(write_settings, state_dir) if state_dir else _keep_nothing,
             ),
             self._perform,
             stall_ns=config.stall_ms * 1_000_000,

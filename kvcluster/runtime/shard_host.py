@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from kvcluster.config import Config
@@ -48,7 +48,7 @@ from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.replica_pull import OpenSource, ReplicaPuller
 from kvcluster.runtime.scrub import NICENESS, verify
 from kvcluster.runtime.threads import JobThread
-from kvcluster.runtime.tier_store import TierStores, open_stores
+from kvcluster.runtime.tier_store import TierStores, bytes_of, open_stores
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 
 log = logging.getLogger(__name__)
@@ -99,26 +99,15 @@ class ShardHost:
             on_failure=fail,
             name=shard,
         )
-        # The core has one job of each kind under way at a time, except for Stage: one for each lease.
-        self._fetcher = ReplicaPuller(self, open_source)
-        self._reports = JobThread(self._report, name=f"{shard}-reporter", on_failure=fail)
-        self._verifies = JobThread(self._verify, name=f"{shard}-verifier", on_failure=fail, niceness=NICENESS)
-        # If the drive is stuck, an erasure for each answer of the coordinator may wait behind a batch of moves.
-        self._moves = JobThread(
-            self._move, name=f"{shard}-mover", on_failure=fail, niceness=tier_io.NICENESS, most=limits.TOMBSTONES
-        )
-        self._stages = JobThread(self._stage, name=f"{shard}-stager", on_failure=fail, most=limits.PINS_FROM_DISK)
-        self._fetches = JobThread(self._fetcher.fetch, name=f"{shard}-fetcher", on_failure=fail)
 
-    @property
-    def _threads(self) -> list[JobThread[Any]]:
-        return [self._reports, self._verifies, self._moves, self._stages, self._fetches]
+        self._fetcher = ReplicaPuller(self, open_source)
+        self._threads = self._jobs(shard, fail)
 
     def start(self, offers: Offers | None = None) -> None:
         """Starts the threads and the driver. `offers` are the transports that serve this shard beside gRPC, as told to
         clients."""
         self.core.offers = offers or self.core.offers
-        for thread in self._threads:
+        for thread in dict.fromkeys(self._threads.values()):
             thread.start()
         self._driver.start()
 
@@ -127,7 +116,7 @@ class ShardHost:
         before."""
         self._driver.close()
         self._fetcher.close()
-        for thread in self._threads:
+        for thread in dict.fromkeys(self._threads.values()):
             thread.close()
         self._stores.close()
 
@@ -152,15 +141,8 @@ class ShardHost:
     def open_arena(self, *, writable: bool) -> int:
         return self._arena.open(writable=writable)
 
-    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
-        return self._watched(attempt, stop)
-
-    def inspect(self, look: Callable[[], object]) -> object:
-        """Calls `look` while the core is not stepped."""
-        return self._driver.inspect(look)
-
     @contextmanager
-    def _watched(self, attempt: Attempt, stop: Callable[[], object]) -> Iterator[None]:
+    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> Iterator[None]:
         # One session for each attempt: when a second one ended, it would end the lease of the first, which still moves
         # bytes.
         if self._sessions.setdefault(attempt, stop) is not stop:
@@ -170,26 +152,52 @@ class ShardHost:
         finally:
             self._sessions.pop(attempt, None)
 
+    def inspect(self, look: Callable[[], object]) -> object:
+        """Calls `look` while the core is not stepped."""
+        return self._driver.inspect(look)
+
     # ----------------------------------------------------------------------------------------- effects
 
     def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Send):
-            self._reports.submit(effect.message)
-        elif isinstance(effect, Revoke):
+        if isinstance(effect, Revoke):
             stop = self._sessions.get(effect.attempt)
             if stop is not None:
                 stop()
-        elif isinstance(effect, Verify):
-            self._verifies.submit(effect)
-        elif isinstance(effect, MovePages | Erase):  # on one thread: pages written later are not erased
-            self._moves.submit(effect)
-        elif isinstance(effect, Stage):
-            self._stages.submit(effect)
-        elif isinstance(effect, Fetch):
-            self._fetches.submit(effect)
         elif isinstance(effect, Leave):
             log.warning("leaving: %s", effect.reason)
             self._on_end(effect)
+        else:
+            self._threads[type(effect)].submit(effect)
+
+    def _bytes_of(self, slot: PageSlot) -> memoryview:
+        return bytes_of(self._stores, slot)
+
+    def _jobs(self, shard: ShardId, on_failure: Callable[[BaseException], None]) -> dict[type[Effect], JobThread[Any]]:
+        """Returns the thread that carries out each kind of effect."""
+
+        def job(name: str, do: Callable[[Any], None], **options: int) -> JobThread[Any]:
+            return JobThread(do, name=f"{shard}-{name}", on_failure=on_failure, **options)
+
+        # If the drive is stuck, an erasure for each answer of the coordinator may wait behind a batch of moves. One
+        # thread runs both, so that no page written later is erased.
+        moves = job("mover", self._move, niceness=tier_io.NICENESS, most=limits.TOMBSTONES)
+        # The core has one job of each kind under way at a time, except for Stage: one for each lease.
+        return {
+            Send: job("reporter", lambda send: self._report(send.message)),
+            Verify: job(
+                "verifier",
+                lambda order: self._driver.tell(verify(order, self._bytes_of)),
+                niceness=NICENESS,
+            ),
+            MovePages: moves,
+            Erase: moves,
+            Stage: job(
+                "stager",
+                lambda order: self._driver.tell(tier_io.stage(order, self._stores)),
+                most=limits.PINS_FROM_DISK,
+            ),
+            Fetch: job("fetcher", self._fetcher.fetch),
+        }
 
     def _report(self, message: Report | Inventory) -> None:
         try:
@@ -204,14 +212,8 @@ class ShardHost:
             log.warning("the coordinator refused a report: %s", answer)
             self._driver.tell(ReportFailed())
 
-    def _verify(self, order: Verify) -> None:
-        self._driver.tell(verify(order, self._stores.bytes_of))
-
     def _move(self, order: MovePages | Erase) -> None:
         if isinstance(order, MovePages):
             self._driver.tell(tier_io.move(order, self._stores))
         else:
             self._stores.erase(order)
-
-    def _stage(self, order: Stage) -> None:
-        self._driver.tell(tier_io.stage(order, self._stores))

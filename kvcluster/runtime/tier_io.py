@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Protocol
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.messages import Moved, MovePages, PageMove, PageSlot, Stage, Staged
+from kvcluster.core.messages import Moved, MovePages, PageMove, Stage, Staged
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.scrub import matches
+from kvcluster.runtime.tier_store import PageBytes, bytes_of
 from kvcluster.transport.base import Unavailable
 
 log = logging.getLogger(__name__)
@@ -27,24 +27,7 @@ NICENESS = 12
 room leaves its own CPU time to this thread."""
 
 
-class Places(Protocol):
-    """The bytes of pages in all tiers (tier_store.TierStores)."""
-
-    def view(self, slot: PageSlot) -> memoryview | None:
-        """Returns the page's memory in an addressable tier, None in any other. Raises Unavailable in a shard that is
-        ending."""
-
-    def bytes_of(self, slot: PageSlot) -> memoryview:
-        """As `view`, but returns a copy of a page in a store. Raises OSError if the store cannot be read."""
-
-    def read(self, slot: PageSlot, into: memoryview) -> None:
-        """Raises OSError."""
-
-    def write(self, move: PageMove, data: memoryview) -> None:
-        """Raises OSError."""
-
-
-def move(order: MovePages, places: Places) -> Moved:
+def move(order: MovePages, places: PageBytes) -> Moved:
     """Moves the pages that `order` names. In a shard that is ending nothing is moved any more."""
     sums: list[bytes | None] = []
     corrupt: list[int] = []
@@ -52,7 +35,7 @@ def move(order: MovePages, places: Places) -> Moved:
     for index, page in enumerate(order.pages):
         made: bytes | None = None
         try:
-            source = places.bytes_of(page.source)
+            source = bytes_of(places, page.source)
             target = places.view(page.target)
             if target is None:
                 sound = matches(page.namespace, page.source, source)
@@ -74,13 +57,13 @@ def move(order: MovePages, places: Places) -> Moved:
     return Moved(order.attempt, tuple(sums), tuple(corrupt), tuple(errors))
 
 
-def stage(order: Stage, places: Places) -> Staged:
+def stage(order: Stage, places: PageBytes) -> Staged:
     """Reads the pages that `order` names from stores. Every page afterwards holds what was committed, or is named as
     corrupt."""
     corrupt: list[int] = []
     for index, page in enumerate(order.pages):
         try:
-            target = places.bytes_of(page.target)
+            target = bytes_of(places, page.target)
             places.read(page.source, target)
             sound = matches(page.namespace, page.source, target)
         except OSError as error:
@@ -93,7 +76,7 @@ def stage(order: Stage, places: Places) -> Staged:
     return Staged(order.attempt, tuple(corrupt))
 
 
-def _written(page: PageMove, source: memoryview, places: Places) -> bytes | None:
+def _written(page: PageMove, source: memoryview, places: PageBytes) -> bytes | None:
     """Writes a page to its store and returns its packed checksums; None if it could not be written."""
     try:
         places.write(page, source)

@@ -25,8 +25,8 @@ from kvcluster.pages.region import Region
 from kvcluster.transport.base import Unavailable
 
 
-class TierStore(Protocol):
-    """The bytes of one tier. Writes and erasures come from one thread; views and reads may come from any thread."""
+class PageBytes(Protocol):
+    """The bytes of pages, of one tier or of several."""
 
     def view(self, slot: PageSlot) -> memoryview | None:
         """Returns the memory of the page; None if the tier is not addressable. Raises Unavailable once the store is
@@ -39,11 +39,25 @@ class TierStore(Protocol):
         """Writes a page to the move's target, with the checksums of the move's source. If it raises OSError, the page
         is not found at the target."""
 
+
+class TierStore(PageBytes, Protocol):
+    """The bytes of one tier. Writes and erasures come from one thread; views and reads may come from any thread."""
+
     def erase(self, order: Erase) -> None:
         """Makes sure that what was purged does not come back. What it could not erase, it tries again with the next
         order."""
 
     def close(self) -> None: ...
+
+
+def bytes_of(pages: PageBytes, slot: PageSlot) -> memoryview:
+    """Returns the memory of a page, or a copy of it. Raises Unavailable in a shard that is ending, OSError if the store
+    cannot be read."""
+    view = pages.view(slot)
+    if view is None:
+        view = memoryview(bytearray(slot.nbytes))
+        pages.read(slot, view)
+    return view
 
 
 OpenStore = Callable[[ShardConfig, ShardId], tuple[TierStore | None, RecoveredPages]]
@@ -88,16 +102,6 @@ class TierStores:
     def view(self, slot: PageSlot) -> memoryview | None:
         """As TierStore.view, for the tier of the page."""
         return self._by_tier[slot.tier].view(slot)
-
-    def bytes_of(self, slot: PageSlot) -> memoryview:
-        """Returns the memory of a page, or a copy of it. Raises Unavailable in a shard that is ending, OSError if the
-        store cannot be read."""
-        store = self._by_tier[slot.tier]
-        view = store.view(slot)
-        if view is None:
-            view = memoryview(bytearray(slot.nbytes))
-            store.read(slot, view)
-        return view
 
     def read(self, slot: PageSlot, into: memoryview) -> None:
         """As TierStore.read, for the tier of the page."""

@@ -1,11 +1,9 @@
 """Tombstones on disk: what was purged, kept by a coordinator for the next one; and the purges that a shard with a disk
 tier has carried out there, kept for the shard after it.
 
-It is one small file in `coordinator.state_dir` or beside the shard's pages, replaced as a whole: a new file is written
-beside it, synced and renamed, and the folder is synced; so after a power loss it is either the old file or the new one.
-It carries a digest, since a tombstone that bit rot turns into another one would bring back what was purged. For the
-same reason a file that cannot be parsed is never skipped; an operator has to decide what to do about it, and the error
-lists the choices.
+It is one small file in `coordinator.state_dir` or beside the shard's pages (state_file.py). It carries a digest, since
+a tombstone that bit rot turns into another one would bring back what was purged. For the same reason a file that cannot
+be parsed is never skipped; an operator has to decide what to do about it, and the error lists the choices.
 
 It also carries the number of its owner. Each coordinator takes the file over when it starts; a coordinator that was cut
 off and does not know yet that it was replaced can then no longer overwrite what its successor wrote.
@@ -13,10 +11,8 @@ off and does not know yet that it was replaced can then no longer overwrite what
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +24,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Answer, Effect, KeepSettings, Persist, Refused, RefusedKind, Tombstone
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.driver import StateMachine
+from kvcluster.runtime.state_file import locked, replace_file
 
 M = TypeVar("M")
 
@@ -52,14 +49,10 @@ class TombstoneFile:
     def take_over(self) -> tuple[Tombstone, ...]:
         """Returns the kept tombstones, in order; from now on only this object can write. Raises ConfigError if the
         folder cannot be used or the file cannot be parsed."""
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise self._unusable(error) from None
-        with self._alone() as folder:
+        with self._alone(make=True) as folder:
             owner, stones = self._read()
             self._owner = owner + 1
-            self._replace(stones, folder)
+            replace_file(self._path, unparse(self._owner, stones), folder)
             return stones
 
     def forget(self) -> None:
@@ -74,30 +67,27 @@ class TombstoneFile:
             owner, _ = self._read()
             if owner > self._owner:
                 raise ConfigError(f"{self._path} belongs to a newer coordinator; this coordinator must end")
-            self._replace(stones, folder)
+            replace_file(self._path, unparse(self._owner, stones), folder)
 
     @property
     def _path(self) -> Path:
         return self._folder / NAME
 
     @contextmanager
-    def _alone(self) -> Iterator[int]:
-        """Locks the folder against all other processes: what is read stays true until it is replaced. Yields the opened
-        folder."""
+    def _alone(self, *, make: bool = False) -> Iterator[int]:
+        """Locks the folder and yields it opened. Raises ConfigError."""
         try:
-            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX)
+            with locked(self._folder, make=make) as folder:
                 yield folder
-            finally:
-                os.close(folder)
         except OSError as error:
-            raise self._unusable(error) from None
+            raise ConfigError(
+                f"{self._setting} {self._folder} cannot keep what is purged: {error.strerror or error}. "
+                "Make room there, or name another folder"
+            ) from None
 
     def _read(self) -> tuple[int, tuple[Tombstone, ...]]:
         try:
-            with self._path.open("rb") as file:
-                data = file.read()
+            data = self._path.read_bytes()
         except FileNotFoundError:
             return 0, ()
         try:
@@ -107,22 +97,6 @@ class TombstoneFile:
                 f"{self._path}, which keeps what was purged, cannot be understood: {error}. Restore it from a copy; "
                 "or remove it and run `kvcluster clear`, so that nothing that was purged comes back"
             ) from None
-
-    def _replace(self, stones: tuple[Tombstone, ...], folder: int) -> None:
-        new = self._folder / f"{NAME}.new"
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(unparse(self._owner, stones))
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(self._path)
-        os.fsync(folder)
-
-    def _unusable(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"{self._setting} {self._folder} cannot keep what is purged: {error.strerror or error}. "
-            "Make room there, or name another folder"
-        )
 
 
 def unparse(owner: int, stones: tuple[Tombstone, ...]) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pkgutil import resolve_name
 from typing import Protocol
 
@@ -49,15 +50,12 @@ Serve = Callable[[ShardHost, TenantOf, str], PathServer]
 cannot be served."""
 
 
-def _serve(spec: TransportSpec) -> Serve:
-    def serve(host: ShardHost, tenant_of: TenantOf, listen_host: str) -> PathServer:
-        load: Serve = resolve_name(f"{spec.module}:serve")
-        return load(host, tenant_of, listen_host)
-
-    return serve
+def _serve(spec: TransportSpec, host: ShardHost, tenant_of: TenantOf, listen_host: str) -> PathServer:
+    serve: Serve = resolve_name(f"{spec.module}:serve")
+    return serve(host, tenant_of, listen_host)
 
 
-SERVERS: Mapping[str, Serve] = {spec.name: _serve(spec) for spec in BESIDE_GRPC}
+SERVERS: Mapping[str, Serve] = {spec.name: partial(_serve, spec) for spec in BESIDE_GRPC}
 
 _WHY_CHARS = 512
 """The most characters of a reason that is sent: well within what the wire takes."""

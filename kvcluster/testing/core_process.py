@@ -75,7 +75,7 @@ class CoreProcess(CoreStepper, Process):
             return
         when = max(self.clock.when(deadline), self.kernel.now + self._spin_ns)
         if self._wakes_at is None or when < self._wakes_at:
-            self._wakes_at, self._sleeping_until = when, deadline
+            self._wakes_at, self._sleeping_until = when, max(deadline, self.now())  # 0 is due at once
             self.kernel.at(when, self, self._wake, when)
 
     def _wake(self, when: int) -> None:

@@ -12,15 +12,15 @@ itself.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.ids import SUM_BYTES
-from kvcluster.core.messages import ReadRequest, Refused, TicketBody, WriteRequest, Written
-from kvcluster.core.miss import Miss
+from kvcluster.core.messages import Refused, TicketBody
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, shard
+from kvcluster.wire.fields import Struct, check_opening, in_bytes, must
 from kvcluster.wire.v1 import common_pb2 as pb
 
 T = TypeVar("T")
@@ -62,8 +62,7 @@ def parse(data: bytes) -> list[Record]:
     """Returns the records of a frame of pages. Their `data` are views of this message: nothing is copied."""
     heads, at = decode_heads(data, _HEADER.size, _records(data, DATA))
     end = at + sum(head.nbytes for head in heads)
-    if end != len(data):
-        raise ProtocolError(f"a frame of {len(data)} bytes was announced as one of {end}")
+    must(end == len(data), f"a frame of {len(data)} bytes was announced as one of {end}")
     view = memoryview(data)
     records = []
     for item, layer, codec, sums, nbytes in heads:
@@ -94,8 +93,7 @@ def decode_heads(data: bytes, at: int, count: int) -> tuple[list[RecordHead], in
     """Returns the `count` record headers that begin at `at`, and the offset at which they end."""
     size = len(data)
     # The minimum size of each, so that a false count is detected before it costs anything.
-    if count * (_RECORD.size + SUM_BYTES) > size - at:
-        raise ProtocolError(f"a frame of {size} bytes cannot hold {count} records")
+    must(count * (_RECORD.size + SUM_BYTES) <= size - at, f"a frame of {size} bytes cannot hold {count} records")
     heads = []
     for _ in range(count):
         if at + _RECORD.size > size:
@@ -114,81 +112,60 @@ def decode_heads(data: bytes, at: int, count: int) -> tuple[list[RecordHead], in
 # ----------------------------------------------------------------------------------- heads and tails
 
 
-def encode_read_request(request: ReadRequest) -> bytes:
-    """Encodes the first message of a client in a Read."""
-    return _frame(HEAD, shard.encode_read_request(request))
+def _framed(
+    kind: int, message: tuple[Callable[[T], bytes], Callable[[bytes], T]]
+) -> tuple[Callable[[T], bytes], Callable[[bytes], T]]:
+    """Returns encoder and decoder of a message in a frame of that kind, from those of the message."""
+    encode, decode = message
+    return lambda value: _frame(kind, encode(value)), lambda data: decode(_body(data, kind))
 
 
-def decode_read_request(data: bytes) -> ReadRequest:
-    """The inverse."""
-    return shard.decode_read_request(_body(data, HEAD))
+def _or_refused(decode: Callable[[bytes], T]) -> Callable[[bytes], T | Refused]:
+    return lambda data: decode_refused(data) if _kind(data) == REFUSED else decode(data)
 
 
-def encode_read_head(outcome: Iterable[Miss | None]) -> bytes:
-    """Encodes a shard's first message in a Read: for each want None if its layers follow, otherwise the miss."""
-    return _frame(HEAD, shard.encode_read_head(outcome))
+encode_read_request, decode_read_request = _framed(HEAD, (shard.encode_read_request, shard.decode_read_request))
+"""The first message of a client in a Read."""
 
+encode_write_request, decode_write_request = _framed(HEAD, (shard.encode_write_request, shard.decode_write_request))
+"""The first message of a client in a Write."""
 
-def decode_read_head(data: bytes) -> list[Miss | None] | Refused:
-    """The inverse, or the shard's refusal."""
-    return _unless_refused(data, HEAD, shard.decode_read_head)
+encode_refused, decode_refused = _framed(REFUSED, in_bytes(pb.Refused, common.REFUSED))
+"""A refusal, which a shard sends instead of a head or tail to end the stream."""
 
+encode_read_head, _decode_read_head = _framed(HEAD, (shard.encode_read_head, shard.decode_read_head))
+decode_read_head = _or_refused(_decode_read_head)
+"""A shard's first message in a Read: for each want None if its layers follow, otherwise the miss."""
 
-def encode_write_request(request: WriteRequest) -> bytes:
-    """Encodes the first message of a client in a Write."""
-    return _frame(HEAD, shard.encode_write_request(request))
+encode_write_head, _decode_write_head = _framed(HEAD, (shard.encode_write_head, shard.decode_write_head))
+decode_write_head = _or_refused(_decode_write_head)
+"""A shard's first message in a Write: for each page None if it is to be sent, otherwise its outcome."""
 
-
-def decode_write_request(data: bytes) -> WriteRequest:
-    """The inverse."""
-    return shard.decode_write_request(_body(data, HEAD))
-
-
-def encode_write_head(outcome: Iterable[Written | None]) -> bytes:
-    """Encodes a shard's first message in a Write: for each page None if it is to be sent, otherwise its outcome."""
-    return _frame(HEAD, shard.encode_write_head(outcome))
-
-
-def decode_write_head(data: bytes) -> list[Written | None] | Refused:
-    """The inverse, or the shard's refusal."""
-    return _unless_refused(data, HEAD, shard.decode_write_head)
-
-
-def encode_write_tail(outcome: Iterable[Written]) -> bytes:
-    """Encodes a shard's last message in a Write: the outcome of each page."""
-    return _frame(TAIL, shard.encode_write_tail(outcome))
-
-
-def decode_write_tail(data: bytes) -> list[Written] | Refused:
-    """The inverse, or the shard's refusal."""
-    return _unless_refused(data, TAIL, shard.decode_write_tail)
-
-
-def encode_refused(refused: Refused) -> bytes:
-    """Encodes a refusal, which a shard sends instead of a head or tail to end the stream."""
-    return _frame(REFUSED, common.encode_refusal(refused).SerializeToString())
-
-
-def _unless_refused(data: bytes, kind: int, decode: Callable[[bytes], T]) -> T | Refused:
-    if _kind(data) == REFUSED:
-        return common.decode_refusal(common.parse(pb.Refused, _body(data, REFUSED)))
-    return decode(_body(data, kind))
-
+encode_write_tail, _decode_write_tail = _framed(TAIL, (shard.encode_write_tail, shard.decode_write_tail))
+decode_write_tail = _or_refused(_decode_write_tail)
+"""A shard's last message in a Write: the outcome of each page."""
 
 # -------------------------------------------------------------------------------------------- tickets
 
 
+_encode_ticket, _decode_ticket = in_bytes(
+    pb.TicketBody,
+    Struct(
+        pb.TicketBody,
+        TicketBody,
+        lambda ticket: common.check_cover(ticket.runs, len(ticket.hashes)),
+        namespace=common.NAMESPACE,
+        attempt=common.ATTEMPT,
+        hashes=common.BLOCKS,
+        need=common.NEED,
+        runs=common.RUNS,
+    ),
+)
+
+
 def encode_ticket(ticket: TicketBody) -> bytes:
     """Encodes a ticket as self-contained bytes, for another process with the same credential."""
-    body = pb.TicketBody(
-        namespace=ticket.namespace,
-        holder=ticket.attempt.holder,
-        attempt=ticket.attempt.counter,
-        hashes=b"".join(ticket.hashes),
-        need=common.encode_need(ticket.need),
-        runs=common.encode_runs(ticket.runs),
-    )
-    return bytes([TICKET_VERSION]) + body.SerializeToString()
+    return bytes([TICKET_VERSION]) + _encode_ticket(ticket)
 
 
 def decode_ticket(data: bytes) -> TicketBody:
@@ -199,15 +176,7 @@ def decode_ticket(data: bytes) -> TicketBody:
             f"this ticket is {found}, but this side reads version {TICKET_VERSION}: pass bytes(ticket) on unchanged, "
             "and install the same release of kvcluster in both processes"
         )
-    m = common.parse(pb.TicketBody, data[1:])
-    hashes = common.decode_blocks(m.hashes)
-    return TicketBody(
-        namespace=common.decode_namespace(m.namespace),
-        attempt=common.decode_attempt(m.holder, m.attempt),
-        hashes=hashes,
-        need=common.decode_need(m.need),
-        runs=common.decode_runs(m.runs, blocks=len(hashes)),
-    )
+    return _decode_ticket(data[1:])
 
 
 # -------------------------------------------------------------------------------------------- headers
@@ -219,8 +188,7 @@ def _frame(kind: int, body: bytes) -> bytes:
 
 def _body(data: bytes, kind: int) -> bytes:
     """Returns the protobuf message in a frame. Raises ProtocolError unless the frame is of this kind."""
-    if _records(data, kind):
-        raise ProtocolError(f"a frame of kind {_NAMES[kind]} has no records")
+    must(not _records(data, kind), f"a frame of kind {_NAMES[kind]} has no records")
     return data[_HEADER.size :]
 
 
@@ -240,5 +208,5 @@ def _kind(data: bytes) -> int:
     if not _HEADER.size <= len(data) <= limits.MESSAGE_BYTES:
         raise ProtocolError(f"a frame has {len(data)} bytes; {_HEADER.size} to {limits.MESSAGE_BYTES} are valid")
     magic, version, kind, _ = _HEADER.unpack_from(data)
-    common.check_opening(magic, version, own=(MAGIC, FRAME_VERSION), of="frames")
+    check_opening(magic, version, own=(MAGIC, FRAME_VERSION), of="frames")
     return int(kind)

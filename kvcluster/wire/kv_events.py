@@ -36,8 +36,8 @@ import msgspec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
-from kvcluster.errors import LimitError, ProtocolError
-from kvcluster.wire import common
+from kvcluster.errors import ProtocolError
+from kvcluster.wire import fields
 
 BATCH_BYTES = 16 * 1024 * 1024
 """A step of an engine produces at most a million tokens of five bytes each."""
@@ -54,7 +54,7 @@ EVENT_TOKENS = 2**21
 HASH_BYTES_MOST = 64
 """Size of a foreign hash: SHA-512, the longest in use."""
 
-TOPIC_BYTES = 4 * common.TEXT_CHARS
+TOPIC_BYTES = 4 * fields.TEXT_CHARS
 """The name of a model, in UTF-8."""
 
 NAMESPACE_DIGITS = 16
@@ -73,7 +73,7 @@ _TIERS = {tier.spec.medium: tier for tier in Tier}
 _Hash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=HASH_BYTES_MOST)] | int
 _Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=EVENT_HASHES)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-_Medium = Annotated[str, msgspec.Meta(max_length=common.TEXT_CHARS)]
+_Medium = Annotated[str, msgspec.Meta(max_length=fields.TEXT_CHARS)]
 
 
 class _Stored(msgspec.Struct, tag="BlockStored"):
@@ -132,7 +132,7 @@ def decode(payload: bytes) -> list[KVEvent]:
     """Returns the events of a batch from kvcluster, vLLM or an engine with its format, in order. Token ids are left out
     unless there are `block_size` for each hash: vLLM sends those of a whole range, of which it may have cached a
     part."""
-    common.at_most(len(payload), BATCH_BYTES, "bytes in a batch of KV events")
+    fields.at_most(len(payload), BATCH_BYTES, "bytes in a batch of KV events")
     try:
         batch = _BATCH.decode(payload)
         found = [(_ROW if memoryview(raw)[0] in _ROWS else _MAP).decode(raw) for raw in batch.events]
@@ -201,8 +201,7 @@ def encode_topic(topic: str) -> bytes:
 
 
 def _topic(frame: bytes) -> str:
-    if len(frame) > TOPIC_BYTES:
-        raise LimitError(f"topic bytes: {len(frame)} exceeds the limit of {TOPIC_BYTES}")
+    fields.at_most(len(frame), TOPIC_BYTES, "topic bytes")
     try:
         return frame.decode()
     except UnicodeDecodeError:
@@ -236,10 +235,8 @@ def encode_batch(batch: Batch) -> list[bytes]:
 
 def decode_batch(frames: Sequence[bytes]) -> Batch:
     """The inverse."""
-    if len(frames) != 3:
-        raise ProtocolError(f"a message of KV events has 3 frames, not {len(frames)}")
-    if frames[1] == END:
-        raise ProtocolError("a batch of KV events has the sequence number that ends a replay")
+    fields.must(len(frames) == 3, f"a message of KV events has 3 frames, not {len(frames)}")
+    fields.must(frames[1] != END, "a batch of KV events has the sequence number that ends a replay")
     return Batch(_topic(frames[0]), _sequence(frames[1]), frames[2])
 
 
@@ -250,8 +247,7 @@ def encode_answer(batch: Batch | None) -> list[bytes]:
 
 def decode_answer(frames: Sequence[bytes]) -> Batch | None:
     """The inverse."""
-    if len(frames) != 4 or frames[0]:
-        raise ProtocolError("a message of a replay is an empty frame and three more")
+    fields.must(len(frames) == 4 and not frames[0], "a message of a replay is an empty frame and three more")
     return None if frames[2] == END else decode_batch(frames[1:])
 
 
@@ -263,13 +259,14 @@ def encode_request(request: ReplayRequest) -> list[bytes]:
 
 def decode_request(frames: Sequence[bytes]) -> ReplayRequest:
     """The inverse."""
-    if len(frames) not in (2, 3) or frames[0]:
-        raise ProtocolError("a request for a replay is an empty frame, a number, and perhaps a topic")
+    fields.must(
+        len(frames) in (2, 3) and not frames[0],
+        "a request for a replay is an empty frame, a number, and perhaps a topic",
+    )
     return ReplayRequest(_sequence(frames[1]), _topic(frames[2]) if len(frames) == 3 else None)
 
 
 def _sequence(frame: bytes) -> int:
-    if len(frame) != _SEQUENCE.size:
-        raise ProtocolError(f"a sequence has {_SEQUENCE.size} bytes, not {len(frame)}")
+    fields.must(len(frame) == _SEQUENCE.size, f"a sequence has {_SEQUENCE.size} bytes, not {len(frame)}")
     (number,) = _SEQUENCE.unpack(frame)
     return int(number)

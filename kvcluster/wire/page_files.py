@@ -29,7 +29,7 @@ from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.wire import common
+from kvcluster.wire import common, fields
 
 VERSION = 1
 LIFE_BYTES = 16
@@ -91,25 +91,22 @@ def encode_head(head: Head) -> bytes:
 
 def decode_head(data: bytes) -> Head:
     """The inverse. Raises ProtocolError for anything that `encode_head` did not write."""
-    if len(data) < _OPENING.size:
-        raise ProtocolError("a page file is truncated within its head")
+    fields.must(len(data) >= _OPENING.size, "a page file is truncated within its head")
     magic, version, length, check = _OPENING.unpack_from(data)
-    if magic != _MAGIC or version != VERSION:
-        raise ProtocolError("a file does not begin like a page file of version 1")
+    fields.must(magic == _MAGIC and version == VERSION, "a file does not begin like a page file of version 1")
     body = data[_OPENING.size : _OPENING.size + length]
     if len(body) < max(length, _BODY.size) or xxh3_64_intdigest(body) != check:
         raise ProtocolError("the head of a page file does not match its checksum")
     life, file_bytes, nbytes, layers, tenant_bytes = _BODY.unpack_from(body)
-    shape = Shape(common.at_most(nbytes, _MOST_PAGE_BYTES, "bytes of a page"), layers)
-    common.at_most(layers, _MOST_LAYERS, "layers of a page")
-    common.at_most(file_bytes, common.QUANTITY_MAX, "bytes of a file")
+    shape = Shape(fields.at_most(nbytes, _MOST_PAGE_BYTES, "bytes of a page"), layers)
+    fields.at_most(layers, _MOST_LAYERS, "layers of a page")
+    fields.at_most(file_bytes, fields.QUANTITY_MAX, "bytes of a file")
     try:
         tenant = Tenant(body[_BODY.size : _BODY.size + tenant_bytes].decode())
     except UnicodeDecodeError:
         raise ProtocolError("the tenant of a page file is not UTF-8") from None
     spec = common.decode_spec(body[_BODY.size + tenant_bytes :])
-    if not nbytes or not layers:
-        raise ProtocolError("a page file has pages without bytes or layers")
+    fields.must(nbytes and layers, "a page file has pages without bytes or layers")
     return Head(life, file_bytes, shape, tenant, spec)
 
 
@@ -142,8 +139,10 @@ def _page(head: Head, namespace: NamespaceId, content: bytes, offset: int) -> Re
     values: tuple[Any, ...] = _RECORD.unpack_from(content)
     block, parent, depth, group, *bounds, codec_number, loss = values
     codec, part = Codec(codec_number), Part(*bounds)
-    if depth > limits.TOKENS_PER_SEQUENCE or group >= len(head.spec.groups):
-        raise ProtocolError("a record's group or depth is out of range")
+    fields.must(
+        depth <= limits.TOKENS_PER_SEQUENCE and group < len(head.spec.groups),
+        "a record's group or depth is out of range",
+    )
     head.spec.check_part(group, part)
     if Shape(codecs.page_bytes(codec, head.spec, group, part), part.layers) != head.shape or loss < codec.loss:
         raise ProtocolError("a record does not match the page size of its file")

@@ -3,7 +3,7 @@
 A grant names thousands of pages, so it consists of arrays: little-endian, one entry per granted page, in order.
 
     WELCOME   arena bytes u64, ns that a lease runs u64; the descriptor of the arena comes with it
-    GRANT     bytes of the head u32, the head (ReadHead or WriteHead), offsets u64[], page bytes u64[];
+    GRANT     bytes of the head u32, the head (MissTable or WrittenTable), offsets u64[], page bytes u64[];
               after a READ, the codecs u64[], and the checksums u64[] of the layers that each page was asked for
     WRITTEN   the processor that the writer runs on u16, its complement u16, so that a flipped bit is detected;
               pages u32, their places among the pages of the request u32[], the checksums u64[] of all their layers
@@ -26,7 +26,7 @@ from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Writte
 from kvcluster.core.miss import Miss
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire import shard
-from kvcluster.wire.common import quantity
+from kvcluster.wire.fields import must, quantity
 
 T = TypeVar("T")
 
@@ -63,8 +63,7 @@ def encode_welcome(welcome: Welcome) -> bytes:
 
 def decode_welcome(body: bytes) -> Welcome:
     """The inverse."""
-    if len(body) != _WELCOME.size:
-        raise ProtocolError(f"a WELCOME has {len(body)} bytes, not {_WELCOME.size}")
+    must(len(body) == _WELCOME.size, f"a WELCOME has {len(body)} bytes, not {_WELCOME.size}")
     arena_bytes, lease_ttl_ns = _WELCOME.unpack(body)
     return Welcome(quantity(arena_bytes, "bytes"), quantity(lease_ttl_ns, "nanoseconds"))
 
@@ -135,16 +134,14 @@ def _head(body: bytes) -> tuple[bytes, int]:
     """Returns the message in a grant, and the offset of its arrays."""
     nbytes = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else len(body)
     at = _COUNT.size + nbytes
-    if at > len(body):
-        raise ProtocolError("a GRANT ends before it says what was granted")
+    must(at <= len(body), "a GRANT ends before it says what was granted")
     return body[_COUNT.size : at], at
 
 
 def _spots(body: bytes, at: int, keys: Sequence[PageKey], arena_bytes: int) -> tuple[list[tuple[int, int]], int]:
     """Returns the offset and the bytes per layer of each of these pages, and the offset of what follows in the body."""
     end = at + _PAGE_BYTES * len(keys)
-    if end > len(body):
-        raise ProtocolError(f"a GRANT of {len(body)} bytes cannot say where {len(keys)} pages lie")
+    must(end <= len(body), f"a GRANT of {len(body)} bytes cannot say where {len(keys)} pages lie")
     numbers = struct.unpack_from(f"<{2 * len(keys)}Q", body, at)
     spots = []
     for key, offset, nbytes in zip(keys, numbers[: len(keys)], numbers[len(keys) :], strict=True):
@@ -158,14 +155,12 @@ def _spots(body: bytes, at: int, keys: Sequence[PageKey], arena_bytes: int) -> t
 
 
 def _of_length(outcome: list[T], asked: int) -> list[T]:
-    if len(outcome) != asked:
-        raise ProtocolError(f"a GRANT answers for {len(outcome)} pages of {asked}")
+    must(len(outcome) == asked, f"a GRANT answers for {len(outcome)} pages of {asked}")
     return outcome
 
 
 def _check_end(body: bytes, end: int) -> None:
-    if len(body) != end:
-        raise ProtocolError(f"a GRANT of {len(body)} bytes was announced as one of {end}")
+    must(len(body) == end, f"a GRANT of {len(body)} bytes was announced as one of {end}")
 
 
 # ---------------------------------------------------------------------------------------------- stores
@@ -189,20 +184,21 @@ def encode_written(progress: Progress) -> bytes:
 
 def decode_written(body: bytes, pages: Sequence[NewPage]) -> Progress:
     """The inverse, for a request of these pages."""
-    if len(body) < _PROGRESS.size:
-        raise ProtocolError(f"a WRITTEN of {len(body)} bytes is too short")
+    must(len(body) >= _PROGRESS.size, f"a WRITTEN of {len(body)} bytes is too short")
     processor, complement, count = _PROGRESS.unpack_from(body)
-    if processor + complement != NO_PROCESSOR:
-        raise ProtocolError(f"a WRITTEN names processor {processor}, and {complement} as its complement")
+    must(
+        processor + complement == NO_PROCESSOR,
+        f"a WRITTEN names processor {processor}, and {complement} as its complement",
+    )
     at = _PROGRESS.size + _COUNT.size * count
-    if at > len(body):
-        raise ProtocolError(f"a WRITTEN of {len(body)} bytes cannot name {count} pages")
+    must(at <= len(body), f"a WRITTEN of {len(body)} bytes cannot name {count} pages")
     items = struct.unpack_from(f"<{count}I", body, _PROGRESS.size)
-    if any(item >= len(pages) for item in items):
-        raise ProtocolError(f"a WRITTEN names a page beyond the {len(pages)} of its request")
+    must(all(item < len(pages) for item in items), f"a WRITTEN names a page beyond the {len(pages)} of its request")
     layers = [pages[item].key.part.layers for item in items]
-    if at + SUM_BYTES * sum(layers) != len(body):
-        raise ProtocolError(f"a WRITTEN of {len(body)} bytes must have one sum for each of {sum(layers)} layers")
+    must(
+        at + SUM_BYTES * sum(layers) == len(body),
+        f"a WRITTEN of {len(body)} bytes must have one sum for each of {sum(layers)} layers",
+    )
     written = []
     for item, count in zip(items, layers, strict=True):
         written.append((item, struct.unpack_from(f"<{count}Q", body, at)))
@@ -220,6 +216,5 @@ def encode_renew(*, answer: bool) -> bytes:
 
 def decode_renew(body: bytes) -> bool:
     """Returns whether an answer is wanted."""
-    if body not in (b"\0", b"\1"):
-        raise ProtocolError("the body of a RENEW must be one byte, 0 or 1: whether an answer is wanted")
+    must(body in (b"\0", b"\1"), "the body of a RENEW must be one byte, 0 or 1: whether an answer is wanted")
     return body == b"\1"

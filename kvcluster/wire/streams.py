@@ -21,16 +21,20 @@ Every decoder raises ProtocolError or LimitError for malformed input.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from typing import TypeVar
 
 from kvcluster.core import limits
-from kvcluster.core.messages import ReadRequest, Refused, WriteRequest
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, Unreachable
-from kvcluster.wire import common, shard
+from kvcluster.wire import shard
+from kvcluster.wire.common import REFUSED
+from kvcluster.wire.fields import check_opening, in_bytes, must, quantity
 from kvcluster.wire.frames import Record, RecordHead, decode_heads, encode_head
 from kvcluster.wire.v1 import common_pb2 as pb
+
+T = TypeVar("T")
 
 MAGIC = 0x534B
 STREAM_VERSION = 1
@@ -69,63 +73,41 @@ def encode_header(kind: Kind, nbytes: int) -> bytes:
 def decode_header(data: bytes) -> tuple[Kind, int]:
     """Returns the kind and the body bytes. Raises ProtocolError, before anything is allocated, if the body is larger
     than its kind allows."""
-    if len(data) != HEADER.size:
-        raise ProtocolError(f"the header of a frame has {HEADER.size} bytes, not {len(data)}")
+    must(len(data) == HEADER.size, f"the header of a frame has {HEADER.size} bytes, not {len(data)}")
     magic, version, kind, nbytes = HEADER.unpack(data)
-    common.check_opening(magic, version, own=(MAGIC, STREAM_VERSION), of="streams")
+    check_opening(magic, version, own=(MAGIC, STREAM_VERSION), of="streams")
     try:
         known = Kind(kind)
     except ValueError:
         raise ProtocolError(f"a frame of kind {kind} is not known here") from None
-    if nbytes > _MOST.get(known, limits.MESSAGE_BYTES):
-        raise ProtocolError(f"a {known.name} frame of {nbytes} bytes exceeds the limit")
+    must(nbytes <= _MOST.get(known, limits.MESSAGE_BYTES), f"a {known.name} frame of {nbytes} bytes exceeds the limit")
     return known, nbytes
 
 
 # ------------------------------------------------------------------------------------------ requests
 
 
-def encode_read(request: ReadRequest, remaining_ns: int) -> bytes:
-    """Encodes the request of a load."""
-    return _TIME.pack(remaining_ns) + shard.encode_read_request(request)
+def _timed(
+    encode: Callable[[T], bytes], decode: Callable[[bytes], T]
+) -> tuple[Callable[[T, int], bytes], Callable[[bytes], tuple[T, int]]]:
+    """Returns encoder and decoder of a request with the nanoseconds that remain for it, from those of the request."""
+
+    def decode_timed(body: bytes) -> tuple[T, int]:
+        must(len(body) >= _TIME.size, "a request ends before its remaining time")
+        remaining_ns = quantity(_TIME.unpack_from(body)[0], "nanoseconds")
+        return decode(body[_TIME.size :]), remaining_ns
+
+    return lambda request, remaining_ns: _TIME.pack(remaining_ns) + encode(request), decode_timed
 
 
-def decode_read(body: bytes) -> tuple[ReadRequest, int]:
-    """The inverse."""
-    remaining_ns = _remaining_ns(body)
-    return shard.decode_read_request(body[_TIME.size :]), remaining_ns
+encode_read, decode_read = _timed(shard.encode_read_request, shard.decode_read_request)
+"""The request of a load."""
 
+encode_write, decode_write = _timed(shard.encode_write_request, shard.decode_write_request)
+"""The request of a store."""
 
-def encode_write(request: WriteRequest, remaining_ns: int) -> bytes:
-    """Encodes the request of a store."""
-    return _TIME.pack(remaining_ns) + shard.encode_write_request(request)
-
-
-def decode_write(body: bytes) -> tuple[WriteRequest, int]:
-    """The inverse."""
-    remaining_ns = _remaining_ns(body)
-    return shard.decode_write_request(body[_TIME.size :]), remaining_ns
-
-
-def _remaining_ns(body: bytes) -> int:
-    if len(body) < _TIME.size:
-        raise ProtocolError("a request ends before its remaining time")
-    remaining: int = _TIME.unpack_from(body)[0]
-    return common.quantity(remaining, "nanoseconds")
-
-
-# ------------------------------------------------------------------------------------------- refusals
-
-
-def encode_refused(refused: Refused) -> bytes:
-    """Encodes a refusal, which is sent instead of a head or tail."""
-    return common.encode_refusal(refused).SerializeToString()
-
-
-def decode_refused(body: bytes) -> Refused:
-    """The inverse."""
-    return common.decode_refusal(common.parse(pb.Refused, body))
-
+encode_refused, decode_refused = in_bytes(pb.Refused, REFUSED)
+"""A refusal, which is sent instead of a head or tail."""
 
 # ---------------------------------------------------------------------------------------------- pages
 
@@ -137,11 +119,9 @@ def encode_pages(records: Sequence[Record]) -> bytes:
 
 def decode_pages(body: bytes) -> list[RecordHead]:
     """The inverse."""
-    if len(body) < _COUNT.size:
-        raise ProtocolError("a PAGES frame ends before its number of records")
+    must(len(body) >= _COUNT.size, "a PAGES frame ends before its number of records")
     heads, end = decode_heads(body, _COUNT.size, _COUNT.unpack_from(body)[0])
-    if end != len(body):
-        raise ProtocolError(f"a PAGES frame of {len(body)} bytes was announced as one of {end}")
+    must(end == len(body), f"a PAGES frame of {len(body)} bytes was announced as one of {end}")
     return heads
 
 
@@ -174,8 +154,7 @@ def encode_failure(error: KVClusterError) -> bytes:
 
 def decode_failure(body: bytes) -> KVClusterError:
     """The inverse. Returns the error to raise, `Broken` for Trouble."""
-    if not body:
-        raise ProtocolError("a FAILED frame is empty")
+    must(body, "a FAILED frame is empty")
     words = body[1:].decode("utf-8", "replace")
     if body[0] == _DEADLINE:
         return Broken(Miss(MissReason.DEADLINE, words))

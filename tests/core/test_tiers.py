@@ -64,7 +64,7 @@ def test_no_two_tiers_are_one_medium_to_those_who_listen_to_events() -> None:
 
 
 def test_each_tier_has_a_number_on_the_wire() -> None:
-    assert common.TIER.decode_all(common.TIER.encode[tier] for tier in Tier) == list(Tier)
+    assert common.TIER.decode_all(common.TIER.encode(tier) for tier in Tier) == list(Tier)
 
 
 def test_a_tier_stays_itself_where_it_is_pickled() -> None:

@@ -86,7 +86,7 @@ def _methods(
     for method in methods:
         name = f"{service} {method.name}"
         yield _parser(f"{name} request", _asked(method), _asking(method), questions[method.name], message)
-        reply = answers[method.name] if method.name == "Ping" else answers[method.name] | of.refusals
+        reply = answers[method.name] | of.refusals
         yield _parser(f"{name} reply", method.decode_reply, method.encode_reply, reply, message)
 
 

@@ -142,11 +142,9 @@ class Places:
         self.read = folder.read
         self.write = folder.write
 
-    def bytes_of(self, slot: PageSlot) -> memoryview:
+    def view(self, slot: PageSlot) -> memoryview:
         assert slot.tier is Tier.HOST
         return memoryview(bytearray(slot.nbytes))
-
-    view = bytes_of
 
 
 def slot_of(page: RecoveredPage) -> PageSlot:

@@ -11,7 +11,7 @@ from kvcluster.core.ids import Epoch, Tenant
 from kvcluster.core.messages import Done, GetStatus, SetPolicy, Status
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.coordinator_host import CoordinatorHost
-from kvcluster.runtime.settings_file import NAME, SettingsFile
+from kvcluster.runtime.settings_file import NAME, read_settings, write_settings
 from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.base import Unavailable
 from tests.runtime.hosts import configured
@@ -61,14 +61,14 @@ def test_what_cannot_be_kept_is_not_called_done(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_understood_is_said_so(tmp_path: Path, content: str) -> None:
     (tmp_path / NAME).write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be understood"):
-        SettingsFile(str(tmp_path)).read()
+        read_settings(str(tmp_path))
 
 
 def test_settings_that_are_none_any_more_are_said_so(tmp_path: Path) -> None:
-    SettingsFile(str(tmp_path)).write((("host.codec", "q5"),))
+    write_settings(str(tmp_path), (("host.codec", "q5"),))
     with pytest.raises(ConfigError, match="there is no codec 'q5'"):
         host_of(tmp_path, 1)
 
 
 def test_nothing_was_set(tmp_path: Path) -> None:
-    assert SettingsFile(str(tmp_path)).read() == ()
+    assert read_settings(str(tmp_path)) == ()

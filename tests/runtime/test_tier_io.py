@@ -57,13 +57,6 @@ class Arena:
         self._views = 0
         self._ends_at = ends_at
 
-    def bytes_of(self, slot: PageSlot) -> memoryview:
-        view = self.view(slot)
-        if view is None:
-            view = memoryview(bytearray(slot.nbytes))
-            self.read(slot, view)
-        return view
-
     def view(self, slot: PageSlot) -> memoryview | None:
         if slot.tier is Tier.DISK:
             return None

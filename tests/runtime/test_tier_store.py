@@ -18,7 +18,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import ADDRESSABLE, STORED
 from kvcluster.pages.arena import Arena
-from kvcluster.runtime.tier_store import TierStores, open_stores
+from kvcluster.runtime.tier_store import TierStores, bytes_of, open_stores
 from kvcluster.transport.base import Unavailable
 
 SHARD, TENANT = ShardId("shard-0"), Tenant("t")
@@ -72,7 +72,7 @@ def test_what_is_written_to_a_tier_is_read_there(tier: Tier, stores: TierStores,
     target, into = place_in(tier, config), memoryview(bytearray(NBYTES))
     stores.write(to(target), memoryview(data()))
     stores.read(target, into)
-    assert bytes(into) == data() == bytes(stores.bytes_of(target))
+    assert bytes(into) == data() == bytes(bytes_of(stores, target))
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST, Tier.DISK])
@@ -81,7 +81,7 @@ def test_a_page_is_shown_where_it_lies_in_addressable_tiers_alone(
 ) -> None:
     target = place_in(tier, config)
     stores.write(to(target), memoryview(data()))
-    view, copy = stores.view(target), stores.bytes_of(target)
+    view, copy = stores.view(target), bytes_of(stores, target)
     stores.write(to(target), memoryview(data(8)))
     assert (view is not None) == (tier in ADDRESSABLE)
     assert view is None or bytes(view) == data(8) == bytes(copy)
@@ -90,7 +90,7 @@ def test_a_page_is_shown_where_it_lies_in_addressable_tiers_alone(
 
 def test_what_is_not_in_its_store_cannot_be_read(stores: TierStores) -> None:
     with pytest.raises(OSError, match="truncated"):
-        stores.bytes_of(slot_in(Tier.DISK, 2 * FILE_BYTES - SECTOR_BYTES // 2))
+        bytes_of(stores, slot_in(Tier.DISK, 2 * FILE_BYTES - SECTOR_BYTES // 2))
 
 
 def test_nothing_is_shown_once_they_are_closed() -> None:

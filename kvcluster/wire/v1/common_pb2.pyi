@@ -107,20 +107,26 @@ class Spec(_message.Message):
     rope: str
     block_tokens: int
     groups: _containers.RepeatedCompositeFieldContainer[Group]
-    extra: _containers.RepeatedCompositeFieldContainer[Pair]
-    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ..., rope: _Optional[str] = ..., block_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., extra: _Optional[_Iterable[_Union[Pair, _Mapping]]] = ...) -> None: ...
+    extra: Pairs
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ..., rope: _Optional[str] = ..., block_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., extra: _Optional[_Union[Pairs, _Mapping]] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("layers", "planes", "reuse", "window_tokens")
+    __slots__ = ("layers", "planes", "reuse")
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     PLANES_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     layers: _containers.RepeatedScalarFieldContainer[int]
     planes: _containers.RepeatedCompositeFieldContainer[Plane]
-    reuse: str
-    window_tokens: int
-    def __init__(self, layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[Plane, _Mapping]]] = ..., reuse: _Optional[str] = ..., window_tokens: _Optional[int] = ...) -> None: ...
+    reuse: Reuse
+    def __init__(self, layers: _Optional[_Iterable[int]] = ..., planes: _Optional[_Iterable[_Union[Plane, _Mapping]]] = ..., reuse: _Optional[_Union[Reuse, _Mapping]] = ...) -> None: ...
+
+class Reuse(_message.Message):
+    __slots__ = ("kind", "tokens")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    tokens: int
+    def __init__(self, kind: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class Plane(_message.Message):
     __slots__ = ("name", "heads", "dim", "dtype", "packing")
@@ -136,49 +142,83 @@ class Plane(_message.Message):
     packing: str
     def __init__(self, name: _Optional[str] = ..., heads: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ..., packing: _Optional[str] = ...) -> None: ...
 
-class Pair(_message.Message):
+class Pairs(_message.Message):
     __slots__ = ("key", "value")
     KEY_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
-    key: str
-    value: str
-    def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    key: _containers.RepeatedScalarFieldContainer[str]
+    value: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, key: _Optional[_Iterable[str]] = ..., value: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HashTable(_message.Message):
+    __slots__ = ("table", "of")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    table: bytes
+    of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[bytes] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PlaceTable(_message.Message):
+    __slots__ = ("table", "of")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    table: _containers.RepeatedScalarFieldContainer[int]
+    of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[_Iterable[int]] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TextTable(_message.Message):
+    __slots__ = ("table", "of")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    table: _containers.RepeatedScalarFieldContainer[str]
+    of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[_Iterable[str]] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MissTable(_message.Message):
+    __slots__ = ("table", "of")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    table: _containers.RepeatedCompositeFieldContainer[Miss]
+    of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[_Iterable[_Union[Miss, _Mapping]]] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AddressTable(_message.Message):
+    __slots__ = ("table", "of")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    table: _containers.RepeatedCompositeFieldContainer[ShardAddress]
+    of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[_Iterable[_Union[ShardAddress, _Mapping]]] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Need(_message.Message):
-    __slots__ = ("groups", "parts", "accept", "avoid")
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("parts", "accept", "avoid")
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     AVOID_FIELD_NUMBER: _ClassVar[int]
-    groups: int
     parts: _containers.RepeatedScalarFieldContainer[int]
     accept: Loss
     avoid: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, groups: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[Loss, str]] = ..., avoid: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, parts: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[Loss, str]] = ..., avoid: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PageKeys(_message.Message):
-    __slots__ = ("hashes", "parts", "hash_of", "part_of")
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
-    HASH_OF_FIELD_NUMBER: _ClassVar[int]
-    PART_OF_FIELD_NUMBER: _ClassVar[int]
-    hashes: bytes
-    parts: _containers.RepeatedScalarFieldContainer[int]
-    hash_of: _containers.RepeatedScalarFieldContainer[int]
-    part_of: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, hashes: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., hash_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ("hash", "place")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    hash: HashTable
+    place: PlaceTable
+    def __init__(self, hash: _Optional[_Union[HashTable, _Mapping]] = ..., place: _Optional[_Union[PlaceTable, _Mapping]] = ...) -> None: ...
 
 class NewPages(_message.Message):
-    __slots__ = ("keys", "parent_of", "depths", "losses")
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    PARENT_OF_FIELD_NUMBER: _ClassVar[int]
-    DEPTHS_FIELD_NUMBER: _ClassVar[int]
-    LOSSES_FIELD_NUMBER: _ClassVar[int]
-    keys: PageKeys
-    parent_of: _containers.RepeatedScalarFieldContainer[int]
-    depths: _containers.RepeatedScalarFieldContainer[int]
-    losses: _containers.RepeatedScalarFieldContainer[Loss]
-    def __init__(self, keys: _Optional[_Union[PageKeys, _Mapping]] = ..., parent_of: _Optional[_Iterable[int]] = ..., depths: _Optional[_Iterable[int]] = ..., losses: _Optional[_Iterable[_Union[Loss, str]]] = ...) -> None: ...
+    __slots__ = ("key", "parent", "depth", "loss")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    key: PageKeys
+    parent: HashTable
+    depth: _containers.RepeatedScalarFieldContainer[int]
+    loss: _containers.RepeatedScalarFieldContainer[Loss]
+    def __init__(self, key: _Optional[_Union[PageKeys, _Mapping]] = ..., parent: _Optional[_Union[HashTable, _Mapping]] = ..., depth: _Optional[_Iterable[int]] = ..., loss: _Optional[_Iterable[_Union[Loss, str]]] = ...) -> None: ...
 
 class ShardAddress(_message.Message):
     __slots__ = ("shard", "epoch", "address", "host")
@@ -192,64 +232,60 @@ class ShardAddress(_message.Message):
     host: str
     def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
 
-class Source(_message.Message):
-    __slots__ = ("shard", "part", "tier", "loss")
+class Sources(_message.Message):
+    __slots__ = ("place", "shard", "tier", "loss")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
-    PART_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
-    shard: int
-    part: _containers.RepeatedScalarFieldContainer[int]
-    tier: Tier
-    loss: Loss
-    def __init__(self, shard: _Optional[int] = ..., part: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[Tier, str]] = ..., loss: _Optional[_Union[Loss, str]] = ...) -> None: ...
+    place: _containers.RepeatedScalarFieldContainer[int]
+    shard: AddressTable
+    tier: _containers.RepeatedScalarFieldContainer[Tier]
+    loss: _containers.RepeatedScalarFieldContainer[Loss]
+    def __init__(self, place: _Optional[_Iterable[int]] = ..., shard: _Optional[_Union[AddressTable, _Mapping]] = ..., tier: _Optional[_Iterable[_Union[Tier, str]]] = ..., loss: _Optional[_Iterable[_Union[Loss, str]]] = ...) -> None: ...
 
-class Cover(_message.Message):
-    __slots__ = ("absent", "sources")
-    ABSENT_FIELD_NUMBER: _ClassVar[int]
-    SOURCES_FIELD_NUMBER: _ClassVar[int]
-    absent: bool
-    sources: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, absent: bool = ..., sources: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Plan(_message.Message):
-    __slots__ = ("groups",)
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    groups: _containers.RepeatedCompositeFieldContainer[Cover]
-    def __init__(self, groups: _Optional[_Iterable[_Union[Cover, _Mapping]]] = ...) -> None: ...
+class Covers(_message.Message):
+    __slots__ = ("counts", "items")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    items: Sources
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., items: _Optional[_Union[Sources, _Mapping]] = ...) -> None: ...
 
 class Plans(_message.Message):
-    __slots__ = ("shards", "sources", "plans")
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
-    SOURCES_FIELD_NUMBER: _ClassVar[int]
-    PLANS_FIELD_NUMBER: _ClassVar[int]
-    shards: _containers.RepeatedCompositeFieldContainer[ShardAddress]
-    sources: _containers.RepeatedCompositeFieldContainer[Source]
-    plans: _containers.RepeatedCompositeFieldContainer[Plan]
-    def __init__(self, shards: _Optional[_Iterable[_Union[ShardAddress, _Mapping]]] = ..., sources: _Optional[_Iterable[_Union[Source, _Mapping]]] = ..., plans: _Optional[_Iterable[_Union[Plan, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("counts", "items")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    items: Covers
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., items: _Optional[_Union[Covers, _Mapping]] = ...) -> None: ...
+
+class PlanTable(_message.Message):
+    __slots__ = ("table", "of")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    table: Plans
+    of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[_Union[Plans, _Mapping]] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Runs(_message.Message):
-    __slots__ = ("plans", "counts", "plan_of")
-    PLANS_FIELD_NUMBER: _ClassVar[int]
-    COUNTS_FIELD_NUMBER: _ClassVar[int]
-    PLAN_OF_FIELD_NUMBER: _ClassVar[int]
-    plans: Plans
-    counts: _containers.RepeatedScalarFieldContainer[int]
-    plan_of: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, plans: _Optional[_Union[Plans, _Mapping]] = ..., counts: _Optional[_Iterable[int]] = ..., plan_of: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ("count", "plan")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    count: _containers.RepeatedScalarFieldContainer[int]
+    plan: PlanTable
+    def __init__(self, count: _Optional[_Iterable[int]] = ..., plan: _Optional[_Union[PlanTable, _Mapping]] = ...) -> None: ...
 
 class TicketBody(_message.Message):
-    __slots__ = ("namespace", "holder", "attempt", "hashes", "need", "runs")
+    __slots__ = ("namespace", "attempt", "hashes", "need", "runs")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     NEED_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
-    holder: bytes
-    attempt: int
+    attempt: bytes
     hashes: bytes
     need: Need
     runs: Runs
-    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., hashes: _Optional[bytes] = ..., need: _Optional[_Union[Need, _Mapping]] = ..., runs: _Optional[_Union[Runs, _Mapping]] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., attempt: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., need: _Optional[_Union[Need, _Mapping]] = ..., runs: _Optional[_Union[Runs, _Mapping]] = ...) -> None: ...

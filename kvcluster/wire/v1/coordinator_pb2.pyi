@@ -20,7 +20,6 @@ class EventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EVENT_KIND_UNSPECIFIED: _ClassVar[EventKind]
     EVENT_KIND_PAGE: _ClassVar[EventKind]
     EVENT_KIND_GONE: _ClassVar[EventKind]
-    EVENT_KIND_CORRUPT: _ClassVar[EventKind]
     EVENT_KIND_PURGED: _ClassVar[EventKind]
 
 class LeaveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
@@ -36,17 +35,12 @@ DECISION_REFUSED: Decision
 EVENT_KIND_UNSPECIFIED: EventKind
 EVENT_KIND_PAGE: EventKind
 EVENT_KIND_GONE: EventKind
-EVENT_KIND_CORRUPT: EventKind
 EVENT_KIND_PURGED: EventKind
 LEAVE_REASON_UNSPECIFIED: LeaveReason
 LEAVE_REASON_REPLACED: LeaveReason
 LEAVE_REASON_DRAINED: LeaveReason
 
 class PingRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class PingReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -59,25 +53,22 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., spec: _Optional[bytes] = ...) -> None: ...
 
 class PrepareLoadRequest(_message.Message):
-    __slots__ = ("namespace", "holder", "attempt", "hashes", "need", "hold")
+    __slots__ = ("namespace", "attempt", "hashes", "need", "hold")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     NEED_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
-    holder: bytes
-    attempt: int
+    attempt: bytes
     hashes: bytes
     need: _common_pb2.Need
     hold: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., hashes: _Optional[bytes] = ..., need: _Optional[_Union[_common_pb2.Need, _Mapping]] = ..., hold: bool = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., attempt: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., need: _Optional[_Union[_common_pb2.Need, _Mapping]] = ..., hold: bool = ...) -> None: ...
 
 class PrepareStoreRequest(_message.Message):
-    __slots__ = ("namespace", "holder", "attempt", "first", "parent", "run", "hashes", "parts", "loss", "host", "tokens")
+    __slots__ = ("namespace", "attempt", "first", "parent", "run", "hashes", "parts", "loss", "host", "tokens")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
@@ -88,8 +79,7 @@ class PrepareStoreRequest(_message.Message):
     HOST_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
-    holder: bytes
-    attempt: int
+    attempt: bytes
     first: int
     parent: bytes
     run: bytes
@@ -98,15 +88,13 @@ class PrepareStoreRequest(_message.Message):
     loss: _common_pb2.Loss
     host: str
     tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., first: _Optional[int] = ..., parent: _Optional[bytes] = ..., run: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., loss: _Optional[_Union[_common_pb2.Loss, str]] = ..., host: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., attempt: _Optional[bytes] = ..., first: _Optional[int] = ..., parent: _Optional[bytes] = ..., run: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., loss: _Optional[_Union[_common_pb2.Loss, str]] = ..., host: _Optional[str] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TicketRequest(_message.Message):
-    __slots__ = ("holder", "attempt")
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("attempt",)
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    holder: bytes
-    attempt: int
-    def __init__(self, holder: _Optional[bytes] = ..., attempt: _Optional[int] = ...) -> None: ...
+    attempt: bytes
+    def __init__(self, attempt: _Optional[bytes] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("namespace", "hashes", "need")
@@ -129,10 +117,10 @@ class GetNamespacesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class RegisterEngineRequest(_message.Message):
-    __slots__ = ("engine",)
-    ENGINE_FIELD_NUMBER: _ClassVar[int]
-    engine: Engine
-    def __init__(self, engine: _Optional[_Union[Engine, _Mapping]] = ...) -> None: ...
+    __slots__ = ("info",)
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    info: Engine
+    def __init__(self, info: _Optional[_Union[Engine, _Mapping]] = ...) -> None: ...
 
 class GetEnginesRequest(_message.Message):
     __slots__ = ()
@@ -185,12 +173,10 @@ class DrainRequest(_message.Message):
     def __init__(self, shard: _Optional[str] = ...) -> None: ...
 
 class SetPolicyRequest(_message.Message):
-    __slots__ = ("names", "values")
-    NAMES_FIELD_NUMBER: _ClassVar[int]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
-    names: _containers.RepeatedScalarFieldContainer[str]
-    values: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[str]] = ...) -> None: ...
+    __slots__ = ("settings",)
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    settings: _common_pb2.Pairs
+    def __init__(self, settings: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ...) -> None: ...
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()
@@ -259,34 +245,38 @@ class LoadGrant(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., runs: _Optional[_Union[_common_pb2.Runs, _Mapping]] = ..., hold_ns: _Optional[int] = ..., miss: _Optional[_Union[_common_pb2.Miss, _Mapping]] = ...) -> None: ...
 
 class StoreGrant(_message.Message):
-    __slots__ = ("counts", "decisions", "shard_of", "miss_of", "shards", "misses")
-    COUNTS_FIELD_NUMBER: _ClassVar[int]
-    DECISIONS_FIELD_NUMBER: _ClassVar[int]
-    SHARD_OF_FIELD_NUMBER: _ClassVar[int]
-    MISS_OF_FIELD_NUMBER: _ClassVar[int]
-    SHARDS_FIELD_NUMBER: _ClassVar[int]
-    MISSES_FIELD_NUMBER: _ClassVar[int]
-    counts: _containers.RepeatedScalarFieldContainer[int]
-    decisions: _containers.RepeatedScalarFieldContainer[Decision]
-    shard_of: _containers.RepeatedScalarFieldContainer[int]
-    miss_of: _containers.RepeatedScalarFieldContainer[int]
-    shards: _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardAddress]
-    misses: _containers.RepeatedCompositeFieldContainer[_common_pb2.Miss]
-    def __init__(self, counts: _Optional[_Iterable[int]] = ..., decisions: _Optional[_Iterable[_Union[Decision, str]]] = ..., shard_of: _Optional[_Iterable[int]] = ..., miss_of: _Optional[_Iterable[int]] = ..., shards: _Optional[_Iterable[_Union[_common_pb2.ShardAddress, _Mapping]]] = ..., misses: _Optional[_Iterable[_Union[_common_pb2.Miss, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("runs",)
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    runs: StoreRuns
+    def __init__(self, runs: _Optional[_Union[StoreRuns, _Mapping]] = ...) -> None: ...
+
+class StoreRuns(_message.Message):
+    __slots__ = ("count", "decision", "shard", "miss")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    count: _containers.RepeatedScalarFieldContainer[int]
+    decision: _containers.RepeatedScalarFieldContainer[Decision]
+    shard: _common_pb2.AddressTable
+    miss: _common_pb2.MissTable
+    def __init__(self, count: _Optional[_Iterable[int]] = ..., decision: _Optional[_Iterable[_Union[Decision, str]]] = ..., shard: _Optional[_Union[_common_pb2.AddressTable, _Mapping]] = ..., miss: _Optional[_Union[_common_pb2.MissTable, _Mapping]] = ...) -> None: ...
 
 class Explained(_message.Message):
-    __slots__ = ("counts", "plan_of", "miss_of", "plans", "misses")
-    COUNTS_FIELD_NUMBER: _ClassVar[int]
-    PLAN_OF_FIELD_NUMBER: _ClassVar[int]
-    MISS_OF_FIELD_NUMBER: _ClassVar[int]
-    PLANS_FIELD_NUMBER: _ClassVar[int]
-    MISSES_FIELD_NUMBER: _ClassVar[int]
-    counts: _containers.RepeatedScalarFieldContainer[int]
-    plan_of: _containers.RepeatedScalarFieldContainer[int]
-    miss_of: _containers.RepeatedScalarFieldContainer[int]
-    plans: _common_pb2.Plans
-    misses: _containers.RepeatedCompositeFieldContainer[_common_pb2.Miss]
-    def __init__(self, counts: _Optional[_Iterable[int]] = ..., plan_of: _Optional[_Iterable[int]] = ..., miss_of: _Optional[_Iterable[int]] = ..., plans: _Optional[_Union[_common_pb2.Plans, _Mapping]] = ..., misses: _Optional[_Iterable[_Union[_common_pb2.Miss, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("fates",)
+    FATES_FIELD_NUMBER: _ClassVar[int]
+    fates: BlockFates
+    def __init__(self, fates: _Optional[_Union[BlockFates, _Mapping]] = ...) -> None: ...
+
+class BlockFates(_message.Message):
+    __slots__ = ("count", "plan", "miss")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    count: _containers.RepeatedScalarFieldContainer[int]
+    plan: _common_pb2.PlanTable
+    miss: _common_pb2.MissTable
+    def __init__(self, count: _Optional[_Iterable[int]] = ..., plan: _Optional[_Union[_common_pb2.PlanTable, _Mapping]] = ..., miss: _Optional[_Union[_common_pb2.MissTable, _Mapping]] = ...) -> None: ...
 
 class SiblingSpecs(_message.Message):
     __slots__ = ("specs",)
@@ -295,12 +285,18 @@ class SiblingSpecs(_message.Message):
     def __init__(self, specs: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Namespaces(_message.Message):
-    __slots__ = ("specs", "blocks")
-    SPECS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: SpecBlocks
+    def __init__(self, known: _Optional[_Union[SpecBlocks, _Mapping]] = ...) -> None: ...
+
+class SpecBlocks(_message.Message):
+    __slots__ = ("spec", "blocks")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    specs: _containers.RepeatedScalarFieldContainer[bytes]
+    spec: _containers.RepeatedScalarFieldContainer[bytes]
     blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, specs: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, spec: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pinned(_message.Message):
     __slots__ = ("blocks",)
@@ -325,13 +321,12 @@ class ShardStatus(_message.Message):
     def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., state: _Optional[str] = ..., seen_ns_ago: _Optional[int] = ...) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("engine", "name", "model", "weights", "fact_names", "fact_values", "private", "withdrawn", "ready")
+    __slots__ = ("engine", "name", "model", "weights", "facts", "private", "withdrawn", "ready")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    FACT_NAMES_FIELD_NUMBER: _ClassVar[int]
-    FACT_VALUES_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
     PRIVATE_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
@@ -339,12 +334,11 @@ class Engine(_message.Message):
     name: str
     model: str
     weights: str
-    fact_names: _containers.RepeatedScalarFieldContainer[str]
-    fact_values: _containers.RepeatedScalarFieldContainer[str]
+    facts: _common_pb2.Pairs
     private: bool
     withdrawn: int
     ready: bool
-    def __init__(self, engine: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., weights: _Optional[str] = ..., fact_names: _Optional[_Iterable[str]] = ..., fact_values: _Optional[_Iterable[str]] = ..., private: bool = ..., withdrawn: _Optional[int] = ..., ready: bool = ...) -> None: ...
+    def __init__(self, engine: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[str] = ..., weights: _Optional[str] = ..., facts: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., private: bool = ..., withdrawn: _Optional[int] = ..., ready: bool = ...) -> None: ...
 
 class Registered(_message.Message):
     __slots__ = ("ttl_ns", "weights")
@@ -355,15 +349,21 @@ class Registered(_message.Message):
     def __init__(self, ttl_ns: _Optional[int] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class Engines(_message.Message):
-    __slots__ = ("engines", "seen_ns_ago")
-    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: EngineList
+    def __init__(self, known: _Optional[_Union[EngineList, _Mapping]] = ...) -> None: ...
+
+class EngineList(_message.Message):
+    __slots__ = ("engine", "seen_ns_ago")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     SEEN_NS_AGO_FIELD_NUMBER: _ClassVar[int]
-    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    engine: _containers.RepeatedCompositeFieldContainer[Engine]
     seen_ns_ago: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., seen_ns_ago: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, engine: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., seen_ns_ago: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy_names", "policy_values", "fallen_namespaces", "fallen_errors")
+    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -372,10 +372,8 @@ class Status(_message.Message):
     TICKETS_FIELD_NUMBER: _ClassVar[int]
     SHARDS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
-    POLICY_NAMES_FIELD_NUMBER: _ClassVar[int]
-    POLICY_VALUES_FIELD_NUMBER: _ClassVar[int]
-    FALLEN_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
-    FALLEN_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    FALLEN_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: str
     uptime_ns: int
@@ -384,22 +382,28 @@ class Status(_message.Message):
     tickets: int
     shards: _containers.RepeatedCompositeFieldContainer[ShardStatus]
     counters: Counters
-    policy_names: _containers.RepeatedScalarFieldContainer[str]
-    policy_values: _containers.RepeatedScalarFieldContainer[str]
-    fallen_namespaces: bytes
-    fallen_errors: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy_names: _Optional[_Iterable[str]] = ..., policy_values: _Optional[_Iterable[str]] = ..., fallen_namespaces: _Optional[bytes] = ..., fallen_errors: _Optional[_Iterable[int]] = ...) -> None: ...
+    policy: _common_pb2.Pairs
+    fallen: CodecErrors
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ...) -> None: ...
 
 class Counters(_message.Message):
-    __slots__ = ("names", "values")
-    NAMES_FIELD_NUMBER: _ClassVar[int]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
-    names: _containers.RepeatedScalarFieldContainer[str]
-    values: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, names: _Optional[_Iterable[str]] = ..., values: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ("name", "value")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    name: _containers.RepeatedScalarFieldContainer[str]
+    value: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, name: _Optional[_Iterable[str]] = ..., value: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CodecErrors(_message.Message):
+    __slots__ = ("namespace", "error")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    error: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespace: _Optional[bytes] = ..., error: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "below_capacity_bytes", "below_free_bytes", "below_pages", "below_wanted_bytes", "trouble")
+    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "trouble")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -411,10 +415,6 @@ class ShardInfo(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     BELOW_FIELD_NUMBER: _ClassVar[int]
-    BELOW_CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BELOW_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    BELOW_PAGES_FIELD_NUMBER: _ClassVar[int]
-    BELOW_WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     shard: str
     epoch: int
@@ -426,89 +426,107 @@ class ShardInfo(_message.Message):
     leases: int
     counters: Counters
     draining: bool
-    below: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
-    below_capacity_bytes: _containers.RepeatedScalarFieldContainer[int]
-    below_free_bytes: _containers.RepeatedScalarFieldContainer[int]
-    below_pages: _containers.RepeatedScalarFieldContainer[int]
-    below_wanted_bytes: _containers.RepeatedScalarFieldContainer[int]
+    below: TierUses
     trouble: str
-    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., below_capacity_bytes: _Optional[_Iterable[int]] = ..., below_free_bytes: _Optional[_Iterable[int]] = ..., below_pages: _Optional[_Iterable[int]] = ..., below_wanted_bytes: _Optional[_Iterable[int]] = ..., trouble: _Optional[str] = ...) -> None: ...
+    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class TierUses(_message.Message):
+    __slots__ = ("tier", "capacity_bytes", "free_bytes", "pages", "wanted_bytes")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tier: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
+    capacity_bytes: _containers.RepeatedScalarFieldContainer[int]
+    free_bytes: _containers.RepeatedScalarFieldContainer[int]
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    wanted_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tier: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., capacity_bytes: _Optional[_Iterable[int]] = ..., free_bytes: _Optional[_Iterable[int]] = ..., pages: _Optional[_Iterable[int]] = ..., wanted_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Specs(_message.Message):
-    __slots__ = ("tenants", "specs")
-    TENANTS_FIELD_NUMBER: _ClassVar[int]
-    SPECS_FIELD_NUMBER: _ClassVar[int]
-    tenants: _containers.RepeatedScalarFieldContainer[str]
-    specs: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, tenants: _Optional[_Iterable[str]] = ..., specs: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    __slots__ = ("tenant", "spec")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    tenant: _containers.RepeatedScalarFieldContainer[str]
+    spec: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, tenant: _Optional[_Iterable[str]] = ..., spec: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Events(_message.Message):
-    __slots__ = ("namespaces", "parts", "kinds", "hashes", "namespace_of", "part_of", "parents", "depths", "tiers", "losses", "purges", "codecs", "gone_tiers")
-    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("kinds", "pages", "gone", "purges")
     KINDS_FIELD_NUMBER: _ClassVar[int]
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_OF_FIELD_NUMBER: _ClassVar[int]
-    PART_OF_FIELD_NUMBER: _ClassVar[int]
-    PARENTS_FIELD_NUMBER: _ClassVar[int]
-    DEPTHS_FIELD_NUMBER: _ClassVar[int]
-    TIERS_FIELD_NUMBER: _ClassVar[int]
-    LOSSES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
     PURGES_FIELD_NUMBER: _ClassVar[int]
-    CODECS_FIELD_NUMBER: _ClassVar[int]
-    GONE_TIERS_FIELD_NUMBER: _ClassVar[int]
-    namespaces: bytes
-    parts: _containers.RepeatedScalarFieldContainer[int]
     kinds: _containers.RepeatedScalarFieldContainer[EventKind]
-    hashes: bytes
-    namespace_of: _containers.RepeatedScalarFieldContainer[int]
-    part_of: _containers.RepeatedScalarFieldContainer[int]
-    parents: bytes
-    depths: _containers.RepeatedScalarFieldContainer[int]
-    tiers: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
-    losses: _containers.RepeatedScalarFieldContainer[_common_pb2.Loss]
+    pages: PageEvents
+    gone: GoneEvents
     purges: _containers.RepeatedScalarFieldContainer[int]
-    codecs: _containers.RepeatedScalarFieldContainer[int]
-    gone_tiers: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
-    def __init__(self, namespaces: _Optional[bytes] = ..., parts: _Optional[_Iterable[int]] = ..., kinds: _Optional[_Iterable[_Union[EventKind, str]]] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., part_of: _Optional[_Iterable[int]] = ..., parents: _Optional[bytes] = ..., depths: _Optional[_Iterable[int]] = ..., tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., losses: _Optional[_Iterable[_Union[_common_pb2.Loss, str]]] = ..., purges: _Optional[_Iterable[int]] = ..., codecs: _Optional[_Iterable[int]] = ..., gone_tiers: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ...) -> None: ...
+    def __init__(self, kinds: _Optional[_Iterable[_Union[EventKind, str]]] = ..., pages: _Optional[_Union[PageEvents, _Mapping]] = ..., gone: _Optional[_Union[GoneEvents, _Mapping]] = ..., purges: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PageEvents(_message.Message):
+    __slots__ = ("namespace", "key", "parent", "depth", "tier", "loss", "codec")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    namespace: _common_pb2.HashTable
+    key: _common_pb2.PageKeys
+    parent: bytes
+    depth: _containers.RepeatedScalarFieldContainer[int]
+    tier: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
+    loss: _containers.RepeatedScalarFieldContainer[_common_pb2.Loss]
+    codec: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespace: _Optional[_Union[_common_pb2.HashTable, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.PageKeys, _Mapping]] = ..., parent: _Optional[bytes] = ..., depth: _Optional[_Iterable[int]] = ..., tier: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., loss: _Optional[_Iterable[_Union[_common_pb2.Loss, str]]] = ..., codec: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GoneEvents(_message.Message):
+    __slots__ = ("namespace", "key", "corrupt", "tier")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    namespace: _common_pb2.HashTable
+    key: _common_pb2.PageKeys
+    corrupt: _containers.RepeatedScalarFieldContainer[bool]
+    tier: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
+    def __init__(self, namespace: _Optional[_Union[_common_pb2.HashTable, _Mapping]] = ..., key: _Optional[_Union[_common_pb2.PageKeys, _Mapping]] = ..., corrupt: _Optional[_Iterable[bool]] = ..., tier: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ...) -> None: ...
 
 class Tombstones(_message.Message):
-    __slots__ = ("texts", "numbers", "tenant_of", "model_of", "weights_of", "adapter_of")
-    TEXTS_FIELD_NUMBER: _ClassVar[int]
-    NUMBERS_FIELD_NUMBER: _ClassVar[int]
-    TENANT_OF_FIELD_NUMBER: _ClassVar[int]
-    MODEL_OF_FIELD_NUMBER: _ClassVar[int]
-    WEIGHTS_OF_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_OF_FIELD_NUMBER: _ClassVar[int]
-    texts: _containers.RepeatedScalarFieldContainer[str]
-    numbers: _containers.RepeatedScalarFieldContainer[int]
-    tenant_of: _containers.RepeatedScalarFieldContainer[int]
-    model_of: _containers.RepeatedScalarFieldContainer[int]
-    weights_of: _containers.RepeatedScalarFieldContainer[int]
-    adapter_of: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, texts: _Optional[_Iterable[str]] = ..., numbers: _Optional[_Iterable[int]] = ..., tenant_of: _Optional[_Iterable[int]] = ..., model_of: _Optional[_Iterable[int]] = ..., weights_of: _Optional[_Iterable[int]] = ..., adapter_of: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ("number", "tenant", "model", "weights", "adapter")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    number: _containers.RepeatedScalarFieldContainer[int]
+    tenant: _common_pb2.TextTable
+    model: _common_pb2.TextTable
+    weights: _common_pb2.TextTable
+    adapter: _common_pb2.TextTable
+    def __init__(self, number: _Optional[_Iterable[int]] = ..., tenant: _Optional[_Union[_common_pb2.TextTable, _Mapping]] = ..., model: _Optional[_Union[_common_pb2.TextTable, _Mapping]] = ..., weights: _Optional[_Union[_common_pb2.TextTable, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.TextTable, _Mapping]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "sampled_namespaces", "sampled_errors", "orders")
+    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "orders", "samples")
     INFO_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SPECS_FIELD_NUMBER: _ClassVar[int]
     PRESSURE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SAMPLED_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
-    SAMPLED_ERRORS_FIELD_NUMBER: _ClassVar[int]
     ORDERS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     info: ShardInfo
     coordinator: int
     first: int
     events: Events
     specs: Specs
     pressure_bytes: int
-    sampled_namespaces: bytes
-    sampled_errors: _containers.RepeatedScalarFieldContainer[int]
     orders: OrderProgress
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., sampled_namespaces: _Optional[bytes] = ..., sampled_errors: _Optional[_Iterable[int]] = ..., orders: _Optional[_Union[OrderProgress, _Mapping]] = ...) -> None: ...
+    samples: CodecErrors
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., orders: _Optional[_Union[OrderProgress, _Mapping]] = ..., samples: _Optional[_Union[CodecErrors, _Mapping]] = ...) -> None: ...
 
 class OrderProgress(_message.Message):
     __slots__ = ("accepted", "running")
@@ -533,64 +551,76 @@ class InventoryRequest(_message.Message):
     upto: int
     chunk: int
     last: bool
-    pages: Events
+    pages: PageEvents
     specs: Specs
     tombstones: Tombstones
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., upto: _Optional[int] = ..., chunk: _Optional[int] = ..., last: bool = ..., pages: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ...) -> None: ...
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., upto: _Optional[int] = ..., chunk: _Optional[int] = ..., last: bool = ..., pages: _Optional[_Union[PageEvents, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("number", "evict", "move", "pull")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("evict", "move", "pull")
     EVICT_FIELD_NUMBER: _ClassVar[int]
     MOVE_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
-    number: int
     evict: EvictOrder
     move: MoveOrder
     pull: PullOrder
-    def __init__(self, number: _Optional[int] = ..., evict: _Optional[_Union[EvictOrder, _Mapping]] = ..., move: _Optional[_Union[MoveOrder, _Mapping]] = ..., pull: _Optional[_Union[PullOrder, _Mapping]] = ...) -> None: ...
+    def __init__(self, evict: _Optional[_Union[EvictOrder, _Mapping]] = ..., move: _Optional[_Union[MoveOrder, _Mapping]] = ..., pull: _Optional[_Union[PullOrder, _Mapping]] = ...) -> None: ...
 
 class EvictOrder(_message.Message):
-    __slots__ = ("namespaces", "hashes", "namespace_of", "tier")
-    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_OF_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("number", "blocks", "tier")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
-    namespaces: bytes
-    hashes: bytes
-    namespace_of: _containers.RepeatedScalarFieldContainer[int]
+    number: int
+    blocks: NamespacedHashes
     tier: _common_pb2.Tier
-    def __init__(self, namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., blocks: _Optional[_Union[NamespacedHashes, _Mapping]] = ..., tier: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
+
+class NamespacedHashes(_message.Message):
+    __slots__ = ("namespace", "hash")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    namespace: _common_pb2.HashTable
+    hash: bytes
+    def __init__(self, namespace: _Optional[_Union[_common_pb2.HashTable, _Mapping]] = ..., hash: _Optional[bytes] = ...) -> None: ...
 
 class MoveOrder(_message.Message):
-    __slots__ = ("namespaces", "hashes", "namespace_of", "to", "codecs")
-    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
-    HASHES_FIELD_NUMBER: _ClassVar[int]
-    NAMESPACE_OF_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("number", "moves")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    moves: Moves
+    def __init__(self, number: _Optional[int] = ..., moves: _Optional[_Union[Moves, _Mapping]] = ...) -> None: ...
+
+class Moves(_message.Message):
+    __slots__ = ("namespace", "hash", "to", "codec")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
-    CODECS_FIELD_NUMBER: _ClassVar[int]
-    namespaces: bytes
-    hashes: bytes
-    namespace_of: _containers.RepeatedScalarFieldContainer[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    namespace: _common_pb2.HashTable
+    hash: bytes
     to: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
-    codecs: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, namespaces: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., namespace_of: _Optional[_Iterable[int]] = ..., to: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., codecs: _Optional[_Iterable[int]] = ...) -> None: ...
+    codec: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespace: _Optional[_Union[_common_pb2.HashTable, _Mapping]] = ..., hash: _Optional[bytes] = ..., to: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., codec: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullOrder(_message.Message):
-    __slots__ = ("source", "tenant", "spec", "pages", "codec", "into")
+    __slots__ = ("number", "source", "tenant", "spec", "pages", "codec", "into")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     INTO_FIELD_NUMBER: _ClassVar[int]
+    number: int
     source: _common_pb2.ShardAddress
     tenant: str
     spec: bytes
     pages: _common_pb2.NewPages
     codec: int
     into: _common_pb2.Tier
-    def __init__(self, source: _Optional[_Union[_common_pb2.ShardAddress, _Mapping]] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ..., codec: _Optional[int] = ..., into: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.ShardAddress, _Mapping]] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ..., codec: _Optional[int] = ..., into: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
 
 class ReportAck(_message.Message):
     __slots__ = ("epoch", "acked", "inventory", "tombstones", "drain", "leave", "orders")

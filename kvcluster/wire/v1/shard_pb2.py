@@ -16,15 +16,15 @@ from kvcluster.wire.v1 import common_pb2 as kvcluster_dot_v1_dot_common__pb2
 from kvcluster.wire.v1 import coordinator_pb2 as kvcluster_dot_v1_dot_coordinator__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvcluster/v1/shard.proto\x12\x0ckvcluster.v1\x1a\x19kvcluster/v1/common.proto\x1a\x1ekvcluster/v1/coordinator.proto\"\x1f\n\x0c\x46lushRequest\x12\x0f\n\x07wait_ns\x18\x01 \x01(\x04\"X\n\x0eSuspectRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04keys\x18\x03 \x01(\x0b\x32\x16.kvcluster.v1.PageKeys\"\x12\n\x10GetOffersRequest\"\xbc\x01\n\nShardReply\x12(\n\x07refused\x18\x01 \x01(\x0b\x32\x15.kvcluster.v1.RefusedH\x00\x12\"\n\x04\x64one\x18\x02 \x01(\x0b\x32\x12.kvcluster.v1.DoneH\x00\x12/\n\x08\x61ttached\x18\x03 \x01(\x0b\x32\x1b.kvcluster.v1.AttachedShardH\x00\x12&\n\x06offers\x18\x04 \x01(\x0b\x32\x14.kvcluster.v1.OffersH\x00\x42\x07\n\x05reply\"\x9d\x01\n\x06Offers\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ntransports\x18\x03 \x03(\t\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x0f\n\x07refused\x18\x05 \x03(\t\x12\x0f\n\x07reasons\x18\x06 \x03(\t\x12\x10\n\x08versions\x18\x07 \x03(\r\x12\x0f\n\x07\x64\x65tails\x18\x08 \x03(\x0c\"a\n\rAttachedShard\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0clease_ttl_ns\x18\x04 \x01(\x04\"\xc5\x01\n\x0bReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06holder\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12$\n\x04keys\x18\x05 \x01(\x0b\x32\x16.kvcluster.v1.PageKeys\x12\x14\n\x0clayer_starts\x18\x06 \x03(\r\x12\x13\n\x0blayer_stops\x18\x07 \x03(\r\x12\"\n\x06\x61\x63\x63\x65pt\x18\x08 \x01(\x0e\x32\x12.kvcluster.v1.Loss\"?\n\x08ReadHead\x12\x0f\n\x07miss_of\x18\x01 \x03(\r\x12\"\n\x06misses\x18\x02 \x03(\x0b\x32\x12.kvcluster.v1.Miss\"\x89\x01\n\x0cWriteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06holder\x18\x02 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\x04\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x05 \x01(\x04\x12%\n\x05pages\x18\x06 \x01(\x0b\x32\x16.kvcluster.v1.NewPages\"4\n\tWriteHead\x12\'\n\x08outcomes\x18\x01 \x03(\x0e\x32\x15.kvcluster.v1.Written\"4\n\tWriteTail\x12\'\n\x08outcomes\x18\x01 \x03(\x0e\x32\x15.kvcluster.v1.Written*\x9e\x01\n\x07Written\x12\x17\n\x13WRITTEN_UNSPECIFIED\x10\x00\x12\x15\n\x11WRITTEN_COMMITTED\x10\x01\x12\x15\n\x11WRITTEN_DUPLICATE\x10\x02\x12\x13\n\x0fWRITTEN_PENDING\x10\x03\x12\x13\n\x0fWRITTEN_CORRUPT\x10\x04\x12\x10\n\x0cWRITTEN_FULL\x10\x05\x12\x10\n\x0cWRITTEN_LOST\x10\x06\x32\xcd\x02\n\x05Shard\x12?\n\x06\x41ttach\x12\x1b.kvcluster.v1.AttachRequest\x1a\x18.kvcluster.v1.ShardReply\x12\x45\n\tGetOffers\x12\x1e.kvcluster.v1.GetOffersRequest\x1a\x18.kvcluster.v1.ShardReply\x12=\n\x05\x46lush\x12\x1a.kvcluster.v1.FlushRequest\x1a\x18.kvcluster.v1.ShardReply\x12\x41\n\x07Suspect\x12\x1c.kvcluster.v1.SuspectRequest\x1a\x18.kvcluster.v1.ShardReply\x12:\n\x04Ping\x12\x19.kvcluster.v1.PingRequest\x1a\x17.kvcluster.v1.PingReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvcluster/v1/shard.proto\x12\x0ckvcluster.v1\x1a\x19kvcluster/v1/common.proto\x1a\x1ekvcluster/v1/coordinator.proto\"\x1f\n\x0c\x46lushRequest\x12\x0f\n\x07wait_ns\x18\x01 \x01(\x04\"X\n\x0eSuspectRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04keys\x18\x03 \x01(\x0b\x32\x16.kvcluster.v1.PageKeys\"\x12\n\x10GetOffersRequest\"\xbc\x01\n\nShardReply\x12(\n\x07refused\x18\x01 \x01(\x0b\x32\x15.kvcluster.v1.RefusedH\x00\x12\"\n\x04\x64one\x18\x02 \x01(\x0b\x32\x12.kvcluster.v1.DoneH\x00\x12/\n\x08\x61ttached\x18\x03 \x01(\x0b\x32\x1b.kvcluster.v1.AttachedShardH\x00\x12&\n\x06offers\x18\x04 \x01(\x0b\x32\x14.kvcluster.v1.OffersH\x00\x42\x07\n\x05reply\"\x80\x01\n\x06Offers\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x06offers\x18\x03 \x01(\x0b\x32\x17.kvcluster.v1.OfferList\x12$\n\x07refused\x18\x04 \x01(\x0b\x32\x13.kvcluster.v1.Pairs\"Q\n\tOfferList\x12\x11\n\ttransport\x18\x01 \x03(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x03(\t\x12\x0f\n\x07version\x18\x03 \x03(\r\x12\x0f\n\x07\x64\x65tails\x18\x04 \x03(\x0c\"a\n\rAttachedShard\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0clease_ttl_ns\x18\x04 \x01(\x04\"\x8c\x01\n\x0bReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12&\n\x05wants\x18\x04 \x01(\x0b\x32\x17.kvcluster.v1.PageWants\x12\"\n\x06\x61\x63\x63\x65pt\x18\x05 \x01(\x0e\x32\x12.kvcluster.v1.Loss\"Y\n\tPageWants\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvcluster.v1.PageKeys\x12\x13\n\x0blayer_start\x18\x02 \x03(\r\x12\x12\n\nlayer_stop\x18\x03 \x03(\r\"y\n\x0cWriteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x04 \x01(\x04\x12%\n\x05pages\x18\x05 \x01(\x0b\x32\x16.kvcluster.v1.NewPages\"@\n\x0cWrittenTable\x12$\n\x05table\x18\x01 \x03(\x0e\x32\x15.kvcluster.v1.Written\x12\n\n\x02of\x18\x02 \x03(\r*\x9e\x01\n\x07Written\x12\x17\n\x13WRITTEN_UNSPECIFIED\x10\x00\x12\x15\n\x11WRITTEN_COMMITTED\x10\x01\x12\x15\n\x11WRITTEN_DUPLICATE\x10\x02\x12\x13\n\x0fWRITTEN_PENDING\x10\x03\x12\x13\n\x0fWRITTEN_CORRUPT\x10\x04\x12\x10\n\x0cWRITTEN_FULL\x10\x05\x12\x10\n\x0cWRITTEN_LOST\x10\x06\x32\xce\x02\n\x05Shard\x12?\n\x06\x41ttach\x12\x1b.kvcluster.v1.AttachRequest\x1a\x18.kvcluster.v1.ShardReply\x12\x45\n\tGetOffers\x12\x1e.kvcluster.v1.GetOffersRequest\x1a\x18.kvcluster.v1.ShardReply\x12=\n\x05\x46lush\x12\x1a.kvcluster.v1.FlushRequest\x1a\x18.kvcluster.v1.ShardReply\x12\x41\n\x07Suspect\x12\x1c.kvcluster.v1.SuspectRequest\x1a\x18.kvcluster.v1.ShardReply\x12;\n\x04Ping\x12\x19.kvcluster.v1.PingRequest\x1a\x18.kvcluster.v1.ShardReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcluster.v1.shard_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_WRITTEN']._serialized_start=1208
-  _globals['_WRITTEN']._serialized_end=1366
+  _globals['_WRITTEN']._serialized_start=1172
+  _globals['_WRITTEN']._serialized_end=1330
   _globals['_FLUSHREQUEST']._serialized_start=101
   _globals['_FLUSHREQUEST']._serialized_end=132
   _globals['_SUSPECTREQUEST']._serialized_start=134
@@ -34,19 +34,19 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_SHARDREPLY']._serialized_start=245
   _globals['_SHARDREPLY']._serialized_end=433
   _globals['_OFFERS']._serialized_start=436
-  _globals['_OFFERS']._serialized_end=593
-  _globals['_ATTACHEDSHARD']._serialized_start=595
-  _globals['_ATTACHEDSHARD']._serialized_end=692
-  _globals['_READREQUEST']._serialized_start=695
-  _globals['_READREQUEST']._serialized_end=892
-  _globals['_READHEAD']._serialized_start=894
-  _globals['_READHEAD']._serialized_end=957
-  _globals['_WRITEREQUEST']._serialized_start=960
-  _globals['_WRITEREQUEST']._serialized_end=1097
-  _globals['_WRITEHEAD']._serialized_start=1099
-  _globals['_WRITEHEAD']._serialized_end=1151
-  _globals['_WRITETAIL']._serialized_start=1153
-  _globals['_WRITETAIL']._serialized_end=1205
-  _globals['_SHARD']._serialized_start=1369
-  _globals['_SHARD']._serialized_end=1702
+  _globals['_OFFERS']._serialized_end=564
+  _globals['_OFFERLIST']._serialized_start=566
+  _globals['_OFFERLIST']._serialized_end=647
+  _globals['_ATTACHEDSHARD']._serialized_start=649
+  _globals['_ATTACHEDSHARD']._serialized_end=746
+  _globals['_READREQUEST']._serialized_start=749
+  _globals['_READREQUEST']._serialized_end=889
+  _globals['_PAGEWANTS']._serialized_start=891
+  _globals['_PAGEWANTS']._serialized_end=980
+  _globals['_WRITEREQUEST']._serialized_start=982
+  _globals['_WRITEREQUEST']._serialized_end=1103
+  _globals['_WRITTENTABLE']._serialized_start=1105
+  _globals['_WRITTENTABLE']._serialized_end=1169
+  _globals['_SHARD']._serialized_start=1333
+  _globals['_SHARD']._serialized_end=1667
 # @@protoc_insertion_point(module_scope)

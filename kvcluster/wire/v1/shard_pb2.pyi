@@ -58,24 +58,28 @@ class ShardReply(_message.Message):
     def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[AttachedShard, _Mapping]] = ..., offers: _Optional[_Union[Offers, _Mapping]] = ...) -> None: ...
 
 class Offers(_message.Message):
-    __slots__ = ("protocol_version", "epoch", "transports", "addresses", "refused", "reasons", "versions", "details")
+    __slots__ = ("protocol_version", "epoch", "offers", "refused")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
-    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    OFFERS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
-    REASONS_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    DETAILS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     epoch: int
-    transports: _containers.RepeatedScalarFieldContainer[str]
-    addresses: _containers.RepeatedScalarFieldContainer[str]
-    refused: _containers.RepeatedScalarFieldContainer[str]
-    reasons: _containers.RepeatedScalarFieldContainer[str]
-    versions: _containers.RepeatedScalarFieldContainer[int]
+    offers: OfferList
+    refused: _common_pb2.Pairs
+    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[int] = ..., offers: _Optional[_Union[OfferList, _Mapping]] = ..., refused: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ...) -> None: ...
+
+class OfferList(_message.Message):
+    __slots__ = ("transport", "address", "version", "details")
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    transport: _containers.RepeatedScalarFieldContainer[str]
+    address: _containers.RepeatedScalarFieldContainer[str]
+    version: _containers.RepeatedScalarFieldContainer[int]
     details: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, protocol_version: _Optional[int] = ..., epoch: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., addresses: _Optional[_Iterable[str]] = ..., refused: _Optional[_Iterable[str]] = ..., reasons: _Optional[_Iterable[str]] = ..., versions: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    def __init__(self, transport: _Optional[_Iterable[str]] = ..., address: _Optional[_Iterable[str]] = ..., version: _Optional[_Iterable[int]] = ..., details: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AttachedShard(_message.Message):
     __slots__ = ("protocol_version", "namespace", "epoch", "lease_ttl_ns")
@@ -90,57 +94,47 @@ class AttachedShard(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_ttl_ns: _Optional[int] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("namespace", "holder", "attempt", "epoch", "keys", "layer_starts", "layer_stops", "accept")
+    __slots__ = ("namespace", "attempt", "epoch", "wants", "accept")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    LAYER_STARTS_FIELD_NUMBER: _ClassVar[int]
-    LAYER_STOPS_FIELD_NUMBER: _ClassVar[int]
+    WANTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
-    holder: bytes
-    attempt: int
+    attempt: bytes
     epoch: int
-    keys: _common_pb2.PageKeys
-    layer_starts: _containers.RepeatedScalarFieldContainer[int]
-    layer_stops: _containers.RepeatedScalarFieldContainer[int]
+    wants: PageWants
     accept: _common_pb2.Loss
-    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Union[_common_pb2.PageKeys, _Mapping]] = ..., layer_starts: _Optional[_Iterable[int]] = ..., layer_stops: _Optional[_Iterable[int]] = ..., accept: _Optional[_Union[_common_pb2.Loss, str]] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., attempt: _Optional[bytes] = ..., epoch: _Optional[int] = ..., wants: _Optional[_Union[PageWants, _Mapping]] = ..., accept: _Optional[_Union[_common_pb2.Loss, str]] = ...) -> None: ...
 
-class ReadHead(_message.Message):
-    __slots__ = ("miss_of", "misses")
-    MISS_OF_FIELD_NUMBER: _ClassVar[int]
-    MISSES_FIELD_NUMBER: _ClassVar[int]
-    miss_of: _containers.RepeatedScalarFieldContainer[int]
-    misses: _containers.RepeatedCompositeFieldContainer[_common_pb2.Miss]
-    def __init__(self, miss_of: _Optional[_Iterable[int]] = ..., misses: _Optional[_Iterable[_Union[_common_pb2.Miss, _Mapping]]] = ...) -> None: ...
+class PageWants(_message.Message):
+    __slots__ = ("key", "layer_start", "layer_stop")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_STOP_FIELD_NUMBER: _ClassVar[int]
+    key: _common_pb2.PageKeys
+    layer_start: _containers.RepeatedScalarFieldContainer[int]
+    layer_stop: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, key: _Optional[_Union[_common_pb2.PageKeys, _Mapping]] = ..., layer_start: _Optional[_Iterable[int]] = ..., layer_stop: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
-    __slots__ = ("namespace", "holder", "attempt", "epoch", "wait_ns", "pages")
+    __slots__ = ("namespace", "attempt", "epoch", "wait_ns", "pages")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    HOLDER_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WAIT_NS_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
-    holder: bytes
-    attempt: int
+    attempt: bytes
     epoch: int
     wait_ns: int
     pages: _common_pb2.NewPages
-    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ..., wait_ns: _Optional[int] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., attempt: _Optional[bytes] = ..., epoch: _Optional[int] = ..., wait_ns: _Optional[int] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ...) -> None: ...
 
-class WriteHead(_message.Message):
-    __slots__ = ("outcomes",)
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
-    outcomes: _containers.RepeatedScalarFieldContainer[Written]
-    def __init__(self, outcomes: _Optional[_Iterable[_Union[Written, str]]] = ...) -> None: ...
-
-class WriteTail(_message.Message):
-    __slots__ = ("outcomes",)
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
-    outcomes: _containers.RepeatedScalarFieldContainer[Written]
-    def __init__(self, outcomes: _Optional[_Iterable[_Union[Written, str]]] = ...) -> None: ...
+class WrittenTable(_message.Message):
+    __slots__ = ("table", "of")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    table: _containers.RepeatedScalarFieldContainer[Written]
+    of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[_Iterable[_Union[Written, str]]] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
