@@ -45,7 +45,7 @@ from kvcluster.transport.base import Payload
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 
 if TYPE_CHECKING:
-    from kvcluster.pages._native import BlockCopier
+    from kvcluster.pages import _native
 
 _TARGET = HostMemory()
 
@@ -218,7 +218,7 @@ class LoadSink:
         return self._progress.came({self._layers_of(item, layer, stop): [self._ranges.pieces[item].block]}, nbytes)
 
     @cached_property
-    def _blocks(self) -> BlockCopier | None:
+    def _blocks(self) -> _native.BlockCopier | None:
         return native_copies.block_copier(CopyDirection.LOAD, self._items)
 
     def _layers_of(self, item: int, layer: int, stop: int) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from kvcluster.transport.base import Cancelled, Deadline
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 
 if TYPE_CHECKING:
-    from kvcluster.pages._native import BlockCopier
+    from kvcluster.pages import _native
 
 _SOURCE = HostMemory()
 _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
@@ -136,7 +136,7 @@ class StoreSource:
             return checksum.copy_sums(self._identity[1], layer, layers, into, data)
 
     @cached_property
-    def _blocks(self) -> BlockCopier | None:
+    def _blocks(self) -> _native.BlockCopier | None:
         """What gathers layers in native code; None where they need not be gathered."""
         geometries = self._memory.geometries()
         if all(geometry is None or geometry.page_layout for geometry in geometries):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import kvcluster
+from kvcluster.client import batch_copies
 from kvcluster.config import ClientConfig
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.pages import checksum
@@ -79,6 +80,7 @@ def store(address: str, seed: str, blocks: str, halt: str, halt_at: str, transpo
 
         return gathers
 
+    batch_copies.EXECUTORS = ()  # in native code pages are not gathered one by one
     checksum.layer_sums = counted(checksum.layer_sums)
     checksum.copy_sums = counted(checksum.copy_sums)
     with kvcluster.connect(address, SPEC, config=replace(PATIENT, transports=(transport,))) as client:

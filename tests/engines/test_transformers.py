@@ -565,7 +565,7 @@ def test_what_has_no_plain_kv_is_refused_by_name(kind: str, settings: dict[str, 
 
 
 def test_a_config_that_hides_its_real_kv_is_refused() -> None:
-    with pytest.raises(CallerError, match=r"makes k \[1 heads x 16, float32\], where the spec has k \[4 heads"):
+    with pytest.raises(CallerError, match=r"has k \[1 heads x 16, float32\], but the spec has k \[4 heads"):
         spec_of(tiny("falcon", multi_query=True, new_decoder_architecture=False), weights="w1")
 
 
