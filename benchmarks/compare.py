@@ -13,6 +13,7 @@ compared with what was stored, after the clock has stopped.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import sys
@@ -135,6 +136,7 @@ def serve(path: str, size: str, connection: Connection) -> None:
 def main() -> None:
     """The command line. `--serve PATH SIZE FD` is one side."""
     if sys.argv[1:2] == ["--serve"]:
+        os.chdir(os.environ["PYTHONPATH"])  # the processes of its cluster import from there
         path, size, descriptor = sys.argv[2:]
         with suppress(EOFError):  # the end
             serve(path, size, Connection(int(descriptor)))

@@ -57,6 +57,7 @@ class PythonCopies:
         self._decoded = Staging()
         self._items: CopyItems | None = None
         self._places: dict[int, PagePlace] = {}
+        self._shapes: dict[tuple[int, ...], tuple[Part, Part, Part, int]] = {}  # what pages of equal columns share
 
     def open(self, batch: CopyBatch) -> RunRecords:
         """As CopyExecutor: opens every batch of a load from pages, or a store to pages, that the CPU addresses. It
@@ -133,14 +134,17 @@ class PythonCopies:
 
     def _find(self, items: CopyItems, item: int) -> PagePlace:
         group, block = items.groups[item], items.blocks[item] + self._memory.first
-        part = Part(items.layer_starts[item], items.layer_stops[item], items.head_starts[item], items.head_stops[item])
-        geometry = items.geometry(item)
-        fills = part._replace(head_start=items.fill_starts[item], head_stop=items.fill_stops[item])
-        both = part.intersect(geometry.part)
-        assert both is not None
-        rect = both._replace(head_start=part.head_start, head_stop=part.head_stop)
+        shape = tuple(column[item] for column in items.columns()[2:])
+        key = (group, *shape)
+        known = self._shapes.get(key)
+        if known is None:
+            part, fills = Part(*shape[:4]), Part(*shape[:2], *shape[4:])
+            both = part.intersect(items.geometry(item).part)
+            assert both is not None
+            rect = both._replace(head_start=part.head_start, head_stop=part.head_stop)
+            known = self._shapes[key] = part, fills, rect, part.heads * items.geometry(item).head_bytes
+        part, fills, rect, layer_bytes = known
         run = self._memory.place(block, group, rect) if fills == part else None
-        layer_bytes = part.heads * geometry.head_bytes
         return PagePlace(block, group, part, fills, layer_bytes, run, rect.layer_start - part.layer_start)
 
 

@@ -189,12 +189,14 @@ class Part(NamedTuple):
 
     def intersect(self, other: Part) -> Part | None:
         """Returns the rectangle that both contain, or None."""
-        both = Part(
-            max(self.layer_start, other.layer_start),
-            min(self.layer_stop, other.layer_stop),
-            max(self.head_start, other.head_start),
-            min(self.head_stop, other.head_stop),
-        )
+        both = self
+        if self != other:  # most are equal, and calls are many
+            both = Part(
+                max(self.layer_start, other.layer_start),
+                min(self.layer_stop, other.layer_stop),
+                max(self.head_start, other.head_start),
+                min(self.head_stop, other.head_stop),
+            )
         return both if both.layers > 0 and both.heads > 0 else None
 
     def __str__(self) -> str:
