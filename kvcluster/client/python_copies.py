@@ -57,6 +57,7 @@ class PythonCopies:
         self._decoded = Staging()
         self._items: CopyItems | None = None
         self._places: dict[int, PagePlace] = {}
+        self._rows: list[tuple[int, ...]] = []
         self._shapes: dict[tuple[int, ...], tuple[Part, Part, Part, int]] = {}  # what pages of equal columns share
 
     def open(self, batch: CopyBatch) -> RunRecords:
@@ -85,7 +86,7 @@ class PythonCopies:
     def place(self, items: CopyItems, item: int) -> PagePlace:
         """Where that page's layers go."""
         if self._items is not items:
-            self._items, self._places = items, {}
+            self._items, self._places, self._rows = items, {}, list(zip(*items.columns(), strict=True))
         place = self._places.get(item)
         if place is None:
             place = self._places[item] = self._find(items, item)
@@ -133,9 +134,8 @@ class PythonCopies:
         return CopyStatus.DONE
 
     def _find(self, items: CopyItems, item: int) -> PagePlace:
-        group, block = items.groups[item], items.blocks[item] + self._memory.first
-        shape = tuple(column[item] for column in items.columns()[2:])
-        key = (group, *shape)
+        group, row, *shape = self._rows[item]
+        block, key = row + self._memory.first, (group, *shape)
         known = self._shapes.get(key)
         if known is None:
             part, fills = Part(*shape[:4]), Part(*shape[:2], *shape[4:])
