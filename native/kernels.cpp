@@ -1,9 +1,9 @@
 // XXH3 with 64 bits and a seed, of bytes that are copied at the same time. Compiled once for each instruction set.
 //
 // A stripe of 64 bytes is loaded once; what is hashed and what is stored are the same registers, so that a sum vouches
-// for the copy even where somebody writes to the original meanwhile, and the bytes cross the memory bus twice and not
-// three times. The stores go past the caches, since whoever reads a page next is another core, a GPU, or comes after more
-// bytes than a cache holds.
+// for the copy even if the original is written to meanwhile, and the bytes cross the memory bus twice and not three
+// times. The stores go past the caches, since the next reader of a page is another core, a GPU, or comes after more bytes
+// than a cache holds.
 //
 // The hash is that of the xxHash specification (doc/xxhash_spec.md of its repository, "XXH3", inputs of more than 240
 // bytes), and equal to the xxhash package's: tests/pages/test_native.py.
@@ -52,7 +52,7 @@ u64 load64(const u8* from) {
 //
 // Each instruction set has a Stripe of eight lanes of 64 bits, and what XXH3 does with it. `stream` stores past the
 // caches, at an address that is a multiple of kAlign. `load` reads memory once: an empty piece of assembly keeps the
-// compiler from reading it again where it is used again, when somebody may have changed it.
+// compiler from reading it again where it is used again, when another process may have changed it.
 
 #if defined(__AVX512F__)
 
