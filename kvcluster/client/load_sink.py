@@ -121,7 +121,6 @@ class LoadSink:
 
     def run(self, batch: CopyBatch, run: RunRecords, start: int, stop: int) -> None:
         """Carries out some records of a batch, and counts them. Raises Cancelled if they were stopped."""
-        whole = False
         with self._ranges.gate:
             now = time.monotonic_ns()
             self._ranges.check(now)

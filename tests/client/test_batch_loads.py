@@ -27,6 +27,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import BytesPayload, Cancelled
 from kvcluster.transport.exchange_copies import ExchangeCopies
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same, unwritten
+from tests.client.interrupted import Interrupted
 from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, NEVER, WHOLE, Bench, gathered, nhd
 
 
@@ -131,26 +132,8 @@ def test_records_that_were_not_asked_for_are_refused_before_a_byte_moves() -> No
 # ------------------------------------------------------------------------------------------------ stopping
 
 
-class Interrupted:
-    """The executor in Python, with something that happens before the record of that number."""
-
-    def __init__(self, bench: Bench, at: int, happens: Callable[[], object]) -> None:
-        self._python = PythonCopies(bench.into)
-        self._at = at
-        self._happens = happens
-
-    def open(self, batch: CopyBatch) -> RunRecords:
-        def run(start: int, stop: int) -> None:
-            for at in range(start, stop):
-                if at == self._at:
-                    self._happens()
-                self._python.run(batch, at, at + 1)
-
-        return run
-
-
 def interrupt(monkeypatch: pytest.MonkeyPatch, bench: Bench, at: int, happens: Callable[[], object]) -> None:
-    monkeypatch.setattr(batch_copies, "EXECUTORS", (Interrupted(bench, at, happens),))
+    monkeypatch.setattr(batch_copies, "EXECUTORS", (Interrupted(bench.into, at, happens),))
 
 
 def test_a_cancel_stops_before_the_next_record_and_what_came_counts(monkeypatch: pytest.MonkeyPatch) -> None:

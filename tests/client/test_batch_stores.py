@@ -11,7 +11,6 @@ import torch
 from kvcluster.client import batch_copies
 from kvcluster.client.layouts import Buffers
 from kvcluster.client.memory import bind
-from kvcluster.client.python_copies import PythonCopies
 from kvcluster.client.store_source import StoreSource
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import NewPage, PageKey
@@ -19,13 +18,13 @@ from kvcluster.core.miss import MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
 from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
-from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Cancelled, Deadline, Unavailable
 from kvcluster.transport.exchange_copies import ExchangeCopies, open_store, reserved_records
 from kvcluster.wire.shm_frames import Place
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same
+from tests.client.interrupted import Interrupted
 from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, WHOLE, nhd
 
 ROOT = BlockHash(bytes(32))
@@ -92,28 +91,10 @@ def test_pages_of_another_length_are_refused_before_a_byte_moves() -> None:
 # ------------------------------------------------------------------------------------------------ stopping
 
 
-class Interrupted:
-    """The executor in Python, with something that happens before the record of that number."""
-
-    def __init__(self, reserved: Reserved, at: int, happens: Callable[[], object]) -> None:
-        self._python = PythonCopies(reserved.memory)
-        self._at = at
-        self._happens = happens
-
-    def open(self, batch: CopyBatch) -> RunRecords:
-        def run(start: int, stop: int) -> None:
-            for at in range(start, stop):
-                if at == self._at:
-                    self._happens()
-                self._python.run(batch, at, at + 1)
-
-        return run
-
-
 def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, happens: Callable[[Reserved], object]) -> Reserved:
     monkeypatch.setattr("kvcluster.core.limits.RECORD_BYTES", LAYER_BYTES)
     reserved = Reserved(room(BLOCKS).copy_(kv(BLOCKS)))
-    monkeypatch.setattr(batch_copies, "EXECUTORS", (Interrupted(reserved, at, lambda: happens(reserved)),))
+    monkeypatch.setattr(batch_copies, "EXECUTORS", (Interrupted(reserved.memory, at, lambda: happens(reserved)),))
     return reserved
 
 

@@ -16,18 +16,10 @@ from kvcluster.client.client import Client
 from kvcluster.client.prompt import Prompt
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from tests.client.build import SPEC, kv, prompt, room
+from tests.client.build import SPEC, kv, prompt
+from tests.client.test_misuse import CALLS
 
 TOKENS = prompt(2, rest=1)
-CALLS: list[Callable[[Client, Any], Any]] = [
-    lambda client, prompt: client.hashes(prompt),
-    lambda client, prompt: client.lookup(prompt),
-    lambda client, prompt: client.load(prompt, room(2)),
-    lambda client, prompt: client.store(prompt, kv(2)),
-    lambda client, prompt: client.explain(prompt),
-    lambda client, prompt: client.pin(prompt, 60.0),
-    lambda client, prompt: client.unpin(prompt),
-]
 FORMS: list[Callable[[list[int]], Any]] = [
     tuple,
     lambda tokens: array("q", tokens),

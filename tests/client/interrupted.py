@@ -1,0 +1,28 @@
+"""An executor of copies at which something happens in the middle of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvcluster.client.memory import BoundMemory
+from kvcluster.client.python_copies import PythonCopies
+from kvcluster.pages.copy_batch import CopyBatch
+from kvcluster.pages.copy_executor import RunRecords
+
+
+class Interrupted:
+    """The executor in Python, with something that happens before the record of that number."""
+
+    def __init__(self, memory: BoundMemory, at: int, happens: Callable[[], object]) -> None:
+        self._python = PythonCopies(memory)
+        self._at = at
+        self._happens = happens
+
+    def open(self, batch: CopyBatch) -> RunRecords:
+        def run(start: int, stop: int) -> None:
+            for at in range(start, stop):
+                if at == self._at:
+                    self._happens()
+                self._python.run(batch, at, at + 1)
+
+        return run
