@@ -22,7 +22,7 @@ from enum import Enum
 
 from kvcluster.client.exchange_split import split_among_exchanges
 from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.pieces import Piece, Pieces
+from kvcluster.client.pieces import Piece, Pieces, sizes
 from kvcluster.client.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, Permit, ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded
@@ -164,7 +164,7 @@ class _ReadExchange:
 
     def missing(self) -> list[tuple[int, Piece]]:
         """Returns the pieces that it still has to bring, by item."""
-        items = (item for item in range(len(self.ranges.pieces)) if item not in self.handed_over)
+        items = (item for item in self.ranges.unfinished() if item not in self.handed_over)
         return [(item, rest) for item in items for rest in self.ranges.left(item)]
 
 
@@ -279,8 +279,7 @@ class LoadPlan:
         for shard, of_shard in pieces.items():
             streams = self._streams(shard)
             most = min(streams.decoding if self._decodes else streams.loads, spare // len(pieces))
-            sizes = [piece.nbytes(self._spec) for piece in of_shard]
-            for run in split_among_exchanges(sizes, most):
+            for run in split_among_exchanges(sizes(of_shard, self._spec), most):
                 share = of_shard[run.start : run.stop]
                 permit = self._policy.permit(shard, now)
                 if isinstance(permit, Miss):

@@ -28,9 +28,10 @@ from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import KVSpec
+from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec, native, native_copies
+from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import (
     CopyBatch,
     CopyDirection,
@@ -81,7 +82,7 @@ class LoadSink:
         self._python = PythonCopies(into)
         self._forms: dict[tuple[int, int, int], _Form | None] = {}  # by group, heads and codec
         self._identity = (-1, -1, 0)  # the last (item, codec), since its layers arrive one after the other, and its own
-        self._model_layers: list[tuple[int, ...] | None] = [None] * len(ranges.pieces)
+        self._layers: dict[tuple[int, Part, int, int], tuple[tuple[int, ...], int]] = {}  # see `_layers_of`
         self._staging = Staging()
 
     # ------------------------------------------------------------------------------------ batches of copies
@@ -89,21 +90,20 @@ class LoadSink:
     def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
         """As CopySink. Records that cannot be decoded here, or whose length does not fit their codec, are not copied
         and count as not matching. Raises ProtocolError for layers that were not requested."""
-        identities, status = array("Q"), bytearray(len(records))
-        rows = zip(records.items, records.layers, records.counts, records.codecs, strict=True)
-        for at, (item, layer, layers, codec_id) in enumerate(rows):
-            want = self._ranges.pieces[item].want
-            if not want.layer_start <= layer < layer + layers <= want.layer_stop:
-                raise ProtocolError(
-                    f"the grant does not match the request: record {at} has layers {layer} to {layer + layers}, "
-                    f"which are not within {want.layer_start} to {want.layer_stop}"
-                )
-            form = self._form(item, codec_id)
-            identities.append(0 if form is None else self._identity_of(item, codec_id))
-            if form is None:
-                status[at] = CopyStatus.UNREADABLE
-            elif records.nbytes[at] != layers * form.layer_bytes:
-                status[at] = CopyStatus.MISMATCH
+        pieces, status = self._ranges.pieces, bytearray(len(records))
+        known: dict[tuple[object, ...], CopyStatus] = {}  # thousands of records differ only in their block
+        rows = zip(records.items, records.layers, records.counts, records.codecs, records.nbytes, strict=True)
+        for at, (item, layer, layers, codec_id, nbytes) in enumerate(rows):
+            _, group, want, _, _ = pieces[item]
+            kind = group, want[0].part, want[1:], layer, layers, codec_id, nbytes
+            if kind not in known:
+                known[kind] = self._status(at, records)
+            if known[kind]:
+                status[at] = self._status(at, records)
+        codecs: Sequence[int] = records.codecs
+        if CopyStatus.UNREADABLE in status:  # some of them no number of a codec
+            codecs = [RAW if was == CopyStatus.UNREADABLE else own for was, own in zip(status, codecs, strict=True)]
+        identities = checksum.identities(self._namespace, [pieces[item].want.key for item in records.items], codecs)
         batch = CopyBatch(
             CopyDirection.LOAD,
             source,
@@ -118,6 +118,20 @@ class LoadSink:
             keeps=(keeps, self._into),
         )
         return BatchCopies(batch, self._python, self.run)
+
+    def _status(self, at: int, records: CopyRecords) -> CopyStatus:
+        """Returns the status of a record before it is run. Raises ProtocolError if its layers were not requested."""
+        item, layer, layers = records.items[at], records.layers[at], records.counts[at]
+        want = self._ranges.pieces[item].want
+        if not want.layer_start <= layer < layer + layers <= want.layer_stop:
+            raise ProtocolError(
+                f"the grant does not match the request: record {at} has layers {layer} to {layer + layers}, "
+                f"which are not within {want.layer_start} to {want.layer_stop}"
+            )
+        form = self._form(item, records.codecs[at])
+        if form is None:
+            return CopyStatus.UNREADABLE
+        return CopyStatus.PENDING if records.nbytes[at] == layers * form.layer_bytes else CopyStatus.MISMATCH
 
     def run(self, batch: CopyBatch, run: RunRecords, start: int, stop: int) -> None:
         """Carries out some records of a batch, and counts them. Raises Cancelled if they were stopped."""
@@ -138,18 +152,18 @@ class LoadSink:
         """Counts what has become of these records. True if that completes some layer in every block."""
         records, ranges = batch.records, self._ranges
         came: dict[tuple[int, ...], list[int]] = {}  # blocks, by the model layers that they got
-        nbytes = 0
-        for at in range(start, stop):
-            item, layer, status = records.items[at], records.layers[at], batch.status[at]
-            last = layer + records.counts[at]
+        nbytes, rows = 0, slice(start, stop)
+        columns = records.items[rows], records.layers[rows], records.counts[rows], batch.status[rows]
+        for item, layer, layers, status in zip(*columns, strict=True):
             if not ranges.is_next(item, layer):
                 continue
             if status == CopyStatus.DONE:
-                ranges.came(item, last)
-                came.setdefault(self._layers_of(item, layer, last), []).append(ranges.pieces[item].block)
-                nbytes += (last - layer) * self._raw_bytes(item)
+                ranges.came(item, layer + layers)
+                of_model, raw_bytes = self._layers_of(item, layer, layer + layers)
+                came.setdefault(of_model, []).append(ranges.pieces[item].block)
+                nbytes += raw_bytes
             elif status in (CopyStatus.MISMATCH, CopyStatus.UNREADABLE) and not ranges.dropped[item]:
-                ranges.did_not_match(item, layer, last)
+                ranges.did_not_match(item, layer, layer + layers)
         return self._progress.came(came, nbytes)
 
     # ------------------------------------------------------------------------------------------ streams
@@ -213,21 +227,24 @@ class LoadSink:
             self._ranges.did_not_match(item, layer, stop)
             return False
         self._ranges.came(item, stop)
-        nbytes = (stop - layer) * self._raw_bytes(item)
-        return self._progress.came({self._layers_of(item, layer, stop): [self._ranges.pieces[item].block]}, nbytes)
+        of_model, raw_bytes = self._layers_of(item, layer, stop)
+        return self._progress.came({of_model: [self._ranges.pieces[item].block]}, raw_bytes)
 
     @cached_property
     def _blocks(self) -> _native.BlockCopier | None:
         return native_copies.block_copier(CopyDirection.LOAD, self._items)
 
-    def _layers_of(self, item: int, layer: int, stop: int) -> tuple[int, ...]:
-        """Returns the model's numbers of these layers of a page."""
-        want, layers = self._ranges.pieces[item].want, self._model_layers[item]
-        if layers is None:
-            layers = self._model_layers[item] = self._ranges.pieces[item].model_layers(self._spec)
-        if layer == want.layer_start and stop == want.layer_stop:
-            return layers
-        return layers[layer - want.layer_start : stop - want.layer_start]
+    def _layers_of(self, item: int, layer: int, stop: int) -> tuple[tuple[int, ...], int]:
+        """Returns the model's numbers of these layers of a page, and their raw bytes."""
+        _, group, (key, _, _), _, _ = self._ranges.pieces[item]
+        kind = group, key.part, layer, stop
+        if kind not in self._layers:
+            first, layer_bytes = key.part.layer_start, self._spec.layer_bytes(group, key.part)
+            self._layers[kind] = (
+                self._spec.groups[group].layers[first + layer : first + stop],
+                (stop - layer) * layer_bytes,
+            )
+        return self._layers[kind]
 
     def _take_none(self, item: int, layer: int, stop: int) -> None:
         """Records that these layers cannot be used: their codec or length is wrong."""
@@ -258,16 +275,11 @@ class LoadSink:
             self._identity = item, codec_id, identity
         return identity
 
-    def _raw_bytes(self, item: int) -> int:
-        """Returns the bytes of one layer of the item's page, raw."""
-        form = self._form(item, codec.RAW)
-        assert form is not None
-        return form.layer_bytes
-
 
 def _items(ranges: ReadRanges, into: BoundMemory) -> CopyItems:
     """Returns one row for each piece of an exchange."""
-    items = CopyItems(into.geometries())
-    for piece in ranges.pieces:
-        items.add(piece.group, piece.block - into.first, piece.want.key.part, (piece.head_start, piece.head_stop))
-    return items
+    blocks, groups, wants, head_starts, head_stops = zip(*ranges.pieces, strict=True)
+    parts = zip(*[want.key.part for want in wants], strict=True)
+    rows = [block - into.first for block in blocks]
+    columns = (array("I", column) for column in (groups, rows, *parts, head_starts, head_stops))
+    return CopyItems(into.geometries(), *columns)

@@ -6,8 +6,11 @@ how its bytes travel. Rectangles are in their group's own layers and heads.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey, PageWant, ShardAddress, Source, TicketBody
@@ -16,8 +19,7 @@ from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, ProtocolError
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """One want of a block and group. `rect` is the rectangle that arrives; only the heads from `head_start` to
     `head_stop` of it are filled. No two pieces of a load fill the same place."""
 
@@ -56,10 +58,6 @@ class Piece:
         first = self.want.key.part.layer_start
         return spec.groups[self.group].layers[first + self.want.layer_start : first + self.want.layer_stop]
 
-    def nbytes(self, spec: KVSpec) -> int:
-        """Returns the size of `rect`, the bytes that arrive."""
-        return self.layers * spec.layer_bytes(self.group, self.want.key.part)
-
 
 Placed = tuple[ShardAddress, Piece]
 Pieces = dict[ShardAddress, list[Piece]]
@@ -92,23 +90,23 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None], fi
     for run in body.runs:
         # The blocks of a run have the same sources, so their cuts are computed once.
         cuts = [None if part is None else _cuts(part, run.plan[group] or ()) for group, part in enumerate(parts)]
-        for block in range(at, at + run.count):
-            for group, needed in enumerate(first_needed):
-                if needed is None or block < needed:
-                    continue
-                of_group = cuts[group]
-                if of_group is None:
-                    raise ProtocolError(f"this ticket does not say where block {block} lies; prepare a new one")
-                for cut in of_group:
-                    pieces.setdefault(cut.shard, []).append(cut.piece(body.hashes[block], block, group))
-        at += run.count
+        stop, of_run = at + run.count, Pieces()
+        for group, (needed, of_group) in enumerate(zip(first_needed, cuts, strict=True)):
+            start = stop if needed is None else max(at, needed)
+            if start < stop and of_group is None:
+                raise ProtocolError(f"this ticket does not say where block {start} lies; prepare a new one")
+            for cut in of_group or ():
+                of_run.setdefault(cut.shard, []).extend(cut.pieces(body.hashes[start:stop], start, group))
+        for shard, of_shard in of_run.items():
+            pieces.setdefault(shard, []).extend(sorted(of_shard, key=attrgetter("block")))  # of a block by group
+        at = stop
     return pieces
 
 
 def cover(name: BlockHash, block: int, group: int, rect: Part, sources: Iterable[Source]) -> list[Placed] | None:
     """Returns pieces of these sources, in order of preference, that together fill `rect`; None if they leave a hole."""
     cuts = _cuts(rect, sources)
-    return None if cuts is None else [(cut.shard, cut.piece(name, block, group)) for cut in cuts]
+    return None if cuts is None else [(cut.shard, piece) for cut in cuts for piece in cut.pieces([name], block, group)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +117,14 @@ class _Cut:
     part: Part
     fills: Part
 
-    def piece(self, name: BlockHash, block: int, group: int) -> Piece:
-        first, fills = self.part.layer_start, self.fills
-        want = PageWant(PageKey(name, group, self.part), fills.layer_start - first, fills.layer_stop - first)
-        return Piece(block, group, want, fills.head_start, fills.head_stop)
+    def pieces(self, hashes: Sequence[BlockHash], first: int, group: int) -> list[Piece]:
+        """Returns the piece of each of these blocks, which are consecutive from block `first` on."""
+        part, fills = self.part, self.fills
+        start, stop = fills.layer_start - part.layer_start, fills.layer_stop - part.layer_start
+        return [
+            Piece(block, group, PageWant(PageKey(name, group, part), start, stop), fills.head_start, fills.head_stop)
+            for block, name in enumerate(hashes, first)
+        ]
 
 
 def _cuts(rect: Part, sources: Iterable[Source]) -> list[_Cut] | None:
@@ -145,17 +147,26 @@ def each(pieces: Pieces) -> Iterable[Piece]:
     return (piece for of_shard in pieces.values() for piece in of_shard)
 
 
+def sizes(pieces: Iterable[Piece], spec: KVSpec) -> list[int]:
+    """Returns the bytes that arrive for each piece, those of its `rect`."""
+    layer_bytes: dict[tuple[int, Part], int] = {}  # thousands of pieces share few parts
+    found = []
+    for _, group, want, _, _ in pieces:
+        part = want.key.part
+        if (group, part) not in layer_bytes:
+            layer_bytes[group, part] = spec.layer_bytes(group, part)
+        found.append((want.layer_stop - want.layer_start) * layer_bytes[group, part])
+    return found
+
+
 def layer_counts(pieces: Iterable[Piece], spec: KVSpec) -> dict[int, int]:
     """Returns the number of pieces that each model layer waits for."""
     # Thousands of pieces share few combinations of layers, so these are counted first.
-    alike: dict[tuple[int, ...], int] = {}
-    for piece in pieces:
-        layers = piece.model_layers(spec)
-        alike[layers] = alike.get(layers, 0) + 1
-    counts: dict[int, int] = {}
-    for layers, count in alike.items():
-        for layer in layers:
-            counts[layer] = counts.get(layer, 0) + count
+    alike = Counter((group, key.part.layer_start, start, stop) for _, group, (key, start, stop), _, _ in pieces)
+    counts: Counter[int] = Counter()
+    for (group, first, start, stop), count in alike.items():
+        for layer in spec.groups[group].layers[first + start : first + stop]:
+            counts[layer] += count
     return counts
 
 

@@ -100,6 +100,11 @@ class ReadRanges:
         with self.gate:
             """From here on nothing more is written."""
 
+    def unfinished(self) -> list[int]:
+        """Returns the items of which something is left."""
+        stops = zip(self._next, self.pieces, strict=True)
+        return [at for at, (stop, piece) in enumerate(stops) if stop < piece.want.layer_stop or at in self.corrupt]
+
     def left(self, item: int) -> list[Piece]:
         """Returns the pieces of an item that this exchange has not brought, corrupt ones included."""
         piece = self.pieces[item]

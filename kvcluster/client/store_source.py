@@ -112,8 +112,8 @@ class StoreSource:
             raise Cancelled(_GIVEN_UP)
 
     def _identities(self, records: CopyRecords) -> array[int]:
-        of_item = [checksum.identity(self._namespace, page.key, RAW) for page in self._pages]
-        return array("Q", [of_item[item] for item in records.items])
+        keys = [self._pages[item].key for item in records.items]
+        return checksum.identities(self._namespace, keys, records.codecs)
 
     # ------------------------------------------------------------------------------------ single records
 
@@ -166,7 +166,7 @@ class StoreSource:
 
 def _items(pages: Sequence[NewPage], blocks: Sequence[int], memory: BoundMemory) -> CopyItems:
     """Returns one row for each page of an exchange, with all its heads."""
-    items = CopyItems(memory.geometries())
-    for page, block in zip(pages, blocks, strict=True):
-        items.add(page.key.group, block - memory.first, page.key.part)
-    return items
+    keys = [page.key for page in pages]
+    rows, parts = [block - memory.first for block in blocks], list(zip(*[key.part for key in keys], strict=True))
+    columns = ([key.group for key in keys], rows, *parts, *parts[2:])
+    return CopyItems(memory.geometries(), *(array("I", column) for column in columns))

@@ -24,6 +24,7 @@ This guards against accidents. It is not a signature: access to pages is control
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -47,6 +48,14 @@ def identity(namespace: NamespaceId, key: PageKey, codec: int) -> int:
     version."""
     assert len(namespace) == HASH_BYTES and len(key.hash) == HASH_BYTES  # the fields have fixed widths
     return xxh3_64_intdigest(_DOMAIN + namespace + key.hash + _rest(key.group, key.part, codec))
+
+
+def identities(namespace: NamespaceId, keys: Sequence[PageKey], codecs: Sequence[int]) -> array[int]:
+    """Returns the identity of each of these pages in its codec."""
+    assert len(namespace) == HASH_BYTES
+    before = _DOMAIN + namespace
+    pairs = zip(keys, codecs, strict=True)
+    return array("Q", [xxh3_64_intdigest(before + name + _rest(group, part, c)) for (name, group, part), c in pairs])
 
 
 @lru_cache(maxsize=1_024)

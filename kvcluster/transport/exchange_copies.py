@@ -7,19 +7,19 @@ its lease: by the sink or source itself if that takes batches of copies, otherwi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate, repeat
 from typing import Protocol, runtime_checkable
 
-from kvcluster.core import limits
-from kvcluster.core.messages import NewPage, ReadRequest
+from kvcluster.core.messages import NewPage, PageWant
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.transport.base import BytesPayload, PageSink, PageSource
-from kvcluster.transport.sessions import in_order_of_use
-from kvcluster.wire.shm_frames import Place
+from kvcluster.transport.sessions import in_order_of_use, runs_of
+from kvcluster.wire.shm_frames import Places
 
 PageMemory = MappedMemory | HostMemory
 """Memory of pages that the CPU can read and write."""
@@ -53,47 +53,46 @@ class CopySource(PageSource, Protocol):
         ...
 
 
-def granted_records(request: ReadRequest, places: Mapping[int, Place]) -> CopyRecords:
+def granted_records(wants: Sequence[PageWant], places: Places) -> CopyRecords:
     """Returns the records granted to a load, in the order of their use. Offsets are relative to the same base as those
     of `places`."""
-    order = in_order_of_use(request.wants, {item: place.layer_bytes for item, place in places.items()})
-    sums = array("Q")
-    for item, layer, count in order:
-        first = layer - request.wants[item].layer_start
-        sums.extend(places[item].sums[first : first + count])
-    return _records(order, places, array("Q", [places[item].codec for item, _, _ in order]), sums)
+    asked = [wants[item] for item in places.items]
+    runs = list(in_order_of_use(asked, places.layer_bytes))
+    records = _records(places, [(at, layer, count) for layer, count, pages in runs for at in pages])
+    if len(runs) == 1:  # each page is one record
+        return replace(records, codecs=array("Q", places.codecs), sums=array("Q", places.sums))
+    starts = [0, *accumulate(want.layer_stop - want.layer_start for want in asked)]  # of each page's sums
+    for layer, count, pages in runs:
+        records.codecs.extend([places.codecs[at] for at in pages])
+        for at in pages:
+            first = starts[at] + layer - asked[at].layer_start
+            records.sums.extend(places.sums[first : first + count])
+    return records
 
 
-def reserved_records(pages: Sequence[NewPage], places: Mapping[int, Place]) -> CopyRecords:
+def reserved_records(pages: Sequence[NewPage], places: Places) -> CopyRecords:
     """Returns the records reserved for a store, page after page so that each is complete early, with room for the
     sums."""
-    order = []
-    for item, place in places.items():
-        layers, step = pages[item].key.part.layers, max(1, limits.RECORD_BYTES // place.layer_bytes)
-        order += [(item, layer, min(step, layers - layer)) for layer in range(0, layers, step)]
-    sums = array("Q", bytes(8 * sum(count for _, _, count in order)))
-    return _records(order, places, array("Q", [RAW]) * len(order), sums)
+    kinds = list(zip(places.layer_bytes, [pages[item].key.part.layers for item in places.items], strict=True))
+    runs = {(nbytes, layers): runs_of(0, layers, nbytes) for nbytes, layers in set(kinds)}  # of thousands of pages
+    records = _records(places, [(at, layer, count) for at, kind in enumerate(kinds) for layer, count in runs[kind]])
+    records.codecs.extend(repeat(RAW, len(records)))
+    records.sums.extend(repeat(0, sum(records.counts)))
+    return records
 
 
-def _records(
-    order: Sequence[tuple[int, int, int]], places: Mapping[int, Place], codecs: array[int], sums: array[int]
-) -> CopyRecords:
-    """Returns one record for each (item, first layer, layers). There are thousands, and building them by columns takes
-    half the time of building them by rows."""
-    counts = [count for _, _, count in order]
-    of_order = [places[item] for item, _, _ in order]
+def _records(places: Places, rows: Sequence[tuple[int, int, int]]) -> CopyRecords:
+    """Returns a record for each (place, first layer, layers), without codecs and sums. There are thousands, and
+    building them by columns takes half the time of building them by rows."""
+    items, offsets, layer_bytes, _, _ = places
+    counts = [count for _, _, count in rows]
     return CopyRecords(
-        array("I", [item for item, _, _ in order]),
-        array("I", [layer for _, layer, _ in order]),
+        array("I", [items[at] for at, _, _ in rows]),
+        array("I", [layer for _, layer, _ in rows]),
         array("I", counts),
-        array(
-            "Q",
-            [place.offset + layer * place.layer_bytes for (_, layer, _), place in zip(order, of_order, strict=True)],
-        ),
-        array("Q", [count * place.layer_bytes for count, place in zip(counts, of_order, strict=True)]),
-        codecs,
-        array("I", [0, *accumulate(counts)][:-1]),
-        sums,
+        array("Q", [offsets[at] + layer * layer_bytes[at] for at, layer, _ in rows]),
+        array("Q", [count * layer_bytes[at] for at, _, count in rows]),
+        sum_starts=array("I", [0, *accumulate(counts)][:-1]),
     )
 
 

@@ -5,6 +5,7 @@ It uses the same sessions as the servers, so leases, checksums and outcomes beha
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from kvcluster.core.messages import (
     Flush,
     PageKey,
     PageSlot,
+    PageWant,
     ReadRequest,
     Refused,
     Reply,
@@ -34,7 +36,7 @@ from kvcluster.pages.region import address_of
 from kvcluster.transport.base import ONE_STREAM, Deadline, PageHost, PageSink, PageSource, RefusedByShard
 from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
 from kvcluster.transport.sessions import ReadSession, WriteSession
-from kvcluster.wire.shm_frames import Place
+from kvcluster.wire.shm_frames import Places
 
 
 class MemoryTransport:
@@ -61,7 +63,7 @@ class MemoryTransport:
         deadline.check()
         with ReadSession(self._host, self._tenant, request, deadline=deadline) as session:
             views = {item: self._host.view(slot) for item, slot in session.granted.items()}
-            records = granted_records(request, _places(request, session.granted, views))
+            records = granted_records(request.wants, _places(session.granted, views, request.wants))
             copies = open_load(sink, records, HostMemory(may_change=True), views)
             for start, stop in records.slices(limits.FRAME_BYTES):
                 session.alive()
@@ -75,11 +77,7 @@ class MemoryTransport:
         request = replace(request, wait_ns=min(request.wait_ns, int(deadline.remaining_s() * 1e9)))
         with WriteSession(self._host, self._tenant, request, deadline=deadline) as session:
             views = {item: self._host.view(slot) for item, slot in session.granted.items()}
-            places = {
-                item: Place(address_of(views[item]), slot.nbytes // slot.key.part.layers)
-                for item, slot in session.granted.items()
-            }
-            records = reserved_records(request.pages, places)
+            records = reserved_records(request.pages, _places(session.granted, views))
             copies = open_store(source, records, HostMemory(), views)
             for start, stop in records.slices(limits.FRAME_BYTES):
                 deadline.check()
@@ -109,11 +107,15 @@ class MemoryTransport:
         return self._host.ask(lambda call: Request(call, self._tenant, namespace, question), deadline.remaining_s())
 
 
-def _places(request: ReadRequest, granted: Mapping[int, PageSlot], views: Mapping[int, memoryview]) -> dict[int, Place]:
-    """Returns where granted pages lie, as addresses."""
-    places = {}
-    for item, slot in granted.items():
-        want, layer_bytes = request.wants[item], slot.nbytes // slot.key.part.layers
-        sums = checksum.unpack_sums(slot.sums)[want.layer_start : want.layer_stop]
-        places[item] = Place(address_of(views[item]), layer_bytes, sums, slot.codec)
-    return places
+def _places(granted: Mapping[int, PageSlot], views: Mapping[int, memoryview], wants: Sequence[PageWant] = ()) -> Places:
+    """Returns where granted pages lie, as addresses; those of a read with codecs and sums."""
+    sums = array("Q")
+    for item, slot in granted.items() if wants else ():
+        sums.extend(checksum.unpack_sums(slot.sums)[wants[item].layer_start : wants[item].layer_stop])
+    return Places(
+        list(granted),
+        [address_of(views[item]) for item in granted],
+        [slot.nbytes // slot.key.part.layers for slot in granted.values()],
+        [slot.codec for slot in granted.values()],
+        sums,
+    )

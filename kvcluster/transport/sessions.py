@@ -7,8 +7,9 @@ worker_exchange.py is the other side.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from operator import itemgetter
 from types import TracebackType
 
 from kvcluster.core import limits
@@ -157,33 +158,43 @@ class ReadSession(_Session):
         batch: list[Record] = []
         room = limits.FRAME_BYTES
         sums = {item: checksum.unpack_sums(slot.sums) for item, slot in self.granted.items()}
-        layer_bytes_of = {item: slot.nbytes // slot.key.part.layers for item, slot in self.granted.items()}
-        for item, layer, count in in_order_of_use(self._wants, layer_bytes_of):
-            slot, layer_bytes = self.granted[item], layer_bytes_of[item]
-            if batch and room < count * layer_bytes:
-                self.alive()
-                yield batch
-                batch, room = [], limits.FRAME_BYTES
-            data = self._host.view(slot)[layer * layer_bytes : (layer + count) * layer_bytes]
-            batch.append(Record(item, layer, slot.codec, sums[item][layer : layer + count], data))
-            room -= count * layer_bytes
+        items, layer_bytes = list(self.granted), [slot.nbytes // slot.key.part.layers for slot in self.granted.values()]
+        for layer, count, pages in in_order_of_use([self._wants[item] for item in items], layer_bytes):
+            for at in pages:
+                item, nbytes = items[at], layer_bytes[at]
+                slot = self.granted[item]
+                if batch and room < count * nbytes:
+                    self.alive()
+                    yield batch
+                    batch, room = [], limits.FRAME_BYTES
+                data = self._host.view(slot)[layer * nbytes : (layer + count) * nbytes]
+                batch.append(Record(item, layer, slot.codec, sums[item][layer : layer + count], data))
+                room -= count * nbytes
         if batch:
             self.alive()
             yield batch
 
 
-def in_order_of_use(wants: Sequence[PageWant], layer_bytes: Mapping[int, int]) -> list[tuple[int, int, int]]:
-    """Returns (item, layer within its page, layers) of each record, the unit in which a load moves bytes.
+def in_order_of_use(wants: Sequence[PageWant], layer_bytes: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """Yields runs of records, a record being the unit in which a load moves bytes: the first layer within its page, the
+    number of layers, and the pages of which these are used next, as places in `wants`.
 
-    Only for the items in `layer_bytes`; the first layers of every page come before the second of any.
+    The first layers of every page come before the second of any.
     """
-    records = []
-    for item, nbytes in layer_bytes.items():
-        want = wants[item]
-        first, step = want.key.part.layer_start, max(1, limits.RECORD_BYTES // nbytes)
-        for layer in range(want.layer_start, want.layer_stop, step):
-            records.append((first + layer, item, layer, min(step, want.layer_stop - layer)))
-    return [(item, layer, count) for _, item, layer, count in sorted(records)]
+    alike: dict[tuple[int, int, int, int], list[int]] = {}
+    for at, ((key, start, stop), nbytes) in enumerate(zip(wants, layer_bytes, strict=True)):
+        alike.setdefault((key.part.layer_start, start, stop, nbytes), []).append(at)
+    runs = []
+    for (first, start, stop, nbytes), pages in alike.items():
+        runs += [(first + layer, layer, count, pages) for layer, count in runs_of(start, stop, nbytes)]
+    for _, layer, count, pages in sorted(runs, key=itemgetter(0)):
+        yield layer, count, pages
+
+
+def runs_of(start: int, stop: int, layer_bytes: int) -> list[tuple[int, int]]:
+    """Divides layers of one page into records. Returns the first layer and the number of layers of each."""
+    step = max(1, limits.RECORD_BYTES // layer_bytes)
+    return [(layer, min(step, stop - layer)) for layer in range(start, stop, step)]
 
 
 class WriteSession(_Session):

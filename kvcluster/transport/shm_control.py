@@ -22,7 +22,7 @@ from kvcluster.pages.mapping import Mapping
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.wire import shm_frames, streams
-from kvcluster.wire.shm_frames import Place
+from kvcluster.wire.shm_frames import Places
 from kvcluster.wire.streams import Kind
 
 _RENEWALS = 8
@@ -59,7 +59,7 @@ class ShmConnection:
 
     # ------------------------------------------------------------------------------------------ frames
 
-    def ask_to_read(self, request: ReadRequest, deadline: Deadline) -> tuple[list[Miss | None], dict[int, Place]]:
+    def ask_to_read(self, request: ReadRequest, deadline: Deadline) -> tuple[list[Miss | None], Places]:
         """Returns the outcome for each want, and where the granted pages lie. Raises Unavailable, RefusedByShard or
         ProtocolError."""
         body = self._ask(Kind.READ, streams.encode_read(request, deadline.remaining_ns()), deadline)
@@ -67,7 +67,7 @@ class ShmConnection:
         self.turn = Turn.OURS
         return answer
 
-    def ask_to_write(self, request: WriteRequest, deadline: Deadline) -> tuple[list[Written | None], dict[int, Place]]:
+    def ask_to_write(self, request: WriteRequest, deadline: Deadline) -> tuple[list[Written | None], Places]:
         """As `ask_to_read`. The first time, the arena is mapped for writing."""
         body = self._ask(Kind.WRITE, streams.encode_write(request, deadline.remaining_ns()), deadline)
         if self._writable is None:

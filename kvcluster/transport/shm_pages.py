@@ -13,7 +13,7 @@ connection is ended while a byte is being written into the arena.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 
 from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
@@ -28,7 +28,7 @@ from kvcluster.transport.shm_control import Maps, ShmConnection, Turn, reach
 from kvcluster.transport.shm_views import BorrowedPages, borrow
 from kvcluster.transport.worker_exchange import check_answer_length
 from kvcluster.wire import shard, shm_frames
-from kvcluster.wire.shm_frames import Place, Progress
+from kvcluster.wire.shm_frames import Places, Progress
 from kvcluster.wire.streams import Kind
 
 WRITTEN_BYTES = 4 * limits.FRAME_BYTES
@@ -127,10 +127,10 @@ class ShmPages:
 
 
 def _copies(
-    control: ShmConnection, request: ReadRequest, places: Mapping[int, Place], sink: PageSink, deadline: Deadline
+    control: ShmConnection, request: ReadRequest, places: Places, sink: PageSink, deadline: Deadline
 ) -> Generator[None, None, None]:
     """Copies the granted layers in the order of use; yields after each slice of about FRAME_BYTES."""
-    records = granted_records(request, places)
+    records = granted_records(request.wants, places)
     arena = control.arena
     copies = open_load(sink, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
     for start, stop in records.slices(limits.FRAME_BYTES):
@@ -145,13 +145,14 @@ def _copies(
 
 
 def _store(
-    control: ShmConnection, request: WriteRequest, places: Mapping[int, Place], source: PageSource, deadline: Deadline
+    control: ShmConnection, request: WriteRequest, places: Places, source: PageSource, deadline: Deadline
 ) -> None:
     """Copies page after page from the source into the arena. Reports complete pages to the shard, small ones together,
     so that the shard verifies one while the next is copied."""
-    if not places:
+    if not places.items:
         return
     records = reserved_records(request.pages, places)
+    layer_bytes = dict(zip(places.items, places.layer_bytes, strict=True))
     arena = control.writable
     copies = open_store(source, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
     whole: list[tuple[int, Sequence[int]]] = []  # complete, and not reported to the shard yet
@@ -163,7 +164,7 @@ def _store(
             copies.run(start, stop)
         for item, sums in records.ended_items(start, stop):
             whole.append((item, sums))
-            nbytes += len(sums) * places[item].layer_bytes
+            nbytes += len(sums) * layer_bytes[item]
         if nbytes >= WRITTEN_BYTES or stop == len(records):
             control.listen(deadline)
             control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(whole, cpu_affinity.here())), deadline)

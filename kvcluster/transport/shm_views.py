@@ -8,6 +8,7 @@ no longer valid must be discarded.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -131,7 +132,10 @@ def borrow(
     """Asks for the pages and verifies them. `end` ends the exchange of `control` that this begins. Raises as a load."""
     outcome, places = control.ask_to_read(request, deadline)
     views: list[memoryview | None] = [None] * len(outcome)
-    for item, (offset, layer_bytes, sums, codec_id) in places.items():
+    left = iter(places.sums)
+    for item, offset, layer_bytes, codec_id in zip(*places[:4], strict=True):
+        want = request.wants[item]
+        sums = tuple(itertools.islice(left, want.layer_stop - want.layer_start))
         deadline.check()
         control.renew(deadline)
         if codec_id != codec.RAW:
@@ -139,7 +143,6 @@ def borrow(
                 MissReason.LOSSY, "it lies there encoded, and what is borrowed is not decoded: load it"
             )
             continue
-        want = request.wants[item]
         view = control.arena.view(offset + want.layer_start * layer_bytes, len(sums) * layer_bytes)
         identity = checksum.identity(request.namespace, want.key, codec.RAW)
         if checksum.first_mismatch(identity, want.layer_start, sums, view) is None:

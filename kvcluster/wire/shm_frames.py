@@ -16,11 +16,11 @@ for, is refused. Every decoder raises ProtocolError or LimitError for malformed 
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvcluster.core import limits
-from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Written
 from kvcluster.core.miss import Miss
@@ -46,14 +46,16 @@ class Welcome(NamedTuple):
     lease_ttl_ns: int
 
 
-class Place(NamedTuple):
-    """The offset of a page in the arena, and the bytes of each of its layers; for a page to be read also its codec and
-    the sums of the requested layers."""
+class Places(NamedTuple):
+    """Where granted pages lie in the arena: columns with an entry for each page. `items` are their places among the
+    wants or pages of the request, ascending; `layer_bytes` the bytes of each of its layers. For a read also its codec,
+    and in `sums` those of the layers that were asked for, one page after the other."""
 
-    offset: int
-    layer_bytes: int
-    sums: tuple[int, ...] = ()
-    codec: int = Codec.RAW
+    items: Sequence[int]
+    offsets: Sequence[int]
+    layer_bytes: Sequence[int]
+    codecs: Sequence[int] = ()
+    sums: Sequence[int] = ()
 
 
 def encode_welcome(welcome: Welcome) -> bytes:
@@ -84,24 +86,18 @@ def encode_read_grant(
     return _grant(shard.encode_read_head(outcome), granted.values(), [codecs, *sums])
 
 
-def decode_read_grant(
-    body: bytes, wants: Sequence[PageWant], arena_bytes: int
-) -> tuple[list[Miss | None], dict[int, Place]]:
-    """The inverse. Returns the outcome for each want, and the places of the granted ones by their index among the
-    wants."""
+def decode_read_grant(body: bytes, wants: Sequence[PageWant], arena_bytes: int) -> tuple[list[Miss | None], Places]:
+    """The inverse. Returns the outcome for each want, and the places of the granted ones."""
     head, at = _head(body)
     outcome = _of_length(shard.decode_read_head(head), len(wants))
     items = [item for item, miss in enumerate(outcome) if miss is None]
-    ranges = [wants[item].layer_stop - wants[item].layer_start for item in items]
-    spots, at = _spots(body, at, [wants[item].key for item in items], arena_bytes)
-    _check_end(body, at + _CODEC_BYTES * len(items) + SUM_BYTES * sum(ranges))
+    granted = [wants[item] for item in items]
+    offsets, layer_bytes, at = _spots(body, at, [want.key for want in granted], arena_bytes)
+    layers = sum(stop - start for _, start, stop in granted)
+    _check_end(body, at + _CODEC_BYTES * len(items) + SUM_BYTES * layers)
     codecs = struct.unpack_from(f"<{len(items)}Q", body, at)
-    sums = struct.unpack_from(f"<{sum(ranges)}Q", body, at + _CODEC_BYTES * len(items))
-    places, first = {}, 0
-    for item, layers, (offset, layer_bytes), codec in zip(items, ranges, spots, codecs, strict=True):
-        places[item] = Place(offset, layer_bytes, sums[first : first + layers], codec)
-        first += layers
-    return outcome, places
+    sums = array("Q", struct.unpack_from(f"<{layers}Q", body, at + _CODEC_BYTES * len(items)))
+    return outcome, Places(items, offsets, layer_bytes, codecs, sums)
 
 
 def encode_write_grant(outcome: Sequence[Written | None], granted: Mapping[int, PageSlot]) -> bytes:
@@ -109,16 +105,14 @@ def encode_write_grant(outcome: Sequence[Written | None], granted: Mapping[int, 
     return _grant(shard.encode_write_head(outcome), granted.values(), ())
 
 
-def decode_write_grant(
-    body: bytes, pages: Sequence[NewPage], arena_bytes: int
-) -> tuple[list[Written | None], dict[int, Place]]:
-    """The inverse, as `decode_read_grant`; without sums."""
+def decode_write_grant(body: bytes, pages: Sequence[NewPage], arena_bytes: int) -> tuple[list[Written | None], Places]:
+    """The inverse, as `decode_read_grant`; without codecs and sums."""
     head, at = _head(body)
     outcome = _of_length(shard.decode_write_head(head), len(pages))
     items = [item for item, fate in enumerate(outcome) if fate is None]
-    spots, at = _spots(body, at, [pages[item].key for item in items], arena_bytes)
+    offsets, layer_bytes, at = _spots(body, at, [pages[item].key for item in items], arena_bytes)
     _check_end(body, at)
-    return outcome, {item: Place(*spot) for item, spot in zip(items, spots, strict=True)}
+    return outcome, Places(items, offsets, layer_bytes)
 
 
 def _grant(head: bytes, slots: Iterable[PageSlot], sums: Iterable[bytes]) -> bytes:
@@ -138,20 +132,20 @@ def _head(body: bytes) -> tuple[bytes, int]:
     return body[_COUNT.size : at], at
 
 
-def _spots(body: bytes, at: int, keys: Sequence[PageKey], arena_bytes: int) -> tuple[list[tuple[int, int]], int]:
-    """Returns the offset and the bytes per layer of each of these pages, and the offset of what follows in the body."""
-    end = at + _PAGE_BYTES * len(keys)
-    must(end <= len(body), f"a GRANT of {len(body)} bytes cannot say where {len(keys)} pages lie")
-    numbers = struct.unpack_from(f"<{2 * len(keys)}Q", body, at)
-    spots = []
-    for key, offset, nbytes in zip(keys, numbers[: len(keys)], numbers[len(keys) :], strict=True):
-        layers = key.part.layer_stop - key.part.layer_start
-        if not nbytes or nbytes % layers or nbytes > limits.LAYER_BYTES * layers:
-            raise ProtocolError(f"a page of {nbytes} bytes for {layers} layers is invalid")
+def _spots(body: bytes, at: int, keys: Sequence[PageKey], arena_bytes: int) -> tuple[Sequence[int], Sequence[int], int]:
+    """Returns the offsets and the bytes per layer of these pages, and the offset of what follows in the body."""
+    count = len(keys)
+    end = at + _PAGE_BYTES * count
+    must(end <= len(body), f"a GRANT of {len(body)} bytes cannot say where {count} pages lie")
+    offsets = struct.unpack_from(f"<{count}Q", body, at)
+    sizes = struct.unpack_from(f"<{count}Q", body, at + _PAGE_BYTES // 2 * count)
+    for part, nbytes in {(key.part, nbytes) for key, nbytes in zip(keys, sizes, strict=True)}:
+        if not nbytes or nbytes % part.layers or nbytes > limits.LAYER_BYTES * part.layers:
+            raise ProtocolError(f"a page of {nbytes} bytes for {part.layers} layers is invalid")
+    for offset, nbytes in zip(offsets, sizes, strict=True):
         if offset + nbytes > arena_bytes:
             raise ProtocolError(f"a page at {offset} of {nbytes} bytes is outside an arena of {arena_bytes}")
-        spots.append((offset, nbytes // layers))
-    return spots, end
+    return offsets, [nbytes // key.part.layers for key, nbytes in zip(keys, sizes, strict=True)], end
 
 
 def _of_length(outcome: list[T], asked: int) -> list[T]:

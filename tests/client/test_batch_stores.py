@@ -22,7 +22,7 @@ from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Cancelled, Deadline, Unavailable
 from kvcluster.transport.exchange_copies import ExchangeCopies, open_store, reserved_records
-from kvcluster.wire.shm_frames import Place
+from kvcluster.wire.shm_frames import Places
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same
 from tests.client.interrupted import Interrupted
 from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, WHOLE, nhd
@@ -39,7 +39,8 @@ class Reserved:
         deadline = deadline or Deadline.after_ms(60_000)
         self.source = StoreSource(SPEC, NAMESPACE, PAGES, range(BLOCKS), self.memory, deadline, lambda: None)
         self.pages = [bytearray(LAYERS * layer_bytes) for _ in PAGES]
-        places = {item: Place(address_of(memoryview(page)), layer_bytes) for item, page in enumerate(self.pages)}
+        addresses = [address_of(memoryview(page)) for page in self.pages]
+        places = Places(range(BLOCKS), addresses, [layer_bytes] * BLOCKS)
         self.records = reserved_records(PAGES, places)
 
     def open(self) -> ExchangeCopies:

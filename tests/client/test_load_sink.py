@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -311,7 +310,7 @@ def test_a_piece_writes_only_the_heads_that_it_fills(strided: bool) -> None:
     caches, paged = nhd()
     dense = torch.zeros(BLOCKS, *kv(1).shape[1:])
     bench = Bench(paged if strided else dense)
-    some = replace(bench.pieces[0], head_start=1, head_stop=3)
+    some = bench.pieces[0]._replace(head_start=1, head_stop=3)
     bench.send(0, 0, LAYERS, sink=bench.new_sink(ReadRanges([some], now=0, deadline_ns=NEVER)))
     came = gathered(caches) if strided else dense
     assert same(came[0][..., 1:3, :], bench.values[0][..., 1:3, :])

@@ -7,6 +7,7 @@ A grant is read for a request, so the readers here know one; what they are fed n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import cast
 
 from kvcluster.core.codecs import Codec
@@ -17,7 +18,7 @@ from kvcluster.core.spec import Part
 from kvcluster.errors import LimitError, ProtocolError, SpecError
 from kvcluster.pages import checksum
 from kvcluster.wire import shm_frames
-from kvcluster.wire.shm_frames import Place, Progress, Welcome
+from kvcluster.wire.shm_frames import Places, Progress, Welcome
 from tests.fuzz.contract import Parser, trees
 from tests.fuzz.trees import Kind, Node, Tree, fields, message
 
@@ -32,8 +33,8 @@ _WANTS = [PageWant(_KEYS[0], 0, 4), PageWant(_KEYS[1], 0, 1), PageWant(_KEYS[2],
 _PAGES = [NewPage(key, _KEYS[0].hash, 1) for key in _KEYS]
 _GONE = Miss(MissReason.EVICTED, "gone")
 
-ReadGrant = tuple[list[Miss | None], dict[int, Place]]
-WriteGrant = tuple[list[Written | None], dict[int, Place]]
+ReadGrant = tuple[list[Miss | None], Places]
+WriteGrant = tuple[list[Written | None], Places]
 
 
 def shm_parsers() -> Iterator[Parser]:
@@ -53,19 +54,27 @@ def shm_parsers() -> Iterator[Parser]:
     )
 
 
-def _slot(item: int, place: Place) -> PageSlot:
-    """As a shard has it, whose sums are of all layers."""
-    key, layers = _KEYS[item], _LAYERS[item]
-    first = _WANTS[item].layer_start
-    sums = [0] * first + list(place.sums) + [0] * (layers - first - len(place.sums))
-    # Any codec number is passed on: the decoder of the page rejects an unknown one.
-    codec = cast("Codec", place.codec)
-    return PageSlot(key, place.offset, place.layer_bytes * layers, 1, Loss.EXACT, checksum.pack_sums(sums), codec)
+def _slots(places: Places) -> dict[int, PageSlot]:
+    """As a shard has them, with sums of all layers."""
+    slots, left = {}, iter(places.sums)
+    for at, item in enumerate(places.items):
+        layers, want = _LAYERS[item], _WANTS[item]
+        sums = [0] * layers
+        if places.sums:
+            sums[want.layer_start : want.layer_stop] = islice(left, want.layer_stop - want.layer_start)
+        # Any codec number is passed on: the decoder of the page rejects an unknown one.
+        codec = cast("Codec", places.codecs[at]) if places.codecs else Codec.RAW
+        nbytes = places.layer_bytes[at] * layers
+        slots[item] = PageSlot(_KEYS[item], places.offsets[at], nbytes, 1, Loss.EXACT, checksum.pack_sums(sums), codec)
+    return slots
 
 
-def _places(items: list[int], *, sums: bool) -> dict[int, Place]:
-    counts = {item: _WANTS[item].layer_stop - _WANTS[item].layer_start for item in items}
-    return {item: Place(4_096 * item, 24, tuple(range(count)) if sums else ()) for item, count in counts.items()}
+def _places(items: list[int], *, sums: bool) -> Places:
+    offsets, sizes = [4_096 * item for item in items], [24] * len(items)
+    if not sums:
+        return Places(items, offsets, sizes)
+    counts = [_WANTS[item].layer_stop - _WANTS[item].layer_start for item in items]
+    return Places(items, offsets, sizes, [Codec.RAW] * len(items), [n for count in counts for n in range(count)])
 
 
 # ----------------------------------------------------------------------------------------------- readers, writers
@@ -77,7 +86,7 @@ def _read_grant(data: bytes) -> ReadGrant:
 
 def _write_read_grant(read: ReadGrant) -> bytes:
     outcome, places = read
-    return shm_frames.encode_read_grant(_WANTS, outcome, {item: _slot(item, place) for item, place in places.items()})
+    return shm_frames.encode_read_grant(_WANTS, outcome, _slots(places))
 
 
 def _write_grant(data: bytes) -> WriteGrant:
@@ -86,7 +95,7 @@ def _write_grant(data: bytes) -> WriteGrant:
 
 def _write_write_grant(read: WriteGrant) -> bytes:
     outcome, places = read
-    return shm_frames.encode_write_grant(outcome, {item: _slot(item, place) for item, place in places.items()})
+    return shm_frames.encode_write_grant(outcome, _slots(places))
 
 
 # ----------------------------------------------------------------------------------------------------- valid inputs

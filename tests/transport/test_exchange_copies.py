@@ -12,6 +12,7 @@ from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
+from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
@@ -24,7 +25,7 @@ from kvcluster.transport.exchange_copies import (
     open_store,
     reserved_records,
 )
-from kvcluster.wire.shm_frames import Place
+from kvcluster.wire.shm_frames import Places
 
 PAGES, LAYERS, LAYER_BYTES = 3, 4, 8
 ATTEMPT = Attempt(Holder(b"h" * 16), 1)
@@ -39,12 +40,16 @@ def request(pages: int = PAGES) -> ReadRequest:
 
 
 def granted(asked: ReadRequest) -> CopyRecords:
-    start, places = address_of(memoryview(MEMORY)), {}
-    for item, want in enumerate(asked.wants):
-        page = want.key.hash[0]
-        sums = tuple(range(10 * page + want.layer_start, 10 * page + want.layer_stop))
-        places[item] = Place(start + page * LAYERS * LAYER_BYTES, LAYER_BYTES, sums)
-    return granted_records(asked, places)
+    pages = [want.key.hash[0] for want in asked.wants]
+    sums = [10 * want.key.hash[0] + layer for want in asked.wants for layer in range(want.layer_start, want.layer_stop)]
+    lie = places(memoryview(MEMORY), pages)
+    return granted_records(asked.wants, lie._replace(codecs=[RAW] * len(pages), sums=sums))
+
+
+def places(memory: memoryview, pages: Sequence[int], items: Sequence[int] | None = None) -> Places:
+    """Where these pages of PAGES lie. `items`: their places in the request; by default they are all of it."""
+    offsets = [address_of(memory) + page * LAYERS * LAYER_BYTES for page in pages]
+    return Places(range(len(pages)) if items is None else items, offsets, [LAYER_BYTES] * len(pages))
 
 
 def page_bytes(page: int, layer: int, layers: int) -> bytes:
@@ -162,9 +167,8 @@ class Given:
 
 def reserved(pages: bytearray) -> CopyRecords:
     """A place for each of PAGES pages, the second of which is not to be written."""
-    start = address_of(memoryview(pages))
     new = [NewPage(want.key, BlockHash(bytes(32)), 0) for want in request().wants]
-    return reserved_records(new, {at: Place(start + at * LAYERS * LAYER_BYTES, LAYER_BYTES) for at in (0, 2)})
+    return reserved_records(new, places(memoryview(pages), (0, 2), (0, 2)))
 
 
 def test_a_store_goes_page_after_page() -> None:

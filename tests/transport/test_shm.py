@@ -673,7 +673,7 @@ def test_a_writer_that_continues_after_the_sums_are_made_gives_no_reader_a_wrong
         assert kind is Kind.GRANT
         nbytes = world.host.arena_bytes
         _, places = shm_frames.decode_write_grant(body, request.pages, nbytes)
-        memory = Mapping(peer.fds[-1], nbytes, writable=True).view(places[0].offset, len(page))
+        memory = Mapping(peer.fds[-1], nbytes, writable=True).view(places.offsets[0], len(page))
         memory[:] = page
         if when == "before it is told":
             memory[1_500] ^= 1

@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 
@@ -19,7 +20,7 @@ from kvcluster.core.spec import Part
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.pages.checksum import pack_sums, unpack_sums
 from kvcluster.wire import shm_frames
-from kvcluster.wire.shm_frames import NO_PROCESSOR, Place, Progress, Welcome
+from kvcluster.wire.shm_frames import NO_PROCESSOR, Progress, Welcome
 from tests.wire import strategies as of
 
 ARENA_BYTES = 2**30
@@ -45,11 +46,13 @@ def test_what_a_reader_was_granted_is_read_as_it_was_meant(data: st.DataObject, 
     body = shm_frames.encode_read_grant(request.wants, outcome, granted)
     read, places = shm_frames.decode_read_grant(body, request.wants, ARENA_BYTES)
     assert read == outcome
-    assert list(places) == list(granted)
-    for item, (offset, layer_bytes, sums, codec) in places.items():
+    assert list(places.items) == list(granted)
+    sums = iter(places.sums)
+    for item, offset, layer_bytes, codec in zip(*places[:4], strict=True):
         want, page = request.wants[item], granted[item]
         assert (offset, layer_bytes * want.key.part.layers, codec) == (page.offset, page.nbytes, page.codec)
-        assert pack_sums(sums) == page.sums[8 * want.layer_start : 8 * want.layer_stop]
+        own = list(itertools.islice(sums, want.layer_stop - want.layer_start))
+        assert pack_sums(own) == page.sums[8 * want.layer_start : 8 * want.layer_stop]
 
 
 @given(st.data(), of.new_pages)
@@ -60,8 +63,9 @@ def test_what_a_writer_was_granted_and_says_to_have_written_likewise(
     granted = {item: slot(data.draw, page.key) for item, page in enumerate(pages) if outcome[item] is None}
     read, places = shm_frames.decode_write_grant(shm_frames.encode_write_grant(outcome, granted), pages, ARENA_BYTES)
     assert read == outcome
-    expected = {item: Place(page.offset, page.nbytes // page.key.part.layers, ()) for item, page in granted.items()}
-    assert places == expected
+    assert list(places.items) == list(granted)
+    assert list(places.offsets) == [page.offset for page in granted.values()]
+    assert list(places.layer_bytes) == [page.nbytes // page.key.part.layers for page in granted.values()]
     written = [(item, sums_of(item, pages[item].key.part.layers)) for item in granted]
     progress = Progress(written, data.draw(st.integers(0, NO_PROCESSOR)))
     assert shm_frames.decode_written(shm_frames.encode_written(progress), pages) == progress
