@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.memory import BoundMemory
-from kvcluster.client.part_memory import Staging
 from kvcluster.client.python_copies import PagePlace, PythonCopies, coder_of
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core import limits
@@ -42,6 +41,7 @@ from kvcluster.pages.copy_batch import (
 )
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.pages.staging import Staging
 from kvcluster.transport.base import Payload
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 

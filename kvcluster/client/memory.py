@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from kvcluster.client.layouts import Buffers, Memory, kind
-from kvcluster.client.part_memory import Ask, Pages, PartMemory, Staging
+from kvcluster.client.part_memory import Ask, Pages, PartMemory
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.pages.copy_geometry import BlockGeometry
 from kvcluster.pages.region import address_of
+from kvcluster.pages.staging import Staging
 
 
 def bind(

@@ -11,19 +11,7 @@ from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
 from kvcluster.errors import CallerError
 from kvcluster.pages.copy_geometry import BlockGeometry, page_layout
 from kvcluster.pages.region import address_of
-
-
-class Staging:
-    """A staging buffer for copies, as large as the largest piece so far. Used by one thread."""
-
-    def __init__(self) -> None:
-        self._buffer = memoryview(b"")
-
-    def room(self, nbytes: int) -> memoryview:
-        """Returns `nbytes` bytes of the buffer, which earlier results share; their content is undefined."""
-        if self._buffer.nbytes < nbytes:
-            self._buffer = memoryview(bytearray(nbytes))
-        return self._buffer[:nbytes]
+from kvcluster.pages.staging import Staging
 
 
 class PartMemory(Protocol):

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvcluster.client.memory import BoundMemory
-from kvcluster.client.part_memory import Staging
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.spec import Part
@@ -24,6 +23,7 @@ from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.pages.staging import Staging
 
 
 @dataclass(eq=False, slots=True)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.memory import BoundMemory
-from kvcluster.client.part_memory import Staging
 from kvcluster.client.python_copies import PythonCopies
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import NewPage
@@ -26,6 +25,7 @@ from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.pages.staging import Staging
 from kvcluster.transport.base import Cancelled, Deadline
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from kvcluster.client.layouts import Dense, Paged, kind
-from kvcluster.client.part_memory import Ask, Pages, PartMemory, Staging
+from kvcluster.client.part_memory import Ask, Pages, PartMemory
 from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
 from kvcluster.errors import CallerError
 from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, strided
 from kvcluster.pages.region import bytes_at
+from kvcluster.pages.staging import Staging
 
 __all__ = ["Tensor", "bind_tensors", "page_tensor"]
 

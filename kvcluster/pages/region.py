@@ -96,10 +96,12 @@ class HostRegion:
         self._whole.release()
 
 
-def address_of(writable: memoryview) -> int:
-    """Returns the address of these bytes in this process. Raises TypeError if they are read-only, ValueError if
-    empty."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(writable))
+def address_of(data: memoryview | bytes) -> int:
+    """Returns the address of these bytes in this process. Raises TypeError for a read-only memoryview, ValueError for
+    an empty one."""
+    if isinstance(data, bytes):
+        return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 # A separate function object: setting types on the shared one would change it for every other user of ctypes.

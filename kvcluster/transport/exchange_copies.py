@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import accumulate, repeat
 from typing import Protocol, runtime_checkable
 
+from kvcluster.core import limits
 from kvcluster.core.messages import NewPage, PageWant
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
@@ -19,6 +20,7 @@ from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.transport.base import BytesPayload, PageSink, PageSource
 from kvcluster.transport.sessions import in_order_of_use, runs_of
+from kvcluster.wire.frames import RecordHead
 from kvcluster.wire.shm_frames import Places
 
 PageMemory = MappedMemory | HostMemory
@@ -67,6 +69,25 @@ def granted_records(wants: Sequence[PageWant], places: Places) -> CopyRecords:
         for at in pages:
             first = starts[at] + layer - asked[at].layer_start
             records.sums.extend(places.sums[first : first + count])
+    return records
+
+
+def arrived_records(heads: Sequence[RecordHead], address: int, room: int = limits.MESSAGE_BYTES) -> CopyRecords:
+    """Returns the records that these headers announce. Their bytes arrive one after the other in memory at `address`:
+    those of each of `slices(room)` begin there again."""
+    nbytes, counts = array("Q", [head.nbytes for head in heads]), [len(head.sums) for head in heads]
+    records = CopyRecords(
+        array("I", [head.item for head in heads]),
+        array("I", [head.layer for head in heads]),
+        array("I", counts),
+        array("Q"),
+        nbytes,
+        array("Q", [head.codec for head in heads]),
+        array("I", [0, *accumulate(counts)][:-1]),
+        array("Q", [layer_sum for head in heads for layer_sum in head.sums]),
+    )
+    for start, stop in records.slices(room):
+        records.offsets.extend(accumulate(nbytes[start : stop - 1], initial=address))
     return records
 
 

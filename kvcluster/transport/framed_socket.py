@@ -180,14 +180,18 @@ class FramedSocket:
             """It sent none."""
         return lost
 
-    def _exactly(self, nbytes: int, deadline: Deadline) -> bytearray:
-        data = bytearray(nbytes)
-        view = memoryview(data)
+    def fill(self, view: memoryview, deadline: Deadline) -> None:
+        """Reads the next bytes after a frame, until `view` is full. Raises Unavailable if they do not arrive."""
         while view:
             got = self._receive_into(view)
             if not got:
-                self.wait_readable(deadline)
+                # Waking up for every packet would cost more than receiving the bytes.
+                self.wait_readable(deadline, min(view.nbytes, limits.CHUNK_BYTES))
             view = view[got:]
+
+    def _exactly(self, nbytes: int, deadline: Deadline) -> bytearray:
+        data = bytearray(nbytes)
+        self.fill(memoryview(data), deadline)
         return data
 
     def _send(self, buffers: Sequence[memoryview]) -> int:

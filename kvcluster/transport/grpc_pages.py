@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import grpc
 
+from kvcluster.core import limits
 from kvcluster.core.ids import Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
@@ -32,6 +33,8 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.region import address_of
 from kvcluster.transport.base import (
     ONE_STREAM,
     BytesPayload,
@@ -42,6 +45,7 @@ from kvcluster.transport.base import (
     RefusedByShard,
     Unavailable,
 )
+from kvcluster.transport.exchange_copies import arrived_records, open_load
 from kvcluster.transport.rpc import Connection, identity, status_of
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
@@ -79,9 +83,10 @@ class GrpcPages:
             check_answer_length(outcome, request.wants, address)
             asked = RequestedLayers(request, outcome, address)
             for message in stream:
-                for record in frames.parse(message):
-                    asked.check(record.item, record.layer, len(record.sums))
-                    sink.receive(record.item, record.layer, record.codec, record.sums, BytesPayload(record.data))
+                heads, first = frames.parse_heads(message)
+                asked.check(heads)
+                records = arrived_records(heads, address_of(message) + first)
+                open_load(sink, records, HostMemory(), message).run(0, len(records))
                 yield
             return outcome
         except grpc.RpcError as error:
@@ -170,7 +175,7 @@ def page_handlers(
             request = frames.decode_read_request(data)
             with ReadSession(host, tenant, request, stop=context.cancel) as session:
                 yield frames.encode_read_head(session.outcome)
-                for batch in session.frames():
+                for batch in session.frames(limits.FRAME_BYTES):
                     yield frames.pack(batch)
         except RefusedByShard as refused:
             yield frames.encode_refused(refused.refused)

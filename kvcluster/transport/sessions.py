@@ -148,28 +148,28 @@ class ReadSession(_Session):
     def outcome(self) -> list[Miss | None]:
         return [page if isinstance(page, Miss) else None for page in self._pages]
 
-    def frames(self) -> Iterator[list[Record]]:
-        """Yields all wanted layers in the order of their use, in batches of about FRAME_BYTES. The records are views of
+    def frames(self, nbytes: int) -> Iterator[list[Record]]:
+        """Yields all wanted layers in the order of their use, in batches of about `nbytes`. The records are views of
         the arena.
 
         The first layers of every page come before the second of any, so that a worker that waits for a layer does not
         wait for later ones.
         """
         batch: list[Record] = []
-        room = limits.FRAME_BYTES
+        room = nbytes
         sums = {item: checksum.unpack_sums(slot.sums) for item, slot in self.granted.items()}
         items, layer_bytes = list(self.granted), [slot.nbytes // slot.key.part.layers for slot in self.granted.values()]
         for layer, count, pages in in_order_of_use([self._wants[item] for item in items], layer_bytes):
             for at in pages:
-                item, nbytes = items[at], layer_bytes[at]
+                item, each = items[at], layer_bytes[at]
                 slot = self.granted[item]
-                if batch and room < count * nbytes:
+                if batch and room < count * each:
                     self.alive()
                     yield batch
-                    batch, room = [], limits.FRAME_BYTES
-                data = self._host.view(slot)[layer * nbytes : (layer + count) * nbytes]
+                    batch, room = [], nbytes
+                data = self._host.view(slot)[layer * each : (layer + count) * each]
                 batch.append(Record(item, layer, slot.codec, sums[item][layer : layer + count], data))
-                room -= count * nbytes
+                room -= count * each
         if batch:
             self.alive()
             yield batch

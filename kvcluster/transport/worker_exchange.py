@@ -12,7 +12,7 @@ from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import codec
 from kvcluster.transport.base import PageSource
-from kvcluster.wire.frames import Record
+from kvcluster.wire.frames import Record, RecordHead
 
 
 def outgoing_records(
@@ -56,17 +56,18 @@ class RequestedLayers:
         self._address = address
         self._next = [want.layer_start for want in request.wants]
 
-    def check(self, item: int, layer: int, layers: int) -> None:
-        """Raises ProtocolError unless these layers are the next ones of that item."""
-        stop = layer + layers
-        if (
-            item >= len(self._next)
-            or self._outcome[item] is not None
-            or layer != self._next[item]
-            or stop > self._wants[item].layer_stop
-        ):
-            raise ProtocolError(f"{self._address} sent layers that were not asked for, or not in order")
-        self._next[item] = stop
+    def check(self, heads: Sequence[RecordHead]) -> None:
+        """Raises ProtocolError unless the layers of each record are the next ones of its item."""
+        for item, layer, _, sums, _ in heads:
+            stop = layer + len(sums)
+            if (
+                item >= len(self._next)
+                or self._outcome[item] is not None
+                or layer != self._next[item]
+                or stop > self._wants[item].layer_stop
+            ):
+                raise ProtocolError(f"{self._address} sent layers that were not asked for, or not in order")
+            self._next[item] = stop
 
 
 def check_answer_length(outcome: Sequence[object], asked: Sequence[object], address: str) -> None:

@@ -60,15 +60,22 @@ def pack(records: Sequence[Record]) -> bytes:
 
 def parse(data: bytes) -> list[Record]:
     """Returns the records of a frame of pages. Their `data` are views of this message: nothing is copied."""
-    heads, at = decode_heads(data, _HEADER.size, _records(data, DATA))
-    end = at + sum(head.nbytes for head in heads)
-    must(end == len(data), f"a frame of {len(data)} bytes was announced as one of {end}")
+    heads, at = parse_heads(data)
     view = memoryview(data)
     records = []
     for item, layer, codec, sums, nbytes in heads:
         records.append(Record(item, layer, codec, sums, view[at : at + nbytes]))
         at += nbytes
     return records
+
+
+def parse_heads(data: bytes) -> tuple[list[RecordHead], int]:
+    """Returns the headers of the records of a frame of pages, and the offset of the bytes of the first; those of the
+    others follow without gaps."""
+    heads, at = decode_heads(data, _HEADER.size, _records(data, DATA))
+    end = at + sum(head.nbytes for head in heads)
+    must(end == len(data), f"a frame of {len(data)} bytes was announced as one of {end}")
+    return heads, at
 
 
 class RecordHead(NamedTuple):

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from kvcluster.client.layouts import Buffers, Dense, Paged
 from kvcluster.client.memory import BoundMemory, bind
-from kvcluster.client.part_memory import Staging
 from kvcluster.core.spec import DTYPE_BYTES, Group, KVSpec, Part, Plane
 from kvcluster.errors import CallerError, ProtocolError, SpecError
+from kvcluster.pages.staging import Staging
 
 # ------------------------------------------------------------------------------- an oracle, index by index
 

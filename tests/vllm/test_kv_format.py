@@ -15,7 +15,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvcluster.cli.bench.codec import synthetic
 from kvcluster.client.layouts import Paged
 from kvcluster.client.memory import BoundMemory, bind
-from kvcluster.client.part_memory import Staging
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import Group, KVSpec, Part, Plane, differing_fields
@@ -24,6 +23,7 @@ from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.engines.vllm.registration import spec_of
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec import coder
+from kvcluster.pages.staging import Staging
 from tests.client.build import noise, prompt
 from tests.client.conftest import Start
 from tests.vllm.build import LLAMA, engine_config, kv_caches, kv_config, model_folder, settings_of
