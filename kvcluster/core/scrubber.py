@@ -12,7 +12,8 @@ from collections import deque
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
-from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.page import Page, PageState
+from kvcluster.core.pool import PagePool
 
 SECOND = 1_000_000_000
 BATCH_BYTES = 4 * 2**20

@@ -67,8 +67,9 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.order_executor import OrderExecutor
 from kvcluster.core.order_stream import OrderCursor
+from kvcluster.core.page import Page, PageState
 from kvcluster.core.pin_handler import PinHandler
-from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.pool import PagePool
 from kvcluster.core.puller import Puller
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.report_stream import StreamPiece

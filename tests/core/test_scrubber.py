@@ -11,7 +11,8 @@ from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.ids import CLUSTER, Epoch, Tenant
 from kvcluster.core.messages import Done, GoneEvent, Refused, RefusedKind, Suspect
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.pool import Page, PagePool
+from kvcluster.core.page import Page
+from kvcluster.core.pool import PagePool
 from kvcluster.core.scrubber import ROUND_NS, Scrubber
 from kvcluster.testing.core_stepper import build_request
 from tests.core.build import ROOT, SPACE, attempt, key

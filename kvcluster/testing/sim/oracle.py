@@ -34,7 +34,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.pool import PageState
+from kvcluster.core.page import PageState
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import Kernel
 from kvcluster.testing.sim import content

@@ -44,7 +44,7 @@ from kvcluster.core.messages import (
     Verify,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.pool import Page
+from kvcluster.core.page import Page
 from kvcluster.core.shard import Shard
 from kvcluster.core.tiers import STORED
 from kvcluster.pages import checksum

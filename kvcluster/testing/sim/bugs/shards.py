@@ -10,8 +10,9 @@ from kvcluster.core.leases import LeaseBook
 from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant
 from kvcluster.core.miss import Loss
 from kvcluster.core.order_stream import OrderCursor
+from kvcluster.core.page import PageAction, PageState
 from kvcluster.core.pin_handler import PinHandler
-from kvcluster.core.pool import PageAction, PagePool, PageState
+from kvcluster.core.pool import PagePool
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.shard import Shard
