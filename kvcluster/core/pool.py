@@ -15,6 +15,7 @@ from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.leases import Lease, LeaseKind
 from kvcluster.core.messages import NewPage, PageKey, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.page import IllegalTransition, Page, PageAction, PageState
@@ -239,6 +240,17 @@ class PagePool:
         assert page.pins > 0, "an unpin without its pin"
         page.pins -= 1
         return self._free_if_unread(page)
+
+    def give_back(self, lease: Lease) -> int:
+        """Unpins or aborts the pages that a lease still holds, because its holder has stopped. Returns the number of
+        aborted ones."""
+        pages = [page for page in lease.pages if page is not None]
+        for page in pages:
+            if lease.kind is LeaseKind.READ:
+                self.unpin(page)
+            else:
+                self.abort(page)
+        return 0 if lease.kind is LeaseKind.READ else len(pages)
 
     def condemn(self, page: Page) -> bool:
         """Admits no new readers. Returns True if the page had no readers and was freed at once."""

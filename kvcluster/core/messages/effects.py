@@ -1,7 +1,7 @@
 """What comes out of a core's step: effects, which the driver carries out in order.
 
-An effect holds all that is needed to carry it out. The docstring of one that takes time (Send, Verify, Fetch, MovePages,
-Stage) names the message that reports its end.
+An effect holds all that is needed to carry it out. For one that takes time (Send, Verify, Fetch, MovePages, Stage), its
+docstring names the message that reports its end.
 """
 
 from __future__ import annotations

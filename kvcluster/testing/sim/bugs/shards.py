@@ -163,7 +163,7 @@ def freed_by_time() -> list[Patch]:
         for effect in effects:
             lease = self.leases.end(effect.attempt) if hasattr(effect, "attempt") else None
             if lease is not None:
-                self._give_back(lease)
+                self.pool.give_back(lease)
         return effects
 
     return [(Shard, "_tick", tick)]
