@@ -18,7 +18,7 @@ from kvcluster.core.disk_recovery import RecoveredPages, carried_out
 from kvcluster.core.dispatcher import Dispatcher
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
 from kvcluster.core.inventory import Inventoried
-from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.leases import LeaseBook, OwnAttempts
 from kvcluster.core.messages import (
     Abort,
     Answer,
@@ -58,7 +58,6 @@ from kvcluster.core.messages import (
     Tombstone,
     Unpin,
     Verified,
-    Verify,
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.order_executor import OrderExecutor
@@ -111,11 +110,13 @@ class Shard:
         self._namespaces = ShardNamespaces(self._uses)
         self._queue = ReserveQueue(self._pool)
         self._sender = ReportSender(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
-        self._scrubber = Scrubber(self._pool, config.scrub_bytes)
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._own = OwnAttempts(shard, epoch)
         self._withdraw = Withdrawal(self._pool, self._sender)
         self._order_cursor = cursor = OrderCursor(self._sender.say_soon)
+        self._scrubber = Scrubber(
+            *(self._pool, self._leases, self._own, self._withdraw, self._counters), scrub_bytes=config.scrub_bytes
+        )
         shared = (self._pool, self._leases, self._namespaces, self._own, self._withdraw)
         self._puller = Puller(*shared, cursor, self._counters)
         self._writes = WriteHandler(
@@ -172,7 +173,7 @@ class Shard:
             *self._writes.serve(now, may_begin=self._takes_writes(now)),
             *self._pins.serve(now, may_grant=self.member(now)),
         ]
-        effects += self._verify(now)
+        effects += [] if self._over else self._scrubber.begin(now)
         if self._pressed and not self._queue:  # otherwise it counts as full until its next heartbeat
             self._pressed = False
             self._sender.say_soon()
@@ -288,33 +289,11 @@ class Shard:
             return Refused(RefusedKind.LIMIT, f"{limits.LEASES_PER_HOLDER} leases are held already; release some")
         return None
 
-    # ------------------------------------------------------------------------------------------ integrity
-
-    def _verify(self, now: int) -> list[Effect]:
-        """Begins the next batch of the scrubber, if one is due."""
-        pages = [] if self._over else self._scrubber.choose(now)
-        if not pages:
-            return []
-        attempt = self._own.next()
-        for page in pages:
-            self._pool.pin(page)
-        self._leases.grant(attempt, LeaseKind.READ, list(pages), now)
-        self._scrubber.reading(attempt, pages)
-        return [Verify(attempt, tuple(page.space for page in pages), tuple(page.slot() for page in pages))]
+    # --------------------------------------------------------------------------------- integrity and tiers
 
     def _verified(self, m: Verified, now: int) -> list[Effect]:
-        pages = self._scrubber.verified(m.attempt)
-        self._counters["verified"] += len(pages)
-        for index in m.corrupt:
-            if pages[index].state is PageState.READY:
-                self._counters["corrupt"] += 1
-                self._withdraw(pages[index], corrupt=True)
-        lease = self._leases.end(m.attempt)
-        assert lease is not None, "a verification without its lease"
-        self._pool.give_back(lease)
+        self._scrubber.end(m)
         return []
-
-    # ---------------------------------------------------------------------------------------------- tiers
 
     def _move(self, now: int) -> list[Effect]:
         """Begins the next batch of moves between tiers, if there is one."""
