@@ -229,7 +229,7 @@ class Engine:
             log_stats=True,
         )
         if at_once:
-            self.side._lookups._calls._threads = _AtOnce()  # type: ignore[assignment]
+            self.side._matcher.lookups._calls._threads = _AtOnce()  # type: ignore[assignment]
         self.texts: dict[str, Text] = {}
         self.requests: dict[str, Request] = {}
         self.params: dict[str, Any] = {}
@@ -346,7 +346,7 @@ class Engine:
 
     def wait_idle(self) -> None:
         """Until every question is answered and nothing moves."""
-        for lookup in list(self.side._lookups._calls._open):
+        for lookup in list(self.side._matcher.lookups._calls._open):
             lookup.done.result(BOUND_S)
         for rank in self.ranks:
             rank.wait_idle()
