@@ -22,19 +22,16 @@ from typing import Any
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.pd_disagg as handover
 from kvcluster.client.client import Client
-from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import PREFIX
+from kvcluster.core.miss import Loss
 from kvcluster.engines.vllm.loads_in_flight import LoadsInFlight
-from kvcluster.engines.vllm.lossy_blocks import LossyBlocks
 from kvcluster.engines.vllm.prefix_matcher import PrefixMatcher
 from kvcluster.engines.vllm.registration import Adapters, Registration
 from kvcluster.engines.vllm.request_state import RequestState
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import Stats
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
-from kvcluster.errors import KVClusterError
+from kvcluster.engines.vllm.store_planner import StorePlanner
 
 _LAYERWISE_SLACK = 10
 """A load within a forward pass may take this multiple of `layerwise_ms`, since all requests of the pass wait for it."""
@@ -76,10 +73,7 @@ class SchedulerSide:
         self._held: list[str] = []
         self._kept: set[str] = set()  # ended requests whose blocks the engine keeps for their stores
         self._step = 0
-        self._order = 0
-        self._drained: dict[int, tuple[str, int]] = {}  # by store order: its request, and the ranks that still read
-        self._lossy = LossyBlocks(4 * engine_blocks)
-        self._keeps_all = all(group.reuse == PREFIX for group in layout.groups)
+        self._planner = StorePlanner(layout, self._in_flight, ranks=ranks, engine_blocks=engine_blocks)
         self.stats = Stats()
 
     # --------------------------------------------------------------------------------------- before a request runs
@@ -218,7 +212,7 @@ class SchedulerSide:
             request.note(one)
             if not may_store or request.private or request.client is not client:
                 continue
-            store = self._store(request, one)
+            store = self._planner.plan(request, one)
             if store is not None:
                 chains.append((one.request, request.told, tuple(request.chain[request.told :])))
                 request.told = len(request.chain)
@@ -226,49 +220,6 @@ class SchedulerSide:
             if request.hands_over(one):
                 handed_over.append(one.request)
         return chains, stores, handed_over
-
-    def _store(self, request: RequestState, one: compat.Scheduled) -> StoreOrder | None:
-        """Returns the order to store a request's new blocks after this step; None if there are none."""
-        of_engine, step = request.of_engine, self._layout.block_tokens
-        tokens = one.computed + one.tokens
-        if self._in_flight.steps:  # this step or an earlier one may run over KV that did not arrive
-            tokens = min(compat.validated_tokens(of_engine), one.computed)
-            if request.loading is not None or request.has(self._in_flight.in_doubt()):
-                return None
-        full = min(tokens, of_engine.num_tokens) // step
-        full = min(full, limits.BLOCKS_PER_CALL, *(len(of_group) for of_group in request.table))
-        first = request.stored
-        if not self._keeps_all:  # blocks that a window has left behind may belong to another request by now
-            first = max(first, compat.validated_tokens(of_engine) // step)
-        new = request.storable(first, full)
-        request.stored = max(request.stored, new.stop)
-        if not new:
-            return None
-        if new.stop > len(request.chain):
-            try:  # without waiting: if the namespace is not known at once, nothing is stored
-                request.chain = request.grower(new.stop, deadline_ms=0)()
-            except KVClusterError as error:
-                request.private, request.miss = True, Miss(MissReason.SHARD_LOST, str(error))
-                return None
-        self._order += 1
-        self._drained[self._order] = (of_engine.request_id, self._ranks)
-        request.orders.add(self._order)
-        return StoreOrder(
-            number=self._order,
-            request=of_engine.request_id,
-            adapter=request.adapter,
-            first=new.start,
-            source=request.blocks(new),
-            loss=self._loss(request, new.start),
-            tokens=request.tokens(new),
-        )
-
-    def _loss(self, request: RequestState, first: int) -> Loss:
-        """Returns the loss of KV computed over a request's prefix, parts of which the engine's own cache may
-        provide."""
-        before = request.chain[: max(first, request.local_tokens // self._layout.block_tokens)]
-        request.loss = self._lossy.worst(before, request.loss)
-        return request.loss
 
     def reported(self, report: StepReport) -> None:
         """Handles the workers' report on the last step, merged from all ranks."""
@@ -280,7 +231,9 @@ class SchedulerSide:
         if not self._in_flight.steps:
             self._in_flight.ended_tables.clear()
         for number, ranks in report.drained.items():
-            self._drain(number, ranks)
+            drained = self._planner.drain(number, ranks)
+            if drained is not None and drained in self._requests:
+                self._requests[drained].orders.discard(number)
         self.stats.stored(report)
 
     def _loaded(self, name: str, load: LoadReport, now: int) -> None:
@@ -293,7 +246,7 @@ class SchedulerSide:
         wanted = order.first + len(order.into[0])
         came = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first
         if load.loss > Loss.EXACT:
-            self._lossy.add(hashes[: came - order.first], load.loss)
+            self._planner.lossy.add(hashes[: came - order.first], load.loss)
         if came < wanted and order.layerwise:
             self._distrust(order, set(order.into[0][came - order.first :]))
         request = self._requests.get(name)
@@ -321,18 +274,6 @@ class SchedulerSide:
             first = next((at for at, block in enumerate(table) if block in blocks), len(table))
             wrong.update(table[first:])
         self._forget(wrong)
-
-    def _drain(self, number: int, ranks: int) -> None:
-        if number not in self._drained:
-            return
-        name, left = self._drained[number]
-        if left > ranks:
-            self._drained[number] = name, left - ranks
-            return
-        del self._drained[number]
-        request = self._requests.get(name)
-        if request is not None:
-            request.orders.discard(number)
 
     # ------------------------------------------------------------------------------------------------- at its end
 
@@ -389,7 +330,7 @@ class SchedulerSide:
         for request in self._requests.values():
             request.end_lookup()
             request.private = request.load_failed = True
-        self._lossy.clear()
+        self._planner.lossy.clear()
 
     def close(self) -> None:
         for request in self._requests.values():
