@@ -105,33 +105,28 @@ class Shard:
         """The transports that the shell serves. The shell sets it before the first step; the core only passes it on."""
         self._address = address
         self._host = host
-        self._pool = PagePool.of(config, found)
-        self._leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
+        self._pool = pool = PagePool.of(config, found)
+        self._leases = leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
         self._namespaces = ShardNamespaces(self._uses)
-        self._queue = ReserveQueue(self._pool)
-        self._sender = ReportSender(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
-        self._counters = dict.fromkeys(_COUNTERS, 0)
-        self._own = OwnAttempts(shard, epoch)
-        self._withdraw = Withdrawal(self._pool, self._sender)
-        self._order_cursor = cursor = OrderCursor(self._sender.say_soon)
-        self._scrubber = Scrubber(
-            *(self._pool, self._leases, self._own, self._withdraw, self._counters), scrub_bytes=config.scrub_bytes
-        )
-        shared = (self._pool, self._leases, self._namespaces, self._own, self._withdraw)
-        self._puller = Puller(*shared, cursor, self._counters)
-        self._writes = WriteHandler(
-            *(self._pool, self._leases, self._queue, self._sender),
-            *(self._scrubber, self._puller, self._withdraw, self._counters),
-        )
-        self._tier_mover = TierMover(*shared, self._writes.committed, cursor, self._counters, sampled=config.q4_sampled)
-        self._pins = PinHandler(self._pool, self._leases, self._own, self._sender, self._withdraw, self._counters)
+        self._queue = queue = ReserveQueue(pool)
+        self._sender = sender = ReportSender(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
+        self._counters = counters = dict.fromkeys(_COUNTERS, 0)
+        self._own = own = OwnAttempts(shard, epoch)
+        self._order_cursor = cursor = OrderCursor(sender.say_soon)
+        withdraw = Withdrawal(pool, sender)
+        self._scrubber = Scrubber(pool, leases, own, withdraw, counters, scrub_bytes=config.scrub_bytes)
+        shared = (pool, leases, self._namespaces, own, withdraw)
+        self._puller = Puller(*shared, cursor, counters)
+        self._writes = WriteHandler(pool, leases, queue, sender, self._scrubber, self._puller, withdraw, counters)
+        self._tier_mover = TierMover(*shared, self._writes.committed, cursor, counters, sampled=config.q4_sampled)
+        self._pins = PinHandler(pool, leases, own, sender, withdraw, counters)
         self._orders = OrderExecutor(
-            *(self._pool, self._leases, self._namespaces, self._queue, self._sender),
-            *(self._withdraw, cursor, self._tier_mover, self._puller, self._counters),
+            *(pool, leases, self._namespaces, queue, sender),
+            *(withdraw, cursor, self._tier_mover, self._puller, counters),
             Tombstones(carried_out(found.values())),
         )
-        for tier in self._pool.stores:
-            self._namespaces.adopt(tier, found[tier], self._pool)
+        for tier in pool.stores:
+            self._namespaces.adopt(tier, found[tier], pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
         self._over = False
