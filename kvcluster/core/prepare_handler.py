@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from kvcluster.config import CoordinatorConfig
-from kvcluster.core.coordinator_state import BAD_PART, MS, CoordinatorState
+from kvcluster.core.coordinator_state import MS, CoordinatorState
 from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
@@ -58,7 +58,7 @@ class PrepareHandler:
     def prepare_load(self, request: Request[PrepareLoad], space: CoordinatorNamespace, now: int) -> list[Effect]:
         state, m = self._state, request.question
         if not space.fits(m.need):
-            return [Answer(request.call, BAD_PART)]
+            return [Answer(request.call, _BAD_PART)]
         if state.off:
             return [Answer(request.call, LoadGrant(0, (), 0, OFF))]
         again = self._answered_before(m.attempt, space, LoadGrant)
@@ -86,7 +86,7 @@ class PrepareHandler:
     def prepare_store(self, request: Request[PrepareStore], space: CoordinatorNamespace, now: int) -> list[Effect]:
         state, m = self._state, request.question
         if not m.parts or not all(space.has(group, part) for group, part in m.parts):
-            return [Answer(request.call, BAD_PART)]
+            return [Answer(request.call, _BAD_PART)]
         again = self._answered_before(m.attempt, space, StoreGrant)
         if again is not None and not state.off:
             return [Answer(request.call, again)]
@@ -123,7 +123,7 @@ class PrepareHandler:
         """Answers for each block where it can be loaded from, or why it cannot. Promises nothing."""
         m = request.question
         if not space.fits(m.need):
-            return [Answer(request.call, BAD_PART)]
+            return [Answer(request.call, _BAD_PART)]
         fates: list[BlockFate] = []
         asking = NeedPlanner(self._state.book, m.need)
         for block in m.hashes:
@@ -236,6 +236,7 @@ class PrepareHandler:
 
 
 OFF = Miss(MissReason.OFF, "an operator has turned the cache off; `kvcluster on` turns it on again")
+_BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
 _NO_ROOM = Miss(MissReason.FULL, "no shard has room or can make some")
 _PURGING = Miss(MissReason.REBUILDING, "the shards are carrying out a purge")
 _OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; use a new attempt for each prepare")

@@ -20,7 +20,7 @@ from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.pages import checksum
 from kvcluster.testing.sim.bugs.planting import Patch, planted
 from kvcluster.testing.sim.disk import Disk
-from kvcluster.testing.sim.shard import ShardProcess
+from kvcluster.testing.sim.shard_storage import ShardStorage
 
 # ---------------------------------------------------------------------------------------------- fences
 
@@ -138,7 +138,7 @@ def condemned_served() -> list[Patch]:
 @planted
 def commit_before_verifying() -> list[Patch]:
     """A store is committed with the writer's sums, and the bytes in the page are not verified."""
-    return [(ShardProcess, "verify", lambda self, namespace, slot, sums: checksum.pack_sums(sums))]
+    return [(ShardStorage, "verify", lambda self, namespace, slot, sums: checksum.pack_sums(sums))]
 
 
 @planted
@@ -188,15 +188,15 @@ def condemned_by_word() -> list[Patch]:
 @planted
 def wrong_page_served() -> list[Patch]:
     """For some pages the bytes of the next page are sent."""
-    original = ShardProcess.load_layer
+    original = ShardStorage.load_layer
 
-    def load_layer(self: ShardProcess, item: int, slot: Any, layer: int) -> Any:
-        beyond = slot.offset + slot.nbytes
-        if slot.generation % 16 == 0 and beyond + slot.nbytes <= self.core.pool.allocator.capacity_bytes:
-            slot = slot._replace(offset=beyond)
+    def load_layer(self: ShardStorage, item: int, slot: Any, layer: int) -> Any:
+        beyond = slot._replace(offset=slot.offset + slot.nbytes)
+        if slot.generation % 16 == 0 and len(self._memory.view(beyond)) == slot.nbytes:
+            slot = beyond
         return original(self, item, slot, layer)
 
-    return [(ShardProcess, "load_layer", load_layer)]
+    return [(ShardStorage, "load_layer", load_layer)]
 
 
 # ----------------------------------------------------------------------------------------------- tiers
@@ -227,7 +227,7 @@ def encoded_twice() -> list[Patch]:
 @planted
 def moved_unverified() -> list[Patch]:
     """A page is encoded without being verified first."""
-    return [(ShardProcess, "matches", lambda self, namespace, slot, data: data is not None)]
+    return [(ShardStorage, "matches", lambda self, namespace, slot, data: data is not None)]
 
 
 @planted
