@@ -84,7 +84,7 @@ def test_a_request_that_is_aborted_while_it_loads_is_freed_once(bench: Bench, ll
     engine.drain()
     assert engine.free_blocks() == free
     assert not told(engine, "a")
-    assert not engine.side._in_flight and not engine.side._requests
+    assert not engine.side._in_flight._loads and not engine.side._requests
 
 
 def test_a_request_that_is_aborted_while_it_is_looked_up_leaves_nothing(bench: Bench, llama: Path) -> None:

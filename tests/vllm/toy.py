@@ -330,7 +330,7 @@ class Engine:
         """Steps until nothing is out, held or moving, and what was stored is visible to all."""
         for _ in range(most):
             self.wait_idle()
-            if not self.scheduler.has_requests() and not self._out and not self.side._planner:
+            if not self.scheduler.has_requests() and not self._out and not self.side._planner._undrained:
                 return self.flush() if flush else None
             if self.scheduler.has_requests() or not self._out:
                 self.step()

@@ -33,9 +33,6 @@ class LoadsInFlight:
         self.ended_tables: list[list[int]] = []
         """The block tables of requests that ended while they held blocks in doubt."""
 
-    def __len__(self) -> int:
-        return len(self._loads)
-
     def add(self, order: LoadOrder, hashes: tuple[BlockHash, ...]) -> None:
         self._loads[order.request] = _Loading(order, hashes)
 

@@ -30,9 +30,6 @@ class StorePlanner:
         self._undrained: dict[int, tuple[str, int]] = {}  # by store order: its request, and the ranks that still read
         self.lossy = LossyBlocks(4 * engine_blocks)
 
-    def __len__(self) -> int:
-        return len(self._undrained)
-
     def plan(self, request: RequestState, one: compat.Scheduled) -> StoreOrder | None:
         """Returns the order to store a request's new blocks after this step; None if there are none."""
         of_engine, step = request.of_engine, self._layout.block_tokens
