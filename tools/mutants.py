@@ -51,7 +51,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "index": ("test_index", "test_event_emitter"),
     "members": MACHINES,
     "tier_mover": ("test_tier_mover", "test_disk_moves", "test_promotion", "test_tier_faults"),
+    "page": ("test_pool", "test_withdrawal"),
     "pool": ("test_pool", "test_withdrawal"),
+    "pull_planner": ("test_replicator", "test_drain"),
     "puller": ("test_order_executor",),
     "replicator": ("test_replicator", "test_drain"),
     "shard": (
@@ -62,6 +64,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "test_pin_handler",
         "test_transcripts",
     ),
+    "write_handler": ("test_shard", "test_reserve_queue", "test_order_executor", "test_disk_moves", "test_withdrawal"),
     "coordinator_state": MACHINES,
     "tiering": ("test_tiering", "test_tier_faults"),
 }

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcluster.config import CoordinatorConfig
-from kvcluster.core.coordinator_state import BAD_PART, MS, UNKNOWN, CoordinatorState
+from kvcluster.core.coordinator_state import MS, UNKNOWN, CoordinatorState
 from kvcluster.core.dispatcher import Dispatcher
 from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.evictor import Evictor
@@ -26,7 +26,6 @@ from kvcluster.core.messages import (
     Answer,
     Attach,
     Attached,
-    BlockFate,
     BlocksPinned,
     CoordinatorMessage,
     Done,
@@ -35,7 +34,6 @@ from kvcluster.core.messages import (
     EndTicket,
     Engines,
     Explain,
-    Explained,
     GetEngines,
     GetNamespaces,
     GetStatus,
@@ -68,7 +66,6 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
-from kvcluster.core.need_planner import NeedPlanner
 from kvcluster.core.prepare_handler import PrepareHandler
 from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.replicator import Replicator
@@ -124,7 +121,7 @@ class Coordinator:
             in_namespace={
                 PrepareLoad: self._prepare_handler.prepare_load,
                 PrepareStore: self._prepare_handler.prepare_store,
-                Explain: self._explain,
+                Explain: self._prepare_handler.explain,
                 Siblings: self._siblings,
                 PinBlocks: self._pin,
                 UnpinBlocks: self._unpin,
@@ -212,26 +209,6 @@ class Coordinator:
         ttl_ns, wants_tokens = state.tickets.ttl_ns, self._emitter is not None
         attached = Attached(space.id, state.epoch, ttl_ns, self._config.run_blocks, shards, wants_tokens)
         return [Answer(request.call, attached)]
-
-    def _explain(self, request: Request[Explain], space: CoordinatorNamespace, now: int) -> list[Effect]:
-        m = request.question
-        if not space.fits(m.need):
-            return [Answer(request.call, BAD_PART)]
-        fates: list[BlockFate] = []
-        asking = NeedPlanner(self._state.book, m.need)
-        for block in m.hashes:
-            record = space.index.get(block)
-            served = asking.serve(record.copies) if record is not None else None
-            if served is not None and served.complete:
-                fate = BlockFate(1, served.plan, None)
-            else:
-                miss = served.miss if served is not None else self._prepare_handler.why_absent(space, block, now)
-                fate = BlockFate(1, None, miss)
-            if fates and (fates[-1].plan, fates[-1].miss) == (fate.plan, fate.miss):
-                fates[-1] = BlockFate(fates[-1].count + 1, fate.plan, fate.miss)
-            else:
-                fates.append(fate)
-        return [Answer(request.call, Explained(tuple(fates)))]
 
     def _siblings(self, request: Request[Siblings], space: CoordinatorNamespace, now: int) -> list[Effect]:
         return [Answer(request.call, SiblingSpecs(self._state.directory.siblings(space)))]

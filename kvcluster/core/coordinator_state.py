@@ -22,7 +22,6 @@ MS = 1_000_000
 ENGINE_TTL_NS = 10_000 * MS
 """An engine registers several times within this period (engines/vllm/registration.py)."""
 UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first")
-BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
 _COUNTERS = (
     *("loads", "asked_blocks", "hit_blocks", "stores", "write_blocks", "duplicate_blocks"),
     *("pending_blocks", "refused_blocks", "committed_pages", "gone_pages", "corrupt_pages", "purged_blocks"),

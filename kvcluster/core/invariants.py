@@ -9,7 +9,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.leases import LeaseKind
 from kvcluster.core.messages import EvictOrder, MoveOrder, Tier
-from kvcluster.core.pool import PageState
+from kvcluster.core.page import PageState
 from kvcluster.core.shard import Shard
 from kvcluster.core.tiers import FASTEST, Takes
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcluster.core.messages import PageEvent
-from kvcluster.core.pool import Page
+from kvcluster.core.page import Page
 
 
 class Inventoried:

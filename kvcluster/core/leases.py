@@ -16,7 +16,7 @@ from enum import Enum
 
 from kvcluster.core import limits
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, ShardId
-from kvcluster.core.pool import Page
+from kvcluster.core.page import Page
 
 
 class LeaseKind(Enum):

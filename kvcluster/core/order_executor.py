@@ -28,7 +28,8 @@ from kvcluster.core.messages import (
     Tombstone,
 )
 from kvcluster.core.order_stream import OrderCursor
-from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.page import Page, PageState
+from kvcluster.core.pool import PagePool
 from kvcluster.core.puller import Puller
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.reserve_queue import ReserveQueue, lost

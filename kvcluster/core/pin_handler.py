@@ -22,7 +22,8 @@ from kvcluster.core.ids import CLUSTER, Attempt, CallId, NamespaceId
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Request, Stage, Staged
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.page import Page, PageState
+from kvcluster.core.pool import PagePool
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.shard_namespaces import ShardNamespace
 from kvcluster.core.tier_mover import page_move

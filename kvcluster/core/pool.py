@@ -1,22 +1,13 @@
-"""The pages of one shard: which block each holds, in which tier, and in what state.
-
-    FREE -reserve-> WRITING -commit-> READY -condemn-> CONDEMNED -last unpin-> FREE
-                    WRITING -abort--> FREE
-    a private copy: WRITING -lend-> CONDEMNED
-
-A free page is not an object: it is space in the allocator. The invariant that matters: bytes of a page are given to a
-reader only in READY, are written only in WRITING, and are freed only when no pin is left. A condemned page keeps its
-bytes for its current readers, and new readers do not find it. Each reservation gets a new generation, which is never
-reused. This module owns no bytes and knows no time.
+"""The pages of one shard, by tier and key, and the room that they take. The states of a page are in page.py.
 
 A block may lie in two tiers at once, as twins: encoded below, and decoded above. The pages of a tier that is not
 addressable are not read in place: each reader gets a private copy in the staging tier, which is freed with its lease.
+This module owns no bytes and knows no time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from enum import Enum
 from typing import NamedTuple
 
 from kvcluster.config import ShardConfig
@@ -24,42 +15,12 @@ from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
+from kvcluster.core.leases import Lease, LeaseKind
+from kvcluster.core.messages import NewPage, PageKey, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.page import IllegalTransition, Page, PageAction, PageState
 from kvcluster.core.spec import Part
 from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, StoreAllocator, TierAllocator, above
-
-
-class PageState(Enum):
-    """The state of a page; see the module's diagram."""
-
-    WRITING = "writing"
-    READY = "ready"
-    CONDEMNED = "condemned"
-    FREE = "free"
-
-
-class PageAction(Enum):
-    """The actions that change a page's state."""
-
-    COMMIT = "commit"
-    ABORT = "abort"
-    LEND = "lend"
-    CONDEMN = "condemn"
-    LAST_UNPIN = "last_unpin"
-
-
-TRANSITIONS: dict[tuple[PageState, PageAction], PageState] = {
-    (PageState.WRITING, PageAction.COMMIT): PageState.READY,
-    (PageState.WRITING, PageAction.ABORT): PageState.FREE,
-    (PageState.WRITING, PageAction.LEND): PageState.CONDEMNED,
-    (PageState.READY, PageAction.CONDEMN): PageState.CONDEMNED,
-    (PageState.CONDEMNED, PageAction.LAST_UNPIN): PageState.FREE,
-}
-
-
-class IllegalTransition(AssertionError):
-    """An action that the page's state does not allow: a bug of this package, never a caller's error."""
 
 
 class PoolKey(NamedTuple):
@@ -67,59 +28,6 @@ class PoolKey(NamedTuple):
 
     space: NamespaceId
     key: PageKey
-
-
-class Page:
-    """A reservation: where the page lies and what it holds."""
-
-    __slots__ = (
-        *("codec", "decoded", "depth", "generation", "key", "loss", "nbytes", "offset", "parent", "pins"),
-        *("space", "state", "stays_raw", "sums", "tier"),
-    )
-
-    def __init__(
-        self,
-        space: NamespaceId,
-        key: PageKey,
-        *,
-        offset: int,
-        nbytes: int,
-        generation: int,
-        parent: BlockHash,
-        depth: int,
-        loss: Loss,
-        tier: Tier = FASTEST,
-        codec: Codec = Codec.RAW,
-    ) -> None:
-        self.space = space
-        self.key = key
-        self.offset = offset
-        self.nbytes = nbytes
-        self.generation = generation
-        self.parent = parent
-        self.depth = depth
-        self.loss = loss
-        self.tier = tier
-        self.codec = codec
-        self.decoded = False  # from a twin below; not kept without one, so that it is never encoded again
-        self.stays_raw = False  # its bytes cannot be encoded
-        self.state = PageState.WRITING
-        self.pins = 0
-        self.sums = b""
-
-    def slot(self) -> PageSlot:
-        """Returns what the holder of a lease is told about the page."""
-        return PageSlot(
-            self.key, self.offset, self.nbytes, self.generation, self.loss, self.sums, self.codec, self.tier
-        )
-
-    def new(self) -> NewPage:
-        """Returns the page as a writer requests it."""
-        return NewPage(self.key, self.parent, self.depth, self.loss)
-
-    def event(self) -> PageEvent:
-        """Returns what the coordinator is told about the page."""
-        return PageEvent(self.space, self.key, self.parent, self.depth, self.tier, self.loss, self.codec)
 
 
 class PagePool:
@@ -333,6 +241,17 @@ class PagePool:
         page.pins -= 1
         return self._free_if_unread(page)
 
+    def give_back(self, lease: Lease) -> int:
+        """Unpins or aborts the pages that a lease still holds, because its holder has stopped. Returns the number of
+        aborted ones."""
+        pages = [page for page in lease.pages if page is not None]
+        for page in pages:
+            if lease.kind is LeaseKind.READ:
+                self.unpin(page)
+            else:
+                self.abort(page)
+        return 0 if lease.kind is LeaseKind.READ else len(pages)
+
     def condemn(self, page: Page) -> bool:
         """Admits no new readers. Returns True if the page had no readers and was freed at once."""
         self._act(page, PageAction.CONDEMN)
@@ -395,8 +314,5 @@ class PagePool:
         self.allocators[page.tier].free(page.offset, page.nbytes)
 
     def _act(self, page: Page, action: PageAction) -> None:
-        after = TRANSITIONS.get((page.state, action))
-        if after is None:
-            raise IllegalTransition(f"{action.value} of a page that is {page.state.value}")
-        page.state = after
+        page.act(action)
         self.changes += 1

@@ -10,15 +10,18 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from kvcluster.config import CoordinatorConfig
-from kvcluster.core.coordinator_state import BAD_PART, MS, CoordinatorState
+from kvcluster.core.coordinator_state import MS, CoordinatorState
 from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
+    BlockFate,
     Decision,
     Done,
     Effect,
     EndTicket,
+    Explain,
+    Explained,
     LoadGrant,
     Need,
     PrepareLoad,
@@ -40,7 +43,7 @@ from kvcluster.core.tiering import Tiering
 
 
 class PrepareHandler:
-    """Answers PrepareLoad and PrepareStore, and renews and ends their tickets."""
+    """Answers PrepareLoad, PrepareStore and Explain, and renews and ends tickets."""
 
     def __init__(
         self, state: CoordinatorState, config: CoordinatorConfig, replicator: Replicator, tiering: Tiering
@@ -55,7 +58,7 @@ class PrepareHandler:
     def prepare_load(self, request: Request[PrepareLoad], space: CoordinatorNamespace, now: int) -> list[Effect]:
         state, m = self._state, request.question
         if not space.fits(m.need):
-            return [Answer(request.call, BAD_PART)]
+            return [Answer(request.call, _BAD_PART)]
         if state.off:
             return [Answer(request.call, LoadGrant(0, (), 0, OFF))]
         again = self._answered_before(m.attempt, space, LoadGrant)
@@ -67,7 +70,7 @@ class PrepareHandler:
         state.counters["hit_blocks"] += found.blocks
         miss = None
         if found.blocks < len(m.hashes):
-            miss = found.miss or self.why_absent(space, m.hashes[found.blocks], now)
+            miss = found.miss or self._why_absent(space, m.hashes[found.blocks], now)
         hashes = m.hashes[: found.blocks]
         if m.hold:
             space.index.touch(hashes, now, now + self._hold)
@@ -83,7 +86,7 @@ class PrepareHandler:
     def prepare_store(self, request: Request[PrepareStore], space: CoordinatorNamespace, now: int) -> list[Effect]:
         state, m = self._state, request.question
         if not m.parts or not all(space.has(group, part) for group, part in m.parts):
-            return [Answer(request.call, BAD_PART)]
+            return [Answer(request.call, _BAD_PART)]
         again = self._answered_before(m.attempt, space, StoreGrant)
         if again is not None and not state.off:
             return [Answer(request.call, again)]
@@ -116,6 +119,27 @@ class PrepareHandler:
             )
         return [Answer(request.call, grant)]
 
+    def explain(self, request: Request[Explain], space: CoordinatorNamespace, now: int) -> list[Effect]:
+        """Answers for each block where it can be loaded from, or why it cannot. Promises nothing."""
+        m = request.question
+        if not space.fits(m.need):
+            return [Answer(request.call, _BAD_PART)]
+        fates: list[BlockFate] = []
+        asking = NeedPlanner(self._state.book, m.need)
+        for block in m.hashes:
+            record = space.index.get(block)
+            served = asking.serve(record.copies) if record is not None else None
+            if served is not None and served.complete:
+                fate = BlockFate(1, served.plan, None)
+            else:
+                miss = served.miss if served is not None else self._why_absent(space, block, now)
+                fate = BlockFate(1, None, miss)
+            if fates and (fates[-1].plan, fates[-1].miss) == (fate.plan, fate.miss):
+                fates[-1] = BlockFate(fates[-1].count + 1, fate.plan, fate.miss)
+            else:
+                fates.append(fate)
+        return [Answer(request.call, Explained(tuple(fates)))]
+
     def renew(self, request: Request[RenewTicket], now: int) -> list[Effect]:
         ticket = self._state.tickets.renew(request.question.attempt, now)
         space = self._state.directory.known(ticket.space) if ticket is not None else None
@@ -135,7 +159,7 @@ class PrepareHandler:
         for ticket in self._state.tickets.end_expired(now):
             self._release(ticket)
 
-    def why_absent(self, space: CoordinatorNamespace, block: BlockHash, now: int) -> Miss:
+    def _why_absent(self, space: CoordinatorNamespace, block: BlockHash, now: int) -> Miss:
         """Returns the reason why there is no record of this block."""
         if self._state.rebuilding:
             return Miss(MissReason.REBUILDING)
@@ -212,6 +236,7 @@ class PrepareHandler:
 
 
 OFF = Miss(MissReason.OFF, "an operator has turned the cache off; `kvcluster on` turns it on again")
+_BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
 _NO_ROOM = Miss(MissReason.FULL, "no shard has room or can make some")
 _PURGING = Miss(MissReason.REBUILDING, "the shards are carrying out a purge")
 _OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; use a new attempt for each prepare")

@@ -14,7 +14,8 @@ from kvcluster.core.ids import Attempt
 from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import Effect, Fetch, PullOrder, Tombstone
 from kvcluster.core.order_stream import OrderCursor
-from kvcluster.core.pool import Page, PagePool
+from kvcluster.core.page import Page
+from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespaces
 from kvcluster.core.withdrawal import Withdrawal
 

@@ -145,6 +145,10 @@ class ReplicaTable:
     def alive(self, slot: int) -> bool:
         return slot in self._alive
 
+    def stays(self, slot: int) -> bool:
+        """Whether the shard with that slot is alive and not draining."""
+        return slot in self._alive and slot not in self._retired
+
     def address(self, slot: int) -> ShardAddress:
         """Returns the address of the shard with that slot, which must be alive."""
         return self._alive[slot]

@@ -10,26 +10,22 @@ copy is moved: a source drops its own when it is ordered to, or leaves.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.codecs import Codec
 from kvcluster.core.drain_list import DrainList
 from kvcluster.core.hot_prefixes import HotPrefixes
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member, Membership
-from kvcluster.core.messages import NewPage, PageKey, PullOrder, ShardAddress, Tier, Tombstone
-from kvcluster.core.miss import Loss
+from kvcluster.core.messages import NewPage, PullOrder, Tombstone
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.pull_planner import PullKind, PullPlanner
 from kvcluster.core.replica_sets import ReplicaSet, ReplicaTable
 from kvcluster.core.spec import Part
-from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Takes
 
 MS = 1_000_000
 TRIES = 3
@@ -45,9 +41,6 @@ INSPECTED = 2_048
 
 NamespacedHash = tuple[NamespaceId, BlockHash]
 
-Staying = dict[tuple[int, Part], list[int]]
-"""The slots that hold each page of a block, by group and part: only shards that are alive and not draining."""
-
 
 class _ReplicaRequest:
     __slots__ = ("copies", "most", "not_before", "tries")
@@ -59,27 +52,12 @@ class _ReplicaRequest:
         self.not_before = 0
 
 
-class _Kind(NamedTuple):
-    """What all pages of one order share. A copy that has lost more since is of another kind."""
-
-    source: ShardAddress
-    codec: Codec
-    loss: Loss
-    into: Tier
-
-
-class _Missing(NamedTuple):
-    kind: _Kind
-    pages: list[NewPage]
-
-
 class Replicator:
     """Keeps the requests and gives the pull orders."""
 
     def __init__(
         self, config: CoordinatorConfig, directory: NamespaceTable, book: ReplicaTable, members: Membership
     ) -> None:
-        self._low = config.low_free
         self._hot_replicas = config.hot_replicas
         self._hot_prefixes = HotPrefixes(
             loads=config.hot_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks
@@ -87,6 +65,7 @@ class Replicator:
         self._directory = directory
         self._book = book
         self._members = members
+        self._planner = PullPlanner(directory, book, low_free=config.low_free)
         self._requests: dict[NamespacedHash, _ReplicaRequest] = {}
         self._parked: dict[NamespacedHash, _ReplicaRequest] = {}  # there are too few shards for them now
         self._under_way: dict[int, dict[NamespacedHash, _ReplicaRequest]] = {}  # by the slot of the shard that pulls
@@ -157,7 +136,7 @@ class Replicator:
 
     def order(self, target: Member, now: int) -> bool:
         """Gives the next pull order to a shard that has just reported. Returns False if there is none for it."""
-        if not target.takes or all(self._room(target, tier) <= 0 for tier in ADDRESSABLE):
+        if not self._planner.has_room(target):
             return False
         for requests in (*self._draining.values(), self._requests):
             taken = self._pick(target, requests, now)
@@ -178,8 +157,7 @@ class Replicator:
             record = self._record(name)
             going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
             if record is not None and alive and _came(record, member.slot, ordered.get(record.hash, ())):
-                staying = self._staying(record)
-                copies = self._fewest(record, staying)
+                copies = self._planner.fewest(record, self._planner.staying(record))
                 if copies > request.most:  # a further copy resets the tries; one that comes and goes does not
                     request.most, request.tries, request.not_before = copies, TRIES, 0
                 for slot in going:
@@ -237,13 +215,13 @@ class Replicator:
             return False
         requests = self._draining.get(member.slot, {})
         stayers = self._stayers()
-        takers = [m for m in members if m.takes and any(self._room(m, tier) > 0 for tier in ADDRESSABLE)]
+        takers = [member for member in members if self._planner.has_room(member)]
         for name in list(islice(requests, max(1, INSPECTED // max(1, len(takers))))):  # each may be tried on each taker
             request, record = requests[name], self._record(name)
-            staying = self._staying(record) if record is not None else {}
-            if record is None or not self._lacks(record, staying, min(request.copies, stayers)):
+            staying = self._planner.staying(record) if record is not None else {}
+            if record is None or self._planner.fewest(record, staying) >= min(request.copies, stayers):
                 del requests[name]
-            elif any(self._fits(other, record, staying, request.copies) for other in takers):
+            elif any(self._planner.fits(other, record, staying, request.copies) for other in takers):
                 self._stuck[member.slot] = 0
                 return False
             else:  # look at others next
@@ -285,7 +263,7 @@ class Replicator:
         returns them; None if there are none."""
         pages: list[NewPage] = []
         taken: dict[NamespacedHash, _ReplicaRequest] = {}
-        kind: _Kind | None = None
+        kind: PullKind | None = None
         space: CoordinatorNamespace | None = None
         stayers, nbytes = self._stayers(), 0
         for name in list(islice(requests, INSPECTED)):
@@ -293,20 +271,21 @@ class Replicator:
             if record is None:
                 del requests[name]
                 continue
-            staying = self._staying(record)
-            if not self._lacks(record, staying, min(request.copies, stayers)):
+            staying = self._planner.staying(record)
+            copies = self._planner.fewest(record, staying)
+            if copies >= min(request.copies, stayers):
                 del requests[name]
-                self._park(name, request, self._fewest(record, staying))
+                self._park(name, request, copies)
                 continue
             if request.not_before > now or self._is_under_way(name):
                 continue
             if space is not None and record.space != space.id:
                 continue
-            found = self._missing(record, staying, request.copies, target)
+            found = self._planner.missing(record, staying, request.copies, target)
             if found is None or kind not in (None, found.kind):
                 continue
-            more = self._bytes(record, found)
-            if nbytes + more > self._room(target, found.kind.into):
+            more = self._planner.nbytes(record, found)
+            if nbytes + more > self._planner.room(target, found.kind.into):
                 continue  # a smaller block may fit
             if pages and (nbytes + more > limits.PULL_BYTES or len(pages) + len(found.pages) > limits.PULL_PAGES):
                 break
@@ -322,49 +301,11 @@ class Replicator:
         target.orders.give(lambda number: PullOrder(number, *named))
         return taken
 
-    def _missing(self, record: BlockRecord, staying: Staying, copies: int, target: Member) -> _Missing | None:
-        """Returns the pages of this block, of one kind, that `target` could pull to bring it nearer to `copies`
-        copies."""
-        source: tuple[int, Codec, Loss, Tier] | None = None
-        pages: dict[tuple[int, Part], NewPage] = {}
-        # Least loss first; then the encoded copy before one decoded from it, so that the page need not be encoded
-        # again.
-        for copy in sorted(record.copies.entries, key=lambda copy: (copy.loss, -copy.codec, copy.slot)):
-            slots = staying.get((copy.group, copy.part), [])
-            into = min(copy.tier, STAGING)  # only demotions write to disk
-            into = into if target.info.use(into).capacity_bytes else FASTEST
-            if copy.codec is not Codec.RAW and into.spec.takes is Takes.RAW:
-                continue
-            if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec, copy.loss, into)):
-                continue
-            if copy.slot == target.slot or target.slot in slots or len(slots) >= copies:
-                continue
-            source = copy.slot, copy.codec, copy.loss, into
-            key = PageKey(record.hash, copy.group, copy.part)
-            pages.setdefault((copy.group, copy.part), NewPage(key, record.parent, record.depth, copy.loss))
-        if source is None:
-            return None
-        return _Missing(_Kind(self._book.address(source[0]), *source[1:]), list(pages.values()))
-
-    def _fits(self, target: Member, record: BlockRecord, staying: Staying, copies: int) -> bool:
-        """Whether this shard has room for the pages of the block that are missing."""
-        found = self._missing(record, staying, copies, target)
-        return found is not None and self._bytes(record, found) <= self._room(target, found.kind.into)
-
     def _park(self, name: NamespacedHash, request: _ReplicaRequest, copies: int) -> None:
         """Keeps a request until the next shard joins, if it asks for more than the `copies` that the present shards
         allow."""
         if copies < request.copies and len(self._parked) < limits.REPLICA_REQUESTS:
             self._parked[name] = request
-
-    def _lacks(self, record: BlockRecord, staying: Staying, copies: int) -> bool:
-        """Whether any page of the block has fewer than `copies` copies on shards that stay."""
-        return self._fewest(record, staying) < copies
-
-    def _fewest(self, record: BlockRecord, staying: Staying) -> int:
-        """Returns the number of staying shards that hold the page with the fewest such copies."""
-        alive = (copy for copy in record.copies.entries if self._book.alive(copy.slot))
-        return min((len(staying.get((copy.group, copy.part), ())) for copy in alive), default=sys.maxsize)
 
     def _most_copies(self, record: BlockRecord, slot: int) -> int:
         """Returns the number of living shards that hold the most replicated of the pages that this shard has of the
@@ -380,28 +321,8 @@ class Replicator:
         """Whether any shard is pulling the block: two draining shards may both request it."""
         return any(name in taken for taken in self._under_way.values())
 
-    def _staying(self, record: BlockRecord) -> Staying:
-        """Returns the slots that hold each page of the block, without shards that are gone or draining."""
-        staying: Staying = {}
-        for copy in record.copies.entries:
-            if self._book.alive(copy.slot) and copy.slot not in self._draining:
-                slots = staying.setdefault((copy.group, copy.part), [])
-                if copy.slot not in slots:  # a second tier of one shard is not another copy
-                    slots.append(copy.slot)
-        return staying
-
-    def _room(self, member: Member, tier: Tier) -> int:
-        """Returns the bytes of that tier that can be filled without falling below its low watermark."""
-        return member.info.use(tier).room(self._low)
-
     def _record(self, name: NamespacedHash) -> BlockRecord | None:
         return self._directory.record(*name)
-
-    def _bytes(self, record: BlockRecord, missing: _Missing) -> int:
-        """Returns the bytes that these pages of the block take."""
-        space = self._directory.known(record.space)
-        assert space is not None, "a record of a namespace that is not known"
-        return sum(space.page_bytes(page.key.group, page.key.part, missing.kind.codec) for page in missing.pages)
 
 
 def _pages(record: BlockRecord, book: ReplicaTable | None = None) -> list[tuple[int, Part]]:

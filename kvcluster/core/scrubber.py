@@ -1,5 +1,5 @@
-"""The scrubber: chooses the pages that a shard verifies again. Pages that a reader suspects come first, and all others
-in turn at a bounded rate, so that silent corruption is found before a reader needs the page.
+"""The scrubber: has a shard's pages verified again, and withdraws those that are corrupt. Pages that a reader suspects
+come first, and all others in turn at a bounded rate, so that silent corruption is found before a reader needs the page.
 
 A reader's mismatch does not condemn a page: its network may have flipped the bit, or it may lie. A page is condemned
 only if the shard, reading its own memory, finds other bytes than were committed. The shell reads one batch at a time,
@@ -12,7 +12,11 @@ from collections import deque
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
-from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.messages import Effect, Verified, Verify
+from kvcluster.core.page import Page, PageState
+from kvcluster.core.pool import PagePool
+from kvcluster.core.withdrawal import Withdrawal
 
 SECOND = 1_000_000_000
 BATCH_BYTES = 4 * 2**20
@@ -23,11 +27,23 @@ ROUND_NS = 10 * SECOND
 
 
 class Scrubber:
-    """Chooses the pages; the shard grants the lease and emits Verify. `scrub_bytes`: bytes per second of the regular
-    round; 0 for no round."""
+    """Reads one batch after another. `scrub_bytes`: bytes per second of the regular round; 0 for no round."""
 
-    def __init__(self, pool: PagePool, scrub_bytes: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        leases: LeaseBook,
+        own: OwnAttempts,
+        withdraw: Withdrawal,
+        counters: dict[str, int],
+        *,
+        scrub_bytes: int,
+    ) -> None:
         self._pool = pool
+        self._leases = leases
+        self._own = own
+        self._withdraw = withdraw
+        self._counters = counters
         self._rate = scrub_bytes
         self._round: deque[Page] = deque()  # least recently read first; some are no longer READY
         self._suspects: dict[int, Page] = {}  # by generation
@@ -63,10 +79,34 @@ class Scrubber:
         if len(self._suspects) < limits.SUSPECTS:
             self._suspects[page.generation] = page
 
-    def choose(self, now: int) -> list[Page]:
-        """Returns the pages to be read now; [] if there are none, or a batch is being read."""
-        if self._reading is not None:
+    def begin(self, now: int) -> list[Effect]:
+        """Begins the next batch if one is due and none is being read."""
+        pages = self._choose(now) if self._reading is None else []
+        if not pages:
             return []
+        attempt = self._own.next()
+        for page in pages:
+            self._pool.pin(page)
+        self._leases.grant(attempt, LeaseKind.READ, list(pages), now)
+        self._reading = (attempt, pages)
+        return [Verify(attempt, tuple(page.space for page in pages), tuple(page.slot() for page in pages))]
+
+    def end(self, m: Verified) -> None:
+        """Ends the batch: withdraws the corrupt pages, and unpins all."""
+        assert self._reading is not None and self._reading[0] == m.attempt, "a result of a batch that is not under way"
+        pages = self._reading[1]
+        self._reading = None
+        self._counters["verified"] += len(pages)
+        for index in m.corrupt:
+            if pages[index].state is PageState.READY:
+                self._counters["corrupt"] += 1
+                self._withdraw(pages[index], corrupt=True)
+        lease = self._leases.end(m.attempt)
+        assert lease is not None, "a verification without its lease"
+        self._pool.give_back(lease)
+
+    def _choose(self, now: int) -> list[Page]:
+        """Returns the pages to be read now; [] if there are none."""
         batch: list[Page] = []
         nbytes = 0
         while self._suspects and nbytes < BATCH_BYTES:
@@ -91,15 +131,3 @@ class Scrubber:
         if not self._left:
             self._next_scrub = max(self._next_scrub, self._round_began + ROUND_NS)
         return batch
-
-    def reading(self, attempt: Attempt, pages: list[Page]) -> None:
-        """Records that the shell has been asked to read these pages."""
-        assert self._reading is None, "one batch at a time"
-        self._reading = (attempt, pages)
-
-    def verified(self, attempt: Attempt) -> list[Page]:
-        """Ends the batch and returns the pages that were read under `attempt`, in the order of the Verify."""
-        assert self._reading is not None and self._reading[0] == attempt, "a result of a batch that is not under way"
-        pages = self._reading[1]
-        self._reading = None
-        return pages

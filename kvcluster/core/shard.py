@@ -18,14 +18,13 @@ from kvcluster.core.disk_recovery import RecoveredPages, carried_out
 from kvcluster.core.dispatcher import Dispatcher
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
 from kvcluster.core.inventory import Inventoried
-from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.leases import LeaseBook, OwnAttempts
 from kvcluster.core.messages import (
     Abort,
     Answer,
     AttachedShard,
     AttachShard,
     Commit,
-    CommitGrant,
     Done,
     Effect,
     Flush,
@@ -34,7 +33,6 @@ from kvcluster.core.messages import (
     Leave,
     LeaveReason,
     Moved,
-    NewPage,
     Offers,
     OrderProgress,
     PageEvent,
@@ -60,15 +58,13 @@ from kvcluster.core.messages import (
     Tombstone,
     Unpin,
     Verified,
-    Verify,
-    WriteGrant,
-    Written,
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.order_executor import OrderExecutor
 from kvcluster.core.order_stream import OrderCursor
+from kvcluster.core.page import PageState
 from kvcluster.core.pin_handler import PinHandler
-from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.pool import PagePool
 from kvcluster.core.puller import Puller
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.report_stream import StreamPiece
@@ -79,6 +75,7 @@ from kvcluster.core.tier_mover import TierMover
 from kvcluster.core.tiers import FASTEST
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.withdrawal import Withdrawal
+from kvcluster.core.write_handler import WriteHandler
 
 _COUNTERS = (
     *("commits", "duplicates", "evicted", "aborted", "revoked", "late", "full"),
@@ -108,27 +105,28 @@ class Shard:
         """The transports that the shell serves. The shell sets it before the first step; the core only passes it on."""
         self._address = address
         self._host = host
-        self._pool = PagePool.of(config, found)
-        self._leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
+        self._pool = pool = PagePool.of(config, found)
+        self._leases = leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
         self._namespaces = ShardNamespaces(self._uses)
-        self._queue = ReserveQueue(self._pool)
-        self._sender = ReportSender(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
-        self._scrubber = Scrubber(self._pool, config.scrub_bytes)
-        self._counters = dict.fromkeys(_COUNTERS, 0)
-        self._own = OwnAttempts(shard, epoch)
-        self._withdraw = Withdrawal(self._pool, self._sender)
-        self._order_cursor = cursor = OrderCursor(self._sender.say_soon)
-        shared = (self._pool, self._leases, self._namespaces, self._own, self._withdraw)
-        self._tier_mover = TierMover(*shared, self._committed, cursor, self._counters, sampled=config.q4_sampled)
-        self._puller = Puller(*shared, cursor, self._counters)
-        self._pins = PinHandler(self._pool, self._leases, self._own, self._sender, self._withdraw, self._counters)
+        self._queue = queue = ReserveQueue(pool)
+        self._sender = sender = ReportSender(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
+        self._counters = counters = dict.fromkeys(_COUNTERS, 0)
+        self._own = own = OwnAttempts(shard, epoch)
+        self._order_cursor = cursor = OrderCursor(sender.say_soon)
+        withdraw = Withdrawal(pool, sender)
+        self._scrubber = Scrubber(pool, leases, own, withdraw, counters, scrub_bytes=config.scrub_bytes)
+        shared = (pool, leases, self._namespaces, own, withdraw)
+        self._puller = Puller(*shared, cursor, counters)
+        self._writes = WriteHandler(pool, leases, queue, sender, self._scrubber, self._puller, withdraw, counters)
+        self._tier_mover = TierMover(*shared, self._writes.committed, cursor, counters, sampled=config.q4_sampled)
+        self._pins = PinHandler(pool, leases, own, sender, withdraw, counters)
         self._orders = OrderExecutor(
-            *(self._pool, self._leases, self._namespaces, self._queue, self._sender),
-            *(self._withdraw, cursor, self._tier_mover, self._puller, self._counters),
+            *(pool, leases, self._namespaces, queue, sender),
+            *(withdraw, cursor, self._tier_mover, self._puller, counters),
             Tombstones(carried_out(found.values())),
         )
-        for tier in self._pool.stores:
-            self._namespaces.adopt(tier, found[tier], self._pool)
+        for tier in pool.stores:
+            self._namespaces.adopt(tier, found[tier], pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
         self._over = False
@@ -166,8 +164,11 @@ class Shard:
     def step(self, message: ShardMessage, now: int) -> list[Effect]:
         """Processes one message and returns the effects, in the order in which they are to be executed."""
         effects = self._dispatcher.step(message, now)
-        effects += [*self._serve_waiting(now), *self._pins.serve(now, may_grant=self.member(now))]
-        effects += self._verify(now)
+        effects += [
+            *self._writes.serve(now, may_begin=self._takes_writes(now)),
+            *self._pins.serve(now, may_grant=self.member(now)),
+        ]
+        effects += [] if self._over else self._scrubber.begin(now)
         if self._pressed and not self._queue:  # otherwise it counts as full until its next heartbeat
             self._pressed = False
             self._sender.say_soon()
@@ -235,20 +236,12 @@ class Shard:
         return self._pins.pin(request, space, now)
 
     def _reserve(self, request: Request[Reserve], space: ShardNamespace, now: int) -> list[Effect]:
-        m = request.question
         if request.tenant == CLUSTER:  # another shard may read for all tenants, but may not write
             return [Answer(request.call, _UNKNOWN)]
-        refused = self._check(m) or self._check_parts(m, space)
+        refused = self._check(request.question)
         if refused is not None:
             return [Answer(request.call, refused)]
-        if not self._takes_writes(now):
-            return [lost(request)]
-        wait_ns = min(m.wait_ns, self._leases.ttl_ns)
-        if wait_ns > 0 and self._queue.must_wait(m, space):
-            self._queue.add(request, space, now + wait_ns)
-            self._sender.say_soon()
-            return []
-        return [self._grant_write(request, space, now)]
+        return self._writes.reserve(request, space, now, may_begin=self._takes_writes(now))
 
     def _renew(self, request: Request[Renew], now: int) -> list[Effect]:
         return [Answer(request.call, Done(self._leases.renew(request.question.attempt, now)))]
@@ -257,50 +250,14 @@ class Shard:
         return [Answer(request.call, Done(False))] if self._over else self._sender.flush(request, now)
 
     def _commit(self, request: Request[Commit], now: int) -> list[Effect]:
-        m = request.question
-        in_time = self._leases.running(m.attempt) and self.member(now)
-        lease = self._leases.end(m.attempt)
-        if lease is None or lease.kind is not LeaseKind.WRITE or not in_time:
-            self._puller.ended(m.attempt)
-            self._counters["late"] += 1
-            if lease is not None:
-                self._give_back(lease)
-            return [Answer(request.call, CommitGrant((Written.LOST,) * len(m.indices)))]
-        outcome: list[Written] = []
-        for index, sums in zip(m.indices, m.sums, strict=True):
-            page = lease.pages[index] if index < len(lease.pages) else None
-            if page is None:
-                outcome.append(Written.LOST)
-                continue
-            lease.pages[index] = None
-            if self._pool.taken(page.space, page.new()) is Written.DUPLICATE:  # in another tier, committed first
-                self._pool.abort(page)
-                outcome.append(Written.DUPLICATE)
-                continue
-            self._pool.commit(page, sums)
-            self._counters["commits"] += 1
-            self._committed(page)
-            outcome.append(Written.COMMITTED)
-        self._puller.ended(m.attempt, outcome.count(Written.COMMITTED))
-        self._give_back(lease)
-        return [Answer(request.call, CommitGrant(tuple(outcome)))]
-
-    def _committed(self, page: Page) -> None:
-        """Registers a page that is now READY, and withdraws its copies in other tiers that have more loss."""
-        if page.tier.spec.addressable:  # a page in a store is verified when it is read
-            self._scrubber.committed(page)
-        self._sender.tell(page.event())
-        for tier in self._pool.allocators:
-            other = self._pool.on(tier, page.space, page.key)
-            if other is not None and other.state is PageState.READY and other.loss > page.loss:
-                self._withdraw(other)
+        return [Answer(request.call, self._writes.commit(request.question, may_commit=self.member(now)))]
 
     def _end(self, request: Request[Unpin | Abort], now: int) -> list[Effect]:
         attempt = request.question.attempt
         lease = self._leases.end(attempt)
         self._puller.ended(attempt)
         if lease is not None:
-            self._give_back(lease)
+            self._counters["aborted"] += self._pool.give_back(lease)
             return [Answer(request.call, Done())]
         gone = [*map(lost, self._queue.withdraw(attempt)), *self._pins.withdraw(attempt)]
         return [*gone, Answer(request.call, Done(bool(gone)))]
@@ -327,76 +284,11 @@ class Shard:
             return Refused(RefusedKind.LIMIT, f"{limits.LEASES_PER_HOLDER} leases are held already; release some")
         return None
 
-    def _check_parts(self, m: Reserve, space: ShardNamespace) -> Refused | None:
-        space.forget_unused(self._pool)
-        return space.refusal(self._pool, dict.fromkeys((page.key.group, page.key.part) for page in m.pages))
-
-    # --------------------------------------------------------------------------------------- reservations
-
-    def _grant_write(self, request: Request[Reserve], space: ShardNamespace, now: int) -> Answer:
-        m = request.question
-        offers = [self._offer(space, new) for new in m.pages]
-        pages = [offer if isinstance(offer, Page) else None for offer in offers]
-        self._leases.grant(m.attempt, LeaseKind.WRITE, pages, now)
-        granted = WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers))
-        return Answer(request.call, granted)
-
-    def _offer(self, space: ShardNamespace, new: NewPage) -> Page | Written:
-        offer = space.offer(self._pool, new, self._withdraw)
-        if offer is Written.DUPLICATE:
-            self._counters["duplicates"] += 1
-        elif offer is Written.FULL:
-            self._counters["full"] += 1
-        return offer
-
-    def _serve_waiting(self, now: int) -> list[Effect]:
-        """Grants waiting reservations: those that now find room, in order of arrival, and what fits to those that have
-        waited long enough."""
-        if not self._takes_writes(now):
-            return [lost(request) for request in self._queue.everyone()]
-        effects: list[Effect] = []
-        while (served := self._queue.next_served(now)) is not None:
-            effects.append(self._grant_write(*served, now))
-        return effects
-
-    def _give_back(self, lease: Lease) -> None:
-        """Unpins or aborts the remaining pages of a lease whose holder has stopped."""
-        for page in lease.pages:
-            if page is None:
-                continue
-            if lease.kind is LeaseKind.READ:
-                self._pool.unpin(page)
-            else:
-                self._pool.abort(page)
-                self._counters["aborted"] += 1
-
-    # ------------------------------------------------------------------------------------------ integrity
-
-    def _verify(self, now: int) -> list[Effect]:
-        """Begins the next batch of the scrubber, if one is due."""
-        pages = [] if self._over else self._scrubber.choose(now)
-        if not pages:
-            return []
-        attempt = self._own.next()
-        for page in pages:
-            self._pool.pin(page)
-        self._leases.grant(attempt, LeaseKind.READ, list(pages), now)
-        self._scrubber.reading(attempt, pages)
-        return [Verify(attempt, tuple(page.space for page in pages), tuple(page.slot() for page in pages))]
+    # --------------------------------------------------------------------------------- integrity and tiers
 
     def _verified(self, m: Verified, now: int) -> list[Effect]:
-        pages = self._scrubber.verified(m.attempt)
-        self._counters["verified"] += len(pages)
-        for index in m.corrupt:
-            if pages[index].state is PageState.READY:
-                self._counters["corrupt"] += 1
-                self._withdraw(pages[index], corrupt=True)
-        lease = self._leases.end(m.attempt)
-        assert lease is not None, "a verification without its lease"
-        self._give_back(lease)
+        self._scrubber.end(m)
         return []
-
-    # ---------------------------------------------------------------------------------------------- tiers
 
     def _move(self, now: int) -> list[Effect]:
         """Begins the next batch of moves between tiers, if there is one."""
@@ -447,7 +339,7 @@ class Shard:
         """Ends this incarnation: revokes all leases, and answers all waiting requests."""
         self._over = True
         effects: list[Effect] = [Revoke(attempt) for attempt in self._leases.revoke_all()]
-        effects += [*self._serve_waiting(now), *self._pins.give_up()]
+        effects += [*self._writes.serve(now, may_begin=False), *self._pins.give_up()]
         effects += self._sender.end()
         return [*effects, Leave(_LEAVE_REASONS[reason], for_good=reason is LeaveReason.DRAINED)]
 

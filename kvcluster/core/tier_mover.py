@@ -25,7 +25,8 @@ from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import Effect, Move, Moved, MoveOrder, MovePages, PageKey, PageMove, Tier
 from kvcluster.core.order_stream import OrderCursor
-from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.page import Page, PageState
+from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
 from kvcluster.core.spec import Part
 from kvcluster.core.tiers import Takes

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcluster.core.messages import GoneEvent
-from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.page import Page, PageState
+from kvcluster.core.pool import PagePool
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.tiers import FASTEST
 

@@ -22,6 +22,7 @@ from kvcluster.core.messages import (
     StoreRun,
 )
 from kvcluster.core.spec import KVSpec
+from kvcluster.wire.checks import must
 from kvcluster.wire.common import (
     ADDRESS,
     COUNTS,
@@ -39,20 +40,7 @@ from kvcluster.wire.common import (
     check_cover,
     pairs,
 )
-from kvcluster.wire.fields import (
-    PLAIN,
-    Columns,
-    EnumField,
-    Maybe,
-    OneOf,
-    Rows,
-    Struct,
-    amount,
-    amounts,
-    each,
-    must,
-    words,
-)
+from kvcluster.wire.fields import PLAIN, Columns, EnumField, Maybe, OneOf, Rows, Struct, amount, amounts, each, words
 from kvcluster.wire.orders import ACK
 from kvcluster.wire.reports import COUNTERS, INFO, codec_errors
 from kvcluster.wire.v1 import coordinator_pb2 as pb

@@ -27,6 +27,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Group, KVSpec, Part, Plane, Reuse
 from kvcluster.errors import LimitError, ProtocolError
+from kvcluster.wire.checks import at_most, must, numbers
 from kvcluster.wire.fields import (
     NUMBERS,
     PLAIN,
@@ -40,11 +41,8 @@ from kvcluster.wire.fields import (
     Values,
     amount,
     amounts,
-    at_most,
     each,
     in_bytes,
-    must,
-    numbers,
     words,
 )
 from kvcluster.wire.v1 import common_pb2 as pb

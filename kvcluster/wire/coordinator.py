@@ -31,8 +31,9 @@ from kvcluster.core.messages import (
 from kvcluster.core.spec import check_weights
 from kvcluster.errors import ProtocolError, SpecError
 from kvcluster.wire.answers import ENGINE, POLICY
+from kvcluster.wire.checks import at_most, must
 from kvcluster.wire.common import ATTEMPT, BLOCKS, HASH, LOSS, NEED, NS, PLACES, SHARD, SPEC
-from kvcluster.wire.fields import NUMBERS, PLAIN, Maybe, Rows, Struct, amount, at_most, must, words
+from kvcluster.wire.fields import NUMBERS, PLAIN, Maybe, Rows, Struct, amount, words
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 

@@ -20,7 +20,8 @@ from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import Refused, TicketBody
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import common, shard
-from kvcluster.wire.fields import Struct, check_opening, in_bytes, must
+from kvcluster.wire.checks import check_opening, must
+from kvcluster.wire.fields import Struct, in_bytes
 from kvcluster.wire.v1 import common_pb2 as pb
 
 T = TypeVar("T")

@@ -37,7 +37,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream, KVEvent
 from kvcluster.errors import ProtocolError
-from kvcluster.wire import fields
+from kvcluster.wire.checks import TEXT_CHARS, at_most, must
 
 BATCH_BYTES = 16 * 1024 * 1024
 """A step of an engine produces at most a million tokens of five bytes each."""
@@ -54,7 +54,7 @@ EVENT_TOKENS = 2**21
 HASH_BYTES_MOST = 64
 """Size of a foreign hash: SHA-512, the longest in use."""
 
-TOPIC_BYTES = 4 * fields.TEXT_CHARS
+TOPIC_BYTES = 4 * TEXT_CHARS
 """The name of a model, in UTF-8."""
 
 NAMESPACE_DIGITS = 16
@@ -73,7 +73,7 @@ _TIERS = {tier.spec.medium: tier for tier in Tier}
 _Hash = Annotated[bytes, msgspec.Meta(min_length=1, max_length=HASH_BYTES_MOST)] | int
 _Hashes = Annotated[list[_Hash], msgspec.Meta(max_length=EVENT_HASHES)]
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
-_Medium = Annotated[str, msgspec.Meta(max_length=fields.TEXT_CHARS)]
+_Medium = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS)]
 
 
 class _Stored(msgspec.Struct, tag="BlockStored"):
@@ -132,7 +132,7 @@ def decode(payload: bytes) -> list[KVEvent]:
     """Returns the events of a batch from kvcluster, vLLM or an engine with its format, in order. Token ids are left out
     unless there are `block_size` for each hash: vLLM sends those of a whole range, of which it may have cached a
     part."""
-    fields.at_most(len(payload), BATCH_BYTES, "bytes in a batch of KV events")
+    at_most(len(payload), BATCH_BYTES, "bytes in a batch of KV events")
     try:
         batch = _BATCH.decode(payload)
         found = [(_ROW if memoryview(raw)[0] in _ROWS else _MAP).decode(raw) for raw in batch.events]
@@ -201,7 +201,7 @@ def encode_topic(topic: str) -> bytes:
 
 
 def _topic(frame: bytes) -> str:
-    fields.at_most(len(frame), TOPIC_BYTES, "topic bytes")
+    at_most(len(frame), TOPIC_BYTES, "topic bytes")
     try:
         return frame.decode()
     except UnicodeDecodeError:
@@ -235,8 +235,8 @@ def encode_batch(batch: Batch) -> list[bytes]:
 
 def decode_batch(frames: Sequence[bytes]) -> Batch:
     """The inverse."""
-    fields.must(len(frames) == 3, f"a message of KV events has 3 frames, not {len(frames)}")
-    fields.must(frames[1] != END, "a batch of KV events has the sequence number that ends a replay")
+    must(len(frames) == 3, f"a message of KV events has 3 frames, not {len(frames)}")
+    must(frames[1] != END, "a batch of KV events has the sequence number that ends a replay")
     return Batch(_topic(frames[0]), _sequence(frames[1]), frames[2])
 
 
@@ -247,7 +247,7 @@ def encode_answer(batch: Batch | None) -> list[bytes]:
 
 def decode_answer(frames: Sequence[bytes]) -> Batch | None:
     """The inverse."""
-    fields.must(len(frames) == 4 and not frames[0], "a message of a replay is an empty frame and three more")
+    must(len(frames) == 4 and not frames[0], "a message of a replay is an empty frame and three more")
     return None if frames[2] == END else decode_batch(frames[1:])
 
 
@@ -259,7 +259,7 @@ def encode_request(request: ReplayRequest) -> list[bytes]:
 
 def decode_request(frames: Sequence[bytes]) -> ReplayRequest:
     """The inverse."""
-    fields.must(
+    must(
         len(frames) in (2, 3) and not frames[0],
         "a request for a replay is an empty frame, a number, and perhaps a topic",
     )
@@ -267,6 +267,6 @@ def decode_request(frames: Sequence[bytes]) -> ReplayRequest:
 
 
 def _sequence(frame: bytes) -> int:
-    fields.must(len(frame) == _SEQUENCE.size, f"a sequence has {_SEQUENCE.size} bytes, not {len(frame)}")
+    must(len(frame) == _SEQUENCE.size, f"a sequence has {_SEQUENCE.size} bytes, not {len(frame)}")
     (number,) = _SEQUENCE.unpack(frame)
     return int(number)

@@ -42,8 +42,9 @@ from kvcluster.core.messages import (
 )
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import answers, coordinator, reports, shard
+from kvcluster.wire.checks import parse
 from kvcluster.wire.common import NAMESPACE
-from kvcluster.wire.fields import OneOf, Struct, in_bytes, parse
+from kvcluster.wire.fields import OneOf, Struct, in_bytes
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 Question = CoordinatorQuestion | ShardQuestion

@@ -10,6 +10,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import EvictOrder, LeaveReason, Move, MoveOrder, PullOrder, ReportAck
 from kvcluster.core.tiers import Takes
+from kvcluster.wire.checks import must
 from kvcluster.wire.common import (
     ADDRESS,
     CODEC,
@@ -22,7 +23,7 @@ from kvcluster.wire.common import (
     TENANT,
     TIER,
 )
-from kvcluster.wire.fields import PLAIN, Columns, EnumField, OneOf, Rows, Struct, amount, each, must
+from kvcluster.wire.fields import PLAIN, Columns, EnumField, OneOf, Rows, Struct, amount, each
 from kvcluster.wire.reports import TOMBSTONES, ascending
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 

@@ -29,7 +29,8 @@ from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.wire import common, fields
+from kvcluster.wire import common
+from kvcluster.wire.checks import QUANTITY_MAX, at_most, must
 
 VERSION = 1
 LIFE_BYTES = 16
@@ -91,22 +92,22 @@ def encode_head(head: Head) -> bytes:
 
 def decode_head(data: bytes) -> Head:
     """The inverse. Raises ProtocolError for anything that `encode_head` did not write."""
-    fields.must(len(data) >= _OPENING.size, "a page file is truncated within its head")
+    must(len(data) >= _OPENING.size, "a page file is truncated within its head")
     magic, version, length, check = _OPENING.unpack_from(data)
-    fields.must(magic == _MAGIC and version == VERSION, "a file does not begin like a page file of version 1")
+    must(magic == _MAGIC and version == VERSION, "a file does not begin like a page file of version 1")
     body = data[_OPENING.size : _OPENING.size + length]
     if len(body) < max(length, _BODY.size) or xxh3_64_intdigest(body) != check:
         raise ProtocolError("the head of a page file does not match its checksum")
     life, file_bytes, nbytes, layers, tenant_bytes = _BODY.unpack_from(body)
-    shape = Shape(fields.at_most(nbytes, _MOST_PAGE_BYTES, "bytes of a page"), layers)
-    fields.at_most(layers, _MOST_LAYERS, "layers of a page")
-    fields.at_most(file_bytes, fields.QUANTITY_MAX, "bytes of a file")
+    shape = Shape(at_most(nbytes, _MOST_PAGE_BYTES, "bytes of a page"), layers)
+    at_most(layers, _MOST_LAYERS, "layers of a page")
+    at_most(file_bytes, QUANTITY_MAX, "bytes of a file")
     try:
         tenant = Tenant(body[_BODY.size : _BODY.size + tenant_bytes].decode())
     except UnicodeDecodeError:
         raise ProtocolError("the tenant of a page file is not UTF-8") from None
     spec = common.decode_spec(body[_BODY.size + tenant_bytes :])
-    fields.must(nbytes and layers, "a page file has pages without bytes or layers")
+    must(nbytes and layers, "a page file has pages without bytes or layers")
     return Head(life, file_bytes, shape, tenant, spec)
 
 
@@ -139,7 +140,7 @@ def _page(head: Head, namespace: NamespaceId, content: bytes, offset: int) -> Re
     values: tuple[Any, ...] = _RECORD.unpack_from(content)
     block, parent, depth, group, *bounds, codec_number, loss = values
     codec, part = Codec(codec_number), Part(*bounds)
-    fields.must(
+    must(
         depth <= limits.TOKENS_PER_SEQUENCE and group < len(head.spec.groups),
         "a record's group or depth is out of range",
     )

@@ -25,11 +25,11 @@ from kvcluster.core.messages import (
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST, Tier
 from kvcluster.errors import ProtocolError
+from kvcluster.wire.checks import TEXT_CHARS, must, numbers
 from kvcluster.wire.common import CODECS, DEPTHS, EPOCH, HASHES, KEYS, LOSS, NAMESPACES, SHARD, SPEC, TENANT, TIER
 from kvcluster.wire.fields import (
     NUMBERS,
     PLAIN,
-    TEXT_CHARS,
     Columns,
     Interned,
     Rows,
@@ -39,8 +39,6 @@ from kvcluster.wire.fields import (
     amount,
     amounts,
     each,
-    must,
-    numbers,
     words,
 )
 from kvcluster.wire.v1 import common_pb2

@@ -24,6 +24,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.errors import ProtocolError
+from kvcluster.wire.checks import at_most
 from kvcluster.wire.common import (
     ATTEMPT,
     DONE,
@@ -47,7 +48,6 @@ from kvcluster.wire.fields import (
     Rows,
     Scalar,
     Struct,
-    at_most,
     each,
     in_bytes,
     words,

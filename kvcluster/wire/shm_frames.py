@@ -26,7 +26,7 @@ from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Writte
 from kvcluster.core.miss import Miss
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire import shard
-from kvcluster.wire.fields import must, quantity
+from kvcluster.wire.checks import must, quantity
 
 T = TypeVar("T")
 

@@ -29,8 +29,9 @@ from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, Unreachable
 from kvcluster.wire import shard
+from kvcluster.wire.checks import check_opening, must, quantity
 from kvcluster.wire.common import REFUSED
-from kvcluster.wire.fields import check_opening, in_bytes, must, quantity
+from kvcluster.wire.fields import in_bytes
 from kvcluster.wire.frames import Record, RecordHead, decode_heads, encode_head
 from kvcluster.wire.v1 import common_pb2 as pb
 

@@ -16,7 +16,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import Explain, PageWant, ReadRequest, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.pool import Page
+from kvcluster.core.page import Page
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline, PageSink, Transport, Unavailable
 from tests.client.build import (

@@ -18,7 +18,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import Done, Drain, ReadRequest, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.pool import Page
+from kvcluster.core.page import Page
 from kvcluster.core.spec import LAST, Group, KVSpec, Part, Plane
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline, Streams

@@ -37,7 +37,7 @@ from kvcluster.core.messages import (
     ShardAddress,
 )
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.pool import Page, PageState
+from kvcluster.core.page import Page, PageState
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
 from kvcluster.errors import CallerError
 from kvcluster.runtime.auth import DEFAULT_TENANT

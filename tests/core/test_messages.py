@@ -7,12 +7,23 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from kvcluster.core import messages
 from kvcluster.core.codecs import Codec
-from kvcluster.core.messages import Tier, common, coordinator, engines, events, exchange, orders, reports, shard
+from kvcluster.core.messages import (
+    Tier,
+    common,
+    coordinator,
+    driver,
+    effects,
+    engines,
+    events,
+    exchange,
+    orders,
+    reports,
+    shard,
+)
 from kvcluster.core.miss import Loss
 
-MODULES = (messages, common, coordinator, engines, events, exchange, orders, reports, shard)
+MODULES = (common, coordinator, driver, effects, engines, events, exchange, orders, reports, shard)
 NOTHING = [
     (type(value), value)
     for value in (None, False, 0, "", b"", (), Loss.EXACT, Codec.RAW, Tier.DEVICE, orders.NO_ORDERS)

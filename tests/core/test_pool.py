@@ -15,7 +15,8 @@ from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocato
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
 from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.pool import TRANSITIONS, IllegalTransition, Page, PageAction, PagePool, PageState
+from kvcluster.core.page import TRANSITIONS, IllegalTransition, Page, PageAction, PageState
+from kvcluster.core.pool import PagePool
 from tests.core.build import SPACE, key, parent
 
 OTHER_SPACE = NamespaceId(b"o" * HASH_BYTES)

@@ -6,15 +6,21 @@ import itertools
 
 import pytest
 
+from kvcluster.config import ShardConfig
 from kvcluster.core import limits, scrubber
 from kvcluster.core.allocator import PageAllocator
-from kvcluster.core.ids import CLUSTER, Epoch, Tenant
-from kvcluster.core.messages import Done, GoneEvent, Refused, RefusedKind, Suspect
+from kvcluster.core.ids import CLUSTER, Epoch, ShardId, Tenant
+from kvcluster.core.inventory import Inventoried
+from kvcluster.core.leases import LeaseBook, OwnAttempts
+from kvcluster.core.messages import Done, GoneEvent, Refused, RefusedKind, Suspect, Verified, Verify
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.pool import Page, PagePool
+from kvcluster.core.page import Page
+from kvcluster.core.pool import PagePool
+from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.scrubber import ROUND_NS, Scrubber
+from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.testing.core_stepper import build_request
-from tests.core.build import ROOT, SPACE, attempt, key
+from tests.core.build import ROOT, SPACE, key
 from tests.core.lone_shard import BLOCKS, A, B, C, LoneShard, counters, end, misses, pinned
 from tests.core.samples import OURS, PAGE, SECOND, SUMS, THEIRS
 from tests.core.samples import attempt as of_worker
@@ -22,12 +28,14 @@ from tests.core.samples import key as key_of
 
 
 class Reader:
-    """A verifier over a pool of pages of 64 bytes. The test plays the shell, and the shard that grants its leases."""
+    """A verifier over a pool of pages of 64 bytes. The test plays the shell, and finds no page corrupt."""
 
     def __init__(self, *, scrub_bytes: int = 64, pages: int = 16) -> None:
         self.pool = PagePool(PageAllocator(pages * 64, 64))
-        self.core = Scrubber(self.pool, scrub_bytes)
-        self._attempts = 0
+        sender = ReportSender(ShardConfig(), membership_ttl_ms=10_000, everything=lambda: Inventoried([]))
+        own, withdraw = OwnAttempts(ShardId("s"), Epoch(1)), Withdrawal(self.pool, sender)
+        counters = {"verified": 0, "corrupt": 0}
+        self.core = Scrubber(self.pool, LeaseBook(SECOND), own, withdraw, counters, scrub_bytes=scrub_bytes)
 
     def commit(self, number: int) -> Page:
         page = self.pool.reserve(SPACE, key(number), 64, parent=ROOT, depth=0, loss=Loss.EXACT)
@@ -38,13 +46,15 @@ class Reader:
 
     def read(self, now: int) -> list[Page]:
         """Returns the pages chosen now, and reads them at once."""
-        pages = self.core.choose(now)
-        if pages:
-            self._attempts += 1
-            self.core.reading(attempt(self._attempts), pages)
-            assert self.core.choose(now) == [], "one batch at a time"
-            assert self.core.next_deadline is None, "its end is a message"
-            assert self.core.verified(attempt(self._attempts)) == pages
+        effects = self.core.begin(now)
+        if not effects:
+            return []
+        [effect] = effects
+        assert isinstance(effect, Verify)
+        pages = [page for slot in effect.slots for page in self.pool.ready() if page.key == slot.key]
+        assert self.core.begin(now) == [], "one batch at a time"
+        assert self.core.next_deadline is None, "its end is a message"
+        self.core.end(Verified(effect.attempt, ()))
         return pages
 
     def until(self, now: int) -> list[tuple[int, Page]]:
@@ -100,7 +110,7 @@ def test_what_is_gone_by_its_turn_is_passed_over_in_bounded_steps(monkeypatch: p
     pages = [reader.commit(number) for number in range(6)]
     for page in pages[:5]:
         reader.pool.condemn(page)
-    assert reader.core.choose(0) == [], "two of them were looked at"
+    assert reader.core.begin(0) == [], "two of them were looked at"
     assert reader.core.next_deadline == 1, "and the others are next"
     assert [page for _, page in reader.until(SECOND)] == [pages[5]]
 

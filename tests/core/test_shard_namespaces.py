@@ -24,7 +24,8 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.pool import Page, PagePool, PageState
+from kvcluster.core.page import Page, PageState
+from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
 from kvcluster.core.spec import Group, KVSpec, Plane
 from kvcluster.testing.core_stepper import build_request

@@ -170,4 +170,4 @@ def engine_of(bench: Bench, model: Path, extra: dict[str, Any] | None = None, **
 
 def knows_link(engine: Engine, bytes_per_s: int = 2**30) -> None:
     """As if a load had shown how fast they come."""
-    engine.side._bandwidth.record(bytes_per_s, 10**9, engine.side._clock())
+    engine.side._matcher.bandwidth.record(bytes_per_s, 10**9, engine.side._clock())

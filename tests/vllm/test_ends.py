@@ -84,7 +84,7 @@ def test_a_request_that_is_aborted_while_it_loads_is_freed_once(bench: Bench, ll
     engine.drain()
     assert engine.free_blocks() == free
     assert not told(engine, "a")
-    assert not engine.side._loading and not engine.side._requests
+    assert not engine.side._in_flight._loads and not engine.side._requests
 
 
 def test_a_request_that_is_aborted_while_it_is_looked_up_leaves_nothing(bench: Bench, llama: Path) -> None:
@@ -267,7 +267,7 @@ def test_an_engine_without_a_cluster_that_answers_computes_and_stores_nothing(be
     for number in range(4):
         engine.add(str(number), prompt(3, number, block_tokens=BLOCK), max_tokens=2)
         engine.run()
-    assert not engine.side._lookups.healthy
+    assert not engine.side._matcher.lookups.healthy
     assert not [store for store in engine.ranks[0].stores if store.request == "3"]
 
 

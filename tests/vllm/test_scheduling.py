@@ -220,7 +220,7 @@ def test_how_fast_loads_come_is_learnt_for_each_rank(bench: Bench, llama: Path) 
     fill(engine.client, SIX)
     engine.add("a", SIX)
     engine.run()
-    link = engine.side._bandwidth.last_estimate()
+    link = engine.side._matcher.bandwidth.last_estimate()
     assert link is not None
     assert link.bytes_per_s == pytest.approx(6_000 / 6e-3)
 

@@ -104,7 +104,8 @@ def test_each_step_names_exactly_the_blocks_that_it_gives_to_a_new_owner(
             engine.run()
             engine.drain()
             assert engine.free_blocks() == blocks - 1
-            assert not engine.side._requests and not engine.side._loading and not engine.side._drained
+            assert not engine.side._requests and not engine.side._in_flight._loads
+            assert not engine.side._planner._undrained
             seen["named"] += watch.named
             seen["shared"] += watch.shared
             seen["loads"] += len(engine.ranks[0].loads)

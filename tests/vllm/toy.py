@@ -229,7 +229,7 @@ class Engine:
             log_stats=True,
         )
         if at_once:
-            self.side._lookups._calls._threads = _AtOnce()  # type: ignore[assignment]
+            self.side._matcher.lookups._calls._threads = _AtOnce()  # type: ignore[assignment]
         self.texts: dict[str, Text] = {}
         self.requests: dict[str, Request] = {}
         self.params: dict[str, Any] = {}
@@ -330,7 +330,7 @@ class Engine:
         """Steps until nothing is out, held or moving, and what was stored is visible to all."""
         for _ in range(most):
             self.wait_idle()
-            if not self.scheduler.has_requests() and not self._out and not self.side._drained:
+            if not self.scheduler.has_requests() and not self._out and not self.side._planner._undrained:
                 return self.flush() if flush else None
             if self.scheduler.has_requests() or not self._out:
                 self.step()
@@ -346,7 +346,7 @@ class Engine:
 
     def wait_idle(self) -> None:
         """Until every question is answered and nothing moves."""
-        for lookup in list(self.side._lookups._calls._open):
+        for lookup in list(self.side._matcher.lookups._calls._open):
             lookup.done.result(BOUND_S)
         for rank in self.ranks:
             rank.wait_idle()

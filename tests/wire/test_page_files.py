@@ -20,7 +20,7 @@ from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
 from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError
-from kvcluster.wire import common, fields, page_files
+from kvcluster.wire import checks, common, page_files
 from kvcluster.wire.page_files import Head
 from tests.wire import strategies as of
 
@@ -161,7 +161,7 @@ def test_the_bytes_of_version_1_are_those_that_its_description_draws() -> None:
 
 def test_the_longest_tenant_and_the_largest_spec_fit_a_head() -> None:
     room = limits.SPEC_BYTES - len(SPEC.canonical())
-    longest = Tenant("\U0001f600" * fields.TEXT_CHARS)
+    longest = Tenant("\U0001f600" * checks.TEXT_CHARS)
     head = replace(HEAD, tenant=longest, spec=replace(SPEC, rope="r" * room))
     data = page_files.encode_head(head)
     assert len(data) == HEAD_BYTES

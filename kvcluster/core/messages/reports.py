@@ -188,15 +188,3 @@ class ReportAck:
     tombstones: tuple[Tombstone, ...] = ()
     drain: bool = False
     leave: LeaveReason | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReportAnswered:
-    """The coordinator's answer to the report or inventory chunk that was sent last."""
-
-    ack: ReportAck
-
-
-@dataclass(frozen=True, slots=True)
-class ReportFailed:
-    """The report sent last was lost, or its answer was."""

@@ -185,33 +185,3 @@ class Suspect:
 
     epoch: Epoch
     keys: tuple[PageKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """The shell has read the pages of the Verify of `attempt`; those with the indices `corrupt` did not match."""
-
-    attempt: Attempt
-    corrupt: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """The shell has carried out the MovePages of `attempt`. `sums[i]`: the packed per-layer checksums of page i in its
-    new place; None if its content cannot be encoded, or could not be written to disk. Pages with the indices `corrupt`
-    did not match the checksums that they were committed with. `errors`: for each sampled page its index and its loss,
-    in millionths."""
-
-    attempt: Attempt
-    sums: tuple[bytes | None, ...]
-    corrupt: tuple[int, ...] = ()
-    errors: tuple[tuple[int, int], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Staged:
-    """The shell has carried out the Stage of `attempt`. Pages with the indices `corrupt` could not be read, or do not
-    match what was committed."""
-
-    attempt: Attempt
-    corrupt: tuple[int, ...] = ()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,23 +30,14 @@ from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss
-from kvcluster.engines.transformers.compat import Generation, check_inputs, layers, planes, text_config
+from kvcluster.engines.transformers.compat import check_inputs, layers, planes, text_config
+from kvcluster.engines.transformers.padded_prompt import PaddedPrompt, find_paddings
 from kvcluster.engines.transformers.spec import check_kv, check_spec
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline, Unavailable
 
 DEADLINE_MS: float = ClientConfig().deadline_ms
 """Deadline of one `from_inputs` or `save` in milliseconds, however many rows it has."""
-
-
-@dataclass(frozen=True, slots=True)
-class _PaddedPrompt:
-    """One row of `input_ids`: its columns, of which the first `padding` hold no token, and the hashes of its full
-    blocks."""
-
-    columns: list[int]
-    padding: int
-    hashes: list[BlockHash]
 
 
 class PrefixCache(DynamicCache):
@@ -59,7 +49,7 @@ class PrefixCache(DynamicCache):
     and so of the KV that is computed over them.
     """
 
-    def __init__(self, client: Client, model: PreTrainedModel, prompts: Sequence[_PaddedPrompt], salt: bytes) -> None:
+    def __init__(self, client: Client, model: PreTrainedModel, prompts: Sequence[PaddedPrompt], salt: bytes) -> None:
         super().__init__(config=text_config(model))
         self.cached_tokens: list[int] = [0] * len(prompts)
         self.misses: list[Miss | None] = [None] * len(prompts)
@@ -92,12 +82,12 @@ class PrefixCache(DynamicCache):
         inputs or the client's spec are not supported; a failure of the cluster is a miss.
         """
         check_spec(client.spec, model)
-        paddings = _paddings(model, input_ids, attention_mask)
+        paddings = find_paddings(model, input_ids, attention_mask)
         check_inputs(model, input_ids)
         deadline = Deadline.after_ms(deadline_ms)
         rows = input_ids.tolist()
         hashes, trouble = _hashes(client, [row[p:] for row, p in zip(rows, paddings, strict=True)], salt, deadline)
-        prompts = [_PaddedPrompt(*prompt) for prompt in zip(rows, paddings, hashes, strict=True)]
+        prompts = [PaddedPrompt(*prompt) for prompt in zip(rows, paddings, hashes, strict=True)]
         cache = cls(client, model, prompts, salt)
         if trouble is not None:
             cache.misses = [trouble] * len(prompts)
@@ -326,27 +316,6 @@ def _hashes(
 
 def _rest_ms(deadline: Deadline) -> float:
     return deadline.remaining_s() * 1e3
-
-
-def _paddings(model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """Returns the number of padding columns before each row. Raises CallerError for inputs that `generate` does not
-    take, or with padding elsewhere."""
-    if getattr(input_ids, "ndim", 0) != 2 or input_ids.is_floating_point() or not input_ids.numel():
-        raise CallerError("input_ids must be integers [batch, columns], at least one of each")
-    if attention_mask is None:
-        attention_mask = Generation(model, {}).attention_mask(input_ids)
-    if attention_mask.shape != input_ids.shape:
-        raise CallerError(f"attention_mask is {list(attention_mask.shape)}, but input_ids is {list(input_ids.shape)}")
-    mask = attention_mask.cpu().long()
-    if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any(1).all()):
-        raise CallerError("attention_mask must be 0 and 1, with at least one 1 in every row")
-    if not bool(mask[:, -1].all()):
-        raise CallerError("padding on the right is not supported: give the tokenizer padding_side='left'")
-    if bool((mask.diff(dim=1) < 0).any()):
-        raise CallerError(
-            "attention_mask has holes: KV behind a masked token is not that of its prefix; mask only the left padding"
-        )
-    return (mask == 0).sum(1).tolist()
 
 
 def _sum(one: Stored, other: Stored) -> Stored:

@@ -1,5 +1,4 @@
-"""One request of an engine as the scheduler's side knows it: its hash chain, its block table and its outcome; and its
-load, which may outlive the request."""
+"""One request of an engine as the scheduler's side knows it: its hash chain, its block table and its outcome."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.engines.vllm.async_lookup import PendingLookup
-from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport
+from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +85,12 @@ class RequestState:
         else:  # blocks are appended to an unknown table, so their positions are unknown
             self.private = True
 
+    def end_lookup(self) -> None:
+        """Ends the lookup, if there is one, and releases its ticket."""
+        if self.lookup is not None:
+            self.lookup.leave()
+            self.lookup = None
+
     def hands_over(self, one: compat.Scheduled) -> bool:
         """Whether this step ends the prompt, and another server continues from there."""
         ends = self.of_engine.max_tokens == 1 and one.computed + one.tokens >= self.of_engine.num_prompt_tokens
@@ -145,13 +150,3 @@ class RequestState:
             "preemptions": self.preemptions,
             "miss": str(self.miss) if self.miss is not None else None,
         }
-
-
-@dataclass(slots=True)
-class Loading:
-    """A load that is in progress on at least one rank. `names` are the hashes of its blocks; `told` merges the reports
-    of the ranks that have ended it."""
-
-    order: LoadOrder
-    names: tuple[BlockHash, ...]
-    told: LoadReport | None = None

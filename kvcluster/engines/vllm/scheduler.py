@@ -9,9 +9,8 @@ reported it, and how far the chain is known to be in the cluster. Three rules ke
     - A step lists every block that it gives to a new owner, so that stores which still read the block stop first.
     - A request whose load failed is not looked up again: it computes.
 
-An engine with several block tables cannot roll back part of a load, only a whole request that waits for the load; so
-its loads run beside the forward passes. With one table, a load that is expected to be short runs within a forward pass,
-layer by layer.
+How much of a prompt is loaded, and whether within a forward pass, is decided by the prefix matcher (prefix_matcher.py);
+the loads under way are in loads_in_flight.py.
 """
 
 from __future__ import annotations
@@ -22,31 +21,22 @@ from typing import Any
 
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.pd_disagg as handover
-from kvcluster.client.bandwidth import BandwidthEstimator
 from kvcluster.client.client import Client
-from kvcluster.client.tickets import Ticket
-from kvcluster.core import limits
-from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import PREFIX
-from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups
-from kvcluster.engines.vllm.lossy_blocks import LossyBlocks
-from kvcluster.engines.vllm.rates import PrefillRate
+from kvcluster.core.miss import Loss
+from kvcluster.engines.vllm.loads_in_flight import LoadsInFlight
+from kvcluster.engines.vllm.prefix_matcher import PrefixMatcher
 from kvcluster.engines.vllm.registration import Adapters, Registration
-from kvcluster.engines.vllm.request_state import Loading, RequestState
+from kvcluster.engines.vllm.request_state import RequestState
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import Stats
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
-from kvcluster.errors import KVClusterError
+from kvcluster.engines.vllm.store_planner import StorePlanner
 
 _LAYERWISE_SLACK = 10
 """A load within a forward pass may take this multiple of `layerwise_ms`, since all requests of the pass wait for it."""
 
 _LEAST_LAYERWISE_MS = 200
-
-_PENDING_NS = 100_000_000
-"""The longest that a request waits for a block that another client is storing: most stores end much sooner."""
 
 
 class SchedulerSide:
@@ -75,22 +65,15 @@ class SchedulerSide:
         self._loads = loads
         self._forget = forget
         self._clock = clock
-        self._lookups = AsyncLookups(settings.lookup_ms * 1_000_000)
-        self._bandwidth = BandwidthEstimator()
-        self._prefill = PrefillRate(settings.prefill_tokens_per_s)
+        self._matcher = PrefixMatcher(settings, layout)
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[LoadOrder] = []
-        self._loading: dict[str, Loading] = {}  # by request, which may have ended
-        self._ended_in_doubt: list[list[int]] = []
+        self._in_flight = LoadsInFlight(ranks)
         self._gone: list[str] = []
         self._held: list[str] = []
         self._kept: set[str] = set()  # ended requests whose blocks the engine keeps for their stores
         self._step = 0
-        self._loading_steps: set[int] = set()  # outstanding steps with a load in their forward pass
-        self._order = 0
-        self._drained: dict[int, tuple[str, int]] = {}  # by store order: its request, and the ranks that still read
-        self._lossy = LossyBlocks(4 * engine_blocks)
-        self._keeps_all = all(group.reuse == PREFIX for group in layout.groups)
+        self._planner = StorePlanner(layout, self._in_flight, ranks=ranks, engine_blocks=engine_blocks)
         self.stats = Stats()
 
     # --------------------------------------------------------------------------------------- before a request runs
@@ -111,25 +94,13 @@ class SchedulerSide:
         request.local_tokens = local_tokens
         if request.load_failed or not self._loads or not compat.reads_cache(of_engine):
             return 0, False
-        if self._clock() < request.look_again_ns:
-            return None, False
-        ticket = self._look_up(request)
-        if ticket is None:
-            return (0 if request.lookup is None else None), False
-        if self._comes_more(request, ticket):
-            self._end_lookup(request)
-            return None, False
-        tokens = ticket.blocks * self._layout.block_tokens - local_tokens
-        if tokens <= 0 or self._better_computed(request, tokens):
-            self._end_lookup(request)
-            return 0, False
-        return tokens, not request.layerwise
+        return self._matcher.match(request, self._clock())
 
     def _shares_a_load(self, of_engine: Any, local_tokens: int) -> bool:
         """Whether the engine's own cache gives this request blocks that another request is about to load within the
         pass being scheduled. If those do not arrive, the engine would let this request continue from them before they
         are computed; so it must wait for the next pass."""
-        within = {name for load in self._loading.values() if load.order.layerwise for name in load.names}
+        within = self._in_flight.hashes_within()
         if not within or not local_tokens:
             return False
         request, blocks = self._requests.get(of_engine.request_id), local_tokens // self._layout.block_tokens
@@ -152,69 +123,6 @@ class SchedulerSide:
         self._requests[of_engine.request_id] = known
         return known
 
-    def _look_up(self, request: RequestState) -> Ticket | None:
-        """Returns the lookup's ticket; None while the lookup runs (`request.lookup` stays set) or if there is none."""
-        now = self._clock()
-        if request.lookup is None:
-            begun = self._lookups.begin(self._asker(request), now)
-            if begun is None or isinstance(begun, Miss):
-                request.miss = begun or Miss(MissReason.PENDING, "other lookups come first")
-                return None
-            request.lookup = begun
-        answer = self._lookups.look(request.lookup, now)
-        if answer is None:
-            return None
-        request.miss = answer.miss
-        if answer.ticket is None:
-            self._end_lookup(request)
-            return None
-        if len(answer.hashes) > len(request.chain):
-            request.chain = list(answer.hashes)
-        return answer.ticket
-
-    def _comes_more(self, request: RequestState, ticket: Ticket) -> bool:
-        """Whether the request should wait and look up again, because more blocks are being stored: another server has
-        promised them, or another client is storing the next block now, which usually more of the same prompt follow."""
-        asked = (request.of_engine.num_tokens - 1) // self._layout.block_tokens
-        promised = min(handover.promised(compat.transfer_params(request.of_engine)), asked)
-        if ticket.blocks < promised:
-            patience_ns = self._settings.handover_ms * 1_000_000
-        elif ticket.miss is not None and ticket.miss.reason is MissReason.PENDING:
-            patience_ns = _PENDING_NS
-        else:
-            return False
-        now = self._clock()
-        request.comes_until_ns = request.comes_until_ns or now + patience_ns
-        request.look_again_ns = now + handover.PAUSE_NS
-        return now < request.comes_until_ns
-
-    def _asker(self, request: RequestState) -> Ask:
-        """Returns the lookup of a request's cached prefix. The last token must be computed in any case, since the
-        engine needs its output; so a block that ends with that token is not looked up."""
-        blocks = min((request.of_engine.num_tokens - 1) // self._layout.block_tokens, limits.BLOCKS_PER_CALL)
-        grow = request.grower(blocks, self._settings.lookup_ms)
-
-        def ask() -> tuple[Client, Sequence[BlockHash], str]:
-            return request.client, grow(), request.adapter
-
-        return ask
-
-    def _better_computed(self, request: RequestState, tokens: int) -> bool:
-        """Returns whether computing `tokens` tokens is faster than loading them. If not, sets `request.layerwise`."""
-        prefill = self._prefill.known()
-        even = Breakeven(request.client.spec, self._layout.parts, prefill or 1)
-        link = self._bandwidth.estimate(even.nbytes(tokens), self._clock())
-        request.layerwise = False
-        if link is None:
-            return False  # this load measures it
-        miss = None if prefill is None else even.miss(tokens, link)
-        if miss is not None:
-            request.miss = miss
-            return True
-        expected_ns = link.load_ns(even.nbytes(tokens))
-        request.layerwise = self._layout.may_fail_in_part and expected_ns <= self._settings.layerwise_ms * 1_000_000
-        return False
-
     def allocated(self, of_engine: Any, table: BlockIds, tokens: int) -> None:
         """Orders the load of the matched tokens into the allocated blocks; `tokens` is 0 if the engine loads none."""
         request = self._requests.get(of_engine.request_id)
@@ -222,7 +130,7 @@ class SchedulerSide:
             return
         answer = request.lookup.result if request.lookup is not None else None
         if not tokens or answer is None or answer.ticket is None:
-            self._end_lookup(request)
+            request.end_lookup()
             return
         ticket, first = answer.ticket, request.local_tokens // self._layout.block_tokens
         assert first * self._layout.block_tokens + tokens == ticket.blocks * self._layout.block_tokens
@@ -243,8 +151,7 @@ class SchedulerSide:
         request.stored = max(request.stored, ticket.blocks)
         request.loss = max(request.loss, ticket.loss)
         self._new_loads.append(request.loading)
-        names = tuple(request.chain[first : ticket.blocks])
-        self._loading[of_engine.request_id] = Loading(request.loading, names)
+        self._in_flight.add(request.loading, tuple(request.chain[first : ticket.blocks]))
 
     # ----------------------------------------------------------------------------------------------- with each step
 
@@ -252,17 +159,17 @@ class SchedulerSide:
         """Returns the orders for the step that the engine has just scheduled."""
         self._step += 1
         now = self._clock()
-        self._lookups.tend(now)
+        self._matcher.lookups.tend(now)
         for name in compat.preempted(output):
             if (lost := self._requests.get(name)) is not None:
                 self._lose_blocks(lost)
         loads, self._new_loads = tuple(self._new_loads), []
         within = any(load.layerwise for load in loads)
         if within:
-            self._loading_steps.add(self._step)
+            self._in_flight.steps.add(self._step)
         scheduled = list(compat.scheduled(output))
         if not within:
-            self._prefill.began(self._step, sum(one.tokens for one in scheduled), now)
+            self._matcher.prefill.began(self._step, sum(one.tokens for one in scheduled), now)
         loaded_into = [block for load in loads for of_group in load.into for block in of_group]
         client = self._registration.client
         chains, stores, handed_over = self._store_orders(scheduled, client)
@@ -294,7 +201,7 @@ class SchedulerSide:
     ) -> tuple[list[tuple[str, int, tuple[BlockHash, ...]]], list[StoreOrder], list[str]]:
         """Returns what a step stores: additions to hash chains, the store orders, and the requests that another server
         continues after this step."""
-        may_store = self._stores and self._lookups.healthy
+        may_store = self._stores and self._matcher.lookups.healthy
         chains: list[tuple[str, int, tuple[BlockHash, ...]]] = []
         stores: list[StoreOrder] = []
         handed_over: list[str] = []
@@ -305,7 +212,7 @@ class SchedulerSide:
             request.note(one)
             if not may_store or request.private or request.client is not client:
                 continue
-            store = self._store(request, one)
+            store = self._planner.plan(request, one)
             if store is not None:
                 chains.append((one.request, request.told, tuple(request.chain[request.told :])))
                 request.told = len(request.chain)
@@ -314,121 +221,59 @@ class SchedulerSide:
                 handed_over.append(one.request)
         return chains, stores, handed_over
 
-    def _store(self, request: RequestState, one: compat.Scheduled) -> StoreOrder | None:
-        """Returns the order to store a request's new blocks after this step; None if there are none."""
-        of_engine, step = request.of_engine, self._layout.block_tokens
-        tokens = one.computed + one.tokens
-        if self._loading_steps:  # this step or an earlier one may run over KV that did not arrive
-            tokens = min(compat.validated_tokens(of_engine), one.computed)
-            if request.loading is not None or request.has(self._in_doubt()):
-                return None
-        full = min(tokens, of_engine.num_tokens) // step
-        full = min(full, limits.BLOCKS_PER_CALL, *(len(of_group) for of_group in request.table))
-        first = request.stored
-        if not self._keeps_all:  # blocks that a window has left behind may belong to another request by now
-            first = max(first, compat.validated_tokens(of_engine) // step)
-        new = request.storable(first, full)
-        request.stored = max(request.stored, new.stop)
-        if not new:
-            return None
-        if new.stop > len(request.chain):
-            try:  # without waiting: if the namespace is not known at once, nothing is stored
-                request.chain = request.grower(new.stop, deadline_ms=0)()
-            except KVClusterError as error:
-                request.private, request.miss = True, Miss(MissReason.SHARD_LOST, str(error))
-                return None
-        self._order += 1
-        self._drained[self._order] = (of_engine.request_id, self._ranks)
-        request.orders.add(self._order)
-        return StoreOrder(
-            number=self._order,
-            request=of_engine.request_id,
-            adapter=request.adapter,
-            first=new.start,
-            source=request.blocks(new),
-            loss=self._loss(request, new.start),
-            tokens=request.tokens(new),
-        )
-
-    def _loss(self, request: RequestState, first: int) -> Loss:
-        """Returns the loss of KV computed over a request's prefix, parts of which the engine's own cache may
-        provide."""
-        before = request.chain[: max(first, request.local_tokens // self._layout.block_tokens)]
-        request.loss = self._lossy.worst(before, request.loss)
-        return request.loss
-
     def reported(self, report: StepReport) -> None:
         """Handles the workers' report on the last step, merged from all ranks."""
         now = self._clock()
-        self._prefill.ended(report.step, now)
-        self._loading_steps -= {number for number in self._loading_steps if number <= report.step}
+        self._matcher.prefill.ended(report.step, now)
+        self._in_flight.end_steps(report.step)
         for name, load in report.loads.items():
             self._loaded(name, load, now)
-        if not self._loading_steps:
-            self._ended_in_doubt.clear()
+        if not self._in_flight.steps:
+            self._in_flight.ended_tables.clear()
         for number, ranks in report.drained.items():
-            self._drain(number, ranks)
+            drained = self._planner.drain(number, ranks)
+            if drained is not None and drained in self._requests:
+                self._requests[drained].orders.discard(number)
         self.stats.stored(report)
 
     def _loaded(self, name: str, load: LoadReport, now: int) -> None:
-        loading = self._loading.get(name)
-        if loading is None:
+        ended = self._in_flight.report(name, load)
+        if ended is None:
             return
-        loading.told = load = load if loading.told is None else loading.told.with_others(load)
-        if load.ranks < self._ranks:
-            return
-        del self._loading[name]
-        self._bandwidth.record(load.nbytes // self._ranks, load.took_ns, now)
+        order, hashes, load = ended
+        self._matcher.bandwidth.record(load.nbytes // self._ranks, load.took_ns, now)
         self.stats.loaded(load)
-        order = loading.order
         wanted = order.first + len(order.into[0])
         came = load.blocks if self._layout.may_fail_in_part or load.blocks == wanted else order.first
         if load.loss > Loss.EXACT:
-            self._lossy.add(loading.names[: came - order.first], load.loss)
+            self._planner.lossy.add(hashes[: came - order.first], load.loss)
         if came < wanted and order.layerwise:
             self._distrust(order, set(order.into[0][came - order.first :]))
         request = self._requests.get(name)
         if request is None or request.loading is not order:
             return
         request.loaded(came, load.nbytes, load.loss)
-        self._end_lookup(request)
+        request.end_lookup()
         if came < wanted:
             request.load_failed = True
             request.miss = load.miss
             request.stored = min(request.stored, came)
-
-    def _in_doubt(self) -> set[int]:
-        """Returns the blocks that outstanding forward passes load."""
-        within = (loading.order for loading in self._loading.values() if loading.order.layerwise)
-        return {block for order in within for block in order.into[0]}
 
     def _distrust(self, failed: LoadOrder, blocks: set[int]) -> None:
         """Handles blocks that a layerwise load did not fill: the request that failed to load them computes them. Other
         requests that have them in their table, through the engine's own cache, store nothing more: whether their KV is
         right depends on the order in which the engine recomputes. The engine's cache evicts these blocks and all that
         was computed over them, because the request that recomputes them may end before it has done so."""
-        tables = self._ended_in_doubt
+        tables = list(self._in_flight.ended_tables)
         for request in self._requests.values():
             if request.has(blocks):
                 request.private = request.private or request.of_engine.request_id != failed.request
-                tables = [*tables, request.table[0]]
+                tables.append(request.table[0])
         wrong = set(blocks)
         for table in tables:
             first = next((at for at, block in enumerate(table) if block in blocks), len(table))
             wrong.update(table[first:])
         self._forget(wrong)
-
-    def _drain(self, number: int, ranks: int) -> None:
-        if number not in self._drained:
-            return
-        name, left = self._drained[number]
-        if left > ranks:
-            self._drained[number] = name, left - ranks
-            return
-        del self._drained[number]
-        request = self._requests.get(name)
-        if request is not None:
-            request.orders.discard(number)
 
     # ------------------------------------------------------------------------------------------------- at its end
 
@@ -438,10 +283,10 @@ class SchedulerSide:
         request = self._requests.pop(name, None)
         if request is None:
             return False, None
-        self._end_lookup(request)
+        request.end_lookup()
         self._gone.append(name)
-        if request.has(self._in_doubt()):
-            self._ended_in_doubt.append(request.table[0])
+        if request.has(self._in_flight.in_doubt()):
+            self._in_flight.ended_tables.append(request.table[0])
         # The engine itself keeps the blocks of a load in progress.
         hold = bool(request.orders) and request.loading is None
         if hold:
@@ -466,12 +311,7 @@ class SchedulerSide:
         if request.preemptions < preemptions:
             request.preemptions = preemptions
             request.lose_blocks()
-            self._end_lookup(request)
-
-    def _end_lookup(self, request: RequestState) -> None:
-        if request.lookup is not None:
-            request.lookup.leave()
-            request.lookup = None
+            request.end_lookup()
 
     # --------------------------------------------------------------------------------------------- the whole engine
 
@@ -488,12 +328,12 @@ class SchedulerSide:
         """Stops sharing KV: the engine's weights may have changed. `ready` as in Registration.withdraw."""
         self._registration.withdraw(ready=ready)
         for request in self._requests.values():
-            self._end_lookup(request)
+            request.end_lookup()
             request.private = request.load_failed = True
-        self._lossy.clear()
+        self._planner.lossy.clear()
 
     def close(self) -> None:
         for request in self._requests.values():
-            self._end_lookup(request)
-        self._lookups.close()
+            request.end_lookup()
+        self._matcher.lookups.close()
         self._registration.close()

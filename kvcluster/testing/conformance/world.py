@@ -29,7 +29,7 @@ from kvcluster.core.messages import (
     ShardQuestion,
 )
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.pool import Page, PageState
+from kvcluster.core.page import Page, PageState
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import MemoryCluster

@@ -2,7 +2,8 @@
 
     network    questions and connections between nodes          scenario   what a seed stands for
     driver     a core's process, journalled and judged          workload   the requests of engines
-    coordinator, shard, sessions, memory, disk   the shells     faults     what goes wrong
+    coordinator, shard, sessions                 the shells     faults     what goes wrong
+    shard_storage, memory, disk                  a shard's bytes
     client_process, worker     what kvcluster/client does       liveness   the second phase: the cluster comes to rest
     listener   a subscriber to KV events                        bugs       planted, to show that the oracles detect them
     content    the correct bytes of every page                  runner     runs many seeds and reports failures

@@ -228,7 +228,7 @@ class CoordinatorOracle:
             tiers = dict.fromkeys([FASTEST, *(min(slot.tier, STAGING) for slot in slots)])
             nbytes = sum(-(-slot.nbytes // UNIT_BYTES) for slot in slots) * UNIT_BYTES
             fits = any(all(nbytes <= self._room(member, tier) for tier in tiers) for member in takers)
-            rotten = any(shard.is_rotten(slot) for slot in slots)
+            rotten = any(shard.storage.is_rotten(slot) for slot in slots)
             if fits and not rotten and space not in doomed and stored_at > self._purged_at.get(space, -1):
                 elsewhere = all(self._came_elsewhere(place[:2], shard, c) for place in places)
                 require(elsewhere, f"{shard.name} is drained and takes {block.hex()[:6]} with it")

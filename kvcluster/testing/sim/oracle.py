@@ -34,7 +34,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.pool import PageState
+from kvcluster.core.page import PageState
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import Kernel
 from kvcluster.testing.sim import content
@@ -204,7 +204,7 @@ class Oracle:
 
     def _only_rotten_are_gone(self, shard: ShardProcess) -> None:
         gone = {place: shard.ready.pop(place)[0] for place in self._vanished(shard)}
-        rotten = {place[:2] for place, slot in gone.items() if shard.is_rotten(slot)}
+        rotten = {place[:2] for place, slot in gone.items() if shard.storage.is_rotten(slot)}
         require(all(place[:2] in rotten for place in gone), "a sound page is condemned as corrupt")
 
     def _moved(self, shard: ShardProcess, m: Moved, effects: list[Effect]) -> None:
@@ -218,8 +218,11 @@ class Oracle:
             require(not session.revoked, "a lease that was revoked is committed")
             self._may_grant(shard, shard.now())
             right = content.content(namespace, target.key, target.codec, target.loss).data
-            rotten = shard.is_rotten(target)  # corrupted since they were summed there
-            require(rotten or shard.bytes_of(target) == right, f"wrong bytes of {target.key.hash.hex()[:6]} are moved")
+            rotten = shard.storage.is_rotten(target)  # corrupted since they were summed there
+            require(
+                rotten or shard.storage.bytes_of(target) == right,
+                f"wrong bytes of {target.key.hash.hex()[:6]} are moved",
+            )
             known = shard.ready.get((namespace, source.key, source.tier))
             assert known is not None, "what was moved lay there"
             shard.ready[namespace, target.key, target.tier] = (target, known[1])
@@ -240,7 +243,7 @@ class Oracle:
             slot = page.target._replace(sums=page.source.sums)
             if slot in lent:
                 right = content.content(page.namespace, slot.key, slot.codec, slot.loss).data
-                sound = shard.is_rotten(slot) or shard.bytes_of(slot) == right
+                sound = shard.storage.is_rotten(slot) or shard.storage.bytes_of(slot) == right
                 require(sound, f"wrong bytes of {slot.key.hash.hex()[:6]} are read from disk")
         self._only_rotten_are_gone(shard)
 
@@ -259,9 +262,9 @@ class Oracle:
             ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself"
         )
         for (space, key, tier), (slot, _) in shard.ready.items():
-            data = shard.memory.view(slot) if tier.spec.addressable else shard.bytes_of(slot)
+            data = shard.memory.view(slot) if tier.spec.addressable else shard.storage.bytes_of(slot)
             if data != content.content(space, key, slot.codec, slot.loss).data:
-                require(shard.is_rotten(slot), f"{shard.name} holds wrong bytes of {key.hash.hex()[:6]}")
+                require(shard.storage.is_rotten(slot), f"{shard.name} holds wrong bytes of {key.hash.hex()[:6]}")
 
     def _vanished(self, shard: ShardProcess) -> list[Place]:
         on = shard.core.pool.on

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Effect, EvictOrder, Fetch, MoveOrder, Order, PullOrder, Report, ReportAck, Send
-from kvcluster.core.pool import PageState
+from kvcluster.core.page import PageState
 from kvcluster.core.shard import Shard
 from kvcluster.testing.sim.violation import require
 

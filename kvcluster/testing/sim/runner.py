@@ -85,8 +85,8 @@ def run_seed(
             return world, Failure(seed, f"{type(error).__name__}: {error}", _story(world, bug, error))
 
 
-def run(seeds: Sequence[int], bug: str | None = None, *, keep_going: bool = False) -> Tally:
-    """Runs these seeds in this process, up to the first failure, or all of them if `keep_going`."""
+def run(seeds: Sequence[int], bug: str | None = None) -> Tally:
+    """Runs these seeds in this process, up to the first failure."""
     tally = Tally()
     began = time.process_time()
     # Worlds are full of reference cycles and short-lived: each is collected when it has ended, and older objects are
@@ -105,8 +105,7 @@ def run(seeds: Sequence[int], bug: str | None = None, *, keep_going: bool = Fals
             tally.operations += world.operations
             if failure is not None:
                 tally.failures.append(failure)
-                if not keep_going:
-                    break
+                break
     finally:
         gc.enable()
         if not already_frozen:

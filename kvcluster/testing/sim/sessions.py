@@ -149,11 +149,14 @@ class SessionBook(Protocol):
         """Removes a session, which moves nothing any more."""
 
 
-class SessionHost(SessionMemory, SessionBook, Protocol):
+class SessionHost(SessionBook, Protocol):
     """The shard process that carries a session out."""
 
     @property
     def world(self) -> Surroundings: ...
+
+    @property
+    def storage(self) -> SessionMemory: ...
 
     def now(self) -> int:
         """Returns the time on the clock of its node."""
@@ -234,7 +237,7 @@ def _read(
         effect = yield from _drive(shard, session, plan, MoveNext())
         if not isinstance(effect, MoveFrame):
             break
-        down.put([shard.load_layer(*each) for each in layers[start : start + scenario.frame_layers]])
+        down.put([shard.storage.load_layer(*each) for each in layers[start : start + scenario.frame_layers]])
     else:
         down.put(FINISHED)
     if session.revoked:
@@ -269,13 +272,13 @@ def _write(
             break
         for layer in heard:
             assert layer.item in slots, "a worker sent a page that was not granted"
-            shard.store_layer(slots[layer.item], layer)
+            shard.storage.store_layer(slots[layer.item], layer)
             arrived.add(layer)
     if session.revoked:  # a copy that was under way ends when it ends
         heard = yield up.next(), shard.world.rng.randrange(20 * MS)
         for layer in heard if isinstance(heard, list) else ():
             if layer.item in slots:
-                shard.store_layer(slots[layer.item], layer)
+                shard.storage.store_layer(slots[layer.item], layer)
 
 
 def _finished(shard: SessionHost, request: WriteRequest, slots: dict[int, PageSlot], arrived: ArrivedSums) -> Finished:
@@ -287,7 +290,7 @@ def _finished(shard: SessionHost, request: WriteRequest, slots: dict[int, PageSl
         if sums is None:
             missing = item if missing is None else missing
             continue
-        packed = shard.verify(request.namespace, slot, sums)
+        packed = shard.storage.verify(request.namespace, slot, sums)
         if packed is not None:
             verified[item] = packed
     return Finished(verified, missing)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import carried_out
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
@@ -43,23 +42,21 @@ from kvcluster.core.messages import (
     Verified,
     Verify,
 )
-from kvcluster.core.miss import Loss
-from kvcluster.core.pool import Page
+from kvcluster.core.page import Page
 from kvcluster.core.shard import Shard
 from kvcluster.core.tiers import STORED
-from kvcluster.pages import checksum
 from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import MS, SECOND, Clock, Process, Script
-from kvcluster.testing.sim import content, sessions
+from kvcluster.testing.sim import sessions
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.driver import SimulatedCore
-from kvcluster.testing.sim.memory import Memory, flipped
+from kvcluster.testing.sim.memory import Memory
 from kvcluster.testing.sim.network import Line, Pipe
 from kvcluster.testing.sim.order_oracle import HeardOrders
 from kvcluster.testing.sim.sessions import ArrivedSums, Layer, Session, SessionRequest
+from kvcluster.testing.sim.shard_storage import ShardStorage
 from kvcluster.testing.sim.surroundings import Supervisor, Surroundings
-from kvcluster.testing.sim.violation import require
 
 Place = tuple[NamespaceId, PageKey, Tier]
 """A page in one tier of a shard."""
@@ -119,6 +116,7 @@ class ShardProcess(SimulatedCore):
         super().__init__(world, str(shard), node, clock, core)
         self.shard = shard
         self.memory = Memory(core.pool.arena_bytes)
+        self.storage = ShardStorage(world, self.memory, self.disks)
         self.sessions: dict[Attempt, Session] = {}
         self.coordinator: CoordinatorProcess | None = None  # the one whose epoch it has adopted
         self.adopted = Epoch(0)
@@ -154,48 +152,6 @@ class ShardProcess(SimulatedCore):
         del self.sessions[session.attempt]
 
     # --------------------------------------------------------------------------------------------- memory
-
-    def load_layer(self, item: int, slot: PageSlot, layer: int) -> Layer:
-        """Returns what a reader is sent: the bytes of the layer, and the checksum that was committed with them."""
-        nbytes = slot.nbytes // slot.key.part.layers
-        offset = slot.offset + layer * nbytes
-        data = self.memory.read(offset, nbytes)
-        sound = not self.memory.is_rotten(offset, nbytes)
-        if self.world.wire_flips():
-            data, sound = flipped(self.world.rng, data), False
-        total = checksum.unpack_sums(slot.sums)[layer]
-        return Layer(item, layer, total, data, sound, slot.codec, slot.loss)
-
-    def store_layer(self, slot: PageSlot, layer: Layer) -> None:
-        """Writes a layer that a writer sent straight into its page."""
-        nbytes = slot.nbytes // slot.key.part.layers
-        offset = slot.offset + layer.layer * nbytes
-        self.memory.write(offset, layer.data)
-        if not layer.sound:
-            self.memory.spoil(offset, nbytes)
-
-    def verify(self, namespace: NamespaceId, slot: PageSlot, sums: list[int]) -> bytes | None:
-        """Returns the packed sums if the page matches them; None if it does not."""
-        identity = content.identity(namespace, slot.key, slot.codec)
-        if checksum.first_mismatch(identity, 0, sums, self.memory.view(slot)) is not None:
-            return None
-        return checksum.pack_sums(sums)
-
-    def bytes_of(self, slot: PageSlot) -> bytes | None:
-        """Returns the bytes of a page, in memory or in a store; None if the store ends before it."""
-        return bytes(self.memory.view(slot)) if slot.tier.spec.addressable else self.disks[slot.tier].read(slot)
-
-    def is_rotten(self, slot: PageSlot) -> bool:
-        """Whether a fault has changed any byte of the page."""
-        if not slot.tier.spec.addressable:
-            return self.disks[slot.tier].is_rotten(slot.offset)
-        return self.memory.is_rotten(slot.offset, slot.nbytes)
-
-    def matches(self, namespace: NamespaceId, slot: PageSlot, data: bytes | None) -> bool:
-        """Whether these are the bytes that were committed in this slot."""
-        identity = content.identity(namespace, slot.key, slot.codec)
-        sums = checksum.unpack_sums(slot.sums)
-        return data is not None and checksum.first_mismatch(identity, 0, sums, memoryview(data)) is None
 
     def rot(self) -> bool:
         """Flips a bit of a page in memory or on disk. False if there is none."""
@@ -260,7 +216,7 @@ class ShardProcess(SimulatedCore):
         corrupt: list[int] = []
         for index, (namespace, slot) in enumerate(zip(effect.namespaces, effect.slots, strict=True)):
             yield None, self.world.rng.randrange(2 * MS)
-            if not self.matches(namespace, slot, self.bytes_of(slot)):
+            if not self.storage.matches(namespace, slot, self.storage.bytes_of(slot)):
                 corrupt.append(index)
         self.finish(session)
         self.step(Verified(effect.attempt, tuple(corrupt)))
@@ -285,12 +241,12 @@ class ShardProcess(SimulatedCore):
         corrupt: list[int] = []
         for index, page in enumerate(effect.pages):
             yield None, self.world.rng.randrange(2 * MS)
-            before = self.bytes_of(page.source)
-            sound = self.matches(page.namespace, page.source, before)
+            before = self.storage.bytes_of(page.source)
+            sound = self.storage.matches(page.namespace, page.source, before)
             if not page.target.tier.spec.addressable:
                 made = (yield from self._write(page, stored_at[index])) if sound else None
             else:
-                made = self._recode(page, before)
+                made = self.storage.recode(page, before)
             if not sound:
                 corrupt.append(index)
             sums.append(made)
@@ -314,7 +270,7 @@ class ShardProcess(SimulatedCore):
         disk = self.disks[page.target.tier]
         disk.begin_write(page)
         yield None, self.world.rng.randrange(2 * MS)  # dying now leaves neither the old page nor the new
-        data = self.bytes_of(page.source)
+        data = self.storage.bytes_of(page.source)
         assert data is not None
         disk.write(page, data, stored_at)
         return page.source.sums
@@ -330,38 +286,13 @@ class ShardProcess(SimulatedCore):
             data = self.disks[page.source.tier].read(page.source)
             if data is not None:
                 self.memory.write(page.target.offset, data)
-            if not self.matches(page.namespace, page.source, data):
+            if not self.storage.matches(page.namespace, page.source, data):
                 corrupt.append(index)
             self.world.count("stage", "corrupt" if index in corrupt else "read")
         session.moving = False
         self.step(Staged(effect.attempt, tuple(corrupt)))
         self.finish(session)
         del self.moves[effect.attempt]
-
-    def _recode(self, page: PageMove, before: bytes | None) -> bytes | None:
-        """Writes the encoded, decoded or copied page to its place in memory. Returns its packed sums, or None if it
-        cannot be encoded."""
-        source, target = page.source, page.target
-        fits = target.codec is Codec.RAW or source.codec is target.codec or content.encodable(source.key)
-        if not fits or before is None:
-            return None
-        self.memory.write(target.offset, self._recoded(page.namespace, source, target, before))
-        identity = content.identity(page.namespace, target.key, target.codec)
-        return checksum.pack_sums(checksum.layer_sums(identity, 0, target.key.part.layers, self.memory.view(target)))
-
-    def _recoded(self, namespace: NamespaceId, source: PageSlot, target: PageSlot, before: bytes) -> bytes:
-        """Returns what encoding or decoding a page makes of it: correct bytes from correct bytes, and otherwise
-        something wrong."""
-        recodes = source.codec is not target.codec
-        require(
-            not recodes or Codec.RAW in (source.codec, target.codec),
-            "a page goes from one codec to another",
-        )
-        encoded_before = source.codec is Codec.RAW and source.loss is not Loss.EXACT
-        require(target.codec is Codec.RAW or not recodes or not encoded_before, "a decoded page is encoded again")
-        right = content.content(namespace, source.key, source.codec, source.loss)
-        after = content.content(namespace, target.key, target.codec, target.loss)
-        return after.data if before == right.data else flipped(self.world.rng, after.data)
 
     def _fetch(self, effect: Fetch) -> Script:
         """Fetches pages as a worker would, under the cluster's own credential, straight into this shard's pages."""
@@ -380,7 +311,7 @@ class ShardProcess(SimulatedCore):
         arrived = ArrivedSums()
         if line is not None:
             yield from self._receive(effect, session, line, give_up, arrived)
-        verified, suspects = self._verify_copies(effect, arrived)
+        verified, suspects = self.storage.verify_copies(effect, arrived)
         if line is not None:
             line.up.hang_up()
         session.moving = False
@@ -414,21 +345,5 @@ class ShardProcess(SimulatedCore):
                 return
             for layer in heard:
                 if layer.codec is effect.slots[layer.item].codec:
-                    self.store_layer(effect.slots[layer.item], layer)
+                    self.storage.store_layer(effect.slots[layer.item], layer)
                     arrived.add(layer)
-
-    def _verify_copies(self, effect: Fetch, arrived: ArrivedSums) -> tuple[dict[int, bytes], list[int]]:
-        """Verifies the pages that have arrived whole. Returns the packed sums of those that match, and the items of
-        those that do not."""
-        verified: dict[int, bytes] = {}
-        suspects: list[int] = []
-        for item in arrived.items():
-            slot = effect.slots[item]
-            sums = arrived.whole(item, slot)
-            if sums is not None:
-                packed = self.verify(effect.namespace, slot, sums)
-                if packed is not None:
-                    verified[item] = packed
-                else:
-                    suspects.append(item)
-        return verified, suspects

@@ -10,8 +10,9 @@ from kvcluster.core.leases import LeaseBook
 from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant
 from kvcluster.core.miss import Loss
 from kvcluster.core.order_stream import OrderCursor
+from kvcluster.core.page import PageAction, PageState
 from kvcluster.core.pin_handler import PinHandler
-from kvcluster.core.pool import PageAction, PagePool, PageState
+from kvcluster.core.pool import PagePool
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.shard import Shard
@@ -19,7 +20,7 @@ from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.pages import checksum
 from kvcluster.testing.sim.bugs.planting import Patch, planted
 from kvcluster.testing.sim.disk import Disk
-from kvcluster.testing.sim.shard import ShardProcess
+from kvcluster.testing.sim.shard_storage import ShardStorage
 
 # ---------------------------------------------------------------------------------------------- fences
 
@@ -137,7 +138,7 @@ def condemned_served() -> list[Patch]:
 @planted
 def commit_before_verifying() -> list[Patch]:
     """A store is committed with the writer's sums, and the bytes in the page are not verified."""
-    return [(ShardProcess, "verify", lambda self, namespace, slot, sums: checksum.pack_sums(sums))]
+    return [(ShardStorage, "verify", lambda self, namespace, slot, sums: checksum.pack_sums(sums))]
 
 
 @planted
@@ -162,7 +163,7 @@ def freed_by_time() -> list[Patch]:
         for effect in effects:
             lease = self.leases.end(effect.attempt) if hasattr(effect, "attempt") else None
             if lease is not None:
-                self._give_back(lease)
+                self.pool.give_back(lease)
         return effects
 
     return [(Shard, "_tick", tick)]
@@ -187,15 +188,15 @@ def condemned_by_word() -> list[Patch]:
 @planted
 def wrong_page_served() -> list[Patch]:
     """For some pages the bytes of the next page are sent."""
-    original = ShardProcess.load_layer
+    original = ShardStorage.load_layer
 
-    def load_layer(self: ShardProcess, item: int, slot: Any, layer: int) -> Any:
-        beyond = slot.offset + slot.nbytes
-        if slot.generation % 16 == 0 and beyond + slot.nbytes <= self.core.pool.allocator.capacity_bytes:
-            slot = slot._replace(offset=beyond)
+    def load_layer(self: ShardStorage, item: int, slot: Any, layer: int) -> Any:
+        beyond = slot._replace(offset=slot.offset + slot.nbytes)
+        if slot.generation % 16 == 0 and len(self._memory.view(beyond)) == slot.nbytes:
+            slot = beyond
         return original(self, item, slot, layer)
 
-    return [(ShardProcess, "load_layer", load_layer)]
+    return [(ShardStorage, "load_layer", load_layer)]
 
 
 # ----------------------------------------------------------------------------------------------- tiers
@@ -226,7 +227,7 @@ def encoded_twice() -> list[Patch]:
 @planted
 def moved_unverified() -> list[Patch]:
     """A page is encoded without being verified first."""
-    return [(ShardProcess, "matches", lambda self, namespace, slot, data: data is not None)]
+    return [(ShardStorage, "matches", lambda self, namespace, slot, data: data is not None)]
 
 
 @planted

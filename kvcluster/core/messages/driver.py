@@ -1,0 +1,67 @@
+"""What the driver itself tells a core: time has passed, the process was stalled, a job or a report has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcluster.core.ids import Attempt
+from kvcluster.core.messages.reports import ReportAck
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """No message has arrived, but `next_deadline()` has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retell:
+    """A subscriber has missed events: publish all blocks again, in later ticks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """This process was stalled for `late_ns`: extend all terms by it, since messages could not arrive."""
+
+    late_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAnswered:
+    """The coordinator's answer to the report or inventory chunk that was sent last."""
+
+    ack: ReportAck
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFailed:
+    """The report sent last was lost, or its answer was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The shell has read the pages of the Verify of `attempt`; those with the indices `corrupt` did not match."""
+
+    attempt: Attempt
+    corrupt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The shell has carried out the MovePages of `attempt`. `sums[i]`: the packed per-layer checksums of page i in its
+    new place; None if its content cannot be encoded, or could not be written to disk. Pages with the indices `corrupt`
+    did not match the checksums that they were committed with. `errors`: for each sampled page its index and its loss,
+    in millionths."""
+
+    attempt: Attempt
+    sums: tuple[bytes | None, ...]
+    corrupt: tuple[int, ...] = ()
+    errors: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The shell has carried out the Stage of `attempt`. Pages with the indices `corrupt` could not be read, or do not
+    match what was committed."""
+
+    attempt: Attempt
+    corrupt: tuple[int, ...] = ()

@@ -1,0 +1,129 @@
+"""Writes of workers to one shard: a page is reserved for one writer, and becomes readable when that writer commits it.
+
+The handler grants a write lease over the pages that have room; if they have none, the reservation may wait for it
+(reserve_queue.py). The sums that come with the commit are those of bytes that the shell has verified. A page is READY
+from the commit on: only then is it reported, scrubbed and read. Other shards' pages that this shard pulls (puller.py)
+are committed here as well.
+"""
+
+from __future__ import annotations
+
+from kvcluster.core.leases import LeaseBook, LeaseKind
+from kvcluster.core.messages import Answer, Commit, CommitGrant, Effect, NewPage, Request, Reserve, WriteGrant, Written
+from kvcluster.core.page import Page, PageState
+from kvcluster.core.pool import PagePool
+from kvcluster.core.puller import Puller
+from kvcluster.core.report_sender import ReportSender
+from kvcluster.core.reserve_queue import ReserveQueue, lost
+from kvcluster.core.scrubber import Scrubber
+from kvcluster.core.shard_namespaces import ShardNamespace
+from kvcluster.core.withdrawal import Withdrawal
+
+
+class WriteHandler:
+    """The reservations and commits of one shard."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        leases: LeaseBook,
+        queue: ReserveQueue,
+        report_sender: ReportSender,
+        scrubber: Scrubber,
+        puller: Puller,
+        withdraw: Withdrawal,
+        counters: dict[str, int],
+    ) -> None:
+        self._pool = pool
+        self._leases = leases
+        self._queue = queue
+        self._report_sender = report_sender
+        self._scrubber = scrubber
+        self._puller = puller
+        self._withdraw = withdraw
+        self._counters = counters
+
+    def reserve(self, request: Request[Reserve], space: ShardNamespace, now: int, *, may_begin: bool) -> list[Effect]:
+        """Grants a write lease over the pages that have room, at once or when the reservation has waited for room. All
+        pages are LOST if no write `may_begin`."""
+        m = request.question
+        space.forget_unused(self._pool)
+        refused = space.refusal(self._pool, dict.fromkeys((page.key.group, page.key.part) for page in m.pages))
+        if refused is not None:
+            return [Answer(request.call, refused)]
+        if not may_begin:
+            return [lost(request)]
+        wait_ns = min(m.wait_ns, self._leases.ttl_ns)
+        if wait_ns > 0 and self._queue.must_wait(m, space):
+            self._queue.add(request, space, now + wait_ns)
+            self._report_sender.say_soon()
+            return []
+        return [self._grant(request, space, now)]
+
+    def serve(self, now: int, *, may_begin: bool) -> list[Effect]:
+        """Grants waiting reservations: those that now find room, in order of arrival, and what fits to those that have
+        waited long enough. All are LOST if no write `may_begin`."""
+        if not may_begin:
+            return [lost(request) for request in self._queue.everyone()]
+        effects: list[Effect] = []
+        while (served := self._queue.next_served(now)) is not None:
+            effects.append(self._grant(*served, now))
+        return effects
+
+    def commit(self, m: Commit, *, may_commit: bool) -> CommitGrant:
+        """Ends the lease: makes the named pages READY and frees the others. All are LOST if the lease has expired, or
+        the shard may not commit."""
+        in_time = self._leases.running(m.attempt) and may_commit
+        lease = self._leases.end(m.attempt)
+        if lease is None or lease.kind is not LeaseKind.WRITE or not in_time:
+            self._puller.ended(m.attempt)
+            self._counters["late"] += 1
+            if lease is not None:
+                self._counters["aborted"] += self._pool.give_back(lease)
+            return CommitGrant((Written.LOST,) * len(m.indices))
+        outcome: list[Written] = []
+        for index, sums in zip(m.indices, m.sums, strict=True):
+            page = lease.pages[index] if index < len(lease.pages) else None
+            if page is None:
+                outcome.append(Written.LOST)
+                continue
+            lease.pages[index] = None
+            outcome.append(self._commit(page, sums))
+        self._puller.ended(m.attempt, outcome.count(Written.COMMITTED))
+        self._counters["aborted"] += self._pool.give_back(lease)
+        return CommitGrant(tuple(outcome))
+
+    def committed(self, page: Page) -> None:
+        """Registers a page that is now READY, and withdraws its copies in other tiers that have more loss."""
+        if page.tier.spec.addressable:  # a page in a store is verified when it is read
+            self._scrubber.committed(page)
+        self._report_sender.tell(page.event())
+        for tier in self._pool.allocators:
+            other = self._pool.on(tier, page.space, page.key)
+            if other is not None and other.state is PageState.READY and other.loss > page.loss:
+                self._withdraw(other)
+
+    def _commit(self, page: Page, sums: bytes) -> Written:
+        if self._pool.taken(page.space, page.new()) is Written.DUPLICATE:  # in another tier, committed first
+            self._pool.abort(page)
+            return Written.DUPLICATE
+        self._pool.commit(page, sums)
+        self._counters["commits"] += 1
+        self.committed(page)
+        return Written.COMMITTED
+
+    def _grant(self, request: Request[Reserve], space: ShardNamespace, now: int) -> Answer:
+        m = request.question
+        offers = [self._offer(space, new) for new in m.pages]
+        pages = [offer if isinstance(offer, Page) else None for offer in offers]
+        self._leases.grant(m.attempt, LeaseKind.WRITE, pages, now)
+        granted = WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers))
+        return Answer(request.call, granted)
+
+    def _offer(self, space: ShardNamespace, new: NewPage) -> Page | Written:
+        offer = space.offer(self._pool, new, self._withdraw)
+        if offer is Written.DUPLICATE:
+            self._counters["duplicates"] += 1
+        elif offer is Written.FULL:
+            self._counters["full"] += 1
+        return offer
