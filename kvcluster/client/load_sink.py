@@ -1,9 +1,8 @@
 """The sink of one exchange of a load: it writes layers into the caller's memory, verifies them there, and counts them.
 
-It writes only what its exchange owns (read_ranges.py), under the gate of its ranges. Bytes that lie in mapped memory
-come as a batch of copies; the first executor that accepts the batch carries it out in slices, and the executor in
-Python (python_copies.py) accepts any batch. Bytes from a stream are received one record at a time, by chunks, and the
-Python executor places them.
+It writes only what its exchange owns (read_ranges.py), under the gate of its ranges. Bytes that lie in memory, a
+shard's arena or a stage that a stream fills, come as a batch of copies; the first executor that accepts the batch
+carries it out in slices, and the executor in Python (python_copies.py) accepts any batch.
 
 Layers that do not verify may lie in the caller's memory, but are never counted as arrived: their block has failed,
 unless another shard's bytes replace them. A bulk load has many thousands of records, so values that are the same for
@@ -15,21 +14,17 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.memory import BoundMemory
-from kvcluster.client.python_copies import PagePlace, PythonCopies, coder_of
+from kvcluster.client.python_copies import PythonCopies
 from kvcluster.client.read_ranges import ReadRanges
-from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import ProtocolError
-from kvcluster.pages import checksum, codec, native, native_copies
+from kvcluster.pages import checksum, codec
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import (
     CopyBatch,
@@ -41,23 +36,13 @@ from kvcluster.pages.copy_batch import (
 )
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
 from kvcluster.transport.base import Payload
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
-
-if TYPE_CHECKING:
-    from kvcluster.pages import _native
+from kvcluster.transport.page_writer import read_whole
 
 _TARGET = HostMemory()
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """How pages of one group and number of heads arrive in one codec."""
-
-    codec_id: int
-    layer_bytes: int
-    coder: codec.Coder | None  # None if they arrive raw
 
 
 class LoadSink:
@@ -80,8 +65,7 @@ class LoadSink:
         self._layer_came = layer_came
         self._items = _items(ranges, into)
         self._python = PythonCopies(into)
-        self._forms: dict[tuple[int, int, int], _Form | None] = {}  # by group, heads and codec
-        self._identity = (-1, -1, 0)  # the last (item, codec), since its layers arrive one after the other, and its own
+        self._layer_bytes: dict[tuple[int, int, int], int] = {}  # by group, heads and codec
         self._layers: dict[tuple[int, Part, int, int], tuple[tuple[int, ...], int]] = {}  # see `_layers_of`
         self._staging = Staging()
 
@@ -128,10 +112,10 @@ class LoadSink:
                 f"the grant does not match the request: record {at} has layers {layer} to {layer + layers}, "
                 f"which are not within {want.layer_start} to {want.layer_stop}"
             )
-        form = self._form(item, records.codecs[at])
-        if form is None:
+        layer_bytes = self._layer_bytes_of(item, records.codecs[at])
+        if layer_bytes is None:
             return CopyStatus.UNREADABLE
-        return CopyStatus.PENDING if records.nbytes[at] == layers * form.layer_bytes else CopyStatus.MISMATCH
+        return CopyStatus.PENDING if records.nbytes[at] == layers * layer_bytes else CopyStatus.MISMATCH
 
     def run(self, batch: CopyBatch, run: RunRecords, start: int, stop: int) -> None:
         """Carries out some records of a batch, and counts them. Raises Cancelled if they were stopped."""
@@ -169,70 +153,14 @@ class LoadSink:
     # ------------------------------------------------------------------------------------------ streams
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
-        stop, asked = layer + len(sums), self._ranges.pieces[item].want
-        if stop > asked.layer_stop:
-            raise ProtocolError(f"layers up to {stop} of a page arrived, but only {asked.layer_stop} were requested")
-        form = self._form(item, codec_id)
-        if form is None or data.nbytes != len(sums) * form.layer_bytes:
-            self._take_none(item, layer, stop)
-            return
-        place = self._python.place(self._items, item)
-        step = max(1, limits.CHUNK_BYTES // form.layer_bytes)
-        at_once = len(sums) if data.present is not None and place.run is not None else step
-        for at in range(0, len(sums), at_once):
-            if not self._take(item, place, form, layer + at, sums[at : at + at_once], data):
-                return
-
-    def _take(self, item: int, place: PagePlace, form: _Form, layer: int, sums: Sequence[int], data: Payload) -> bool:
-        """Takes some layers into the caller's memory and verifies them. False if another exchange brings them."""
-        stop = layer + len(sums)
-        nbytes, run = len(sums) * form.layer_bytes, place.of(layer, stop)
-        view = run if run is not None and form.coder is None else self._staging.room(nbytes)
-        got, whole = 0, False
-        while True:
-            with self._ranges.gate:
-                if not self._ranges.may_write(item, layer, time.monotonic_ns()):
-                    return False
-                here = None if run is None else data.present
-                if here is not None and here.nbytes == nbytes:
-                    sums_here = checksum.copy_sums(self._identity_of(item, form.codec_id), layer, len(sums), view, here)
-                    verified = sums_here == tuple(sums)
-                    if verified:
-                        self._python.put(place, layer, stop, view, form.coder)
-                    whole = self._count(item, layer, stop, verified)
-                    break
-                got += data.read_into(view[got:] if got else view)
-                if got == nbytes:
-                    whole = self._count(item, layer, stop, self._put(item, place, form, layer, sums, view))
-                    break
-            data.wait()
-        if whole:
-            self._layer_came()
-        return True
-
-    def _put(self, item: int, place: PagePlace, form: _Form, layer: int, sums: Sequence[int], view: memoryview) -> bool:
-        """Verifies layers that have arrived in `view`, and puts them where they belong. False if they do not match."""
-        stop, identity = layer + len(sums), self._identity_of(item, form.codec_id)
-        in_place = form.coder is None and place.run is not None
-        if not in_place and form.layer_bytes >= native.LEAST_LAYER_BYTES and self._blocks is not None:
-            return self._blocks.load(item, layer, form.codec_id, identity, tuple(sums), view)
-        if checksum.first_mismatch(identity, layer, sums, view) is not None:
-            return False
-        self._python.put(place, layer, stop, view, form.coder)
-        return True
-
-    def _count(self, item: int, layer: int, stop: int, verified: bool) -> bool:
-        """Records that these layers have arrived. True if that completes some layer in every block."""
-        if not verified:
-            self._ranges.did_not_match(item, layer, stop)
-            return False
-        self._ranges.came(item, stop)
-        of_model, raw_bytes = self._layers_of(item, layer, stop)
-        return self._progress.came({of_model: [self._ranges.pieces[item].block]}, raw_bytes)
-
-    @cached_property
-    def _blocks(self) -> _native.BlockCopier | None:
-        return native_copies.block_copier(CopyDirection.LOAD, self._items)
+        """As PageSink, for transports that know nothing of batches: a batch of one record."""
+        records, staged = CopyRecords(), memoryview(b"")
+        records.add(item, layer, 0, data.nbytes, codec_id, sums)
+        if self._status(0, records) is CopyStatus.PENDING:
+            staged = self._staging.room(data.nbytes)
+            read_whole(data, staged)
+            records.offsets[0] = address_of(staged)
+        self.copies(records, HostMemory(), staged).run(0, 1)
 
     def _layers_of(self, item: int, layer: int, stop: int) -> tuple[tuple[int, ...], int]:
         """Returns the model's numbers of these layers of a page, and their raw bytes."""
@@ -246,34 +174,17 @@ class LoadSink:
             )
         return self._layers[kind]
 
-    def _take_none(self, item: int, layer: int, stop: int) -> None:
-        """Records that these layers cannot be used: their codec or length is wrong."""
-        with self._ranges.gate:
-            if self._ranges.may_write(item, layer, time.monotonic_ns()):
-                self._ranges.did_not_match(item, layer, stop)
-
-    def _form(self, item: int, codec_id: int) -> _Form | None:
-        """Returns the form of this page; None if this process cannot decode it."""
+    def _layer_bytes_of(self, item: int, codec_id: int) -> int | None:
+        """Returns the bytes of a layer of this page in that codec; None if this process cannot decode it."""
         items = self._items
-        group, heads = items.groups[item], items.head_stops[item] - items.head_starts[item]
-        try:
-            form = self._forms[group, heads, codec_id]
-        except KeyError:
-            form = None
-            if codec.check_codec(codec_id) is None:
-                nbytes = encoded_layer_bytes(items.geometry(item), codec_id, heads)
-                form = _Form(codec_id, nbytes, coder_of(items, item, codec_id))
-            self._forms[group, heads, codec_id] = form
-        if form is None:
-            self._ranges.unreadable[item] = Miss(MissReason.LOSSY, codec.check_codec(codec_id) or "")
-        return form
-
-    def _identity_of(self, item: int, codec_id: int) -> int:
-        known, in_codec, identity = self._identity
-        if item != known or codec_id != in_codec:
-            identity = checksum.identity(self._namespace, self._ranges.pieces[item].want.key, codec_id)
-            self._identity = item, codec_id, identity
-        return identity
+        kind = items.groups[item], items.head_stops[item] - items.head_starts[item], codec_id
+        unknown = codec.check_codec(codec_id)
+        if unknown is not None:
+            self._ranges.unreadable[item] = Miss(MissReason.LOSSY, unknown)
+            return None
+        if kind not in self._layer_bytes:
+            self._layer_bytes[kind] = encoded_layer_bytes(items.geometry(item), codec_id, kind[1])
+        return self._layer_bytes[kind]
 
 
 def _items(ranges: ReadRanges, into: BoundMemory) -> CopyItems:

@@ -147,30 +147,6 @@ def test_a_strided_destination_gets_them_too(portion: int) -> None:
     assert same(gathered(caches), bench.values)
 
 
-@pytest.mark.parametrize(
-    ("chunk", "largest"),
-    [(1, LAYER_BYTES), (2 * LAYER_BYTES, 2 * LAYER_BYTES), (10 * PAGE_BYTES, PAGE_BYTES)],
-    ids=["a layer at least", "a chunk", "a record at most"],
-)
-def test_what_lies_beside_a_strided_destination_is_a_chunk_or_a_layer(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, largest: int
-) -> None:
-    monkeypatch.setattr(limits, "CHUNK_BYTES", chunk)
-    rooms: list[int] = []
-
-    class Noting(BytesPayload):
-        def read_into(self, view: memoryview) -> int:
-            rooms.append(view.nbytes)
-            return super().read_into(view)
-
-    caches, paged = nhd()
-    bench = Bench(paged)
-    for item in range(BLOCKS):
-        bench.send(item, 0, LAYERS, Noting(bench.data(item, 0, LAYERS)))
-    assert max(rooms) == largest
-    assert same(gathered(caches), bench.values)
-
-
 def test_what_does_not_verify_counts_for_nothing_in_a_strided_destination() -> None:
     _, paged = nhd()
     bench = Bench(paged)
@@ -180,16 +156,14 @@ def test_what_does_not_verify_counts_for_nothing_in_a_strided_destination() -> N
     assert list(bench.ranges.corrupt) == [0] and bench.so_far().nbytes == 0
 
 
-def test_a_chunk_that_does_not_verify_counts_for_nothing_and_the_rest_for_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(limits, "CHUNK_BYTES", LAYER_BYTES)
+def test_a_record_that_does_not_verify_counts_for_nothing_and_the_next_for_itself() -> None:
     bench = Bench(room(BLOCKS))
-    changed = bytearray(bench.data(0, 0, LAYERS))
-    changed[LAYER_BYTES] ^= 1  # the first byte of the second layer
-    bench.send(0, 0, LAYERS, Portions(memoryview(changed), PAGE_BYTES))
+    changed = bytearray(bench.data(0, 0, 1))
+    changed[0] ^= 1
+    bench.send(0, 0, 1, Portions(memoryview(changed), PAGE_BYTES))
+    bench.send(0, 1, LAYERS - 1)
     assert bench.so_far().nbytes == (LAYERS - 1) * LAYER_BYTES
-    assert [(rest.want.layer_start, rest.want.layer_stop) for rest in bench.ranges.left(0)] == [(1, 2)]
+    assert [(rest.want.layer_start, rest.want.layer_stop) for rest in bench.ranges.left(0)] == [(0, 1)]
 
 
 @pytest.mark.parametrize("codec_id", [codec.RAW + 1, 0xFFFF])
@@ -207,11 +181,9 @@ def test_layers_that_were_not_asked_for_are_refused_and_written_nowhere() -> Non
     bench = Bench(into)
     some: Piece = bench.pieces[0].cut(0, 2)
     sink = bench.new_sink(ReadRanges([some], now=0, deadline_ns=NEVER))
-    with pytest.raises(ProtocolError, match="layers up to 3 of a page arrived, but only 2"):
+    with pytest.raises(ProtocolError, match="layers 0 to 3, which are not within 0 to 2"):
         bench.send(0, 0, LAYERS, sink=sink)
     bench.send(0, 0, 2, sink=sink)
-    with pytest.raises(ProtocolError, match="layer 0 of a page arrived, expected layer 2"):
-        bench.send(0, 0, 2, sink=sink)
     assert same(into[0, :2], bench.values[0, :2]) and unwritten(into[0, 2:])
 
 
@@ -275,33 +247,10 @@ def test_what_was_given_to_others_is_not_taken_any_more() -> None:
     into = room(BLOCKS)
     bench = Bench(into)
     bench.ranges.stop([1])
-    payload = Portions(bench.data(1, 0, LAYERS), PAGE_BYTES)
-    bench.send(1, 0, LAYERS, payload)
-    assert payload._data.nbytes == PAGE_BYTES, "it is left for the transport to skip"
+    bench.send(1, 0, LAYERS)
     assert unwritten(into)
     bench.send(0, 0, LAYERS)
     assert same(into[0], bench.values[0]) and unwritten(into[1:])
-
-
-def test_to_stop_an_exchange_waits_for_the_chunk_in_hand_and_for_no_more() -> None:
-    hold, stopping = Hold(), threading.Event()
-    bench = Bench(room(BLOCKS))
-
-    def left_when_stopped() -> list[Piece]:
-        stopping.set()
-        bench.ranges.stop()
-        return bench.ranges.left(0)
-
-    with ThreadPoolExecutor(2) as pool:
-        taking = pool.submit(bench.send, 0, 0, LAYERS, Portions(bench.data(0, 0, LAYERS), PAGE_BYTES, hold))
-        hold.wait_reached()
-        assert bench.ranges.gate.locked()
-        left = pool.submit(left_when_stopped)
-        assert stopping.wait(BOUND_S)
-        hold.let_go()
-        assert left.result(BOUND_S) == [], "the chunk in progress was verified, and counts"
-        taking.result(BOUND_S)
-    assert bench.so_far().nbytes == PAGE_BYTES
 
 
 @pytest.mark.parametrize("strided", [False, True])
