@@ -316,18 +316,6 @@ void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) 
     }
 }
 
-void BatchRun::run_now(const Kernels& kernels, const Records& records, u8* pages, std::size_t page_bytes) {
-    batch_.records = records;
-    batch_.pages = pages;
-    batch_.page_bytes = page_bytes;
-    past_caches_ = false;
-    able_ = true;
-    refusal_.clear();
-    for (std::size_t at = 0; at < records.count && refusal_.empty(); at++) check_record(at);
-    if (refusal_.empty() && !able_) refusal_ = "layers that are too short, or heads of which only some are stored";
-    if (refusal_.empty()) run(kernels, 0, records.count);
-}
-
 std::uint8_t BatchRun::load(const Kernels& kernels, const Place& place) {
     const std::size_t planes = place.geometry.planes.size(), nbytes = place.page_layer_bytes;
     const bool whole = place.fills == place.heads;
@@ -371,19 +359,19 @@ void BatchRun::store(const Kernels& kernels, const Place& place) {
     const bool rows_are_runs = std::all_of(place.geometry.planes.begin(), place.geometry.planes.end(),
                                            [](const Plane& plane) { return plane.elements == 1; });
     u64* const sums = batch_.records.sums + batch_.records.sum_starts[place.at];
+    const bool past_caches = batch_.pages != nullptr;  // the stage of a stream is sent at once
     for (std::size_t layer = 0; layer < place.count; layer++) {
         const Rows* const rows = rows_.data() + layer * planes;
         u8* const page = place.page + layer * nbytes;
         const u64 seed = seed_of(batch_.identities[place.at], place.first + layer, nbytes);
         const Layers one{1, nbytes, seed, 0};
         const std::size_t step = rows_are_runs ? step_of(rows, planes) : 0;
-        const auto copy_sums = past_caches_ ? kernels.copy_sums : kernels.stage_sums;
+        const auto copy_sums = past_caches ? kernels.copy_sums : kernels.stage_sums;
         if (rows_are_runs && one_run(rows, planes)) {
             copy_sums(page, rows->base, one, sums + layer);
         } else if (step) {
-            const bool past_caches =
-                past_caches_ && (reinterpret_cast<std::uintptr_t>(page) | nbytes) % kernels.align == 0;
-            sums[layer] = kernels.gather(page, rows, nbytes, step, seed, past_caches);
+            const bool streaming = past_caches && (reinterpret_cast<std::uintptr_t>(page) | nbytes) % kernels.align == 0;
+            sums[layer] = kernels.gather(page, rows, nbytes, step, seed, streaming);
         } else {
             stage_.resize(std::max(stage_.size(), nbytes));
             move_elements(place, layer, stage_.data(), true);

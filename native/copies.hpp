@@ -64,7 +64,7 @@ struct Coded {
 
 struct Batch {
     bool load;
-    std::uint8_t* pages;     // offsets count from here
+    std::uint8_t* pages;     // offsets count from here; null if they are addresses, of private memory
     std::size_t page_bytes;  // how many there are
     std::vector<const Geometry*> geometries;  // by group; null if the group is not moved
     Items items;
@@ -90,10 +90,6 @@ class BatchRun {
     bool able() const { return able_; }
     void run(const Kernels& kernels, std::size_t start, std::size_t stop);
 
-    // Checks these records and carries them out, with offsets from `pages`, in the place of those of the batch. A store
-    // goes through the caches, for bytes that are sent at once. Nothing is moved if that leaves a refusal.
-    void run_now(const Kernels& kernels, const Records& records, std::uint8_t* pages, std::size_t page_bytes);
-
   private:
     struct Place;  // of one record
 
@@ -110,7 +106,6 @@ class BatchRun {
     Batch batch_;
     std::string refusal_;
     bool able_ = true;
-    bool past_caches_ = true;
     std::vector<Rows> rows_;  // of the record under way, and of what is prefetched after it
     std::vector<std::uint8_t> stage_, decoded_;
     std::vector<float> scratch_;

@@ -169,67 +169,6 @@ class Copies {
     std::unique_ptr<BatchRun> run_;
 };
 
-// One record at a time between rows and bytes of the caller, for paths that know where bytes lie only when they come.
-class BlockCopier {
-  public:
-    BlockCopier(bool load, const nb::tuple& geometries, const nb::tuple& items, const nb::list& coded) {
-        Batch batch{};
-        batch.load = load;
-        batch.geometries = geometries_of(geometries, geometries_, columns_);
-        batch.items = items_of(items, columns_);
-        batch.coded = coded_of(coded);
-        batch.identities = &identity_;
-        batch.status = &status_;
-        batch.cancel = &cancel_;
-        dropped_.resize(batch.items.count);
-        batch.dropped = dropped_.data();
-        batch.deadline_ns = std::numeric_limits<std::int64_t>::max();
-        batch.most_record_bytes = std::numeric_limits<std::size_t>::max();
-        run_ = std::make_unique<BatchRun>(batch);
-        if (!run_->refusal().empty()) throw std::invalid_argument(run_->refusal());
-    }
-
-    bool load(std::uint32_t item, std::uint32_t layer, std::uint64_t codec, std::uint64_t identity,
-              const nb::typed<nb::tuple, int, nb::ellipsis>& sums, nb::handle data) {
-        sums_.clear();
-        for (const nb::handle sum : sums) sums_.push_back(nb::cast<std::uint64_t>(sum));
-        move(item, layer, codec, identity, Bytes(data, false));
-        return status_ == kDone;
-    }
-
-    nb::tuple store(std::uint32_t item, std::uint32_t layer, std::uint32_t layers, std::uint64_t identity, nb::handle into) {
-        sums_.assign(layers, 0);
-        move(item, layer, kRawCodec, identity, Bytes(into, true));
-        nb::list all;
-        for (const std::uint64_t sum : sums_) all.append(sum);
-        return nb::tuple(all);
-    }
-
-  private:
-    void move(std::uint32_t item, std::uint32_t layer, std::uint64_t codec, std::uint64_t identity, const Bytes& bytes) {
-        const std::uint32_t count = static_cast<std::uint32_t>(sums_.size()), first = 0;
-        const std::uint64_t offset = 0, nbytes = bytes.size();
-        identity_ = identity;
-        status_ = kPending;
-        const Records record{1, &item, &layer, &count, &offset, &nbytes, &codec, &first, sums_.data(), sums_.size()};
-        const Kernels& here = *kernels();
-        {
-            nb::gil_scoped_release others_run;
-            run_->run_now(here, record, bytes.data(), bytes.size());
-        }
-        if (!run_->refusal().empty()) throw std::invalid_argument(run_->refusal());
-    }
-
-    Columns columns_;
-    std::vector<Geometry> geometries_;
-    std::vector<std::uint64_t> sums_;
-    std::vector<std::uint8_t> dropped_;
-    std::uint64_t identity_ = 0;
-    std::uint32_t cancel_ = 0;
-    std::uint8_t status_ = kPending;
-    std::unique_ptr<BatchRun> run_;
-};
-
 }  // namespace
 
 void bind_copies(nb::module_& m) {
@@ -241,13 +180,6 @@ void bind_copies(nb::module_& m) {
              nb::arg("deadline_ns"), nb::arg("most_record_bytes"))
         .def_prop_ro("able", &Copies::able)
         .def("run", &Copies::run, nb::arg("start"), nb::arg("stop"));
-    nb::class_<BlockCopier>(m, "BlockCopier")
-        .def(nb::init<bool, const nb::tuple&, const nb::tuple&, const nb::list&>(), nb::arg("load"), nb::arg("geometries"),
-             nb::arg("items"), nb::arg("coded"))
-        .def("load", &BlockCopier::load, nb::arg("item"), nb::arg("layer"), nb::arg("codec"), nb::arg("identity"),
-             nb::arg("sums"), nb::arg("data"))
-        .def("store", &BlockCopier::store, nb::arg("item"), nb::arg("layer"), nb::arg("layers"), nb::arg("identity"),
-             nb::arg("into"));
 }
 
 }  // namespace kvc

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvcluster.client.batch_copies import BatchCopies
@@ -20,17 +19,17 @@ from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import NewPage
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages import checksum, native, native_copies
+from kvcluster.pages import checksum
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
-from kvcluster.pages.staging import Staging
+from kvcluster.pages.region import address_of
 from kvcluster.transport.base import Cancelled, Deadline
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 
 if TYPE_CHECKING:
-    from kvcluster.pages import _native
+    pass
 
 _SOURCE = HostMemory()
 _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
@@ -53,14 +52,12 @@ class StoreSource:
         self._spec = spec
         self._namespace = namespace
         self._pages = pages
-        self._numbers = blocks
         self._memory = memory
         self._deadline = deadline
         self._on_drained = on_drained
+        self._items = _items(pages, blocks, memory)
         self._gate = threading.Lock()
         self._cancel = array("I", [0])
-        self._staging = Staging()
-        self._identity = (-1, 0)  # of the last item, since its layers are read one after the other
         self.nbytes = 0
         self.taken: dict[int, None] = {}  # the items of which anything was read
 
@@ -88,7 +85,7 @@ class StoreSource:
             _SOURCE,
             target,
             records,
-            _items(self._pages, self._numbers, self._memory),
+            self._items,
             self._identities(records),
             bytearray(len(records)),
             self._cancel,
@@ -115,49 +112,12 @@ class StoreSource:
         keys = [self._pages[item].key for item in records.items]
         return checksum.identities(self._namespace, keys, records.codecs)
 
-    # ------------------------------------------------------------------------------------ single records
-
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        """As PageSource."""
-        with self._gate:
-            if self._blocks is None or self.layer_bytes(item) < native.LEAST_LAYER_BYTES:
-                data = self._get(item, layer, layers)
-                return checksum.layer_sums(self._identity[1], layer, layers, data), data
-            self._take(item)
-            gathered = self._staging.room(layers * self.layer_bytes(item))
-            sums = self._blocks.store(item, layer, layers, self._identity[1], gathered)
-            self.nbytes += gathered.nbytes
-            return sums, gathered.toreadonly()
-
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        """As PageSource."""
-        with self._gate:
-            data = self._get(item, layer, layers)
-            return checksum.copy_sums(self._identity[1], layer, layers, into, data)
-
-    @cached_property
-    def _blocks(self) -> _native.BlockCopier | None:
-        """What gathers layers in native code; None where they need not be gathered."""
-        geometries = self._memory.geometries()
-        if all(geometry is None or geometry.page_layout for geometry in geometries):
-            return None
-        return native_copies.block_copier(CopyDirection.STORE, _items(self._pages, self._numbers, self._memory))
-
-    def _get(self, item: int, layer: int, layers: int) -> memoryview:
-        """Returns the bytes of some layers. Called under the gate."""
-        self._take(item)
-        key = self._pages[item].key
-        first = key.part.layer_start + layer
-        data = self._memory.get(self._numbers[item], key.group, first, first + layers, self._staging)
-        self.nbytes += data.nbytes
-        return data
-
-    def _take(self, item: int) -> None:
-        """Begins to read some layers of an item."""
-        self._check()
-        self.taken[item] = None
-        if self._identity[0] != item:
-            self._identity = item, checksum.identity(self._namespace, self._pages[item].key, RAW)
+        """As PageSource, for transports that know nothing of batches: a batch of one record."""
+        records = CopyRecords()
+        records.add(item, layer, address_of(into), into.nbytes, RAW, [0] * layers)
+        self.copies(records, HostMemory(), into).run(0, 1)
+        return records.sums_of(0)
 
     def _check(self) -> None:
         if self._cancel[0]:

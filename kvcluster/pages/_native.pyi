@@ -77,22 +77,3 @@ class Copies:
 
     def run(self, start: int, stop: int) -> None:
         """Carries out the pending records from `start` to `stop`; other threads run meanwhile."""
-
-class BlockCopier:
-    """Copies single records between the rows of blocks and bytes of the caller. Columns and geometries as in Copies."""
-
-    def __init__(
-        self,
-        load: bool,
-        geometries: tuple[tuple[object, ...] | None, ...],
-        items: tuple[Buffer, ...],
-        coded: list[tuple[int, int, int, object]],
-    ) -> None:
-        """For loads or for stores. ValueError says which item contradicts."""
-
-    def load(self, item: int, layer: int, codec: int, identity: int, sums: tuple[int, ...], data: Buffer) -> bool:
-        """Writes len(sums) layers of the item, from its page's layer `layer` on, to where they belong. False if they do
-        not match their sums; then some of them may have been written. ValueError says what does not fit."""
-
-    def store(self, item: int, layer: int, layers: int, identity: int, into: Buffer) -> tuple[int, ...]:
-        """Gathers those layers of the item into `into`, and returns their sums. ValueError as in `load`."""

@@ -25,8 +25,6 @@ class Kernels(Protocol):
 
     Copies: type[kernels.Copies]
 
-    BlockCopier: type[kernels.BlockCopier]
-
     def choose(self, name: str) -> None: ...
 
     def chosen(self) -> str: ...

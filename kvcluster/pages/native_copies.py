@@ -57,18 +57,6 @@ class NativeCopies:
         return partial(_run, copies, batch) if copies.able else None
 
 
-def block_copier(direction: CopyDirection, items: CopyItems) -> kernels.BlockCopier | None:
-    """Returns what copies single records of these items, or None if there is no native core or the memory is read-only.
-    Used by one thread. `items` must stay as they are, and the caller keeps the memory alive."""
-    if native.KERNELS is None or _read_only(items):
-        return None
-    loads = direction is CopyDirection.LOAD
-    kinds = {(group, stop - start) for group, _, _, _, start, stop, _, _ in zip(*items.columns(), strict=True)}
-    known = [codec_id for codec_id in (Codec.Q8, Codec.Q4) if loads and codec.check_codec(codec_id) is None]
-    coders = [_coder(items, codec_id, *kind) for codec_id in known for kind in sorted(kinds)]
-    return native.KERNELS.BlockCopier(loads, _geometries(items), items.columns(), coders)
-
-
 def _read_only(items: CopyItems) -> bool:
     """Whether the memory of any item is read-only, so that its addresses are unknown."""
     unknown = {group for group, geometry in enumerate(items.geometries) if geometry is None}

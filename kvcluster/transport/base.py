@@ -131,7 +131,7 @@ class PageSink(Protocol):
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
         """Takes `len(sums)` layers of `wants[item]`, from its page's layer `layer` on. The sink reads them into its own
         memory, and verifies them there and not before: until it has read them, other processes may change them. The
-        transport skips what the sink leaves unread."""
+        transport skips what the sink leaves unread. They are at most limits.RECORD_BYTES, or one layer."""
 
 
 class PageSource(Protocol):
@@ -140,13 +140,10 @@ class PageSource(Protocol):
     def layer_bytes(self, item: int) -> int:
         """Returns the bytes of one layer of page `item`."""
 
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        """Returns checksums and bytes of `layers` layers of page `item`, from its layer `layer` on. The bytes stay
-        valid until the next call."""
-
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        """As `send`, but copies the bytes into memory of the transport. The checksums are of the source's own bytes,
-        computed while copying has them in the CPU cache."""
+        """Copies `layers` layers of page `item`, from its layer `layer` on, into memory of the transport. Returns their
+        checksums, computed while copying has them in the CPU cache. They are at most limits.RECORD_BYTES, or one
+        layer."""
 
     def drained(self) -> None:
         """Nothing more will be read: the memory behind the source may be overwritten."""

@@ -75,20 +75,25 @@ def granted_records(wants: Sequence[PageWant], places: Places) -> CopyRecords:
 def arrived_records(heads: Sequence[RecordHead], address: int, room: int = limits.MESSAGE_BYTES) -> CopyRecords:
     """Returns the records that these headers announce. Their bytes arrive one after the other in memory at `address`:
     those of each of `slices(room)` begin there again."""
-    nbytes, counts = array("Q", [head.nbytes for head in heads]), [len(head.sums) for head in heads]
+    counts = [len(head.sums) for head in heads]
     records = CopyRecords(
         array("I", [head.item for head in heads]),
         array("I", [head.layer for head in heads]),
         array("I", counts),
-        array("Q"),
-        nbytes,
+        array("Q", bytes(8 * len(heads))),
+        array("Q", [head.nbytes for head in heads]),
         array("Q", [head.codec for head in heads]),
         array("I", [0, *accumulate(counts)][:-1]),
         array("Q", [layer_sum for head in heads for layer_sum in head.sums]),
     )
-    for start, stop in records.slices(room):
-        records.offsets.extend(accumulate(nbytes[start : stop - 1], initial=address))
+    lay_out(records, address, room)
     return records
+
+
+def lay_out(records: CopyRecords, address: int, room: int) -> None:
+    """Places these records one after the other at `address`: those of each of `slices(room)` begin there again."""
+    for start, stop in records.slices(room):
+        records.offsets[start:stop] = array("Q", accumulate(records.nbytes[start : stop - 1], initial=address))
 
 
 def reserved_records(pages: Sequence[NewPage], places: Places) -> CopyRecords:

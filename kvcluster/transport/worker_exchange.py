@@ -10,37 +10,36 @@ from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
-from kvcluster.pages import codec
+from kvcluster.pages.codec import RAW
+from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.region import address_of
+from kvcluster.pages.staging import Staging
 from kvcluster.transport.base import PageSource
+from kvcluster.transport.exchange_copies import lay_out, open_store, reserved_records
 from kvcluster.wire.frames import Record, RecordHead
+from kvcluster.wire.shm_frames import Places
 
 
 def outgoing_records(
     request: WriteRequest, outcome: Sequence[Written | None], source: PageSource
 ) -> Iterator[list[Record]]:
-    """Yields the layers of every page of a store that the shard takes, in batches of about FRAME_BYTES.
-
-    A source's bytes are valid only until its next call, so records that share a frame with later ones are copied. These
-    are small, and one frame for each would cost far more.
-    """
-    batch: list[Record] = []
-    room = limits.FRAME_BYTES
-    for item, (page, refused) in enumerate(zip(request.pages, outcome, strict=True)):
-        if refused is not None:
-            continue
-        layers, layer_bytes = page.key.part.layers, source.layer_bytes(item)
-        layer = 0
-        while layer < layers:
-            count = min(layers - layer, max(1, room // layer_bytes))
-            sums, data = source.send(item, layer, count)
-            layer += count
-            room -= data.nbytes
-            full = room < layer_bytes
-            batch.append(Record(item, layer - count, codec.RAW, tuple(sums), data if full else memoryview(bytes(data))))
-            if full:
-                yield batch
-                batch, room = [], limits.FRAME_BYTES
-    if batch:
+    """Yields the layers of every page of a store that the shard takes, in batches of about FRAME_BYTES. The records are
+    views of one stage, and are valid until the next batch."""
+    items = [item for item, refused in enumerate(outcome) if refused is None]
+    if not items:
+        return
+    layer_bytes = [source.layer_bytes(item) for item in items]
+    records = reserved_records(request.pages, Places(items, [0] * len(items), layer_bytes))
+    room = max(limits.FRAME_BYTES, *layer_bytes)
+    stage = Staging().room(min(room, sum(records.nbytes)))
+    lay_out(records, address_of(stage), room)
+    copies = open_store(source, records, HostMemory(), stage)
+    for start, stop in records.slices(room):
+        copies.run(start, stop)
+        batch, end = [], 0
+        for at in range(start, stop):
+            begin, end = end, end + records.nbytes[at]
+            batch.append(Record(records.items[at], records.layers[at], RAW, records.sums_of(at), stage[begin:end]))
         yield batch
 
 

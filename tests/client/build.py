@@ -226,10 +226,6 @@ class _Source:
     def layer_bytes(self, item: int) -> int:
         return self._inner.layer_bytes(item)
 
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        self._steps.send()
-        return self._inner.send(item, layer, layers)
-
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         self._steps.send()
         return self._inner.copy(item, layer, layers, into)

@@ -51,8 +51,10 @@ class Reserved:
 
     def single(self, item: int) -> tuple[list[int], bytes]:
         """The sums and bytes of a page by single records."""
-        sums, data = self.source.send(item, 0, LAYERS)
-        return list(sums), bytes(data)
+        page, sums = memoryview(bytearray(PAGE_BYTES)), []
+        for layer in range(LAYERS):
+            sums += self.source.copy(item, layer, 1, page[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES])
+        return sums, bytes(page)
 
 
 @pytest.fixture(params=[1, 2, LAYERS])

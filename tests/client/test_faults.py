@@ -430,12 +430,6 @@ class SpoiledSource:
     def layer_bytes(self, item: int) -> int:
         return self._inner.layer_bytes(item)
 
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        sums, data = self._inner.send(item, layer, layers)
-        changed = bytearray(data)
-        changed[-1] ^= item == 0
-        return sums, memoryview(changed)
-
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         sums = self._inner.copy(item, layer, layers, into)
         into[-1] ^= item == 0

@@ -128,16 +128,11 @@ class Content:
     def layer_bytes(self, item: int) -> int:
         return PAGE_BYTES // SPEC.whole(0).layers
 
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
+    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         number, step = self._numbers[item], self.layer_bytes(item)
         data = memoryview(content(number))[layer * step : (layer + layers) * step]
         identity = checksum.identity(NamespaceId(SPACE), new_page(number).key, codec.RAW)
-        return checksum.layer_sums(identity, layer, layers, data), data
-
-    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        sums, data = self.send(item, layer, layers)
-        into[:] = data
-        return sums
+        return checksum.copy_sums(identity, layer, layers, into, data)
 
     def drained(self) -> None:
         """Returns a new one each time."""

@@ -155,10 +155,6 @@ class _FrailSource:
     def layer_bytes(self, item: int) -> int:
         return self._source.layer_bytes(item)
 
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        self._pass_on()
-        return self._source.send(item, layer, layers)
-
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         self._pass_on()
         return self._source.copy(item, layer, layers, into)

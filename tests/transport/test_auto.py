@@ -389,11 +389,11 @@ def test_what_breaks_since_it_was_closed_goes_on_nowhere(world: World, stored: C
 # -------------------------------------------------------------------------------- a store whose path breaks
 
 
-def written(ways: Ways, content: Content, before_send: Callable[[], object] = lambda: None) -> list[Written]:
+def written(ways: Ways, content: Content, before_copy: Callable[[], object] = lambda: None) -> list[Written]:
     """Stores all of it by the choice. The source was drained once, at the end."""
     ways.choice.attach(content.spec, soon())
     request = content.write_request()
-    source = ContentSource(content, request, before_send)
+    source = ContentSource(content, request, before_copy)
     outcome = ways.choice.write(request, source, soon())
     assert source.drained_calls == 1
     return outcome

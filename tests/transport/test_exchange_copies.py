@@ -153,9 +153,6 @@ class Given:
     def layer_bytes(self, item: int) -> int:
         return self._layer_bytes
 
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        raise AssertionError("what lies in memory is copied there")
-
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         self.asked.append((item, layer, layers))
         into[:] = bytes([item]) * into.nbytes

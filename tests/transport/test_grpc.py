@@ -164,8 +164,9 @@ NONSENSE = [
 
 def whole_page(content: Content, item: int) -> bytes:
     """A message with all layers of a page, as its writer sends it."""
-    layers = content.keys[item].part.layers
-    sums, data = ContentSource(content, content.write_request()).send(item, 0, layers)
+    key, page = content.keys[item], bytearray(content.spec.page_bytes(0, content.keys[item].part))
+    layers, data = key.part.layers, memoryview(page)
+    sums = ContentSource(content, content.write_request()).copy(item, 0, layers, data)
     return frames.pack([Record(item, 0, codec.RAW, tuple(sums), data)])
 
 

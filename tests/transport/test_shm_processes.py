@@ -155,7 +155,7 @@ def store_and_fork(address: str, epoch: int) -> None:
     request = content.write_request()
 
     def fork() -> None:
-        if len(source.sent) == 5:
+        if len(source.copied) == 5:
             child = os.fork()
             if not child:
                 sys.stdin.read()
@@ -195,7 +195,7 @@ def fork_within_exchanges(address: str, epoch: int) -> None:
         return "loaded"
 
     def fork() -> None:
-        if len(source.sent) == 5 and not os.fork():
+        if len(source.copied) == 5 and not os.fork():
             raise ZeroDivisionError
 
     writing = content.write_request()

@@ -83,52 +83,38 @@ def block(number: int) -> BlockHash:
 class ContentSource:
     """Sends a request's pages from one buffer, which every further call overwrites: the receiver must not keep views.
 
-    `before_send` is called before every piece. The checksums of the items in `lies_about` are wrong.
+    `before_copy` is called before every piece. The checksums of the items in `lies_about` are wrong.
     """
 
     def __init__(
         self,
         content: Content,
         request: WriteRequest,
-        before_send: Callable[[], object] = lambda: None,
+        before_copy: Callable[[], object] = lambda: None,
         *,
         lies_about: Sequence[int] = (),
     ) -> None:
         self._content = content
         self._keys = [page.key for page in request.pages]
-        self._before_send = before_send
-        self._buffer = bytearray(max([content.spec.page_bytes(key.group, key.part) for key in self._keys], default=0))
+        self._before_copy = before_copy
         self._lies_about = lies_about
-        self.sent: list[int] = []  # the item of each piece
+        self.copied: list[int] = []  # the item of each piece
         self.drained_calls = 0
 
     def layer_bytes(self, item: int) -> int:
         key = self._keys[item]
         return self._content.spec.layer_bytes(key.group, key.part)
 
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        self._before_send()
-        self.sent.append(item)
-        key = self._keys[item]
-        data = b"".join(self._content.layers[key][layer : layer + layers])
-        self.spoil()
-        self._buffer[: len(data)] = data
-        view = memoryview(self._buffer)[: len(data)]
-        sums = checksum.layer_sums(checksum.identity(self._content.namespace, key, codec.RAW), layer, layers, view)
-        return [layer_sum ^ (item in self._lies_about) for layer_sum in sums], view
-
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        sums, view = self.send(item, layer, layers)
-        into[:] = view
-        return sums
+        self._before_copy()
+        self.copied.append(item)
+        key = self._keys[item]
+        into[:] = b"".join(self._content.layers[key][layer : layer + layers])
+        sums = checksum.layer_sums(checksum.identity(self._content.namespace, key, codec.RAW), layer, layers, into)
+        return [layer_sum ^ (item in self._lies_about) for layer_sum in sums]
 
     def drained(self) -> None:
         self.drained_calls += 1
-        self.spoil()
-
-    def spoil(self) -> None:
-        """Overwrites the buffer: views handed out before are not valid any more."""
-        self._buffer[:] = bytes(len(self._buffer))
 
 
 class ContentSink:
@@ -219,7 +205,7 @@ def load(transport: Transport, content: Content, wants: Sequence[PageWant] | Non
 def write(
     transport: Transport,
     content: Content,
-    before_send: Callable[[], object] = lambda: None,
+    before_copy: Callable[[], object] = lambda: None,
     *,
     wait_ns: int = 0,
     deadline: Deadline | None = None,
@@ -227,7 +213,7 @@ def write(
     """Attaches and stores all pages; returns the outcome."""
     transport.attach(content.spec, soon())
     request = content.write_request(wait_ns=wait_ns)
-    return transport.write(request, ContentSource(content, request, before_send), deadline or soon())
+    return transport.write(request, ContentSource(content, request, before_copy), deadline or soon())
 
 
 def store(transport: Transport, content: Content) -> None:

@@ -106,7 +106,7 @@ class MovingClaims:
         request = content.write_request()
         source = ContentSource(content, request)
         transport.write(request, source, soon())
-        assert source.sent == sorted(source.sent)
+        assert source.copied == sorted(source.copied)
         assert source.drained_calls == 1
 
     def test_readers_at_the_same_time_get_the_same(self, world: World) -> None:
@@ -177,7 +177,7 @@ class MovingClaims:
         source = ContentSource(everything, request)
         outcome = transport.write(request, source, soon())
         assert outcome == [COMMITTED, DUPLICATE, DUPLICATE, PENDING, PENDING, COMMITTED]
-        assert sorted(set(source.sent)) == [0, 5], "only what was granted is moved"
+        assert sorted(set(source.copied)) == [0, 5], "only what was granted is moved"
         pause.release()
         assert under_way.result(BOUND_S) == [COMMITTED] * 2
 

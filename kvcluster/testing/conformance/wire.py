@@ -86,7 +86,7 @@ def store_half(client: type[DataPath], address: str, token: str, epoch: int) -> 
     request = content.write_request()
 
     def wait_half_way() -> None:
-        if len(source.sent) == 3:
+        if len(source.copied) == 3:
             os.write(sys.stdout.fileno(), b"half-way\n")
             threading.Event().wait(BOUND_S)
 
