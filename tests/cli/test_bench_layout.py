@@ -44,6 +44,19 @@ def test_what_is_gathered_is_what_was_scattered(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_some_of_the_blocks_can_be_scattered_and_gathered_from_a_number_on(layout: str) -> None:
+    memory = EngineMemory(layout, page_shape(SMALL), PAGES)
+    pages, page_bytes = random_pages(), SMALL.page_bytes(0, SMALL.whole(0))
+    for first, stop in ((3, 5), (0, 3)):
+        memory.into.scatter(pages[first * page_bytes : stop * page_bytes], first)
+    whole, middle = memoryview(bytearray(len(pages))), memoryview(bytearray(2 * page_bytes))
+    memory.into.gather(whole)
+    memory.into.gather(middle, 1)
+    assert whole == pages
+    assert middle == pages[page_bytes : 3 * page_bytes]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_halves_are_the_same_only_if_every_byte_is(layout: str) -> None:
     memory = EngineMemory(layout, page_shape(SMALL), PAGES)
     pages = random_pages()

@@ -13,7 +13,7 @@ are in order. This module imports only torch and the standard library: the envir
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -77,21 +77,21 @@ class Blocks:
         self._index = torch.tensor(ids)
         self._in_order = list(ids) == list(range(cached))
 
-    def scatter(self, pages: memoryview) -> None:
-        """Copies contiguous pages into the blocks."""
-        for slab, page_rows in zip(self._slabs, self._rows_of(pages), strict=True):
+    def scatter(self, pages: memoryview | torch.Tensor, first: int = 0) -> None:
+        """Copies contiguous pages into the blocks, or into as many of them from number `first` on."""
+        for slab, page_rows, part in self._rows_of(pages, first):
             if self._in_order:
-                slab.copy_(page_rows)
+                slab[:, part].copy_(page_rows)
             else:
-                slab.index_copy_(1, self._index, page_rows)
+                slab.index_copy_(1, self._index[part], page_rows)
 
-    def gather(self, pages: memoryview) -> None:
-        """Copies the blocks into contiguous pages."""
-        for slab, page_rows in zip(self._slabs, self._rows_of(pages), strict=True):
+    def gather(self, pages: memoryview | torch.Tensor, first: int = 0) -> None:
+        """Copies the blocks into contiguous pages, or as many of them from number `first` on."""
+        for slab, page_rows, part in self._rows_of(pages, first):
             if self._in_order:
-                page_rows.copy_(slab)
+                page_rows.copy_(slab[:, part])
             else:
-                torch.index_select(slab, 1, self._index, out=page_rows)
+                torch.index_select(slab, 1, self._index[part], out=page_rows)
 
     def zero(self) -> None:
         """Zeroes the blocks."""
@@ -102,11 +102,16 @@ class Blocks:
         """Returns copies of the blocks' bytes, one tensor for each of `tensors`."""
         return [slab[:, self._index] for slab in self._slabs]
 
-    def _rows_of(self, pages: memoryview) -> Sequence[torch.Tensor]:
-        """Returns views of contiguous pages, one for each slab, in the slab's shape `[rows, blocks, values]`."""
+    def _rows_of(
+        self, pages: memoryview | torch.Tensor, first: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
+        """Yields each slab, a view of the pages in its shape `[rows, blocks, values]`, and the blocks' numbers."""
         rows, _, values = self._slabs[0].shape
-        words = torch.frombuffer(pages, dtype=torch.int64).view(len(self.ids), len(self._slabs), rows, values)
-        return words.permute(1, 2, 0, 3).unbind()
+        flat = pages if isinstance(pages, torch.Tensor) else torch.frombuffer(pages, dtype=torch.uint8)
+        words = flat.view(torch.int64).view(-1, len(self._slabs), rows, values)
+        part = slice(first, first + len(words))
+        for slab, page_rows in zip(self._slabs, words.permute(1, 2, 0, 3).unbind(), strict=True):
+            yield slab, page_rows, part
 
 
 def _tensors(count: int, size: Sequence[int]) -> list[torch.Tensor]:
