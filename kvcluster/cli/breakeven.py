@@ -2,8 +2,8 @@
 
 The bytes of a token come from the model's config.json, the prefill rate is given, and the paths are measured: random
 blocks of the model's own sizes are stored under a separate model name, loaded over each path in turn, and purged. A
-small load and a large one separate a path's fixed time from its rate. The verdict is computed by core/breakeven.py,
-as connectors do for each request.
+small load and a large one separate a path's fixed time from its rate. Loads are whole calls into paged caches, as an
+engine has them. The verdict is computed by core/breakeven.py, as connectors do for each request.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcluster.cli.argument_types import positive
 from kvcluster.cli.bench.report import table
 from kvcluster.cli.coordinator_args import add_coordinator_args, address_of
+from kvcluster.cli.extras import needs
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
-from kvcluster.client.layouts import Buffers
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven, LinkRate
@@ -33,6 +33,9 @@ from kvcluster.core.model_config import read_kv
 from kvcluster.core.spec import DTYPE_BYTES, Group, KVSpec
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
 from kvcluster.transport.base import Deadline
+
+if TYPE_CHECKING:
+    from kvcluster.cli.breakeven_memory import BreakevenMemory
 
 MODEL = "kvcluster-breakeven"
 """The model name of the stored blocks: always the same, so that purging leaves one tombstone and not one per run."""
@@ -173,8 +176,10 @@ def _group_text(group: Group) -> str:
 def measure(address: str, token: str | None, even: Breakeven, blocks: int, rounds: int) -> list[dict[str, Any]]:
     """Returns every path's figures, or why it has none. Paths take turns; figures are medians of `rounds` rounds.
     Raises KVClusterError if the cluster cannot be used."""
+    with needs("transformers", "torch"):
+        from kvcluster.cli.breakeven_memory import BreakevenMemory
     with ExitStack() as house:
-        content = _Content(even.spec, blocks)
+        content = BreakevenMemory(even.spec, blocks)
         paths: list[_Path] = []
         for name in TRANSPORTS:
             config = ClientConfig(deadline_ms=_DEADLINE_MS, transports=(name,))
@@ -194,7 +199,7 @@ def measure(address: str, token: str | None, even: Breakeven, blocks: int, round
 class _Path:
     """One path: a client that uses only this path, and the times of its loads."""
 
-    def __init__(self, name: str, client: Client, content: _Content) -> None:
+    def __init__(self, name: str, client: Client, content: BreakevenMemory) -> None:
         self._name = name
         self._client = client
         self._content = content
@@ -278,32 +283,6 @@ class _Path:
 
 class _Missed(Exception):
     """A block could not be stored or loaded over this path."""
-
-
-class _Content:
-    """Random blocks, and memory to load as many: buffers for each group of the spec."""
-
-    def __init__(self, spec: KVSpec, blocks: int) -> None:
-        self.blocks = blocks
-        self.tokens = range(blocks * spec.block_tokens)
-        self._spec = spec
-        sizes = [spec.page_bytes(group, spec.whole(group)) for group in range(len(spec.groups))]
-        self._pages = [[os.urandom(size) for _ in range(blocks)] for size in sizes]
-        self._room = [[bytearray(size) for _ in range(blocks)] for size in sizes]
-
-    def source(self, blocks: int) -> list[Buffers]:
-        return [Buffers(pages[:blocks]) for pages in self._pages]
-
-    def room(self, blocks: int) -> list[Buffers]:
-        return [Buffers(pages[:blocks]) for pages in self._room]
-
-    def check(self) -> None:
-        """Raises KVClusterError unless every loaded page is the page that was stored, or was never loaded (all
-        zero)."""
-        for pages, room in zip(self._pages, self._room, strict=True):
-            for page, loaded in zip(pages, room, strict=True):
-                if loaded not in (page, bytes(len(page))):
-                    raise KVClusterError("loaded bytes differ from the stored bytes: do not use this cluster")
 
 
 def _forget(client: Client) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from kvcluster.cli.bench.transfer import baselines, interleave, table, thresholds
-from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, BenchDriver, TransferPlan
+from kvcluster.cli.bench.specs import BY_PAGE_BYTES
+from kvcluster.cli.bench.transfer import baselines, end_to_end, interleave, table, thresholds
+from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, WHOLE, BenchDriver, TransferPlan
+from kvcluster.cli.bench.transfer.layout import LAYOUTS
 from kvcluster.cli.bench.transfer.measuring import peer_drivers
 from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, cpu_ns, peer_command
 from kvcluster.cli.bench.transfer.thresholds import KIB64, MIB2, verdicts
@@ -25,7 +27,8 @@ from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 OURS = ("shm", "tcp", "grpc")
-PEERS = ("redis", "lmcache", "mooncake", "nixl")
+ALL_LAYOUTS = (*LAYOUTS, "dense")
+PEERS = ("redis", "lmcache", "lmcache_shm", "mooncake", "nixl")
 HIDE = "import sys; sys.modules[{0!r}] = None; from kvcluster.cli.main import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -50,16 +53,20 @@ def test_every_path_loads_and_stores_what_is_compared(tmp_path: Path) -> None:
     figures = json.loads(done.stdout)
     assert figures["setting"].keys() >= {"python", "machine", "cores"}
     assert (figures["rounds"], figures["moved_bytes"], figures["left_out"]) == (1, 2**20, {})
-    expected = [*baselines.PATHS, *OURS, *(f"client {name}" for name in OURS)]
-    assert [(row["clients"], row["path"], row["operation"]) for row in figures["paths"]] == [
-        (clients, path, operation) for clients in (1, 2) for path in expected for operation in ("load", "store")
+    expected = [(path, "dense") for path in (*baselines.PATHS, *OURS)]
+    expected += [(f"client {name}", layout) for name in OURS for layout in ("nhd", "dense")]
+    assert [(row["clients"], row["path"], row["layout"], row["operation"]) for row in figures["paths"]] == [
+        (clients, *moved, operation) for clients in (1, 2) for moved in expected for operation in ("load", "store")
     ]
+    assert {row["tokens_per_s"] for row in figures["paths"]} == {None}, "64 KiB are only a part of a model's KV"
     assert {row["page_bytes"] for row in figures["paths"]} == {KIB64}
-    assert all(row[name] > 0 for row in figures["paths"] for name in ("gb_per_s", "gb_per_cpu_s", *interleave.RATIOS))
+    assert all(
+        row[name] > 0 for row in figures["paths"] for name in ("ms", "gb_per_s", "gb_per_cpu_s", *interleave.RATIOS)
+    )
     assert [row["path"] for row in figures["latencies"]] == ["raw TCP x1", *OURS]
     assert all(0 < row["p50_ms"] <= row["p99_ms"] for row in figures["latencies"])
     judged = {verdict["goal"]: verdict["met"] for verdict in figures["verdicts"]}
-    assert judged["shm load, 64 KiB: of memcpy"] is not None
+    assert judged["client shm load, 64 KiB, nhd: of memcpy"] is not None
     assert judged["tcp load, 2 MiB: of raw TCP with two streams"] is None, "2 MiB was not measured"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -68,7 +75,11 @@ def test_every_path_loads_and_stores_what_is_compared(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (["--paths", "carrier-pigeon"], "there is no path 'carrier-pigeon'; there is shm, tcp, grpc, lmcache, "),
-        (["--pages", "1KiB"], "--pages 1KiB: only 64KiB, 2MiB and 16MiB are measured"),
+        (["--layouts", "upside-down"], "there is no layout 'upside-down'; there is nhd, hnd, cpu, transformers, dense"),
+        (
+            ["--pages", "1KiB"],
+            "--pages 1KiB: only 64KiB, 2MiB, 16MiB and pages of llama-3-8b, llama-3-70b, deepseek-v3 ",
+        ),
         (["--moved", "much"], "--moved: 'much' is no size"),
         (["--plot", "no/such/folder/picture.png"], "cannot draw into no/such/folder/picture.png"),
     ],
@@ -139,10 +150,12 @@ def driver(tmp_path: Path) -> str:
     return str(file)
 
 
-def run(*drivers: BenchDriver, clients: Sequence[int] = (1,)) -> interleave.Figures:
+def run(
+    *drivers: BenchDriver, clients: Sequence[int] = (1,), layouts: Sequence[str] = ("dense",), page_bytes: int = KIB64
+) -> interleave.Figures:
     """One small page size, these drivers beside the floors."""
     floors = BenchDriver(baselines.__name__, FLOOR, baselines.PATHS)
-    return interleave.run(TransferPlan([floors, *drivers], [KIB64], clients, 1, 2**18, 20))
+    return interleave.run(TransferPlan([floors, *drivers], layouts, [page_bytes], clients, 1, 2**18, 20))
 
 
 def peer(file: str, path: str, *, level: str = PEER, rests: bool = False) -> BenchDriver:
@@ -173,6 +186,30 @@ def test_a_peer_that_would_work_while_it_waits_is_stopped_between_its_rounds(dri
         assert client.ask("describe", driver=baselines.__name__) == {"paths": baselines.PATHS, "rests": False}
 
 
+def test_a_peer_is_measured_in_every_layout_with_its_scatter_and_floors_are_dense(driver: str) -> None:
+    figures = run(peer(driver, "honest"), layouts=ALL_LAYOUTS)
+    assert figures.left_out == {}
+    rows = [(row["layout"], row["operation"]) for row in figures.paths if row["level"] == PEER]
+    assert rows == [(layout, operation) for layout in ALL_LAYOUTS for operation in ("load", "store")]
+    assert {row["layout"] for row in figures.paths if row["level"] == FLOOR} == {"dense"}
+
+
+def test_latent_kv_is_measured_only_in_layouts_that_engines_keep_it_in_and_in_tokens(driver: str) -> None:
+    (latent,) = [nbytes for nbytes, spec in BY_PAGE_BYTES.items() if spec.model == "deepseek-v3"]
+    figures = run(peer(driver, "honest"), layouts=ALL_LAYOUTS, page_bytes=latent)
+    rows = [row for row in figures.paths if row["level"] == PEER]
+    assert {row["layout"] for row in rows} == {"nhd", "hnd", "dense"}
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(row["gb_per_s"] * 1e9 / 70_272)
+
+
+@pytest.mark.parametrize("way", ["brings nothing", "brings a wrong byte"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_wrong_bytes_are_noticed_in_every_layout(driver: str, way: str, layout: str) -> None:
+    figures = run(peer(driver, way), layouts=(layout,))
+    assert figures.left_out == {way: "OSError: what was loaded is not what was stored"}
+
+
 def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
 
@@ -199,8 +236,12 @@ def test_every_driver_of_a_peer_says_what_it_offers_or_what_is_missing(name: str
     except ChildError as error:
         assert "No module named" in str(error) or "no redis-server" in str(error)
     else:
-        assert all(path.startswith(name) for driver in drivers for path in driver.paths)
-        assert all(about.keys() == {"over", "note"} for driver in drivers for about in driver.paths.values())
+        assert all(path.startswith(name.partition("_")[0]) for driver in drivers for path in driver.paths)
+        assert all(
+            {"over", "note"} <= about.keys() <= {"over", "note", "into"}
+            for driver in drivers
+            for about in driver.paths.values()
+        )
 
 
 def test_a_driver_that_cannot_be_read_is_missing_and_says_why(tmp_path: Path) -> None:
@@ -229,7 +270,16 @@ def test_a_process_that_has_gone_takes_no_more_time() -> None:
 
 
 def row(path: str, gb_per_s: float, *, page_bytes: int = MIB2, operation: str = "load", **more: Any) -> dict[str, Any]:
-    base = {"clients": 1, "level": TRANSPORT, "over": "memory", "gb_per_cpu_s": None, "note": "a test"}
+    base = {
+        "clients": 1,
+        "level": TRANSPORT,
+        "layout": "dense",
+        "ms": 10.0,
+        "tokens_per_s": None,
+        "over": "memory",
+        "gb_per_cpu_s": None,
+        "note": "a test",
+    }
     ratios = {"of_memcpy": 0.5, "of_checked_copy": 0.8, "of_raw_tcp_1": 1.5, "of_raw_tcp_2": 0.9}
     return {
         **base,
@@ -255,55 +305,90 @@ def test_a_goal_is_met_from_its_bound_on() -> None:
 def test_a_goal_without_its_figure_is_open() -> None:
     assert set(judged([]).values()) == {(None, None)}
     other_size = judged([row("shm", 2.0, page_bytes=16 * 2**20)])
-    assert other_size["shm load, 2 MiB: of memcpy"] == (None, None)
+    assert other_size["shm load, 2 MiB: of memcpy and one checksum pass"] == (None, None)
 
 
 def test_goals_are_about_one_client() -> None:
-    assert set(judged([row("shm", 9.0, clients=2), row("redis tcp", 1.0, clients=4, level=PEER)]).values()) == {
-        (None, None)
-    }
+    two = [row("client shm", 9.0, layout="nhd", clients=2), row("redis tcp", 1.0, layout="nhd", clients=4, level=PEER)]
+    assert set(judged(two).values()) == {(None, None)}
 
 
-def test_whole_calls_are_beside_the_best_peer_that_may_use_the_same_wires() -> None:
-    peers = [row("nixl ucx", 2.0, level=PEER), row("redis tcp", 1.0, level=PEER, over="tcp")]
-    verdict = judged([row("client shm", 5.0), row("client tcp", 1.2), *peers])
-    assert verdict["whole load, 2 MiB, same host: times the best peer (nixl ucx)"] == (2.5, True)
-    assert verdict["whole load, 2 MiB, over TCP: times the best peer (redis tcp)"] == (1.2, False)
-    assert verdict["whole store, 2 MiB, over TCP: times the best peer"] == (None, None)
+def test_a_goal_for_any_layout_is_judged_by_the_slowest_of_the_engines() -> None:
+    rows = [
+        row("client shm", 5.0, layout=layout, of_memcpy=ratio)
+        for layout, ratio in (("nhd", 0.75), ("cpu", 0.7), ("hnd", 0.8), ("dense", 0.1))
+    ]
+    assert judged(rows)["client shm load, 2 MiB, any layout (slowest: cpu): of memcpy"] == (0.7, True)
+    only_dense = judged(rows[-1:])
+    assert only_dense["client shm load, 2 MiB, any layout: of memcpy"] == (None, None), "no engine is dense"
+
+
+def test_whole_loads_are_beside_the_best_peers_load_and_scatter() -> None:
+    def nhd(path: str, gb_per_s: float, **more: Any) -> dict[str, Any]:
+        return row(path, gb_per_s, layout="nhd", **more)
+
+    peers = [
+        nhd("nixl ucx", 2.0, level=PEER),
+        nhd("redis tcp", 1.0, level=PEER, over="tcp"),
+        nhd("lmcache shm", 4.0, level=PEER),
+        row("redis unix", 50.0, level=PEER),  # contiguous: it has not scattered
+    ]
+    verdict = judged([nhd("client shm", 6.0), nhd("client tcp", 1.4), *peers])
+    assert verdict["client tcp load, 2 MiB, nhd: times the best peer over TCP (redis tcp)"] == (1.4, False)
+    assert verdict["client shm load, 2 MiB, nhd: times the best peer that crosses a process (nixl ucx)"] == (3.0, True)
+    assert verdict["client shm load, 2 MiB, nhd: times LMCache's shared memory (lmcache shm)"] == (1.5, True)
 
 
 def test_times_of_single_pages_are_bounded_by_themselves_or_by_a_raw_round_trip() -> None:
-    taken = [("shm", MIB2, 0.5), ("shm", KIB64, 0.31), ("tcp", MIB2, 2.6), ("raw TCP x1", MIB2, 2.0)]
+    taken = [("shm", MIB2, 0.26), ("tcp", MIB2, 2.5), ("raw TCP x1", MIB2, 2.0)]
     latencies = [{"path": path, "page_bytes": size, "p50_ms": p50} for path, size, p50 in taken]
     verdict = judged([], latencies)
-    assert verdict["shm, one page of 2 MiB: median, ms"] == (0.5, True)
-    assert verdict["shm, one page of 64 KiB: median, ms"] == (0.31, False)
-    assert verdict["tcp, one page of 2 MiB: median, times a raw socket's round trip"] == (1.3, True)
+    assert verdict["shm, one page of 2 MiB: median, ms"] == (0.26, False)
+    assert verdict["tcp, one page of 2 MiB: median, times a raw socket's round trip"] == (1.25, True)
 
 
 def test_the_table_shows_every_row_note_and_verdict() -> None:
-    rows = [row("memcpy", 9.0), row("shm", 7.0, operation="store", of_memcpy=0.2, clients=2, gb_per_cpu_s=1.25)]
+    rows = [
+        row("memcpy", 9.0, level=FLOOR),
+        row("shm", 7.0, operation="store", of_memcpy=0.2, clients=2, gb_per_cpu_s=1.25),
+        row("client shm", 6.0, level=WHOLE, layout="hnd", tokens_per_s=45_776.4),
+        row("redis unix", 1.0, level=PEER, layout="hnd", tokens_per_s=7_629.4, over="unix"),
+    ]
     latencies = [{"page_bytes": MIB2, "path": "shm", "p50_ms": 0.4, "p99_ms": 1.5, "loads": 400}]
     figures = {
         "rounds": 7,
         "moved_bytes": 64 * 2**20,
         "paths": rows,
         "latencies": latencies,
-        "left_out": {"redis unix": "no redis-server on the path"},
+        "left_out": {"nixl ucx": "no module", "redis tcp": "no redis-server on the path"},
         "verdicts": verdicts(rows, latencies),
     }
     text = "\n".join(table.lines(figures))
     assert "64 MiB a client and round, 7 rounds" in text
-    assert "2 MiB pages, 1 client\n" in text
-    assert "2 MiB pages, 2 clients\n" in text
-    (stored,) = [line for line in text.splitlines() if line.startswith("shm   store")]
-    assert stored.split()[2:] == ["7.00", "0.20", "0.80", "1.50", "0.90", "1.25"]
-    assert "shm     memory  a test" in text
-    assert "redis unix: no redis-server on the path" in text
-    assert "\nmet     0.40  at most 0.5    shm, one page of 2 MiB: median, ms\n" in text
-    assert "\nopen       -  at least 0.85  shm load, 2 MiB: of memcpy and one checksum pass\n" in text
+    assert "2 MiB (llama-3-8b) pages, 1 client\n" in text
+    assert "2 MiB (llama-3-8b) pages, 2 clients\n" in text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "shm dense store 10.00 7.00 0.20 0.80 1.50 0.90 1.25" in lines
+    assert "client shm hnd load 45,776" in lines
+    assert "redis unix hnd load 7,629" in lines
+    assert "client shm memory straight a test" in lines
+    assert "redis unix unix by torch a test" in lines
+    assert "redis tcp: no redis-server on the path" in lines
+    assert "NOT MET 0.40 at most 0.25 shm, one page of 2 MiB: median, ms" in lines
+    assert "open - at least 0.85 shm load, 2 MiB: of memcpy and one checksum pass" in lines
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_a_picture_has_a_bar_for_each_path_and_layout() -> None:
+    rows = [row("memcpy", 9.0, level=FLOOR), row("client shm", 6.0, level=WHOLE, layout="cpu")]
+    setting = {"machine": "x86_64", "cores": 2}
+    _, [[panel]] = table.panels({"rounds": 7, "moved_bytes": 2**20, "paths": rows, "setting": setting})
+    assert (panel.labels, panel.series) == (["memcpy", "client shm, cpu"], {"1 client": [9.0, 6.0]})
 
 
 def test_every_goal_is_about_a_path_and_a_floor_that_are_measured() -> None:
-    assert all(path in OURS and ratio in interleave.RATIOS for path, _, ratio, _, _ in thresholds.RATIOS)
+    ours = {*OURS, *end_to_end.PATHS}
+    assert {goal.path for goal in thresholds.RATIOS} | {path for path, *_ in thresholds.BESIDE_PEERS} <= ours
+    assert {goal.ratio for goal in thresholds.RATIOS} <= thresholds.BASELINES.keys() == interleave.RATIOS.keys()
+    assert {goal.layout for goal in thresholds.RATIOS} <= {*ALL_LAYOUTS, thresholds.ANY}
     assert all(path in OURS and other in (None, *baselines.PATHS) for path, _, other, _ in thresholds.TIMES)

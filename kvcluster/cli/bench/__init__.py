@@ -71,9 +71,22 @@ def add(commands: Any) -> None:
 
 def _add_transfer(option: Callable[..., object]) -> None:
     option("--rounds", type=positive, metavar="N", help="rounds of each measurement (default 7)")
-    option("--moved", metavar="SIZE", help="bytes that each client moves in a round (default 64MiB)")
-    option("--pages", nargs="+", metavar="SIZE", help="page sizes (default 64KiB 2MiB 16MiB)")
-    option("--clients", nargs="+", type=positive, metavar="N", help="numbers of client processes (default 1 2 4)")
+    option("--moved", metavar="SIZE", help="bytes that each client moves in a round (default 128MiB)")
+    option(
+        "--pages",
+        nargs="+",
+        metavar="PAGE",
+        help="64KiB, 2MiB, 16MiB, or a model, whose 16-token pages are moved: llama-3-8b (2 MiB), llama-3-70b (5 MiB), "
+        "deepseek-v3 (1.07 MiB) (default 64KiB and the models)",
+    )
+    option(
+        "--layouts",
+        nargs="+",
+        metavar="LAYOUT",
+        default=["nhd", "dense"],
+        help="engine's layouts of whole calls and peers: nhd, hnd, cpu, transformers, dense (default nhd dense)",
+    )
+    option("--clients", nargs="+", type=positive, metavar="N", help="numbers of client processes (default 1 2)")
     option("--paths", nargs="+", metavar="PATH", default=[], help="paths: shm, tcp, grpc, or a peer (default: all)")
     option("--peers", type=Path, metavar="FOLDER", help="folder of the peers' drivers (default: that of a checkout)")
     option(
@@ -111,25 +124,35 @@ def _lookup(options: argparse.Namespace) -> int:
 
 def _transfer(options: argparse.Namespace) -> int:
     with needs("cluster", "ray", "torch"):
-        from kvcluster.cli.bench.specs import BY_PAGE_BYTES
         from kvcluster.cli.bench.transfer import measuring, table
     quick = options.quick
-    sizes = [size(text, "--pages") for text in options.pages or ()]
-    if not BY_PAGE_BYTES.keys() >= set(sizes):
-        raise ConfigError(f"--pages {' '.join(options.pages)}: only 64KiB, 2MiB and 16MiB are measured")
+    pages = options.pages or (["64KiB", "2MiB"] if quick else ["64KiB", "llama-3-8b", "llama-3-70b", "deepseek-v3"])
     return _report(
         options,
         table,
         measuring.measure,
         rounds=options.rounds or (3 if quick else 7),
-        moved_bytes=size(options.moved or ("32MiB" if quick else "64MiB"), "--moved"),
-        sizes=sizes or list(BY_PAGE_BYTES),
-        clients=sorted(set(options.clients or ((1,) if quick else (1, 2, 4)))),
+        moved_bytes=size(options.moved or ("32MiB" if quick else "128MiB"), "--moved"),
+        sizes=list(dict.fromkeys(map(_page_bytes, pages))),
+        clients=sorted(set(options.clients or ((1,) if quick else (1, 2)))),
         paths=options.paths,
+        layouts=list(dict.fromkeys(options.layouts)),
         single_pages=100 if quick else 400,
         peers=options.peers or measuring.PEERS,
         peer_python=options.peer_python,
     )
+
+
+def _page_bytes(text: str) -> int:
+    """Returns the page size that `--pages` names. Raises ConfigError if no pages of that size are measured."""
+    from kvcluster.cli.bench.specs import BY_PAGE_BYTES, MODELS
+
+    if text in MODELS:
+        return MODELS[text].page_bytes(0, MODELS[text].whole(0))
+    nbytes = size(text, "--pages")
+    if nbytes not in BY_PAGE_BYTES:
+        raise ConfigError(f"--pages {text}: only 64KiB, 2MiB, 16MiB and pages of {', '.join(MODELS)} are measured")
+    return nbytes
 
 
 def _codec(options: argparse.Namespace) -> int:

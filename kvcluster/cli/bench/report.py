@@ -39,8 +39,8 @@ class Panel:
 
 
 def size_text(nbytes: int) -> str:
-    """65536 -> "64 KiB", 2097152 -> "2 MiB"."""
-    return f"{nbytes >> 20} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
+    """65536 -> "64 KiB", 2097152 -> "2 MiB", 1124352 -> "1.07 MiB"."""
+    return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
 
 
 class _Cells(string.Formatter):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvcluster.core.spec import KVSpec
+from kvcluster.cli.bench.report import size_text
+from kvcluster.core.spec import Group, KVSpec, Plane
 
 
 def llama_8b(block_tokens: int = 16, *, layers: int = 32, heads: int = 8) -> KVSpec:
@@ -20,12 +21,37 @@ def llama_8b(block_tokens: int = 16, *, layers: int = 32, heads: int = 8) -> KVS
     )
 
 
-BY_PAGE_BYTES = {
-    64 * 2**10: llama_8b(layers=4, heads=2),
-    2 * 2**20: llama_8b(),
-    16 * 2**20: llama_8b(128),
-}
-"""The specs of the page sizes that transfers are measured with."""
+def llama_70b() -> KVSpec:
+    """Returns the spec of Llama 3 70B, 320 KiB of KV per token."""
+    return replace(llama_8b(layers=80), model="llama-3-70b")
+
+
+def deepseek_v3() -> KVSpec:
+    """Returns the spec of DeepSeek V3: 61 layers of latent KV, 512 channels and 64 of RoPE, 70,272 bytes per token."""
+    latent = Plane("latent", heads=1, dim=576, dtype="bfloat16")
+    group = Group(layers=tuple(range(61)), planes=(latent,))
+    return KVSpec(model="deepseek-v3", weights="sha256:bench", block_tokens=16, groups=(group,))
+
+
+MODELS = {spec.model: spec for spec in (llama_8b(), llama_70b(), deepseek_v3())}
+"""Well-known models, in pages of 16 tokens of all their layers: 2, 5 and 1.07 MiB."""
+
+_SPECS = (llama_8b(layers=4, heads=2), llama_8b(128), *MODELS.values())
+BY_PAGE_BYTES = {spec.page_bytes(0, spec.whole(0)): spec for spec in _SPECS}
+"""The specs of the page sizes that transfers are measured with: 64 KiB, which is what one of many ranks has of a block;
+16 MiB, Llama 3 8B in blocks of 128 tokens; and those of the models."""
+
+
+def model_of(page_bytes: int) -> str | None:
+    """Returns the model whose tokens are in pages of that size; None if a page holds only a part of a model's KV."""
+    spec = BY_PAGE_BYTES[page_bytes]
+    return spec.model if spec.token_bytes == MODELS[spec.model].token_bytes else None
+
+
+def page_name(page_bytes: int) -> str:
+    """Returns the size of a page and the model that it is of, such as "2 MiB (llama-3-8b)"."""
+    model = model_of(page_bytes)
+    return f"{size_text(page_bytes)} ({model})" if model else size_text(page_bytes)
 
 
 def page_shape(spec: KVSpec) -> tuple[int, int, int, int, int]:

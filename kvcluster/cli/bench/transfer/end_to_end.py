@@ -1,4 +1,4 @@
-"""Whole calls: `client.load` and `client.store` on a real cluster, from the tokens to the bytes in the caller's tensor.
+"""Whole calls: `client.load` and `client.store` on a real cluster, from the tokens to the bytes in the engine's memory.
 
 The times include hashes, lookup, ticket, pins, verification, commit and report: the full cost for an engine. The
 cluster is `kvcluster.local()` with one shard and default settings.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,8 +17,13 @@ from kvcluster.cli.bench.specs import PASSING_ADAPTER, batch_spec, page_shape
 from kvcluster.cli.bench.transfer.worker import Path, Work
 from kvcluster.cli.waiting import wait_until
 from kvcluster.client import Client, Prompt
+from kvcluster.client.layouts import Memory, Paged
 from kvcluster.config import ClientConfig
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
+
+if TYPE_CHECKING:
+    from kvcluster.cli.bench.transfer.layout import Blocks, EngineMemory
 
 _NOTE = "everything: hashes, lookup, ticket, pins, checksums, commit"
 PATHS = {
@@ -35,22 +40,50 @@ def connect(path: str, work: Work, at: Any) -> Path:
     name = path.removeprefix("client ")
     config = ClientConfig(deadline_ms=_CALL_MS, transports=(name,))
     client = kvcluster.connect(at, batch_spec(work.page_bytes, 0), config=config)
-    return _Whole(client, name, work)
+    source, into = (pages_tensor(memory, client.spec) for memory in (work.source, work.into))
+    return _Whole(client, name, work, source, into)
+
+
+def pages_tensor(pages: memoryview, spec: KVSpec) -> torch.Tensor:
+    """Returns contiguous pages as `[pages, layers, planes, block_tokens, heads, dim]`."""
+    return torch.frombuffer(pages, dtype=torch.bfloat16).view(-1, *page_shape(spec))
+
+
+def paged(layout: str, blocks: Blocks, spec: KVSpec) -> Paged:
+    """Returns blocks of an engine's memory as its connector hands them to the client."""
+    caches = [tensor.view(torch.bfloat16) for tensor in blocks.tensors]
+    if layout == "transformers":
+        heads, _, dim = caches[0][0].shape
+        planes = [cache.view(heads, -1, spec.block_tokens, dim).permute(1, 2, 0, 3) for cache in caches]
+        return Paged(list(zip(planes[::2], planes[1::2], strict=True)), blocks.ids)
+    return {"nhd": Paged.nhd, "hnd": Paged.hnd, "cpu": Paged.vllm_cpu}[layout](caches, blocks.ids)
+
+
+def fill(memory: Paged, pages: torch.Tensor) -> None:
+    """Copies pages of `[pages, layers, planes, block_tokens, heads, dim]` into the blocks of an engine's memory."""
+    ids = torch.as_tensor(memory.block_ids)
+    for number, layer in enumerate(memory.layers):
+        for plane, tensor in enumerate(layer if isinstance(layer, tuple) else layer.unbind(1)):
+            tensor[ids] = pages[:, number, plane]
 
 
 class _Whole(Path):
     """Batch 0 is kept; every other batch is stored under the adapter that is purged after the round."""
 
-    def __init__(self, client: Client, transport: str, work: Work) -> None:
+    def __init__(self, client: Client, transport: str, work: Work, source: Memory, into: Memory) -> None:
         self._client = client
         self._transport = transport
-        spec = client.spec
         self._work = work
-        self._rest = list(range(2, work.pages * spec.block_tokens))
-        shape = (work.pages, *page_shape(spec))
-        self._source, self._into = (
-            torch.frombuffer(memory, dtype=torch.bfloat16).view(shape) for memory in (work.source, work.into)
-        )
+        self._source = source
+        self._into = into
+        self._rest = list(range(2, work.pages * client.spec.block_tokens))
+
+    def in_layout(self, memory: EngineMemory, work: Work) -> Path:
+        """Returns whole calls with an engine's memory, whose source is given the content of `work.source`."""
+        spec = self._client.spec
+        source, into = (paged(memory.layout, blocks, spec) for blocks in (memory.source, memory.into))
+        fill(source, pages_tensor(work.source, spec))
+        return _Whole(self._client, self._transport, work, source, into)
 
     def load(self, batch: int) -> None:
         prompt = self._prompt(batch)

@@ -9,8 +9,10 @@ from typing import Any
 
 from kvcluster.cli.bench.transfer import baselines, end_to_end, interleave, transported
 from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, WHOLE, BenchDriver, TransferPlan
+from kvcluster.cli.bench.transfer.layout import LAYOUTS
 from kvcluster.cli.bench.transfer.processes import peer_command
 from kvcluster.cli.bench.transfer.thresholds import verdicts
+from kvcluster.cli.bench.transfer.worker import DENSE
 from kvcluster.cli.child_process import ChildError, ChildProcess
 from kvcluster.errors import ConfigError
 
@@ -27,12 +29,17 @@ def measure(
     sizes: Sequence[int],
     clients: Sequence[int],
     paths: Sequence[str],
+    layouts: Sequence[str],
     single_pages: int,
     peers: Path,
     peer_python: str,
 ) -> dict[str, Any]:
     """Returns all figures, with the verdicts. `paths` names which of OWN and of the peers are measured; empty means
-    all. Raises ConfigError for an unknown name, ChildError if a path of our own fails."""
+    all. `layouts`: those of whole calls and peers. Raises ConfigError for an unknown name, ChildError if a path of our
+    own fails."""
+    for name in layouts:
+        if name not in (*LAYOUTS, DENSE):
+            raise ConfigError(f"there is no layout {name!r}; there is {', '.join((*LAYOUTS, DENSE))}")
     files = {file.name.removesuffix(DRIVER): file for file in sorted(peers.glob(f"*{DRIVER}"))}
     known = [*OWN, *files]
     for name in paths:
@@ -50,7 +57,7 @@ def measure(
                 drivers += peer_drivers(files[name], peer_python)
             except ChildError as error:
                 missing[name] = str(error)
-    figures = interleave.run(TransferPlan(drivers, sizes, clients, rounds, moved_bytes, single_pages))
+    figures = interleave.run(TransferPlan(drivers, layouts, sizes, clients, rounds, moved_bytes, single_pages))
     figures.left_out |= missing
     judged = verdicts(figures.paths, figures.latencies)
     return {"rounds": rounds, "moved_bytes": moved_bytes, **asdict(figures), "verdicts": judged}

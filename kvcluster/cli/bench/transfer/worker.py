@@ -3,8 +3,10 @@
 It runs one driver, which is a module or a Python file (benchmarks/README.md says what it contains). Requests come over
 an inherited connection of `multiprocessing`, each the name of a method of `BenchWorker` with its arguments, and each is
 answered by {"result": ...} or {"error": text}. The same few lines drive our own transports and every peer, so that all
-of them copy from and into the same kind of memory, touched before, and are timed at the same two places. This module
-imports only the standard library: a peer may be installed in another environment, without kvcluster.
+of them copy from and into the same kind of memory, touched before, and are timed at the same two places. A path that
+moves contiguous bytes gathers and scatters the blocks of an engine's memory with torch, in the timed part. This module
+imports only the standard library, and layout.py beside it if a layout is asked for: a peer may be installed in another
+environment, without kvcluster.
 
     worker.py FD    FD: the file descriptor of the connection; the process ends when the other end is closed
 """
@@ -28,6 +30,10 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+DENSE = "dense"
+"""The layout of contiguous pages: those of `Work`."""
+
+_LAYOUT_FILE = pathlib.Path(__file__).with_name("layout.py")
 _LIBC = ctypes.CDLL(None)
 _NOTHING = memoryview(b"")
 _START_S = 60.0
@@ -52,6 +58,14 @@ class Work:
     def page(self, number: int) -> slice:
         """Returns the position of that page in `source` and in `into`."""
         return slice(number * self.page_bytes, (number + 1) * self.page_bytes)
+
+    def clear(self) -> None:
+        """Zeroes `into`."""
+        self.into[:] = bytes(self.nbytes)
+
+    def same(self) -> bool:
+        """Returns whether `into` holds the bytes of `source`."""
+        return self.into.cast("Q") == self.source.cast("Q")
 
 
 class Path:
@@ -81,13 +95,43 @@ class Path:
     def close(self) -> None:
         """Closes the path."""
 
+    def in_layout(self, memory: Any, work: Work) -> Path:
+        """Returns this path for an engine's memory, a `layout.EngineMemory` whose source holds the bytes of
+        `work.source`. By default torch gathers and scatters."""
+        return Scattered(self, memory, work)
+
+
+class Scattered(Path):
+    """A path of contiguous bytes for an engine's memory: blocks are gathered before a store and scattered after a
+    load."""
+
+    def __init__(self, path: Path, memory: Any, work: Work) -> None:
+        self._path = path
+        self._memory = memory
+        self._work = work
+
+    def prepare(self, batch: int) -> None:
+        self._path.prepare(batch)
+
+    def flush(self) -> None:
+        self._path.flush()
+
+    def store(self, batch: int) -> None:
+        self._memory.source.gather(self._work.source)
+        self._path.store(batch)
+
+    def load(self, batch: int) -> None:
+        self._path.load(batch)
+        self._memory.into.scatter(self._work.into)
+
 
 class BenchWorker:
     """The methods are the requests. `stack` closes what they opened when the process ends."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self._paths: dict[str, Path] = {}
+        self._paths: dict[tuple[str, str], Path] = {}  # by path and layout
+        self._memories: dict[str, Any] = {}  # by layout: what has `clear` and `same`
         self._purge: Callable[[], object] = lambda: None
 
     def describe(self, driver: str) -> dict[str, Any]:
@@ -105,40 +149,60 @@ class BenchWorker:
         """Has the serving side make room, where it does that itself."""
         self._purge()
 
-    def connect(self, driver: str, at: Any, paths: Sequence[str], work: dict[str, Any]) -> None:
-        """Allocates this client's memory, opens the paths, and stores batch 0 by each."""
+    def connect(
+        self, driver: str, at: Any, paths: Sequence[str], work: dict[str, Any], layouts: Sequence[str], shape: Any
+    ) -> None:
+        """Allocates this client's memory, opens the paths, and stores batch 0 by each, from contiguous memory.
+        `layouts`: those that loads and stores are asked for in, of pages of this `shape`."""
         plain = Work(**work)
         self._work = replace(plain, source=warm_memory(plain.nbytes), into=warm_memory(plain.nbytes))
         self._work.source[:] = os.urandom(plain.nbytes)
+        self._memories = {name: self._memory(name, shape) for name in {DENSE, *layouts}}
         for path in paths:
-            self._paths[path] = load_driver(driver).connect(path, self._work, at)
-            self._stack.callback(self._paths[path].close)
-            self.move("store", path, 0)
+            opened = self._paths[path, DENSE] = load_driver(driver).connect(path, self._work, at)
+            self._stack.callback(opened.close)
+            for layout, memory in self._memories.items():
+                if layout != DENSE:
+                    self._paths[path, layout] = opened.in_layout(memory, self._work)
+            self.move("store", path, DENSE, 0)
 
-    def move(self, operation: str, path: str, batch: int) -> tuple[int, int]:
+    def _memory(self, layout: str, shape: Sequence[int]) -> Any:
+        """Returns the memory of a layout. Its source has the bytes of `source`."""
+        if layout == DENSE:
+            return self._work
+        module = load_driver(str(_LAYOUT_FILE))
+        module.torch.set_num_threads(1)
+        memory = module.EngineMemory(layout, shape, self._work.pages)
+        memory.source.scatter(self._work.source)
+        return memory
+
+    def move(self, operation: str, path: str, layout: str, batch: int) -> tuple[int, int]:
         """Loads or stores a batch. Returns the beginning and the end, in nanoseconds of the clock that all processes of
         a machine share, so that times of clients can be compared."""
-        self._paths[path].prepare(batch)
-        return _timed(getattr(self._paths[path], operation), batch)
+        moving = self._paths[path, layout]
+        moving.prepare(batch)
+        return _timed(getattr(moving, operation), batch)
 
-    def check(self, path: str, batch: int) -> None:
+    def check(self, path: str, layout: str, batch: int) -> None:
         """Raises OSError unless a load brings the stored bytes. Zeroes the memory first, so that no earlier bytes
         remain."""
-        self._work.into[:] = bytes(self._work.nbytes)
-        self._paths[path].flush()
-        self.move("load", path, batch)
-        if self._work.into.cast("Q") != self._work.source.cast("Q"):
+        self._memories[layout].clear()
+        self._work.clear()
+        self._paths[path, layout].flush()
+        self.move("load", path, layout, batch)
+        if not self._memories[layout].same():
             raise OSError("what was loaded is not what was stored")
 
     def load_pages(self, path: str, count: int) -> list[int]:
         """Times `count` loads of one page of batch 0 each, in nanoseconds."""
-        self._paths[path].prepare(0)
-        spans = (_timed(self._paths[path].load_page, 0, number % self._work.pages) for number in range(count))
+        loading = self._paths[path, DENSE]
+        loading.prepare(0)
+        spans = (_timed(loading.load_page, 0, number % self._work.pages) for number in range(count))
         return [ended - began for began, ended in spans]
 
     def forget(self, path: str, batch: int) -> None:
         """Drops a batch."""
-        self._paths[path].forget(batch)
+        self._paths[path, DENSE].forget(batch)
 
 
 def _timed(act: Callable[..., object], *arguments: object) -> tuple[int, int]:

@@ -1,0 +1,50 @@
+"""The memory that `kvcluster breakeven` stores from and loads into: paged caches, as an engine has them.
+
+Each layer has a tensor for each plane, `[blocks, block_tokens, heads, dim]`, with twice as many blocks as are moved:
+random bytes to store in one half, drawn at random, and room for loads in the other.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from kvcluster.client.layouts import Paged
+from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Plane
+from kvcluster.errors import KVClusterError
+
+
+class BreakevenMemory:
+    """`blocks` blocks of a spec whose planes are not opaque."""
+
+    def __init__(self, spec: KVSpec, blocks: int) -> None:
+        self.blocks = blocks
+        self.tokens = range(blocks * spec.block_tokens)
+        ids = random.sample(range(2 * blocks), 2 * blocks)
+        self._stored, self._loaded = ids[:blocks], ids[blocks:]
+        self._groups = [
+            [tuple(self._cache(spec, plane) for plane in group.planes) for _ in group.layers] for group in spec.groups
+        ]
+
+    def source(self, blocks: int) -> list[Paged]:
+        """Returns the first blocks to store."""
+        return [Paged(layers, self._stored[:blocks]) for layers in self._groups]
+
+    def room(self, blocks: int) -> list[Paged]:
+        """Returns the room for the first blocks."""
+        return [Paged(layers, self._loaded[:blocks]) for layers in self._groups]
+
+    def check(self) -> None:
+        """Raises KVClusterError unless every loaded block has the stored bytes, or was never loaded (all zero)."""
+        for cache in (plane for layers in self._groups for planes in layers for plane in planes):
+            data = cache.view(torch.uint8).flatten(1)
+            stored, loaded = data[self._stored], data[self._loaded]
+            if not ((stored == loaded).all(1) | (loaded == 0).all(1)).all():
+                raise KVClusterError("loaded bytes differ from the stored bytes: do not use this cluster")
+
+    def _cache(self, spec: KVSpec, plane: Plane) -> torch.Tensor:
+        row_bytes = plane.dim * DTYPE_BYTES[plane.dtype]
+        data = torch.randint(256, (2 * self.blocks, spec.block_tokens, plane.heads, row_bytes), dtype=torch.uint8)
+        data[self._loaded] = 0
+        return data.view(getattr(torch, plane.dtype))
