@@ -356,10 +356,10 @@ std::uint8_t BatchRun::load(const Kernels& kernels, const Place& place) {
         if (!place.coded && (run || step)) continue;
         u8* raw = stage_.data();
         if (place.coded) {
-            scratch_.resize(std::max(scratch_.size(), scratch_floats(place.coded->shape)));
+            scratch_.resize(std::max(scratch_.size(), place.coded->shape.scratch));
             decoded_.resize(std::max(decoded_.size(), place.raw_layer_bytes));
             raw = run ? run : decoded_.data();
-            decode_layer(place.coded->shape, stage_.data(), raw, scratch_.data());
+            decode_layer(*kernels.codecs, place.coded->shape, stage_.data(), raw, scratch_.data());
         }
         if (!run) move_elements(place, layer, raw, false);
     }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import threading
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -26,18 +25,8 @@ from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
 from tests.client.test_memory import Case, Row, memories, parts
 
-KERNELS = list(native.KERNELS.names()) if native.KERNELS is not None else []
 NEVER = 2**62
 wide = memories(st.sampled_from([8, 20, 32, 40, 64, 80, 128, 192]), tokens=9)
-
-
-@pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert native.KERNELS is not None
-    before = native.KERNELS.chosen()
-    native.KERNELS.choose(request.param)
-    yield request.param
-    native.KERNELS.choose(before)
 
 
 class Pages:
