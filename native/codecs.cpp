@@ -14,6 +14,11 @@ void LayerShape::add(const PlaneShape& plane) {
     if (plane.coding != Coding::kRaw) scratch = std::max(scratch, scratch_floats(plane));
 }
 
+PlaneRows dense_rows(const PlaneShape& plane, u8* base) {
+    const std::size_t token = plane.raw_bytes / plane.tokens, head = token / plane.heads;
+    return {base, static_cast<std::ptrdiff_t>(token), static_cast<std::ptrdiff_t>(head), 0, plane.heads, false};
+}
+
 bool encode_layer(const Codecs& codecs, const LayerShape& layer, const u8* raw, u8* into, float* scratch) {
     for (const PlaneShape& plane : layer.planes) {
         if (plane.coding == Coding::kRaw) std::memcpy(into, raw, plane.raw_bytes);
@@ -29,10 +34,7 @@ void decode_layer(const Codecs& codecs, const LayerShape& layer, const u8* coded
         if (plane.coding == Coding::kRaw) {
             std::memcpy(into, coded, plane.raw_bytes);
         } else {
-            const std::size_t token = plane.raw_bytes / plane.tokens;
-            const auto token_stride = static_cast<std::ptrdiff_t>(token);
-            const auto head_stride = static_cast<std::ptrdiff_t>(token / plane.heads);
-            codecs.decode(plane, coded, {into, token_stride, head_stride, 0, plane.heads, false}, scratch);
+            codecs.decode(plane, coded, dense_rows(plane, into), scratch);
         }
         coded += plane.coded_bytes;
         into += plane.raw_bytes;

@@ -18,6 +18,9 @@ struct LayerShape {
     void add(const PlaneShape& plane);
 };
 
+// The rows of a plane whose tokens and heads lie one after the other, as in a page.
+PlaneRows dense_rows(const PlaneShape& plane, std::uint8_t* base);
+
 // False where it holds what cannot be encoded (Codecs::encode). `into` is undefined then.
 bool encode_layer(const Codecs& codecs, const LayerShape& layer, const std::uint8_t* raw, std::uint8_t* into, float* scratch);
 void decode_layer(const Codecs& codecs, const LayerShape& layer, const std::uint8_t* coded, std::uint8_t* into, float* scratch);

@@ -1,6 +1,6 @@
 // Batches of copies. A layer whose rows are runs of whole stripes is copied straight between page and rows, and summed on
 // the way; a layer that is one run of bytes likewise. Any other is copied to or from a stage in the cache, where it is
-// summed, decoded, and cut into heads and elements.
+// summed. From there it is decoded straight into rows, or cut into heads and elements.
 #include "copies.hpp"
 
 #include <time.h>
@@ -58,7 +58,7 @@ struct BatchRun::Place {
     std::size_t heads;           // of the page
     std::size_t fill, fills;     // the first head that is filled, counted in the page, and how many
     std::size_t memory_head;     // the first head that is filled, counted in the geometry
-    std::size_t page_layer_bytes, raw_layer_bytes;
+    std::size_t page_layer_bytes;
     u8* page;                    // its bytes
 };
 
@@ -243,29 +243,63 @@ void BatchRun::rows_of(const Place& place) {
     rows_.push_back(rows_.front());
 }
 
-// Copies the heads that are filled between a raw layer of a page and the caller's memory.
-void BatchRun::move_elements(const Place& place, std::size_t layer, u8* page, bool into_page) const {
+// Where the first row that is filled lies, and the strides from there, of one plane and layer.
+PlaneRows BatchRun::plane_rows(const Place& place, std::size_t layer, std::size_t number, std::size_t align) const {
     const Geometry& geometry = place.geometry;
-    const std::size_t planes = geometry.planes.size();
+    const std::size_t i = (place.memory_layer + layer) * geometry.planes.size() + number;
+    const u64 row = geometry.rows[place.block] * static_cast<u64>(geometry.row_strides[i]);
+    const u64 head = place.memory_head * static_cast<u64>(geometry.head_strides[i]), base = geometry.bases[i] + row + head;
+    const auto token_stride = static_cast<std::ptrdiff_t>(geometry.token_strides[i]);
+    const auto head_stride = static_cast<std::ptrdiff_t>(geometry.head_strides[i]);
+    const u64 bits = base | static_cast<u64>(geometry.planes[number].tokens > 1 ? token_stride : 0) |
+                     static_cast<u64>(place.fills > 1 ? head_stride : 0);
+    return {at_address(base), token_stride, head_stride, place.fill, place.fill + place.fills, bits % align == 0};
+}
+
+// Copies the heads that are filled between one plane of a raw layer of a page and the caller's memory.
+void BatchRun::move_elements(const Place& place, std::size_t layer, std::size_t number, u8* page, bool into_page) const {
+    const Plane& plane = place.geometry.planes[number];
+    const PlaneRows rows = plane_rows(place, layer, number, 1);
+    const auto stride = place.geometry.element_strides[(place.memory_layer + layer) * place.geometry.planes.size() + number];
     const auto move = [&](u8* memory, u8* bytes, std::size_t nbytes) {
         into_page ? std::memcpy(bytes, memory, nbytes) : std::memcpy(memory, bytes, nbytes);
     };
-    for (std::size_t number = 0; number < planes; number++) {
-        const Plane& plane = geometry.planes[number];
-        const std::size_t i = (place.memory_layer + layer) * planes + number, row = plane.elements * plane.element_bytes;
-        const u64 start = geometry.bases[i] + geometry.rows[place.block] * static_cast<u64>(geometry.row_strides[i]);
-        for (std::size_t token = 0; token < plane.tokens; token++) {
-            for (std::size_t head = 0; head < place.fills; head++) {
-                const u64 inner = token * static_cast<u64>(geometry.token_strides[i]) +
-                                  (place.memory_head + head) * static_cast<u64>(geometry.head_strides[i]);
-                u8* const bytes = page + (token * place.heads + place.fill + head) * row;
-                for (std::size_t element = 0; element < plane.elements; element++) {
-                    const u64 at = start + inner + element * static_cast<u64>(geometry.element_strides[i]);
-                    move(at_address(at), bytes + element * plane.element_bytes, plane.element_bytes);
-                }
-            }
+    for (std::size_t token = 0; token < plane.tokens; token++) {
+        for (std::size_t head = rows.head_start; head < rows.head_stop; head++) {
+            u8* memory = rows.base + static_cast<std::ptrdiff_t>(token) * rows.token_stride +
+                         static_cast<std::ptrdiff_t>(head - rows.head_start) * rows.head_stride;
+            u8* bytes = page + (token * place.heads + head) * plane.elements * plane.element_bytes;
+            for (std::size_t element = 0; element < plane.elements; element++, memory += stride, bytes += plane.element_bytes)
+                move(memory, bytes, plane.element_bytes);
         }
-        page += plane.tokens * place.heads * row;
+    }
+}
+
+// Likewise all planes.
+void BatchRun::move_layer(const Place& place, std::size_t layer, u8* page, bool into_page) const {
+    for (std::size_t number = 0; number < place.geometry.planes.size(); number++) {
+        const Plane& plane = place.geometry.planes[number];
+        move_elements(place, layer, number, page, into_page);
+        page += plane.tokens * place.heads * plane.elements * plane.element_bytes;
+    }
+}
+
+// Decodes the staged layer straight into rows; values with gaps between them by way of a buffer.
+void BatchRun::decode(const Kernels& kernels, const Place& place, std::size_t layer) {
+    const LayerShape& shape = place.coded->shape;
+    scratch_.resize(std::max(scratch_.size(), shape.scratch));
+    u8* from = stage_.data();
+    for (std::size_t number = 0; number < shape.planes.size(); from += shape.planes[number++].coded_bytes) {
+        const PlaneShape& plane = shape.planes[number];
+        if (plane.coding == Coding::kRaw) {
+            move_elements(place, layer, number, from, false);
+        } else if (place.geometry.planes[number].elements == 1) {
+            kernels.codecs->decode(plane, from, plane_rows(place, layer, number, kernels.align), scratch_.data());
+        } else {
+            decoded_.resize(std::max(decoded_.size(), plane.raw_bytes));
+            kernels.codecs->decode(plane, from, dense_rows(plane, decoded_.data()), scratch_.data());
+            move_elements(place, layer, number, decoded_.data(), false);
+        }
     }
 }
 
@@ -302,7 +336,6 @@ void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) 
                           items.fill_stops[item] - items.fill_starts[item],
                           items.fill_starts[item] - geometry.head_start,
                           records.nbytes[at] / records.counts[at],
-                          heads * geometry.head_bytes(),
                           at_address(reinterpret_cast<std::uintptr_t>(batch_.pages) + records.offsets[at])};
         rows_of(place);
         std::uint8_t status = kDone;
@@ -353,15 +386,8 @@ std::uint8_t BatchRun::load(const Kernels& kernels, const Place& place) {
             kernels.stage_sums(stage_.data(), page, one, &sum);
         }
         if (sum != expected[layer]) return kMismatch;
-        if (!place.coded && (run || step)) continue;
-        u8* raw = stage_.data();
-        if (place.coded) {
-            scratch_.resize(std::max(scratch_.size(), place.coded->shape.scratch));
-            decoded_.resize(std::max(decoded_.size(), place.raw_layer_bytes));
-            raw = run ? run : decoded_.data();
-            decode_layer(*kernels.codecs, place.coded->shape, stage_.data(), raw, scratch_.data());
-        }
-        if (!run) move_elements(place, layer, raw, false);
+        if (place.coded) decode(kernels, place, layer);
+        else if (!run && !step) move_layer(place, layer, stage_.data(), false);
     }
     return kDone;
 }
@@ -386,7 +412,7 @@ void BatchRun::store(const Kernels& kernels, const Place& place) {
             sums[layer] = kernels.gather(page, rows, nbytes, step, seed, past_caches);
         } else {
             stage_.resize(std::max(stage_.size(), nbytes));
-            move_elements(place, layer, stage_.data(), true);
+            move_layer(place, layer, stage_.data(), true);
             copy_sums(page, stage_.data(), one, sums + layer);
         }
     }

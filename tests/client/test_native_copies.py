@@ -18,7 +18,8 @@ from kvcluster.client.layouts import Paged
 from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
-from kvcluster.pages import checksum, codec, native
+from kvcluster.pages import checksum, native
+from kvcluster.pages.codec_torch import TorchCoder
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.native_copies import NativeCopies
@@ -163,19 +164,20 @@ def test_one_flipped_bit_fails_its_record_and_no_other(
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(loads(), st.sampled_from([Codec.Q8, Codec.Q4]))
+@given(loads(), st.sampled_from([Codec.Q8, Codec.Q4]), st.sampled_from([1.0, 2.0**12, 2.0**-14, 2.0**-126]))
 def test_encoded_pages_are_decoded_to_the_bits_of_the_definition(
-    kernels: str, load: tuple[Case, Any, Row, Pages, tuple[int, int]], coded: Codec
+    kernels: str, load: tuple[Case, Any, Row, Pages, tuple[int, int]], coded: Codec, scale: float
 ) -> None:
+    """Straight into rows of any strides, of any heads, and beside planes that stay raw."""
     case, memory, row, raw, fills = load
     pages = Pages(case, raw.part, raw.layers, raw.gap, 2, coded)
     assume(pages.layer_bytes >= native.LEAST_LAYER_BYTES)
     before = [case.page(row, block, case.part) for block in range(case.blocks)]
     shape = {"block_tokens": case.spec.block_tokens, "heads": raw.part.heads}
-    coder = codec.coder(coded, case.spec.groups[0], **shape)
+    coder = TorchCoder(coded, case.spec.groups[0], **shape)
     decoded = []
     for block in range(case.blocks):
-        raw_pages = torch.cat([numbers(case, plane, raw) for plane in case.planes], 1).contiguous()
+        raw_pages = torch.cat([numbers(case, plane, raw, scale) for plane in case.planes], 1).contiguous()
         into = bytearray(raw_pages.numel())
         assert coder.encode(memoryview(raw_pages.numpy()).cast("B"), pages.page(block), raw.part.layers)
         coder.decode(pages.page(block), memoryview(into), raw.part.layers)
@@ -190,13 +192,16 @@ def test_encoded_pages_are_decoded_to_the_bits_of_the_definition(
         assert case.page(row, block, case.part) == after
 
 
-def numbers(case: Case, plane: Plane, pages: Pages) -> torch.Tensor:
-    """The bytes of one plane of a page, `[layers, bytes]`: numbers that can be encoded where it is encoded."""
+def numbers(case: Case, plane: Plane, pages: Pages, scale: float) -> torch.Tensor:
+    """The bytes of one plane of a page, `[layers, bytes]`: numbers that can be encoded where it is encoded, subnormal
+    ones of float16 (2**-14) and of the other dtypes (2**-126) among them."""
     nbytes = plane.nbytes(block_tokens=case.spec.block_tokens, heads=pages.part.heads)
     if plane.dtype not in ("bfloat16", "float16", "float32"):
         return torch.randint(0, 256, (pages.part.layers, nbytes), dtype=torch.uint8)
     dtype = getattr(torch, plane.dtype)
-    return torch.randn(pages.part.layers, nbytes // dtype.itemsize).to(dtype).view(torch.uint8)
+    random = torch.Generator().manual_seed(case.seed)
+    values = torch.randn(pages.part.layers, nbytes // dtype.itemsize, generator=random).clamp(-3.9, 3.9)
+    return (values * scale).to(dtype).view(torch.uint8)
 
 
 # ------------------------------------------------------------------------------------------------- stores
