@@ -113,11 +113,14 @@ struct Channels {
 void channels_of(const PlaneShape& plane, const u8* coded, const PlaneRows& to, u8* into) {
     for (std::size_t head = to.head_start; head < to.head_stop; head++) {
         for (std::size_t at = 0; at < plane.dim; at += kRun) {
-            u8 scales[kRun] = {}, zeros[kRun] = {};
-            const u8* const from = coded + head * plane.dim + at;
-            const std::size_t count = plane.dim - at < kRun ? plane.dim - at : kRun;
-            std::memcpy(scales, from, count);
-            std::memcpy(zeros, from + plane.heads * plane.dim, count);
+            const u8 *scales = coded + head * plane.dim + at, *zeros = scales + plane.heads * plane.dim;
+            u8 few_scales[kRun] = {}, few_zeros[kRun] = {};
+            if (plane.dim - at < kRun) {
+                spread(scales, plane.dim - at, false, few_scales);
+                spread(zeros, plane.dim - at, false, few_zeros);
+                scales = few_scales;
+                zeros = few_zeros;
+            }
             for (std::size_t i = 0; i < kPairs; i++, into += sizeof(Channels)) {
                 const Codes scale = bytes_of(scales, i), zero = bytes_of(zeros, i);
                 const Values made = {scales_of(scale.even), scales_of(scale.odd)};

@@ -86,7 +86,7 @@ void encode_rows(const PlaneShape& plane, const u8* from, u8* into) {
         const NarrowFloats lows = narrow(low), reciprocals = narrow(reciprocal);
         for (std::size_t at = 0; at < dim; at += kNarrow) {
             const NarrowFloats steps = (N::narrow_of(from + at * N::kBytes) - lows) * reciprocals;
-            put_bytes(clamp(nearest(steps), 0, 255), codes + at);
+            put_bytes(nearest(steps), codes + at);
         }
     }
 }

@@ -77,8 +77,9 @@ KVC_INLINE void stream(u8* into, Bits from) {
 #endif
 }
 
-KVC_INLINE Floats all(float value) { return Floats{} + value; }
-KVC_INLINE NarrowFloats narrow(float value) { return NarrowFloats{} + value; }
+// A difference, since minus zero plus zero is zero.
+KVC_INLINE Floats all(float value) { return value - Floats{}; }
+KVC_INLINE NarrowFloats narrow(float value) { return value - NarrowFloats{}; }
 
 // kLanes numbers of 16 bits, each in a lane of 32.
 KVC_INLINE Bits words(const u8* from) {
@@ -88,6 +89,14 @@ KVC_INLINE Bits words(const u8* from) {
     return as<Bits>(_mm256_cvtepu16_epi32(load<__m128i>(from)));
 #else
     return __builtin_convertvector(load<Words>(from), Bits);
+#endif
+}
+
+KVC_INLINE NarrowBits narrow_words(const u8* from) {
+#if defined(__AVX2__)
+    return as<NarrowBits>(_mm256_cvtepu16_epi32(load<__m128i>(from)));
+#else
+    return __builtin_convertvector(load<NarrowWords>(from), NarrowBits);
 #endif
 }
 
@@ -117,14 +126,14 @@ KVC_INLINE NarrowInts nearest(NarrowFloats value) {
 #endif
 }
 
-// Integers from 0 to 255 as bytes.
+// Integers as bytes, of which those below 0 become 0, and those above 255 become 255.
 KVC_INLINE void put_bytes(NarrowInts wide, u8* into) {
 #if defined(__AVX2__)
     const __m256i all = as<__m256i>(wide);
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(into), _mm_packus_epi16(words, words));
 #else
-    store(into, __builtin_convertvector(wide, NarrowBytes));
+    store(into, __builtin_convertvector(clamp(wide, 0, 255), NarrowBytes));
 #endif
 }
 

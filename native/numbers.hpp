@@ -16,7 +16,7 @@ struct Bfloat16 {
     static constexpr u32 kMost = 0x7E7F;
 
     KVC_INLINE static NarrowFloats narrow_of(const u8* from) {
-        return as<NarrowFloats>(__builtin_convertvector(load<NarrowWords>(from), NarrowBits) << 16);
+        return as<NarrowFloats>(narrow_words(from) << 16);
     }
     // In the upper halves. Integers, since instructions that convert to bfloat16 flush subnormal numbers.
     KVC_INLINE static Bits rounded(Floats value) {
@@ -37,7 +37,7 @@ struct Float16 {
     KVC_INLINE static NarrowFloats narrow_of(const u8* from) { return as<NarrowFloats>(_mm256_cvtph_ps(load<__m128i>(from))); }
 #else
     KVC_INLINE static NarrowFloats narrow_of(const u8* from) {
-        const NarrowBits half = __builtin_convertvector(load<NarrowWords>(from), NarrowBits);
+        const NarrowBits half = narrow_words(from);
         const NarrowBits bits = as<NarrowBits>(as<NarrowFloats>((half & 0x7FFF) << 13) * 0x1p112f);  // exact, subnormal or not
         const NarrowBits special = as<NarrowBits>((half & 0x7C00) == 0x7C00) & 0x7F800000;      // infinities and NaN
         return as<NarrowFloats>(bits | special | (half & 0x8000) << 16);
