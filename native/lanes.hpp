@@ -137,5 +137,15 @@ KVC_INLINE void put_bytes(NarrowInts wide, u8* into) {
 #endif
 }
 
+KVC_INLINE void put_bytes(NarrowInts first, NarrowInts second, u8* into) {
+#if defined(__AVX2__)
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(as<__m256i>(first), as<__m256i>(second)), 0xD8);
+    store(into, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+    put_bytes(first, into);
+    put_bytes(second, into + kNarrow);
+#endif
+}
+
 }  // namespace
 }  // namespace kvc
