@@ -16,7 +16,7 @@ void LayerShape::add(const PlaneShape& plane) {
 
 PlaneRows dense_rows(const PlaneShape& plane, u8* base) {
     const std::size_t token = plane.raw_bytes / plane.tokens, head = token / plane.heads;
-    return {base, static_cast<std::ptrdiff_t>(token), static_cast<std::ptrdiff_t>(head), 0, plane.heads, false};
+    return {base, static_cast<std::ptrdiff_t>(token), static_cast<std::ptrdiff_t>(head), 0, plane.heads, nullptr, false};
 }
 
 bool encode_layer(const Codecs& codecs, const LayerShape& layer, const u8* raw, u8* into, float* scratch) {

@@ -60,6 +60,7 @@ struct BatchRun::Place {
     std::size_t memory_head;     // the first head that is filled, counted in the geometry
     std::size_t page_layer_bytes;
     u8* page;                    // its bytes
+    const u8* next;              // those of the record after it; null behind the last
 };
 
 // -------------------------------------------------------------------------------------------------------- checks
@@ -253,7 +254,7 @@ PlaneRows BatchRun::plane_rows(const Place& place, std::size_t layer, std::size_
     const auto head_stride = static_cast<std::ptrdiff_t>(geometry.head_strides[i]);
     const u64 bits = base | static_cast<u64>(geometry.planes[number].tokens > 1 ? token_stride : 0) |
                      static_cast<u64>(place.fills > 1 ? head_stride : 0);
-    return {at_address(base), token_stride, head_stride, place.fill, place.fill + place.fills, bits % align == 0};
+    return {at_address(base), token_stride, head_stride, place.fill, place.fill + place.fills, nullptr, bits % align == 0};
 }
 
 // Copies the heads that are filled between one plane of a raw layer of a page and the caller's memory.
@@ -284,17 +285,21 @@ void BatchRun::move_layer(const Place& place, std::size_t layer, u8* page, bool 
     }
 }
 
-// Decodes the staged layer straight into rows; values with gaps between them by way of a buffer.
+// Decodes the staged layer straight into rows; values with gaps between them by way of a buffer. Decoding is arithmetic and
+// writes, so the bytes that are staged next are prefetched meanwhile.
 void BatchRun::decode(const Kernels& kernels, const Place& place, std::size_t layer) {
     const LayerShape& shape = place.coded->shape;
     scratch_.resize(std::max(scratch_.size(), shape.scratch));
     u8* from = stage_.data();
+    const u8* const next = layer + 1 < place.count ? place.page + (layer + 1) * place.page_layer_bytes : place.next;
     for (std::size_t number = 0; number < shape.planes.size(); from += shape.planes[number++].coded_bytes) {
         const PlaneShape& plane = shape.planes[number];
         if (plane.coding == Coding::kRaw) {
             move_elements(place, layer, number, from, false);
         } else if (place.geometry.planes[number].elements == 1) {
-            kernels.codecs->decode(plane, from, plane_rows(place, layer, number, kernels.align), scratch_.data());
+            PlaneRows rows = plane_rows(place, layer, number, kernels.align);
+            rows.ahead = next ? next + (from - stage_.data()) : nullptr;
+            kernels.codecs->decode(plane, from, rows, scratch_.data());
         } else {
             decoded_.resize(std::max(decoded_.size(), plane.raw_bytes));
             kernels.codecs->decode(plane, from, dense_rows(plane, decoded_.data()), scratch_.data());
@@ -312,6 +317,7 @@ bool BatchRun::stopped(std::size_t at) const {
 void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) {
     const Records& records = batch_.records;
     const Items& items = batch_.items;
+    const auto pages = reinterpret_cast<std::uintptr_t>(batch_.pages);
     for (std::size_t at = start; at < stop; at++) {
         if (batch_.status[at] != kPending) continue;
         if (stopped(at)) {
@@ -336,7 +342,8 @@ void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) 
                           items.fill_stops[item] - items.fill_starts[item],
                           items.fill_starts[item] - geometry.head_start,
                           records.nbytes[at] / records.counts[at],
-                          at_address(reinterpret_cast<std::uintptr_t>(batch_.pages) + records.offsets[at])};
+                          at_address(pages + records.offsets[at]),
+                          at + 1 < stop ? at_address(pages + records.offsets[at + 1]) : nullptr};
         rows_of(place);
         std::uint8_t status = kDone;
         if (batch_.load) {

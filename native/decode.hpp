@@ -75,10 +75,13 @@ KVC_INLINE void put_row(const u8* from, std::size_t dim, u8* into, const Value& 
 // Calls `row(number, head, into)` for each (token, head) that is wanted; its number is token * heads + head.
 template <typename Row>
 KVC_INLINE void each_row(const PlaneShape& plane, const PlaneRows& to, const Row& row) {
+    const std::size_t bytes = plane.coded_bytes / plane.tokens;
     for (std::size_t token = 0; token < plane.tokens; token++) {
         u8* into = to.base + static_cast<std::ptrdiff_t>(token) * to.token_stride;
         for (std::size_t head = to.head_start; head < to.head_stop; head++, into += to.head_stride)
             row(token * plane.heads + head, head, into);
+        if (to.ahead)
+            for (std::size_t at = token * bytes; at < (token + 1) * bytes; at += 64) __builtin_prefetch(to.ahead + at);
     }
 }
 

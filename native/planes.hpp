@@ -38,6 +38,7 @@ struct PlaneRows {
     std::ptrdiff_t head_stride;
     std::size_t head_start;
     std::size_t head_stop;
+    const std::uint8_t* ahead;  // is prefetched meanwhile, as many bytes as the encoded plane has; null if nothing is
     bool aligned;  // all rows begin at multiples of Kernels::align; then they go past the caches, and the caller fences
 };
 
