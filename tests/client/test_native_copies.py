@@ -18,9 +18,9 @@ from kvcluster.client.layouts import Paged
 from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
-from kvcluster.pages import checksum, native
+from kvcluster.pages import checksum, codec, native
 from kvcluster.pages.codec_torch import TorchCoder
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
@@ -320,6 +320,17 @@ def test_what_it_cannot_do_is_left_to_the_executor_in_python(monkeypatch: pytest
     )
     monkeypatch.setattr(native, "KERNELS", None)
     assert NativeCopies().open(batch) is None
+
+
+def test_a_coder_of_other_planes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers are as long as those of the memory, raw and encoded, but its rows would be written elsewhere."""
+    case, _, bound, _ = cache()
+    batch = Pages(case, case.part, range(4), 0, 1, Codec.Q8).batch(bound, CopyDirection.LOAD)
+    assert NativeCopies().open(batch) is not None
+    other = codec.coder(Codec.Q8, case.spec.groups[0], block_tokens=16, heads=2)
+    monkeypatch.setattr(codec, "coder", lambda *_, **__: other)
+    with pytest.raises(BadBatch, match="not known"):
+        NativeCopies().open(batch)
 
 
 def short_layers() -> tuple[Case, Part, range, int, int]:
