@@ -72,6 +72,8 @@ KVC_INLINE void stream(u8* into, Bits from) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(into), as<__m512i>(from));
 #elif defined(__AVX2__)
     _mm256_stream_si256(reinterpret_cast<__m256i*>(into), as<__m256i>(from));
+#elif defined(__x86_64__)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(into), as<__m128i>(from));
 #else
     store(into, from);
 #endif

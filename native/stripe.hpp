@@ -103,7 +103,11 @@ struct Stripe {
 // Four registers of 16 bytes: SSE2, which every x86-64 has, NEON, or what the compiler makes of them.
 struct Stripe {
     typedef u64 Pair __attribute__((vector_size(16)));
+#if defined(__x86_64__)
+    static constexpr std::size_t kAlign = sizeof(Pair);
+#else
     static constexpr std::size_t kAlign = 1;  // no stores past the caches
+#endif
     Pair pairs[4];
 
     static Pair get(const u8* from) {
@@ -131,9 +135,18 @@ struct Stripe {
     }
     static Stripe load(const u8* from) { return {{get(from), get(from + 16), get(from + 32), get(from + 48)}}; }
     void store(u8* into) const { __builtin_memcpy(into, pairs, sizeof pairs); }
-    void stream(u8* into) const { store(into); }
+    void stream(u8* into) const {
+#if defined(__x86_64__)
+        for (int i = 0; i < 4; i++)
+            _mm_stream_si128(reinterpret_cast<__m128i*>(into) + i, reinterpret_cast<__m128i>(pairs[i]));
+#else
+        store(into);
+#endif
+    }
     static void fence() {
-#if !defined(__x86_64__)
+#if defined(__x86_64__)
+        _mm_sfence();
+#else
         std::atomic_thread_fence(std::memory_order_release);
 #endif
     }
