@@ -207,7 +207,7 @@ def test_any_bytes_decode_alike_in_every_implementation(
     assert torch.equal(came.nan_to_num(7.0), meant.nan_to_num(7.0))
 
 
-# Of bfloat16: zero, the least and the greatest subnormal and normal numbers, and ordinary ones.
+# Of bfloat16: zero (more often than others), the least and greatest subnormal and normal numbers, and ordinary ones.
 FINITE = [0, 0, 0, 1, 2, 0x7F, 0x80, 0x81, 0x3380, 0x3800, 0x3F80, 0x3FFF, 0x4780, 0x7F00, 0x7F7F]
 halves = st.sampled_from(FINITE + [each | 0x8000 for each in FINITE]) | st.integers(0, 0x7F7F)
 
