@@ -27,7 +27,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 EXTRAS := cluster,transformers,ray-serve,events,bench,test,dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak fuzz mutants sanitizers fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak fuzz mutants sanitizers aarch64 fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,6 +108,9 @@ fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=10
 
 sanitizers: install ## the native core's tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@tools/sanitizers.sh $(BIN)/python build/sanitizers
+
+aarch64: install ## the native core's kernels and codecs as built for aarch64, under qemu (needs a cross compiler; it says which)
+	@tools/aarch64.sh $(BIN)/python build/aarch64
 
 # mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
 mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 15 minutes)

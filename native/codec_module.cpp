@@ -33,6 +33,8 @@ Value named(const std::string& name, std::initializer_list<std::pair<const char*
 PlaneShape plane_of(std::size_t tokens, std::size_t heads, const PlaneArguments& arguments) {
     const auto& [coding, number, dim, raw_bytes, coded_bytes] = arguments;
     PlaneShape plane{};
+    plane.tokens = tokens;
+    plane.heads = heads;
     plane.coding = named<Coding>(coding, {{"raw", Coding::kRaw},
                                           {"rows", Coding::kRows},
                                           {"channels", Coding::kChannels},
@@ -58,29 +60,24 @@ PlaneShape plane_of(std::size_t tokens, std::size_t heads, const PlaneArguments&
 
 class Coder {
   public:
-    Coder(std::size_t tokens, std::size_t heads, const std::vector<PlaneArguments>& planes)
-        : layer_{tokens, heads, {}, 0, 0, 0} {
+    Coder(std::size_t tokens, std::size_t heads, const std::vector<PlaneArguments>& planes) {
         if (!tokens || !heads || planes.empty()) throw std::invalid_argument("a layer without numbers");
-        for (const PlaneArguments& arguments : planes) {
-            const PlaneShape plane = plane_of(tokens, heads, arguments);
-            layer_.raw_bytes += plane.raw_bytes;
-            layer_.coded_bytes += plane.coded_bytes;
-            layer_.channels = std::max(layer_.channels, heads * plane.dim);
-            layer_.planes.push_back(plane);
-        }
+        for (const PlaneArguments& arguments : planes) layer_.add(plane_of(tokens, heads, arguments));
     }
 
     bool encode(nb::handle data, nb::handle into, std::size_t layers) const {
+        const Codecs& codecs = *kernels().codecs;
         return each_layer(data, layer_.raw_bytes, into, layer_.coded_bytes, layers,
                           [&](const auto* raw, auto* coded, float* scratch) {
-                              return encode_layer(layer_, raw, coded, scratch);
+                              return encode_layer(codecs, layer_, raw, coded, scratch);
                           });
     }
 
     void decode(nb::handle data, nb::handle into, std::size_t layers) const {
+        const Codecs& codecs = *kernels().codecs;
         each_layer(data, layer_.coded_bytes, into, layer_.raw_bytes, layers,
                    [&](const auto* coded, auto* raw, float* scratch) {
-                       decode_layer(layer_, coded, raw, scratch);
+                       decode_layer(codecs, layer_, coded, raw, scratch);
                        return true;
                    });
     }
@@ -91,13 +88,14 @@ class Coder {
     double error(nb::handle data, nb::handle coded, std::size_t layers) const {
         const Bytes raw(data, false), from(coded, false);
         check(raw, layer_.raw_bytes, from, layer_.coded_bytes, layers);
+        const Codecs& codecs = *kernels().codecs;
         nb::gil_scoped_release others_run;
-        std::vector<float> scratch(scratch_floats(layer_));
+        std::vector<float> scratch(layer_.scratch);
         std::vector<std::uint8_t> decoded(layer_.raw_bytes);
         std::vector<Squares> planes(layer_.planes.size());
         for (std::size_t i = 0; i < layers; i++) {
-            decode_layer(layer_, from.data() + i * layer_.coded_bytes, decoded.data(), scratch.data());
-            add_squares(layer_, raw.data() + i * layer_.raw_bytes, decoded.data(), planes.data());
+            decode_layer(codecs, layer_, from.data() + i * layer_.coded_bytes, decoded.data(), scratch.data());
+            add_squares(codecs, layer_, raw.data() + i * layer_.raw_bytes, decoded.data(), planes.data());
         }
         double worst = 0;
         for (const Squares& plane : planes)
@@ -119,7 +117,7 @@ class Coder {
         const Bytes from(data, false), to(into, true);
         check(from, from_bytes, to, into_bytes, layers);
         nb::gil_scoped_release others_run;
-        std::vector<float> scratch(scratch_floats(layer_));
+        std::vector<float> scratch(layer_.scratch);
         for (std::size_t i = 0; i < layers; i++)
             if (!work(from.data() + i * from_bytes, to.data() + i * into_bytes, scratch.data())) return false;
         return true;

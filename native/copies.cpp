@@ -1,14 +1,12 @@
 // Batches of copies. A layer whose rows are runs of whole stripes is copied straight between page and rows, and summed on
 // the way; a layer that is one run of bytes likewise. Any other is copied to or from a stage in the cache, where it is
-// summed, decoded, and cut into heads and elements.
+// summed. From there it is decoded straight into rows, or cut into heads and elements.
 #include "copies.hpp"
 
 #include <time.h>
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
-#include <tuple>
 
 namespace kvc {
 namespace {
@@ -32,14 +30,6 @@ std::int64_t now_ns() {
     return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
 }
 
-// What is wrong with a row: "record 3 names item 9; there are 4".
-template <typename... Rest>
-std::string text(const Rest&... rest) {
-    std::ostringstream all;
-    (all << ... << rest);
-    return all.str();
-}
-
 }  // namespace
 
 std::size_t Geometry::head_bytes() const {
@@ -58,121 +48,10 @@ struct BatchRun::Place {
     std::size_t heads;           // of the page
     std::size_t fill, fills;     // the first head that is filled, counted in the page, and how many
     std::size_t memory_head;     // the first head that is filled, counted in the geometry
-    std::size_t page_layer_bytes, raw_layer_bytes;
+    std::size_t page_layer_bytes;
     u8* page;                    // its bytes
+    const u8* next;              // those of the record after it; null behind the last
 };
-
-// -------------------------------------------------------------------------------------------------------- checks
-
-BatchRun::BatchRun(const Batch& batch) : batch_(batch) { check(); }
-
-void BatchRun::check() {
-    const Records& records = batch_.records;
-    if (records.sum_count) {
-        u64 layers = 0;
-        bool apart = false;
-        for (std::size_t at = 0; at < records.count; at++) {
-            apart = apart || records.sum_starts[at] != layers;
-            layers += records.counts[at];
-        }
-        if (apart || layers != records.sum_count)
-            refusal_ = text("there must be one sum for each layer: ", records.sum_count, " for ", layers);
-    } else if (records.count) {
-        refusal_ = "there must be one sum for each layer: there are none";
-    }
-    if (!refusal_.empty()) return;
-    check_items();
-    for (std::size_t at = 0; at < records.count && refusal_.empty(); at++)
-        if (batch_.status[at] == kPending) check_record(at);
-    if (refusal_.empty()) check_overlaps();
-}
-
-void BatchRun::check_items() {
-    const Items& items = batch_.items;
-    for (std::size_t item = 0; item < items.count; item++) {
-        const std::size_t group = items.groups[item];
-        const Geometry* geometry = group < batch_.geometries.size() ? batch_.geometries[group] : nullptr;
-        if (!geometry) {
-            refusal_ = text("item ", item, " is of group ", group, ", for which there is no memory");
-            return;
-        }
-        const std::size_t first = std::max<std::size_t>(items.head_starts[item], geometry->head_start);
-        const std::size_t last = std::min<std::size_t>(items.head_stops[item], geometry->head_stop);
-        const std::size_t start = items.fill_starts[item], stop = items.fill_stops[item];
-        if (items.blocks[item] >= geometry->blocks) {
-            refusal_ = text("item ", item, " is of block ", items.blocks[item], "; there are ", geometry->blocks);
-        } else if (!(first <= start && start < stop && stop <= last)) {
-            refusal_ = text("item ", item, " fills heads ", start, " to ", stop, " of ", first, " to ", last);
-        }
-        if (!refusal_.empty()) return;
-    }
-}
-
-void BatchRun::check_record(std::size_t at) {
-    const Records& records = batch_.records;
-    const Items& items = batch_.items;
-    const u64 item = records.items[at], layer = records.layers[at], count = records.counts[at], codec = records.codecs[at];
-    if (item >= items.count) {
-        refusal_ = text("record ", at, " names item ", item, "; there are ", items.count);
-        return;
-    }
-    const Geometry& geometry = *batch_.geometries[items.groups[item]];
-    const u64 start = items.layer_starts[item] + layer, stop = start + count;
-    if (!count || stop > items.layer_stops[item] || start < geometry.layer_start || stop > geometry.layer_stop) {
-        refusal_ = text("record ", at, " has layers ", start, " to ", stop, ", which its page or its memory does not have");
-        return;
-    }
-    const u64 heads = items.head_stops[item] - items.head_starts[item];
-    u64 layer_bytes = heads * geometry.head_bytes();
-    if (codec != kRawCodec) {
-        const auto same = [&](const Coded& each) {
-            return each.codec == codec && each.group == items.groups[item] && each.heads == heads;
-        };
-        const auto found = std::find_if(batch_.coded.begin(), batch_.coded.end(), same);
-        if (found == batch_.coded.end() || found->shape.raw_bytes != layer_bytes) {
-            refusal_ = text("record ", at, " is in codec ", codec, ", which is not known");
-            return;
-        }
-        layer_bytes = found->shape.coded_bytes;
-        able_ = able_ && batch_.load;
-    }
-    if (layer_bytes < kLeastLayerBytes) able_ = false;
-    if (!batch_.load && (items.fill_starts[item] != items.head_starts[item] || items.fill_stops[item] != items.head_stops[item]))
-        able_ = false;
-    const u64 nbytes = records.nbytes[at], offset = records.offsets[at];
-    if (nbytes != count * layer_bytes) {
-        refusal_ = text("record ", at, " has ", nbytes, " bytes for ", count, " layers of ", layer_bytes);
-    } else if (nbytes > batch_.most_record_bytes && count > 1) {
-        refusal_ = text("record ", at, " has ", nbytes, " bytes, more than may still be written after a cancel");
-    } else if (nbytes > batch_.page_bytes || offset > batch_.page_bytes - nbytes) {
-        refusal_ = text("record ", at, " begins at ", offset, " and reaches beyond the ", batch_.page_bytes, " bytes of its pages");
-    }
-}
-
-void BatchRun::check_overlaps() {
-    const Records& records = batch_.records;
-    const Items& items = batch_.items;
-    using Span = std::tuple<u64, u64, u64, u64, u64>;  // group, block, item, layers
-    std::vector<Span> spans;
-    for (std::size_t at = 0; at < records.count; at++) {
-        if (batch_.status[at] != kPending) continue;
-        const u64 item = records.items[at], start = items.layer_starts[item] + records.layers[at];
-        spans.emplace_back(items.groups[item], items.blocks[item], item, start, start + records.counts[at]);
-    }
-    std::sort(spans.begin(), spans.end());
-    for (std::size_t i = 0; i < spans.size() && refusal_.empty(); i++) {
-        const auto& [group, block, item, start, stop] = spans[i];
-        for (std::size_t j = i + 1; j < spans.size(); j++) {
-            const auto& [other_group, other_block, other, other_start, other_stop] = spans[j];
-            if (other_group != group || other_block != block) break;
-            const bool heads = items.fill_starts[item] < items.fill_stops[other] && items.fill_starts[other] < items.fill_stops[item];
-            if (heads && start < other_stop && other_start < stop) {
-                refusal_ = text("records of items ", item, " and ", other, " overlap in block ", block);
-                break;
-            }
-        }
-    }
-}
 
 // ------------------------------------------------------------------------------------------------------- copying
 
@@ -243,29 +122,67 @@ void BatchRun::rows_of(const Place& place) {
     rows_.push_back(rows_.front());
 }
 
-// Copies the heads that are filled between a raw layer of a page and the caller's memory.
-void BatchRun::move_elements(const Place& place, std::size_t layer, u8* page, bool into_page) const {
+// Where the first row that is filled lies, and the strides from there, of one plane and layer.
+PlaneRows BatchRun::plane_rows(const Place& place, std::size_t layer, std::size_t number, std::size_t align) const {
     const Geometry& geometry = place.geometry;
-    const std::size_t planes = geometry.planes.size();
+    const std::size_t i = (place.memory_layer + layer) * geometry.planes.size() + number;
+    const u64 row = geometry.rows[place.block] * static_cast<u64>(geometry.row_strides[i]);
+    const u64 head = place.memory_head * static_cast<u64>(geometry.head_strides[i]), base = geometry.bases[i] + row + head;
+    const auto token_stride = static_cast<std::ptrdiff_t>(geometry.token_strides[i]);
+    const auto head_stride = static_cast<std::ptrdiff_t>(geometry.head_strides[i]);
+    const u64 bits = base | static_cast<u64>(geometry.planes[number].tokens > 1 ? token_stride : 0) |
+                     static_cast<u64>(place.fills > 1 ? head_stride : 0);
+    return {at_address(base), token_stride, head_stride, place.fill, place.fill + place.fills, nullptr, bits % align == 0};
+}
+
+// Copies the heads that are filled between one plane of a raw layer of a page and the caller's memory.
+void BatchRun::move_elements(const Place& place, std::size_t layer, std::size_t number, u8* page, bool into_page) const {
+    const Plane& plane = place.geometry.planes[number];
+    const PlaneRows rows = plane_rows(place, layer, number, 1);
+    const auto stride = place.geometry.element_strides[(place.memory_layer + layer) * place.geometry.planes.size() + number];
     const auto move = [&](u8* memory, u8* bytes, std::size_t nbytes) {
         into_page ? std::memcpy(bytes, memory, nbytes) : std::memcpy(memory, bytes, nbytes);
     };
-    for (std::size_t number = 0; number < planes; number++) {
-        const Plane& plane = geometry.planes[number];
-        const std::size_t i = (place.memory_layer + layer) * planes + number, row = plane.elements * plane.element_bytes;
-        const u64 start = geometry.bases[i] + geometry.rows[place.block] * static_cast<u64>(geometry.row_strides[i]);
-        for (std::size_t token = 0; token < plane.tokens; token++) {
-            for (std::size_t head = 0; head < place.fills; head++) {
-                const u64 inner = token * static_cast<u64>(geometry.token_strides[i]) +
-                                  (place.memory_head + head) * static_cast<u64>(geometry.head_strides[i]);
-                u8* const bytes = page + (token * place.heads + place.fill + head) * row;
-                for (std::size_t element = 0; element < plane.elements; element++) {
-                    const u64 at = start + inner + element * static_cast<u64>(geometry.element_strides[i]);
-                    move(at_address(at), bytes + element * plane.element_bytes, plane.element_bytes);
-                }
-            }
+    for (std::size_t token = 0; token < plane.tokens; token++) {
+        for (std::size_t head = rows.head_start; head < rows.head_stop; head++) {
+            u8* memory = rows.base + static_cast<std::ptrdiff_t>(token) * rows.token_stride +
+                         static_cast<std::ptrdiff_t>(head - rows.head_start) * rows.head_stride;
+            u8* bytes = page + (token * place.heads + head) * plane.elements * plane.element_bytes;
+            for (std::size_t element = 0; element < plane.elements; element++, memory += stride, bytes += plane.element_bytes)
+                move(memory, bytes, plane.element_bytes);
         }
-        page += plane.tokens * place.heads * row;
+    }
+}
+
+// Likewise all planes.
+void BatchRun::move_layer(const Place& place, std::size_t layer, u8* page, bool into_page) const {
+    for (std::size_t number = 0; number < place.geometry.planes.size(); number++) {
+        const Plane& plane = place.geometry.planes[number];
+        move_elements(place, layer, number, page, into_page);
+        page += plane.tokens * place.heads * plane.elements * plane.element_bytes;
+    }
+}
+
+// Decodes the staged layer straight into rows; values with gaps between them by way of a buffer. Decoding is arithmetic and
+// writes, so the bytes that are staged next are prefetched meanwhile.
+void BatchRun::decode(const Kernels& kernels, const Place& place, std::size_t layer) {
+    const LayerShape& shape = place.coded->shape;
+    scratch_.resize(std::max(scratch_.size(), shape.scratch));
+    u8* from = stage_.data();
+    const u8* const next = layer + 1 < place.count ? place.page + (layer + 1) * place.page_layer_bytes : place.next;
+    for (std::size_t number = 0; number < shape.planes.size(); from += shape.planes[number++].coded_bytes) {
+        const PlaneShape& plane = shape.planes[number];
+        if (plane.coding == Coding::kRaw) {
+            move_elements(place, layer, number, from, false);
+        } else if (place.geometry.planes[number].elements == 1) {
+            PlaneRows rows = plane_rows(place, layer, number, kernels.align);
+            rows.ahead = next ? next + (from - stage_.data()) : nullptr;
+            kernels.codecs->decode(plane, from, rows, scratch_.data());
+        } else {
+            decoded_.resize(std::max(decoded_.size(), plane.raw_bytes));
+            kernels.codecs->decode(plane, from, dense_rows(plane, decoded_.data()), scratch_.data());
+            move_elements(place, layer, number, decoded_.data(), false);
+        }
     }
 }
 
@@ -278,6 +195,7 @@ bool BatchRun::stopped(std::size_t at) const {
 void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) {
     const Records& records = batch_.records;
     const Items& items = batch_.items;
+    const auto pages = reinterpret_cast<std::uintptr_t>(batch_.pages);
     for (std::size_t at = start; at < stop; at++) {
         if (batch_.status[at] != kPending) continue;
         if (stopped(at)) {
@@ -302,8 +220,8 @@ void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) 
                           items.fill_stops[item] - items.fill_starts[item],
                           items.fill_starts[item] - geometry.head_start,
                           records.nbytes[at] / records.counts[at],
-                          heads * geometry.head_bytes(),
-                          at_address(reinterpret_cast<std::uintptr_t>(batch_.pages) + records.offsets[at])};
+                          at_address(pages + records.offsets[at]),
+                          at + 1 < stop ? at_address(pages + records.offsets[at + 1]) : nullptr};
         rows_of(place);
         std::uint8_t status = kDone;
         if (batch_.load) {
@@ -341,15 +259,8 @@ std::uint8_t BatchRun::load(const Kernels& kernels, const Place& place) {
             kernels.stage_sums(stage_.data(), page, one, &sum);
         }
         if (sum != expected[layer]) return kMismatch;
-        if (!place.coded && (run || step)) continue;
-        u8* raw = stage_.data();
-        if (place.coded) {
-            scratch_.resize(std::max(scratch_.size(), scratch_floats(place.coded->shape)));
-            decoded_.resize(std::max(decoded_.size(), place.raw_layer_bytes));
-            raw = run ? run : decoded_.data();
-            decode_layer(place.coded->shape, stage_.data(), raw, scratch_.data());
-        }
-        if (!run) move_elements(place, layer, raw, false);
+        if (place.coded) decode(kernels, place, layer);
+        else if (!run && !step) move_layer(place, layer, stage_.data(), false);
     }
     return kDone;
 }
@@ -374,7 +285,7 @@ void BatchRun::store(const Kernels& kernels, const Place& place) {
             sums[layer] = kernels.gather(page, rows, nbytes, step, seed, streaming);
         } else {
             stage_.resize(std::max(stage_.size(), nbytes));
-            move_elements(place, layer, stage_.data(), true);
+            move_layer(place, layer, stage_.data(), true);
             copy_sums(page, stage_.data(), one, sums + layer);
         }
     }

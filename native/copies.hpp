@@ -101,7 +101,10 @@ class BatchRun {
     std::uint8_t load(const Kernels& kernels, const Place& place);
     void store(const Kernels& kernels, const Place& place);
     void rows_of(const Place& place);
-    void move_elements(const Place& place, std::size_t layer, std::uint8_t* page, bool into_page) const;
+    PlaneRows plane_rows(const Place& place, std::size_t layer, std::size_t plane, std::size_t align) const;
+    void move_elements(const Place& place, std::size_t layer, std::size_t plane, std::uint8_t* page, bool into_page) const;
+    void move_layer(const Place& place, std::size_t layer, std::uint8_t* page, bool into_page) const;
+    void decode(const Kernels& kernels, const Place& place, std::size_t layer);
 
     Batch batch_;
     std::string refusal_;

@@ -157,7 +157,7 @@ class Copies {
     void run(std::size_t start, std::size_t stop) {
         if (!able()) throw std::invalid_argument("these copies are not for native code");
         if (start > stop || stop > count_) throw std::invalid_argument("there are no such records");
-        const Kernels& here = *kernels();
+        const Kernels& here = kernels();
         nb::gil_scoped_release others_run;
         run_->run(here, start, stop);
     }

@@ -9,22 +9,20 @@
 // bytes), and equal to the xxhash package's: tests/pages/test_native.py.
 #include "kernels.hpp"
 
-#include <immintrin.h>
-
 #include <cstring>
 #include <type_traits>
+
+#include "stripe.hpp"
+#include "tables.hpp"
 
 namespace kvc {
 namespace {
 
-using u8 = std::uint8_t;
-using u64 = std::uint64_t;
-
-constexpr u64 kPrime32_1 = 0x9E3779B1, kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
+constexpr u64 kPrime32_2 = 0x85EBCA77, kPrime32_3 = 0xC2B2AE3D;
 constexpr u64 kPrime64_1 = 0x9E3779B185EBCA87, kPrime64_2 = 0xC2B2AE3D27D4EB4F, kPrime64_3 = 0x165667B19E3779F9;
 constexpr u64 kPrime64_4 = 0x85EBCA77C2B2AE63, kPrime64_5 = 0x27D4EB2F165667C5, kPrimeMx1 = 0x165667919E3779F9;
 
-constexpr std::size_t kSecretBytes = 192, kStripe = 64, kStripesPerBlock = (kSecretBytes - kStripe) / 8;
+constexpr std::size_t kSecretBytes = 192, kStripesPerBlock = (kSecretBytes - kStripe) / 8;
 constexpr std::size_t kPrefetch = 1024;  // so far ahead is read: found by trying
 
 alignas(64) constexpr u8 kSecret[kSecretBytes] = {
@@ -47,82 +45,6 @@ u64 load64(const u8* from) {
     std::memcpy(&value, from, sizeof value);
     return value;
 }
-
-// ------------------------------------------------------------------------------------------- a stripe in registers
-//
-// Each instruction set has a Stripe of eight lanes of 64 bits, and what XXH3 does with it. `stream` stores past the
-// caches, at an address that is a multiple of kAlign. `load` reads memory once: an empty piece of assembly keeps the
-// compiler from reading it again where it is used again, when another process may have changed it.
-
-#if defined(__AVX512F__)
-
-struct Stripe {
-    static constexpr std::size_t kAlign = 64;
-    __m512i v;
-
-    static Stripe load(const u8* from) {
-        __m512i v = _mm512_loadu_si512(from);
-        __asm__("" : "+v"(v));
-        return {v};
-    }
-    void store(u8* into) const { _mm512_storeu_si512(into, v); }
-    void stream(u8* into) const { _mm512_stream_si512(reinterpret_cast<__m512i*>(into), v); }
-    void add(const Stripe& data, const Stripe& key) {
-        const __m512i mixed = _mm512_xor_si512(data.v, key.v);
-        const __m512i product = _mm512_mul_epu32(mixed, _mm512_srli_epi64(mixed, 32));
-        const __m512i swapped = _mm512_shuffle_epi32(data.v, _MM_PERM_BADC);
-        v = _mm512_add_epi64(product, _mm512_add_epi64(v, swapped));
-    }
-    void scramble(const Stripe& key) {
-        const __m512i x = _mm512_xor_si512(_mm512_xor_si512(v, _mm512_srli_epi64(v, 47)), key.v);
-        const __m512i prime = _mm512_set1_epi32(static_cast<int>(kPrime32_1));
-        const __m512i high = _mm512_mul_epu32(_mm512_srli_epi64(x, 32), prime);
-        v = _mm512_add_epi64(_mm512_mul_epu32(x, prime), _mm512_slli_epi64(high, 32));
-    }
-};
-
-#elif defined(__AVX2__)
-
-struct Stripe {
-    static constexpr std::size_t kAlign = 32;
-    __m256i a, b;
-
-    static __m256i get(const u8* from) {
-        __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-        __asm__("" : "+x"(half));
-        return half;
-    }
-    static Stripe load(const u8* from) { return {get(from), get(from + 32)}; }
-    void store(u8* into) const {
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(into), a);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(into + 32), b);
-    }
-    void stream(u8* into) const {
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(into), a);
-        _mm256_stream_si256(reinterpret_cast<__m256i*>(into + 32), b);
-    }
-    static __m256i added(__m256i sum, __m256i data, __m256i key) {
-        const __m256i mixed = _mm256_xor_si256(data, key);
-        const __m256i product = _mm256_mul_epu32(mixed, _mm256_srli_epi64(mixed, 32));
-        return _mm256_add_epi64(product, _mm256_add_epi64(sum, _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2))));
-    }
-    void add(const Stripe& data, const Stripe& key) {
-        a = added(a, data.a, key.a);
-        b = added(b, data.b, key.b);
-    }
-    static __m256i scrambled(__m256i sum, __m256i key) {
-        const __m256i x = _mm256_xor_si256(_mm256_xor_si256(sum, _mm256_srli_epi64(sum, 47)), key);
-        const __m256i prime = _mm256_set1_epi32(static_cast<int>(kPrime32_1));
-        const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(x, 32), prime);
-        return _mm256_add_epi64(_mm256_mul_epu32(x, prime), _mm256_slli_epi64(high, 32));
-    }
-    void scramble(const Stripe& key) {
-        a = scrambled(a, key.a);
-        b = scrambled(b, key.b);
-    }
-};
-
-#endif
 
 // ------------------------------------------------------------------------------------------------------ XXH3
 
@@ -332,6 +254,8 @@ void sum_each(u8* into, const u8* data, const Layers& layers, u64* sums) {
 
 void sums(const u8* data, const Layers& layers, u64* sums) { sum_each<To::kNowhere>(nullptr, data, layers, sums); }
 
+void fence() { Stripe::fence(); }
+
 void copy_sums(u8* into, const u8* data, const Layers& layers, u64* sums) {
     const bool aligned = reinterpret_cast<std::uintptr_t>(into) % Stripe::kAlign == 0 &&
                          layers.layer_bytes % Stripe::kAlign == 0;
@@ -340,23 +264,18 @@ void copy_sums(u8* into, const u8* data, const Layers& layers, u64* sums) {
         return;
     }
     sum_each<To::kPastCaches>(into, data, layers, sums);
-    _mm_sfence();
+    fence();
 }
 
 void stage_sums(u8* into, const u8* data, const Layers& layers, u64* sums) {
     sum_each<To::kMemory>(into, data, layers, sums);
 }
 
-void fence() { _mm_sfence(); }
-
 }  // namespace
 
-#define KVC_JOIN_(a, b) a##b
-#define KVC_JOIN(a, b) KVC_JOIN_(a, b)
-#define KVC_TEXT_(a) #a
-#define KVC_TEXT(a) KVC_TEXT_(a)
-
-extern const Kernels KVC_JOIN(kernels_, KVC_ISA);
-const Kernels KVC_JOIN(kernels_, KVC_ISA){KVC_TEXT(KVC_ISA), Stripe::kAlign, sums, copy_sums, stage_sums, scatter, gather, fence};
+extern const Codecs KVC_TABLE(codecs);
+extern const Kernels KVC_TABLE(kernels);
+const Kernels KVC_TABLE(kernels){KVC_TEXT(KVC_ISA), Stripe::kAlign, sums,   copy_sums, stage_sums,
+                                 scatter,           gather,         fence, &KVC_TABLE(codecs)};
 
 }  // namespace kvc

@@ -4,6 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
+
+#include "planes.hpp"
 
 namespace kvc {
 
@@ -47,9 +50,10 @@ struct Kernels {
     std::uint64_t (*gather)(std::uint8_t* into, const Rows* rows, std::size_t nbytes, std::size_t step,
                             std::uint64_t seed, bool aligned);
     void (*fence)();  // what is said after it is heard after the bytes are there
+    const Codecs* codecs;
 };
 
-extern const Kernels kernels_avx2;
-extern const Kernels kernels_avx512;
+// Those that were compiled and that this CPU can run, the fastest last; at least one.
+std::vector<const Kernels*> kernels_here();
 
 }  // namespace kvc

@@ -22,23 +22,12 @@ using kvc::Kernels;
 // To let others run and to come back takes about as long as hashing this much.
 constexpr std::size_t kWorthwhileBytes = 8 * 1024;
 
-std::vector<const Kernels*> kernels_here() {
-    std::vector<const Kernels*> here;
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return here;
-    here.push_back(&kvc::kernels_avx2);
-    if (__builtin_cpu_supports("avx512f")) here.push_back(&kvc::kernels_avx512);
-    return here;
-}
-
-const std::vector<const Kernels*> kHere = kernels_here();
-const Kernels* chosen = kHere.empty() ? nullptr : kHere.back();
+const std::vector<const Kernels*> kHere = kvc::kernels_here();
+const Kernels* chosen = kHere.back();
 
 }  // namespace
 
-const kvc::Kernels* kvc::kernels() {
-    if (!chosen) throw std::runtime_error("this machine has no instruction set that kernels were compiled for");
-    return chosen;
-}
+const kvc::Kernels& kvc::kernels() { return *chosen; }
 
 namespace {
 
@@ -72,8 +61,8 @@ nb::object sums_by(std::size_t nbytes, std::size_t layers, const Work& work) {
 nb::object sums(nb::handle data, std::size_t layers, std::uint64_t seed, std::uint64_t step) {
     const Bytes bytes(data, false);
     const kvc::Layers of = layers_of(bytes, layers, seed, step);
-    const Kernels* here = kernels();
-    return sums_by(bytes.size(), layers, [&](std::uint64_t* out) { here->sums(bytes.data(), of, out); });
+    const Kernels& here = kernels();
+    return sums_by(bytes.size(), layers, [&](std::uint64_t* out) { here.sums(bytes.data(), of, out); });
 }
 
 nb::object copy_sums(nb::handle into, nb::handle data, std::size_t layers, std::uint64_t seed, std::uint64_t step) {
@@ -83,9 +72,9 @@ nb::object copy_sums(nb::handle into, nb::handle data, std::size_t layers, std::
     const std::less<const std::uint8_t*> before;
     if (before(place.data(), bytes.data() + bytes.size()) && before(bytes.data(), place.data() + place.size()))
         throw std::invalid_argument("the bytes would be copied onto themselves");
-    const Kernels* here = kernels();
+    const Kernels& here = kernels();
     return sums_by(bytes.size(), layers,
-                   [&](std::uint64_t* out) { here->copy_sums(place.data(), bytes.data(), of, out); });
+                   [&](std::uint64_t* out) { here.copy_sums(place.data(), bytes.data(), of, out); });
 }
 
 void choose(const char* name) {
@@ -101,7 +90,7 @@ NB_MODULE(_native, m) {
     m.def("sums", &sums, nb::arg("data"), nb::arg("layers"), nb::arg("seed"), nb::arg("step"));
     m.def("copy_sums", &copy_sums, nb::arg("into"), nb::arg("data"), nb::arg("layers"), nb::arg("seed"), nb::arg("step"));
     m.def("choose", &choose, nb::arg("name"));
-    m.def("chosen", [] { return kernels()->name; });
+    m.def("chosen", [] { return kernels().name; });
     kvc::bind_codecs(m);
     kvc::bind_copies(m);
     m.def("names", [] {

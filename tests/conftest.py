@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import gc
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from kvcluster.pages import native
 
 # The claims of shipped suites, whose asserts pytest rewrites only where it is told before they are imported.
 pytest.register_assert_rewrite("kvcluster.testing.conformance")
@@ -41,6 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def nightly(pytestconfig: pytest.Config) -> bool:
     """Is there time to look further?"""
     return bool(pytestconfig.getoption("--nightly"))
+
+
+@pytest.fixture(params=[] if native.KERNELS is None else native.KERNELS.names())
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test once for each instruction set of this machine, with the native core using that set."""
+    assert native.KERNELS is not None
+    before = native.KERNELS.chosen()
+    native.KERNELS.choose(request.param)
+    yield request.param
+    native.KERNELS.choose(before)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -45,8 +45,7 @@ class Coder:
         """What raw layers have lost by being encoded (kvcluster/pages/codec.py). ValueError likewise."""
 
 def names() -> list[str]:
-    """The instruction sets that were compiled and that this machine has, the fastest last. Where there is none, the
-    others here raise RuntimeError."""
+    """The instruction sets that were compiled and that this machine has, the fastest last; at least one."""
 
 class Copies:
     """A batch of copies (kvcluster/pages/copy_batch.py), checked. It holds the columns, which must not be resized as

@@ -1,7 +1,8 @@
 """The reference implementation of q8 and q4 in plain torch: it defines the bytes for all others, and is the fallback.
 
 All arithmetic is float32, in the order written here, rounded to nearest with ties to even; nothing is fused. So an
-implementation that does the same steps produces the same bytes (native/codecs.cpp). docs/codecs.md draws them.
+implementation that does the same steps produces the same bytes (native/encode.hpp, native/decode.hpp). docs/codecs.md
+draws them.
 """
 
 from __future__ import annotations

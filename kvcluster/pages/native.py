@@ -1,7 +1,7 @@
 """The native core: the compiled kernels of this process, if it has any. It is optional, and makes moving bytes faster.
 
-It is built when the package is installed (native/, docs/adr/0022-a-native-core.md). Without a compiler, or on a machine
-that has none of the instruction sets that it is compiled for, Python does the same work.
+It is built when the package is installed (native/, docs/adr/0022-a-native-core.md), for the instruction sets of its
+architecture, and uses the fastest that this machine has. Without a compiler, Python does the same work.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _load() -> Kernels | None:
         from kvcluster.pages import _native
     except ImportError:  # not built, or for another Python
         return None
-    return _native if _native.names() else None
+    return _native
 
 
 KERNELS = _load()

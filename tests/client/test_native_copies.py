@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import threading
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,24 +19,15 @@ from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
 from kvcluster.pages import checksum, codec, native
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.pages.codec_torch import TorchCoder
+from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
 from tests.client.test_memory import Case, Row, memories, parts
 
-KERNELS = list(native.KERNELS.names()) if native.KERNELS is not None else []
 NEVER = 2**62
 wide = memories(st.sampled_from([8, 20, 32, 40, 64, 80, 128, 192]), tokens=9)
-
-
-@pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert native.KERNELS is not None
-    before = native.KERNELS.chosen()
-    native.KERNELS.choose(request.param)
-    yield request.param
-    native.KERNELS.choose(before)
 
 
 class Pages:
@@ -174,19 +164,20 @@ def test_one_flipped_bit_fails_its_record_and_no_other(
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(loads(), st.sampled_from([Codec.Q8, Codec.Q4]))
+@given(loads(), st.sampled_from([Codec.Q8, Codec.Q4]), st.sampled_from([1.0, 2.0**12, 2.0**-14, 2.0**-126]))
 def test_encoded_pages_are_decoded_to_the_bits_of_the_definition(
-    kernels: str, load: tuple[Case, Any, Row, Pages, tuple[int, int]], coded: Codec
+    kernels: str, load: tuple[Case, Any, Row, Pages, tuple[int, int]], coded: Codec, scale: float
 ) -> None:
+    """Straight into rows of any strides, of any heads, and beside planes that stay raw."""
     case, memory, row, raw, fills = load
     pages = Pages(case, raw.part, raw.layers, raw.gap, 2, coded)
     assume(pages.layer_bytes >= native.LEAST_LAYER_BYTES)
     before = [case.page(row, block, case.part) for block in range(case.blocks)]
     shape = {"block_tokens": case.spec.block_tokens, "heads": raw.part.heads}
-    coder = codec.coder(coded, case.spec.groups[0], **shape)
+    coder = TorchCoder(coded, case.spec.groups[0], **shape)
     decoded = []
     for block in range(case.blocks):
-        raw_pages = torch.cat([numbers(case, plane, raw) for plane in case.planes], 1).contiguous()
+        raw_pages = torch.cat([numbers(case, plane, raw, scale) for plane in case.planes], 1).contiguous()
         into = bytearray(raw_pages.numel())
         assert coder.encode(memoryview(raw_pages.numpy()).cast("B"), pages.page(block), raw.part.layers)
         coder.decode(pages.page(block), memoryview(into), raw.part.layers)
@@ -201,13 +192,16 @@ def test_encoded_pages_are_decoded_to_the_bits_of_the_definition(
         assert case.page(row, block, case.part) == after
 
 
-def numbers(case: Case, plane: Plane, pages: Pages) -> torch.Tensor:
-    """The bytes of one plane of a page, `[layers, bytes]`: numbers that can be encoded where it is encoded."""
+def numbers(case: Case, plane: Plane, pages: Pages, scale: float) -> torch.Tensor:
+    """The bytes of one plane of a page, `[layers, bytes]`: numbers that can be encoded where it is encoded, subnormal
+    ones of float16 (2**-14) and of the other dtypes (2**-126) among them."""
     nbytes = plane.nbytes(block_tokens=case.spec.block_tokens, heads=pages.part.heads)
     if plane.dtype not in ("bfloat16", "float16", "float32"):
         return torch.randint(0, 256, (pages.part.layers, nbytes), dtype=torch.uint8)
     dtype = getattr(torch, plane.dtype)
-    return torch.randn(pages.part.layers, nbytes // dtype.itemsize).to(dtype).view(torch.uint8)
+    random = torch.Generator().manual_seed(case.seed)
+    values = torch.randn(pages.part.layers, nbytes // dtype.itemsize, generator=random).clamp(-3.9, 3.9)
+    return (values * scale).to(dtype).view(torch.uint8)
 
 
 # ------------------------------------------------------------------------------------------------- stores
@@ -326,6 +320,17 @@ def test_what_it_cannot_do_is_left_to_the_executor_in_python(monkeypatch: pytest
     )
     monkeypatch.setattr(native, "KERNELS", None)
     assert NativeCopies().open(batch) is None
+
+
+def test_a_coder_of_other_planes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its layers are as long as those of the memory, raw and encoded, but its rows would be written elsewhere."""
+    case, _, bound, _ = cache()
+    batch = Pages(case, case.part, range(4), 0, 1, Codec.Q8).batch(bound, CopyDirection.LOAD)
+    assert NativeCopies().open(batch) is not None
+    other = codec.coder(Codec.Q8, case.spec.groups[0], block_tokens=16, heads=2)
+    monkeypatch.setattr(codec, "coder", lambda *_, **__: other)
+    with pytest.raises(BadBatch, match="not known"):
+        NativeCopies().open(batch)
 
 
 def short_layers() -> tuple[Case, Part, range, int, int]:

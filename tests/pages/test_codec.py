@@ -21,16 +21,23 @@ from kvcluster.pages.native import Kernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LOSSY = [Codec.Q8, Codec.Q4]
-IMPLEMENTATIONS = ["torch", "native"] if native.KERNELS is not None else ["torch"]
+IMPLEMENTATIONS = ["torch", *([] if native.KERNELS is None else native.KERNELS.names())]
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Runs the test with the definition in torch, and with the native core on each instruction set of this machine."""
+    before = native.name()
     if request.param == "torch":
         monkeypatch.setattr(native, "KERNELS", None)
+    elif native.KERNELS is not None:
+        native.KERNELS.choose(request.param)
     codec.coder.cache_clear()
     yield request.param
     codec.coder.cache_clear()
+    monkeypatch.undo()
+    if native.KERNELS is not None:
+        native.KERNELS.choose(before)
 
 
 def group_of(dim: int, dtype: str = "bfloat16", heads: int = 2) -> Group:
@@ -156,7 +163,7 @@ def drawn(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return -x.abs() if kind == "mixed signs" else x
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(LOSSY),
     st.sampled_from(list(DTYPES)),
@@ -171,7 +178,7 @@ def drawn(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 @example(Codec.Q4, "float16", 24, 8, 2, 2, "outliers", 0)
 @example(Codec.Q8, "float32", 8, 1, 1, 1, "zeros", 0)
 def test_the_native_core_makes_the_bytes_of_the_definition(
-    which: Codec, dtype: str, dim: int, tokens: int, heads: int, layers: int, kind: str, seed: int
+    kernels: str, which: Codec, dtype: str, dim: int, tokens: int, heads: int, layers: int, kind: str, seed: int
 ) -> None:
     group = group_of(dim, dtype, heads)
     raw = b"".join(layer_of(group, drawn(kind, (2, tokens, heads, dim), seed + i)) for i in range(layers))
@@ -185,9 +192,11 @@ def test_the_native_core_makes_the_bytes_of_the_definition(
     assert ours.decode(bytes(expected)) == back
 
 
-@settings(deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from(LOSSY), st.sampled_from([8, 24, 64, 128]), st.sampled_from(list(DTYPES)), st.randoms())
-def test_any_bytes_decode_alike_in_every_implementation(which: Codec, dim: int, dtype: str, random: object) -> None:
+def test_any_bytes_decode_alike_in_every_implementation(
+    kernels: str, which: Codec, dim: int, dtype: str, random: object
+) -> None:
     # Verified bytes were produced by an encoder; but no input makes a decoder read or write beyond its buffers.
     group = group_of(dim, dtype)
     ours = Coded(which, group, 8)
@@ -196,6 +205,34 @@ def test_any_bytes_decode_alike_in_every_implementation(which: Codec, dim: int, 
     TorchCoder(which, group, block_tokens=8, heads=2).decode(memoryview(coded), memoryview(expected), 1)
     came, meant = numbers_of(group, ours.decode(coded)), numbers_of(group, bytes(expected))
     assert torch.equal(came.nan_to_num(7.0), meant.nan_to_num(7.0))
+
+
+# Of bfloat16: zero (more often than others), the least and greatest subnormal and normal numbers, and ordinary ones.
+FINITE = [0, 0, 0, 1, 2, 0x7F, 0x80, 0x81, 0x3380, 0x3800, 0x3F80, 0x3FFF, 0x4780, 0x7F00, 0x7F7F]
+halves = st.sampled_from(FINITE + [each | 0x8000 for each in FINITE]) | st.integers(0, 0x7F7F)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.sampled_from([8, 24, 32, 56, 72, 128]), st.sampled_from(list(DTYPES)), st.integers(0, 2**32))
+def test_extremes_of_scale_decode_to_the_bits_of_the_definition(
+    kernels: str, data: st.DataObject, dim: int, dtype: str, seed: int
+) -> None:
+    """Subnormal numbers are neither flushed nor rounded in another way, and what is too large becomes an infinity."""
+    group, rows = group_of(dim, dtype, 1), 4
+    codes = torch.randint(256, (rows, dim), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    codes[:, ::7] = 0  # of which the minimum is left, with its sign
+    scales, minima = (torch.tensor(data.draw(st.lists(halves, min_size=rows, max_size=rows))) for _ in range(2))
+    q8 = b"".join(plane_bytes(part) for part in (scales.to(torch.uint16), minima.to(torch.uint16), codes))
+    steps = st.sampled_from([0, 1, 7, 8, 127, 128, 254, 255])
+    channels = bytes(data.draw(st.lists(steps, min_size=2 * dim, max_size=2 * dim)))
+    groups = bytes(data.draw(st.lists(steps, min_size=rows, max_size=rows))) * 2 * -(-dim // 32)
+    nibbles = plane_bytes(codes)[: rows * dim // 2]
+    for which, coded in ((Codec.Q8, 2 * q8), (Codec.Q4, channels + nibbles + groups + nibbles)):
+        ours = Coded(which, group, rows, heads=1)
+        expected = bytearray(ours.raw_bytes)
+        definition = TorchCoder(which, group, block_tokens=rows, heads=1)
+        definition.decode(memoryview(coded), memoryview(expected), 1)
+        assert ours.decode(coded) == expected
 
 
 GOLDEN = {

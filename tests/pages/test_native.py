@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,21 +14,11 @@ from xxhash import xxh3_64_intdigest
 from kvcluster.pages import checksum, native
 
 u64 = st.integers(0, 2**64 - 1)
-KERNELS = list(native.KERNELS.names()) if native.KERNELS is not None else []
 # Around the stripes of 64 bytes and the blocks of 1,024 that XXH3 has, and anything between.
 layer_bytes = st.one_of(
     st.integers(native.LEAST_LAYER_BYTES, 1_200),
     st.builds(lambda blocks, beside: 1_024 * blocks + beside, st.integers(1, 5), st.integers(-65, 65)),
 )
-
-
-@pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert native.KERNELS is not None
-    before = native.KERNELS.chosen()
-    native.KERNELS.choose(request.param)
-    yield request.param
-    native.KERNELS.choose(before)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
