@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "transpose.hpp"
+
 namespace kvc {
 namespace {
 
@@ -140,16 +142,26 @@ void BatchRun::move_elements(const Place& place, std::size_t layer, std::size_t 
     const Plane& plane = place.geometry.planes[number];
     const PlaneRows rows = plane_rows(place, layer, number, 1);
     const auto stride = place.geometry.element_strides[(place.memory_layer + layer) * place.geometry.planes.size() + number];
-    const auto move = [&](u8* memory, u8* bytes, std::size_t nbytes) {
-        into_page ? std::memcpy(bytes, memory, nbytes) : std::memcpy(memory, bytes, nbytes);
-    };
+    const std::size_t elements = plane.elements, nbytes = plane.element_bytes;
+    const std::size_t heads = rows.head_stop - rows.head_start;
+    u8* const first = page + rows.head_start * elements * nbytes;
+    const auto page_stride = static_cast<std::ptrdiff_t>(place.heads * elements * nbytes);
+    if (nbytes == 2 && rows.token_stride == 2 && plane.tokens % kTile == 0 && elements % kTile == 0) {
+        for (std::size_t head = 0; head < heads; head++) {
+            u8* const memory = rows.base + static_cast<std::ptrdiff_t>(head) * rows.head_stride;
+            u8* const bytes = first + head * elements * nbytes;
+            if (into_page) transpose(bytes, page_stride, memory, stride, elements, plane.tokens, false);
+            else transpose(memory, stride, bytes, page_stride, plane.tokens, elements, true);
+        }
+        return;
+    }
     for (std::size_t token = 0; token < plane.tokens; token++) {
-        for (std::size_t head = rows.head_start; head < rows.head_stop; head++) {
+        for (std::size_t head = 0; head < heads; head++) {
             u8* memory = rows.base + static_cast<std::ptrdiff_t>(token) * rows.token_stride +
-                         static_cast<std::ptrdiff_t>(head - rows.head_start) * rows.head_stride;
-            u8* bytes = page + (token * place.heads + head) * plane.elements * plane.element_bytes;
-            for (std::size_t element = 0; element < plane.elements; element++, memory += stride, bytes += plane.element_bytes)
-                move(memory, bytes, plane.element_bytes);
+                         static_cast<std::ptrdiff_t>(head) * rows.head_stride;
+            u8* bytes = first + static_cast<std::ptrdiff_t>(token) * page_stride + head * elements * nbytes;
+            for (std::size_t element = 0; element < elements; element++, memory += stride, bytes += nbytes)
+                into_page ? std::memcpy(bytes, memory, nbytes) : std::memcpy(memory, bytes, nbytes);
         }
     }
 }

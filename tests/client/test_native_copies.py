@@ -24,7 +24,7 @@ from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyI
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
-from tests.client.test_memory import Case, Row, memories, parts
+from tests.client.test_memory import Case, Row, memories, parts, vllm_cpu
 
 NEVER = 2**62
 wide = memories(st.sampled_from([8, 20, 32, 40, 64, 80, 128, 192]), tokens=9)
@@ -241,6 +241,24 @@ def cache(blocks: int = 8, layers: int = 4) -> tuple[Case, list[torch.Tensor], B
 
 def read(caches: list[torch.Tensor], block: int, layer: int) -> bytes:
     return caches[layer][:, block].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("tokens", [8, 16, 24, 64, 72, 136])
+def test_transposed_keys_of_any_number_of_tiles_are_moved_both_ways(kernels: str, tokens: int) -> None:
+    shape = {"num_layers": 1, "num_kv_heads": 3, "head_dim": 40, "dtype": "bfloat16", "block_tokens": tokens}
+    spec = KVSpec.uniform(model="m", weights="w", **shape)
+    part = spec.whole(0)
+    case = Case(spec=spec, part=part, blocks=2, seed=tokens)
+    rng = random.Random(tokens)
+    (memory, row), (other, other_row) = vllm_cpu(case, rng), vllm_cpu(case, rng)
+    pages = Pages(case, part, range(1), 0, 1)
+    run(pages.batch(case.bind(memory, writable=False), CopyDirection.STORE))
+    for block in range(case.blocks):
+        assert bytes(pages.page(block)) == case.page(row, block, part) != case.page(other_row, block, part)
+    run(pages.batch(case.bind(other, writable=True), CopyDirection.LOAD))
+    for block in range(case.blocks):
+        assert case.page(other_row, block, part) == bytes(pages.page(block))
+
 
 
 def test_what_another_thread_changes_meanwhile_is_never_accepted_wrong(kernels: str, nightly: bool) -> None:
