@@ -66,7 +66,7 @@ _CONFIG = {
     "coordinator": {"low_free": 0.0, "high_free": 0.0, "promote_loads": 10**9, "hot_loads": 10**9},
     "shard": {"scrub_bytes": 0, "host_bytes": HOST_BYTES},
 }
-_CLIENT = ClientConfig(breaker_failures=10**9)
+_CLIENT = ClientConfig(breaker_failures=10**9, deadline_ms=60_000)
 
 
 class Cell(NamedTuple):
