@@ -110,7 +110,7 @@ fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=10
 integrity: install ## 10,000 flipped bits and 10,000 copies of changing sources (INTEGRITY_ARGS="--flips 1000 --seed 2")
 	@$(BIN)/python -m tests.integrity $(INTEGRITY_ARGS)
 
-sanitizers: install ## the native core's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitizers: install ## the native core's tests under sanitizers of memory, undefined behaviour and threads
 	@tools/sanitizers.sh $(BIN)/python build/sanitizers
 
 # mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
