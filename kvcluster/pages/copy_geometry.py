@@ -130,5 +130,7 @@ def _table(
     assert len(layouts) == part.layers * len(shapes)
     bases = array("Q", [layout.base for layout in layouts])
     strides = [array("q", column) for column in zip(*(layout[1:5] for layout in layouts), strict=True)]
+    row, token, head, element = strides
     spans = array("Q", [bound for layout in layouts for bound in (layout.start, layout.stop)])
-    return BlockGeometry(group, block_tokens, part, tuple(shapes), rows, bases, *strides, spans, page_layout)
+    planes = tuple(shapes)
+    return BlockGeometry(group, block_tokens, part, planes, rows, bases, row, token, head, element, spans, page_layout)
