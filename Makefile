@@ -18,6 +18,7 @@ SIM_SEEDS ?= 2000
 SIM_FIRST ?= 0
 FUZZ_INPUTS ?= 100000
 FUZZ_SEED ?= 0
+INTEGRITY_ARGS ?=
 NIGHTLY_ARGS ?=
 MUTANTS ?= 120
 MUTANT_SEED ?= 1
@@ -27,7 +28,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 EXTRAS := cluster,transformers,ray-serve,events,bench,test,dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak fuzz mutants sanitizers aarch64 fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak fuzz integrity mutants sanitizers aarch64 fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -106,7 +107,10 @@ soak: install ## full load without faults: does memory stay flat? (SOAK_MINUTES=
 fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=1000000 each; FUZZ_SEED=1 for others)
 	@$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
 
-sanitizers: install ## the native core's tests under AddressSanitizer and UndefinedBehaviorSanitizer
+integrity: install ## 10,000 flipped bits and 10,000 copies of changing sources (INTEGRITY_ARGS="--flips 1000 --seed 2")
+	@$(BIN)/python -m tests.integrity $(INTEGRITY_ARGS)
+
+sanitizers: install ## the native core's tests under sanitizers of memory, undefined behaviour and threads
 	@tools/sanitizers.sh $(BIN)/python build/sanitizers
 
 aarch64: install ## the native core's kernels and codecs as built for aarch64, under qemu (needs a cross compiler; it says which)

@@ -199,9 +199,9 @@ void BatchRun::decode(const Kernels& kernels, const Place& place, std::size_t la
 }
 
 bool BatchRun::stopped(std::size_t at) const {
-    const auto* cancel = reinterpret_cast<const volatile std::uint32_t*>(batch_.cancel);
-    const auto* dropped = reinterpret_cast<const volatile u8*>(batch_.dropped);
-    return *cancel || dropped[batch_.records.items[at]] || now_ns() >= batch_.deadline_ns;
+    // Python sets both while this runs. What it has written before is not read here, so no order is needed.
+    return __atomic_load_n(batch_.cancel, __ATOMIC_RELAXED) ||
+           __atomic_load_n(batch_.dropped + batch_.records.items[at], __ATOMIC_RELAXED) || now_ns() >= batch_.deadline_ns;
 }
 
 void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) {

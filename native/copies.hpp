@@ -22,7 +22,8 @@ struct Plane {
     std::size_t element_bytes;
 };
 
-// Where the blocks of one group lie: an entry of `bases` and of each stride column for each (layer, plane).
+// Where the blocks of one group lie: an entry of `bases` and of each stride column for each (layer, plane). Its bytes lie
+// between two addresses of `spans`; if blocks are separate buffers, between two offsets within each.
 struct Geometry {
     std::size_t layer_start, layer_stop, head_start, head_stop;
     std::vector<Plane> planes;
@@ -33,8 +34,11 @@ struct Geometry {
     const std::int64_t* token_strides;
     const std::int64_t* head_strides;
     const std::int64_t* element_strides;
+    const std::uint64_t* spans;
+    bool buffers;
 
     std::size_t head_bytes() const;  // of one head in one layer, all planes
+    std::string refusal() const;     // what is wrong with these numbers; empty if all bytes lie within their spans
 };
 
 struct Items {

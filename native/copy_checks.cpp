@@ -19,6 +19,14 @@ std::string text(const Rest&... rest) {
     return all.str();
 }
 
+// What a stride adds to an address; what is beyond all addresses stays so, and does not overflow where it is added up.
+using Wide = __int128;
+
+Wide reach_of(u64 count, std::int64_t stride) {
+    constexpr Wide most = Wide{1} << 66;
+    return std::clamp(Wide{count} * stride, -most, most);
+}
+
 // Whether a codec's planes are those of the memory, so that what is decoded stays within its rows.
 bool fits(const LayerShape& shape, const Geometry& geometry, std::size_t heads) {
     if (shape.planes.size() != geometry.planes.size()) return false;
@@ -32,6 +40,31 @@ bool fits(const LayerShape& shape, const Geometry& geometry, std::size_t heads) 
 }
 
 }  // namespace
+
+std::string Geometry::refusal() const {
+    if (layer_stop < layer_start || head_stop <= head_start) return "a geometry without layers or heads";
+    const u64 heads = head_stop - head_start;
+    u64 layer = 0;
+    for (const Plane& plane : planes) {
+        u64 nbytes = heads;
+        for (const u64 factor : {u64{plane.tokens}, u64{plane.elements}, u64{plane.element_bytes}})
+            if (__builtin_mul_overflow(nbytes, factor, &nbytes)) return "a plane of too many bytes";
+        if (__builtin_add_overflow(layer, nbytes, &layer)) return "a layer of too many bytes";
+    }
+    const auto [least, most] = std::minmax_element(rows, rows + blocks);
+    for (std::size_t i = 0; blocks && i < (layer_stop - layer_start) * planes.size(); i++) {
+        const Plane& plane = planes[i % planes.size()];
+        if (buffers && row_strides[i] != 1) return "rows that are addresses must have a stride of 1";
+        const Wide low = buffers ? 0 : reach_of(*least, row_strides[i]), high = buffers ? 0 : reach_of(*most, row_strides[i]);
+        Wide first = bases[i] + std::min(low, high), last = bases[i] + std::max(low, high) + plane.element_bytes;
+        for (const Wide reach : {reach_of(plane.tokens - 1, token_strides[i]), reach_of(heads - 1, head_strides[i]),
+                                 reach_of(plane.elements - 1, element_strides[i])})
+            (reach < 0 ? first : last) += reach;
+        if (first < Wide{spans[2 * i]} || last > Wide{spans[2 * i + 1]})
+            return text("layer ", i / planes.size(), " of plane ", i % planes.size(), " reaches beyond its memory");
+    }
+    return {};
+}
 
 BatchRun::BatchRun(const Batch& batch) : batch_(batch) { check(); }
 
@@ -92,7 +125,11 @@ void BatchRun::check_record(std::size_t at) {
         return;
     }
     const u64 heads = items.head_stops[item] - items.head_starts[item];
-    u64 layer_bytes = heads * geometry.head_bytes();
+    u64 layer_bytes = 0, record_bytes = 0;
+    if (__builtin_mul_overflow(heads, geometry.head_bytes(), &layer_bytes)) {
+        refusal_ = text("record ", at, " has layers of too many bytes");
+        return;
+    }
     if (codec != kRawCodec) {
         const auto same = [&](const Coded& each) {
             return each.codec == codec && each.group == items.groups[item] && each.heads == heads;
@@ -109,7 +146,7 @@ void BatchRun::check_record(std::size_t at) {
     if (!batch_.load && (items.fill_starts[item] != items.head_starts[item] || items.fill_stops[item] != items.head_stops[item]))
         able_ = false;
     const u64 nbytes = records.nbytes[at], offset = records.offsets[at];
-    if (nbytes != count * layer_bytes) {
+    if (__builtin_mul_overflow(count, layer_bytes, &record_bytes) || nbytes != record_bytes) {
         refusal_ = text("record ", at, " has ", nbytes, " bytes for ", count, " layers of ", layer_bytes);
     } else if (nbytes > batch_.most_record_bytes && count > 1) {
         refusal_ = text("record ", at, " has ", nbytes, " bytes, more than may still be written after a cancel");

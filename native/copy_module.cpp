@@ -24,7 +24,10 @@ class Columns {
     template <typename Number>
     Number* of(nb::handle column, std::size_t count, bool writable = false) {
         const Bytes& bytes = hold(column, writable);
-        if (bytes.size() != count * sizeof(Number)) throw std::invalid_argument("columns of other lengths");
+        if (bytes.size() % sizeof(Number) || bytes.size() / sizeof(Number) != count)
+            throw std::invalid_argument("columns of other lengths");
+        if (count && reinterpret_cast<std::uintptr_t>(bytes.data()) % alignof(Number))
+            throw std::invalid_argument("a column is not aligned to its numbers");
         return reinterpret_cast<Number*>(bytes.data());
     }
     const Bytes& hold(nb::handle object, bool writable) {
@@ -41,10 +44,21 @@ std::size_t length(nb::handle column) {
     return Bytes(column, false).size() / sizeof(Number);
 }
 
-// (part as 4 numbers, planes as (tokens, elements, element_bytes), rows, bases, and four columns of strides)
+// Calls `build`, and refuses values of other types than it casts them to.
+template <typename Build>
+auto typed(const Build& build) {
+    try {
+        return build();
+    } catch (const std::bad_cast&) {
+        throw nb::type_error("a descriptor has a value of another type, or beyond its range");
+    }
+}
+
+// (part as 4 numbers, planes as (tokens, elements, element_bytes), rows, bases, four columns of strides, two addresses for
+// each base, whether rows are addresses)
 Geometry geometry_of(nb::handle given, Columns& columns) {
     const auto all = nb::cast<nb::tuple>(given);
-    if (all.size() != 8) throw std::invalid_argument("a geometry has eight entries");
+    if (all.size() != 10) throw std::invalid_argument("a geometry has ten entries");
     Geometry geometry{};
     const auto part = nb::cast<nb::tuple>(all[0]);
     if (part.size() != 4) throw std::invalid_argument("a part has four numbers");
@@ -60,9 +74,11 @@ Geometry geometry_of(nb::handle given, Columns& columns) {
         const Plane& made = geometry.planes.back();
         if (!made.tokens || !made.elements || !made.element_bytes) throw std::invalid_argument("a plane without bytes");
     }
-    if (geometry.planes.empty() || geometry.layer_stop < geometry.layer_start)
-        throw std::invalid_argument("a geometry without planes or layers");
-    const std::size_t places = (geometry.layer_stop - geometry.layer_start) * geometry.planes.size();
+    std::size_t places = 0;
+    if (geometry.planes.empty() || geometry.layer_stop < geometry.layer_start ||
+        __builtin_mul_overflow(geometry.layer_stop - geometry.layer_start, 2 * geometry.planes.size(), &places))
+        throw std::invalid_argument("a geometry without planes, or with wrong layers");
+    places /= 2;
     geometry.blocks = length<std::uint64_t>(all[2]);
     geometry.rows = columns.of<std::uint64_t>(all[2], geometry.blocks);
     geometry.bases = columns.of<std::uint64_t>(all[3], places);
@@ -70,6 +86,10 @@ Geometry geometry_of(nb::handle given, Columns& columns) {
     geometry.token_strides = columns.of<std::int64_t>(all[5], places);
     geometry.head_strides = columns.of<std::int64_t>(all[6], places);
     geometry.element_strides = columns.of<std::int64_t>(all[7], places);
+    geometry.spans = columns.of<std::uint64_t>(all[8], 2 * places);
+    geometry.buffers = nb::cast<bool>(all[9]);
+    const std::string refusal = geometry.refusal();
+    if (!refusal.empty()) throw std::invalid_argument(refusal);
     return geometry;
 }
 
@@ -136,10 +156,10 @@ class Copies {
             batch.pages = bytes.data();
             batch.page_bytes = bytes.size();
         }
-        batch.geometries = geometries_of(geometries, geometries_, columns_);
+        batch.geometries = typed([&] { return geometries_of(geometries, geometries_, columns_); });
         batch.items = items_of(items, columns_);
         batch.records = records_of(records, columns_);
-        batch.coded = coded_of(coded);
+        batch.coded = typed([&] { return coded_of(coded); });
         count_ = batch.records.count;
         batch.identities = columns_.of<std::uint64_t>(identities, count_);
         batch.status = columns_.of<std::uint8_t>(status, count_, true);

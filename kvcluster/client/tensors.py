@@ -262,9 +262,11 @@ def _layouts(runs: Sequence[Sequence[Tensor]], planes: int) -> list[list[PlaneLa
         layouts = []
         for plane in range(planes):
             tensor, index = (of_layer[0], plane) if len(runs) == 1 else (of_layer[plane], 0)
-            size = tensor.element_size()
-            row, of_plane, token, head, element = (stride * size for stride in tensor.stride())
-            layouts.append(PlaneLayout(tensor.data_ptr() + index * of_plane, row, token, head, element))
+            size, start = tensor.element_size(), tensor.data_ptr()
+            strides = [stride * size for stride in tensor.stride()]
+            row, of_plane, token, head, element = strides
+            stop = start + size + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+            layouts.append(PlaneLayout(start + index * of_plane, row, token, head, element, start, stop))
         layers.append(layouts)
     return layers
 

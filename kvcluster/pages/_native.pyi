@@ -67,8 +67,9 @@ class Copies:
         most_record_bytes: int,
     ) -> None:
         """`pages`: the bytes that offsets count from; None if offsets are addresses. Each geometry is (layers and heads
-        of the part, planes, rows, bases, strides of row, token, head and element); `coded` has (codec, group, heads,
-        Coder). ValueError says what contradicts."""
+        of the part, planes, rows, bases, strides of row, token, head and element, spans, whether rows are addresses);
+        `coded` has (codec, group, heads, Coder). ValueError says what contradicts, also where bytes lie outside their
+        span; TypeError, that a value has another type or is beyond its range."""
 
     @property
     def able(self) -> bool:

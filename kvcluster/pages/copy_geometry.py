@@ -8,6 +8,8 @@ A native executor, a GPU kernel or a NIC computes every address from it and call
 with i = layer * planes + plane. Layers and heads count from the first of `part`. `rows` holds block indices if blocks
 are rows of a tensor, and addresses if each block is a separate buffer (then the row stride is 1, and a base is an
 offset within the buffer): one formula for both. The geometry owns no memory: a batch keeps alive what it addresses.
+
+`spans` are the bounds of that memory, so that an executor can refuse numbers that lead beyond it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class PlaneShape(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockGeometry:
     """The table of one group. All strides are in bytes; `bases` and the four stride columns have layers x planes
-    entries.
+    entries. For each base, `spans` has the first address of the memory that it lies in, and the address behind the
+    last; if rows are addresses, the same as offsets within a buffer.
 
     `page_layout`: the layers of a block lie one after the other as in a page, so that consecutive layers, with all
     heads of `part`, are one run of bytes from `bases[first layer * planes]` on.
@@ -51,6 +54,7 @@ class BlockGeometry:
     token_strides: array[int]
     head_strides: array[int]
     element_strides: array[int]
+    spans: array[int]
     page_layout: bool
 
     @property
@@ -67,13 +71,16 @@ class BlockGeometry:
 
 
 class PlaneLayout(NamedTuple):
-    """The layout of one plane of one layer: the address of row 0, and the strides in bytes."""
+    """The layout of one plane of one layer: the address of row 0, the strides in bytes, and the memory that all its
+    rows lie in, from `start` to `stop`."""
 
     base: int
     row: int
     token: int
     head: int
     element: int
+    start: int
+    stop: int
 
 
 def strided(
@@ -97,9 +104,10 @@ def page_layout(group: Group, block_tokens: int, part: Part, addresses: Sequence
     for number, plane in enumerate(group.planes):
         row = plane.dim * DTYPE_BYTES[plane.dtype]
         shapes.append(PlaneShape(_tokens(group, number, block_tokens), 1, row))
+    page_bytes = part.layers * part.heads * sum(tokens * row for tokens, _, row in shapes)
     for _ in range(part.layers):
         for tokens, _, row in shapes:
-            layouts.append(PlaneLayout(at, 1, part.heads * row, row, row))
+            layouts.append(PlaneLayout(at, 1, part.heads * row, row, row, 0, page_bytes))
             at += tokens * part.heads * row
     return _table(group, block_tokens, part, shapes, array("Q", addresses), layouts, page_layout=True)
 
@@ -121,6 +129,8 @@ def _table(
 ) -> BlockGeometry:
     assert len(layouts) == part.layers * len(shapes)
     bases = array("Q", [layout.base for layout in layouts])
-    strides = [array("q", column) for column in zip(*(layout[1:] for layout in layouts), strict=True)]
+    strides = [array("q", column) for column in zip(*(layout[1:5] for layout in layouts), strict=True)]
     row, token, head, element = strides
-    return BlockGeometry(group, block_tokens, part, tuple(shapes), rows, bases, row, token, head, element, page_layout)
+    spans = array("Q", [bound for layout in layouts for bound in (layout.start, layout.stop)])
+    planes = tuple(shapes)
+    return BlockGeometry(group, block_tokens, part, planes, rows, bases, row, token, head, element, spans, page_layout)

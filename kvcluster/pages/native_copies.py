@@ -80,7 +80,7 @@ def _geometries(items: CopyItems) -> tuple[tuple[object, ...] | None, ...]:
 def _columns(of: BlockGeometry) -> tuple[object, ...]:
     part = of.part.layer_start, of.part.layer_stop, of.part.head_start, of.part.head_stop
     strides = of.row_strides, of.token_strides, of.head_strides, of.element_strides
-    return part, of.planes, of.rows, of.bases, *strides
+    return part, of.planes, of.rows, of.bases, *strides, of.spans, of.page_layout
 
 
 def _coders(batch: CopyBatch) -> list[tuple[int, int, int, object]]:

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from kvcluster.client.layouts import Paged
-from kvcluster.client.memory import BoundMemory, bind
+from kvcluster.client.memory import BoundMemory
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.spec import Group, KVSpec, Part, Plane
 from kvcluster.pages import checksum, codec, native
@@ -236,7 +236,7 @@ def cache(blocks: int = 8, layers: int = 4) -> tuple[Case, list[torch.Tensor], B
         pages.page(block)[:] = pages.rng.randbytes(len(pages.page(block)))
     for at in range(len(pages.records)):
         pages.records.set_sums(at, pages.sums(at))
-    return case, caches, bind(Paged.nhd(caches, range(blocks)), spec, (case.part,), blocks, writable=True), pages
+    return case, caches, vllm_nhd(case, caches), pages
 
 
 def read(caches: list[torch.Tensor], block: int, layer: int) -> bytes:
@@ -258,7 +258,6 @@ def test_transposed_keys_of_any_number_of_tiles_are_moved_both_ways(kernels: str
     run(pages.batch(case.bind(other, writable=True), CopyDirection.LOAD))
     for block in range(case.blocks):
         assert case.page(other_row, block, part) == bytes(pages.page(block))
-
 
 
 def test_what_another_thread_changes_meanwhile_is_never_accepted_wrong(kernels: str, nightly: bool) -> None:
@@ -310,10 +309,21 @@ def test_each_record_is_stopped_by_what_stops_it(kernels: str) -> None:
     assert set(late.status) == {CopyStatus.STOPPED}
 
 
-def test_batches_run_side_by_side(kernels: str) -> None:
-    """Each thread has its own batch; none holds the others up."""
-    _, caches, bound, pages = cache(blocks=32)
-    batches = [pages.batch(bound, CopyDirection.LOAD) for _ in range(4)]
+@pytest.mark.parametrize("coded", [Codec.RAW, Codec.Q8])
+def test_batches_run_side_by_side(kernels: str, coded: Codec) -> None:
+    """Loads share their source and stores theirs, and nothing else; none holds the others up."""
+    case, caches, bound, raw = cache(blocks=32)
+    values = torch.randn(2 * 32 * 8 * 4 * 128).to(torch.bfloat16).view_as(caches[0])
+    for each in caches:
+        each.copy_(values)
+    loaded = [[torch.zeros_like(each) for each in caches] for _ in range(3)]
+    stored = [Pages(case, case.part, range(4), 0, 1) for _ in range(3)]
+    for pages in stored:
+        pages.identities = raw.identities
+    run(raw.batch(bound, CopyDirection.STORE))
+    source = raw if coded is Codec.RAW else encoded(raw, coded)
+    batches = [source.batch(vllm_nhd(case, into), CopyDirection.LOAD) for into in loaded]
+    batches += [pages.batch(bound, CopyDirection.STORE) for pages in stored]
     threads = [threading.Thread(target=run, args=(batch,)) for batch in batches]
     for thread in threads:
         thread.start()
@@ -321,7 +331,27 @@ def test_batches_run_side_by_side(kernels: str) -> None:
         thread.join()
     assert all(set(batch.status) == {CopyStatus.DONE} for batch in batches)
     for block in range(32):
-        assert b"".join(read(caches, block, layer) for layer in range(4)) == bytes(pages.page(block))
+        assert all(pages.page(block) == raw.page(block) for pages in stored)
+        for layer in range(4):
+            came = {read(into, block, layer) for into in loaded}
+            assert len(came) == 1
+            assert coded is not Codec.RAW or came == {read(caches, block, layer)}
+
+
+def vllm_nhd(case: Case, caches: list[torch.Tensor]) -> BoundMemory:
+    return case.bind(Paged.nhd(caches, range(case.blocks)), writable=True)
+
+
+def encoded(raw: Pages, coded: Codec) -> Pages:
+    """The same pages in that codec."""
+    case, part = raw.case, raw.part
+    pages = Pages(case, part, raw.layers, 0, 1, coded)
+    coder = codec.coder(coded, case.spec.groups[0], block_tokens=case.spec.block_tokens, heads=part.heads)
+    for block in range(case.blocks):
+        assert coder.encode(raw.page(block), pages.page(block), part.layers)
+    for at in range(len(pages.records)):
+        pages.records.set_sums(at, pages.sums(at))
+    return pages
 
 
 # ------------------------------------------------------------------------------------- what it does not take

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.contract import Parser
+from tests.fuzz.copy_parsers import copy_parsers
 from tests.fuzz.event_parsers import event_parsers
 from tests.fuzz.file_parsers import file_parsers
 from tests.fuzz.shm_parsers import shm_parsers
@@ -10,5 +11,13 @@ from tests.fuzz.stream_parsers import stream_parsers
 from tests.fuzz.text_parsers import text_parsers
 from tests.fuzz.wire_parsers import wire_parsers
 
-_ALL = (*wire_parsers(), *stream_parsers(), *shm_parsers(), *text_parsers(), *file_parsers(), *event_parsers())
+_ALL = (
+    *wire_parsers(),
+    *stream_parsers(),
+    *shm_parsers(),
+    *copy_parsers(),
+    *text_parsers(),
+    *file_parsers(),
+    *event_parsers(),
+)
 PARSERS: dict[str, Parser] = {parser.name: parser for parser in _ALL}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.spec import Group, Part, Plane
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
-from kvcluster.pages.copy_geometry import BlockGeometry, page_layout
+from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, PlaneShape, page_layout, strided
 from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.pages.region import HostRegion, RegionKind, address_of, bytes_at
 
@@ -267,3 +268,74 @@ def test_bytes_at_an_address_are_those_that_lie_there() -> None:
     view = memoryview(memory)
     bytes_at(address_of(view) + 1, 2)[:] = b"AG"
     assert memory == b"pAGes"
+
+
+# --------------------------------------------------------------------- numbers that only a broken caller would give
+
+MEMORY = bytearray(BLOCKS * PAGE_BYTES)
+
+
+def in_memory(**changed: Any) -> BlockGeometry:
+    """The geometry of blocks that are rows of one tensor in MEMORY, with some columns changed."""
+    start, size = address_of(memoryview(MEMORY)), LAYER_BYTES // 2
+    row = HEADS * 16
+    bounds = start, start + len(MEMORY)
+    layouts = [
+        [PlaneLayout(start + (2 * layer + plane) * size, PAGE_BYTES, row, 16, 2, *bounds) for plane in range(2)]
+        for layer in range(LAYERS)
+    ]
+    return replace(strided(GROUP, TOKENS, WHOLE, range(BLOCKS), layouts), **changed)
+
+
+def one_page(of: BlockGeometry) -> CopyBatch:
+    items, records = CopyItems([of]), CopyRecords()
+    items.add(0, 0, WHOLE)
+    records.add(0, 0, 0, LAYER_BYTES, Codec.RAW, [7])
+    return batch_of(records, items)
+
+
+HUGE = {
+    "row_strides": array("q", [PAGE_BYTES] * (2 * LAYERS - 1) + [PAGE_BYTES + 1]),
+    "token_strides": array("q", [HEADS * 16] * (2 * LAYERS - 1) + [-PAGE_BYTES * BLOCKS]),
+    "head_strides": array("q", [16] * (2 * LAYERS - 1) + [2**63 - 1]),
+    "rows": array("Q", [0, 1, BLOCKS]),
+    "bases": array("Q", [0] * (2 * LAYERS)),
+    "spans": array("Q", [0] * (4 * LAYERS)),
+}
+TABLE = ("bases", "row_strides", "token_strides", "head_strides", "element_strides", "spans")
+
+
+def test_blocks_within_their_memory_are_right() -> None:
+    opened(one_page(in_memory()))
+
+
+@pytest.mark.parametrize("column", HUGE)
+def test_an_address_outside_the_memory_refuses_the_batch(column: str) -> None:
+    refused(one_page(in_memory(**{column: HUGE[column]})), "reaches beyond its memory")
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"planes": (PlaneShape(2**63, 2, 1), PlaneShape(TOKENS, 1, 16))}, "a plane of too many bytes"),
+        ({"part": Part(0, 2**61, 0, HEADS)}, "columns of other lengths"),
+        ({"part": Part(0, 2**63, 0, HEADS)}, "with wrong layers"),
+        ({"part": Part(0, LAYERS, 2, 2)}, "without layers or heads"),
+    ],
+)
+def test_counts_whose_product_is_beyond_an_integer_are_refused(changed: dict[str, Any], why: str) -> None:
+    if "part" in changed and changed["part"].layers > LAYERS:  # as many entries as the product has left
+        changed = {**changed, **dict.fromkeys(TABLE, array("Q"))}
+    refused(one_page(in_memory(**changed)), why)
+
+
+def test_a_column_at_an_odd_address_is_refused() -> None:
+    batch = one_page(in_memory())
+    odd: Any = memoryview(bytearray(9))[1:]
+    batch.identities = odd
+    refused(batch, "not aligned")
+
+
+def test_a_value_of_another_type_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="of another type, or beyond its range"):
+        opened(one_page(in_memory(part=Part(0, LAYERS, -1, HEADS))))
