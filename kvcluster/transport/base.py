@@ -130,8 +130,8 @@ class PageSink(Protocol):
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
         """Takes `len(sums)` layers of `wants[item]`, from its page's layer `layer` on. The sink reads them into its own
-        memory, and verifies them there and not before: until it has read them, other processes may change them. The
-        transport skips what the sink leaves unread. They are at most limits.RECORD_BYTES, or one layer."""
+        memory, and verifies them there and not before: until it has read them, other processes may change them. It
+        may leave them unread. They are at most limits.RECORD_BYTES, or one layer."""
 
 
 class PageSource(Protocol):

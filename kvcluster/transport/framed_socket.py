@@ -88,8 +88,7 @@ class FramedSocket:
         return kind, body
 
     def incoming(self, nbytes: int, deadline: Deadline) -> Incoming:
-        """Returns the next bytes after a frame as a Payload. All of them must be read or skipped before the next
-        frame."""
+        """Returns the next bytes after a frame as a Payload. All of them must be read before the next frame."""
         return Incoming(self, nbytes, deadline)
 
     def fail(self, error: KVClusterError, deadline: Deadline) -> None:
@@ -273,13 +272,6 @@ class Incoming:
     def wait(self) -> None:
         # Waking up for every packet would cost more than receiving the bytes.
         self._link.wait_readable(self._deadline, min(self._left, limits.CHUNK_BYTES))
-
-    def skip(self) -> None:
-        """Discards the bytes that have not been read."""
-        scratch = memoryview(bytearray(min(self._left, 65_536)))
-        while self._left:
-            if not self.read_into(scratch):
-                self.wait()
 
 
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:

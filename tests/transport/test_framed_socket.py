@@ -61,17 +61,6 @@ def test_what_follows_a_frame_arrives_in_order_however_it_is_cut(pair: Pair, asi
     sent.result(BOUND_S)
 
 
-def test_what_is_left_of_a_payload_can_be_skipped(pair: Pair, aside: ThreadPoolExecutor) -> None:
-    sent = aside.submit(lambda: pair.near.send(Kind.READ, b"", soon(), [memoryview(bytes(300_000))]))
-    pair.far.receive(Kind.READ, deadline=soon())
-    incoming = pair.far.incoming(300_000, soon())
-    read_whole(incoming, memoryview(bytearray(7)))
-    incoming.skip()
-    sent.result(BOUND_S)
-    pair.near.send(Kind.DONE, b"", soon())
-    assert pair.far.receive(Kind.DONE, deadline=soon()) == (Kind.DONE, b"")
-
-
 def test_a_payload_never_takes_what_comes_after_it(pair: Pair) -> None:
     pair.near.send(Kind.READ, b"", soon(), [memoryview(b"abc")])
     pair.near.send(Kind.DONE, b"", soon())
@@ -141,7 +130,7 @@ def test_who_waits_to_send_learns_that_the_other_side_has_ended_with_all_of_it_r
         """Its window is not full yet."""
     pair.far.shut()  # and what it reads from here on opens the window no more
     with pytest.raises(Unavailable):
-        pair.far.incoming(2**26, soon()).skip()
+        pair.far.fill(memoryview(bytearray(2**26)), soon())
     pair.far.close()
     with pytest.raises(Unavailable) as trouble:
         sending.result(BOUND_S / 2)
@@ -219,7 +208,7 @@ def test_who_is_hushed_while_it_waits_to_send_goes_on(pair: Pair, aside: ThreadP
     sending = aside.submit(lambda: pair.near.send(Kind.READ, b"", soon(), [memoryview(bytes(300_000))]))
     pair.far.receive(Kind.READ, deadline=soon())
     pair.near.shutdown_read()
-    pair.far.incoming(300_000, soon()).skip()
+    pair.far.fill(memoryview(bytearray(300_000)), soon())
     sending.result(BOUND_S)
 
 
