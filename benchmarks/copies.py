@@ -28,13 +28,13 @@ from kvcluster.cli.bench.specs import BY_PAGE_BYTES, page_shape
 from kvcluster.cli.bench.transfer.end_to_end import fill, paged
 from kvcluster.cli.bench.transfer.layout import LAYOUTS, EngineMemory
 from kvcluster.client.memory import bind
-from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.pages import checksum, codec, native
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
+from kvcluster.transport.sessions import runs_of
 
 MOVED_BYTES = 128 * 2**20
 NEVER = 2**62
@@ -82,12 +82,10 @@ class Pages:
         records, identities, items = CopyRecords(), array("Q"), CopyItems(bound.geometries())  # type: ignore[attr-defined]
         for block in blocks:
             items.add(0, block, self.part)
-        step = max(1, limits.RECORD_BYTES // self.layer_bytes)
-        layers = range(0, self.part.layers, step)
+        runs = runs_of(0, self.part.layers, self.layer_bytes)
         loads = direction is CopyDirection.LOAD
-        order = itertools.product(layers, blocks) if loads else ((layer, block) for block in blocks for layer in layers)
-        for layer, block in order:
-            count = min(step, self.part.layers - layer)
+        order = itertools.product(runs, blocks) if loads else ((run, block) for block in blocks for run in runs)
+        for (layer, count), block in order:
             offset, nbytes = (block * self.part.layers + layer) * self.layer_bytes, count * self.layer_bytes
             sums = checksum.layer_sums(block, layer, count, self.mapped[offset : offset + nbytes])
             records.add(block - blocks.start, layer, offset, nbytes, self.which, sums)

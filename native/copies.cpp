@@ -40,6 +40,10 @@ std::size_t Geometry::head_bytes() const {
     return nbytes;
 }
 
+bool Geometry::rows_are_runs() const {
+    return std::all_of(planes.begin(), planes.end(), [](const Plane& plane) { return plane.elements == 1; });
+}
+
 struct BatchRun::Place {
     std::size_t at;              // the record
     const Geometry& geometry;
@@ -53,6 +57,12 @@ struct BatchRun::Place {
     std::size_t page_layer_bytes;
     u8* page;                    // its bytes
     const u8* next;              // those of the record after it; null behind the last
+
+    // The address of the first row that is filled, of the plane and layer whose strides are entries `i` of the geometry.
+    u64 first_row(std::size_t i) const {
+        return geometry.bases[i] + geometry.rows[block] * static_cast<u64>(geometry.row_strides[i]) +
+               memory_head * static_cast<u64>(geometry.head_strides[i]);
+    }
 };
 
 // ------------------------------------------------------------------------------------------------------- copying
@@ -98,10 +108,8 @@ void BatchRun::rows_of(const Place& place) {
         for (std::size_t number = 0; number < planes; number++) {
             const Plane& plane = geometry.planes[number];
             const std::size_t i = (place.memory_layer + layer) * planes + number;
-            const u64 row = geometry.rows[place.block] * static_cast<u64>(geometry.row_strides[i]);
-            const u64 head = place.memory_head * static_cast<u64>(geometry.head_strides[i]);
             Rows rows{};
-            rows.base = at_address(geometry.bases[i] + row + head);
+            rows.base = at_address(place.first_row(i));
             rows.run = plane.elements * plane.element_bytes;
             rows.inner = place.fills;
             rows.inner_stride = static_cast<std::ptrdiff_t>(geometry.head_strides[i]);
@@ -128,8 +136,7 @@ void BatchRun::rows_of(const Place& place) {
 PlaneRows BatchRun::plane_rows(const Place& place, std::size_t layer, std::size_t number, std::size_t align) const {
     const Geometry& geometry = place.geometry;
     const std::size_t i = (place.memory_layer + layer) * geometry.planes.size() + number;
-    const u64 row = geometry.rows[place.block] * static_cast<u64>(geometry.row_strides[i]);
-    const u64 head = place.memory_head * static_cast<u64>(geometry.head_strides[i]), base = geometry.bases[i] + row + head;
+    const u64 base = place.first_row(i);
     const auto token_stride = static_cast<std::ptrdiff_t>(geometry.token_strides[i]);
     const auto head_stride = static_cast<std::ptrdiff_t>(geometry.head_strides[i]);
     const u64 bits = base | static_cast<u64>(geometry.planes[number].tokens > 1 ? token_stride : 0) |
@@ -251,8 +258,7 @@ std::uint8_t BatchRun::load(const Kernels& kernels, const Place& place) {
     const bool whole = place.fills == place.heads;
     const u64* const expected = batch_.records.sums + batch_.records.sum_starts[place.at];
     const u64 identity = batch_.identities[place.at];
-    const bool rows_are_runs = std::all_of(place.geometry.planes.begin(), place.geometry.planes.end(),
-                                           [](const Plane& plane) { return plane.elements == 1; });
+    const bool rows_are_runs = place.geometry.rows_are_runs();
     for (std::size_t layer = 0; layer < place.count; layer++) {
         const Rows* const rows = rows_.data() + layer * planes;
         u8* const page = place.page + layer * nbytes;
@@ -279,8 +285,7 @@ std::uint8_t BatchRun::load(const Kernels& kernels, const Place& place) {
 
 void BatchRun::store(const Kernels& kernels, const Place& place) {
     const std::size_t planes = place.geometry.planes.size(), nbytes = place.page_layer_bytes;
-    const bool rows_are_runs = std::all_of(place.geometry.planes.begin(), place.geometry.planes.end(),
-                                           [](const Plane& plane) { return plane.elements == 1; });
+    const bool rows_are_runs = place.geometry.rows_are_runs();
     u64* const sums = batch_.records.sums + batch_.records.sum_starts[place.at];
     const bool past_caches = batch_.pages != nullptr;  // the stage of a stream is sent at once
     for (std::size_t layer = 0; layer < place.count; layer++) {

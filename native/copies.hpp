@@ -38,6 +38,7 @@ struct Geometry {
     bool buffers;
 
     std::size_t head_bytes() const;  // of one head in one layer, all planes
+    bool rows_are_runs() const;      // the values of each row lie beside each other, in all planes
     std::string refusal() const;     // what is wrong with these numbers; empty if all bytes lie within their spans
 };
 

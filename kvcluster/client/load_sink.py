@@ -38,9 +38,8 @@ from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
-from kvcluster.transport.base import Payload
+from kvcluster.transport.base import Payload, read_whole
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
-from kvcluster.transport.page_writer import read_whole
 
 _TARGET = HostMemory()
 
@@ -78,12 +77,12 @@ class LoadSink:
         known: dict[tuple[object, ...], CopyStatus] = {}  # thousands of records differ only in their block
         rows = zip(records.items, records.layers, records.counts, records.codecs, records.nbytes, strict=True)
         for at, (item, layer, layers, codec_id, nbytes) in enumerate(rows):
-            _, group, want, _, _ = pieces[item]
-            kind = group, want[0].part, want[1:], layer, layers, codec_id, nbytes
+            _, group, (key, start, stop), _, _ = pieces[item]
+            kind = group, key.part, start, stop, layer, layers, codec_id, nbytes
             if kind not in known:
                 known[kind] = self._status(at, records)
             if known[kind]:
-                status[at] = self._status(at, records)
+                status[at] = self._status(at, records)  # which notes why this item cannot be decoded
         codecs: Sequence[int] = records.codecs
         if CopyStatus.UNREADABLE in status:  # some of them no number of a codec
             codecs = [RAW if was == CopyStatus.UNREADABLE else own for was, own in zip(status, codecs, strict=True)]
@@ -150,7 +149,7 @@ class LoadSink:
                 ranges.did_not_match(item, layer, layer + layers)
         return self._progress.came(came, nbytes)
 
-    # ------------------------------------------------------------------------------------------ streams
+    # ------------------------------------------------------------------------------------ single records
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
         """As PageSink, for transports that know nothing of batches: a batch of one record."""
@@ -161,6 +160,8 @@ class LoadSink:
             read_whole(data, staged)
             records.offsets[0] = address_of(staged)
         self.copies(records, HostMemory(), staged).run(0, 1)
+
+    # ------------------------------------------------------------------------------------- what is alike
 
     def _layers_of(self, item: int, layer: int, stop: int) -> tuple[tuple[int, ...], int]:
         """Returns the model's numbers of these layers of a page, and their raw bytes."""

@@ -50,8 +50,7 @@ class Piece(NamedTuple):
 
     def cut(self, layer_start: int, layer_stop: int) -> Piece:
         """Returns a piece with only these layers, counted as its want counts them."""
-        want = self.want._replace(layer_start=layer_start, layer_stop=layer_stop)
-        return Piece(self.block, self.group, want, self.head_start, self.head_stop)
+        return self._replace(want=self.want._replace(layer_start=layer_start, layer_stop=layer_stop))
 
     def model_layers(self, spec: KVSpec) -> tuple[int, ...]:
         """Returns the model's numbers of its layers."""

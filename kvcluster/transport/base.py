@@ -125,6 +125,14 @@ class BytesPayload:
         """Returns at once: everything is available."""
 
 
+def read_whole(data: Payload, view: memoryview) -> None:
+    """Reads the next `view.nbytes` bytes into `view`. Raises Unavailable if they do not arrive."""
+    got = data.read_into(view)
+    while got < view.nbytes:
+        data.wait()
+        got += data.read_into(view[got:])
+
+
 class PageSink(Protocol):
     """Takes the layers of a load."""
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from itertools import accumulate, repeat
 from typing import Protocol, runtime_checkable
 
-from kvcluster.core import limits
 from kvcluster.core.messages import NewPage, PageWant
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
@@ -72,28 +71,28 @@ def granted_records(wants: Sequence[PageWant], places: Places) -> CopyRecords:
     return records
 
 
-def arrived_records(heads: Sequence[RecordHead], address: int, room: int = limits.MESSAGE_BYTES) -> CopyRecords:
-    """Returns the records that these headers announce. Their bytes arrive one after the other in memory at `address`:
-    those of each of `slices(room)` begin there again."""
+def arrived_records(heads: Sequence[RecordHead]) -> CopyRecords:
+    """Returns the records that these headers announce, without offsets (`lay_out`)."""
     counts = [len(head.sums) for head in heads]
-    records = CopyRecords(
+    return CopyRecords(
         array("I", [head.item for head in heads]),
         array("I", [head.layer for head in heads]),
         array("I", counts),
         array("Q", bytes(8 * len(heads))),
         array("Q", [head.nbytes for head in heads]),
         array("Q", [head.codec for head in heads]),
-        array("I", [0, *accumulate(counts)][:-1]),
+        _sum_starts(counts),
         array("Q", [layer_sum for head in heads for layer_sum in head.sums]),
     )
-    lay_out(records, address, room)
-    return records
 
 
-def lay_out(records: CopyRecords, address: int, room: int) -> None:
-    """Places these records one after the other at `address`: those of each of `slices(room)` begin there again."""
-    for start, stop in records.slices(room):
+def lay_out(records: CopyRecords, address: int, room: int) -> list[tuple[int, int]]:
+    """Places these records one after the other at `address`, those of each slice of at most `room` bytes from there
+    again. Returns the slices: the first record of each, and the one behind its last."""
+    slices = list(records.slices(room))
+    for start, stop in slices:
         records.offsets[start:stop] = array("Q", accumulate(records.nbytes[start : stop - 1], initial=address))
+    return slices
 
 
 def reserved_records(pages: Sequence[NewPage], places: Places) -> CopyRecords:
@@ -118,8 +117,13 @@ def _records(places: Places, rows: Sequence[tuple[int, int, int]]) -> CopyRecord
         array("I", counts),
         array("Q", [offsets[at] + layer * layer_bytes[at] for at, layer, _ in rows]),
         array("Q", [count * layer_bytes[at] for at, _, count in rows]),
-        sum_starts=array("I", [0, *accumulate(counts)][:-1]),
+        sum_starts=_sum_starts(counts),
     )
+
+
+def _sum_starts(counts: Sequence[int]) -> array[int]:
+    """Returns where the sums of each record begin, from the numbers of their layers."""
+    return array("I", [0, *accumulate(counts)][:-1])
 
 
 def open_load(

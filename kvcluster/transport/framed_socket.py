@@ -159,8 +159,10 @@ class FramedSocket:
         Unavailable at the end of the stream."""
         return self._receive_into(view) if view.nbytes else 0
 
-    def wait_readable(self, deadline: Deadline, least: int = 1) -> None:
-        """Waits until `least` bytes are available, or the stream ends. Raises Unavailable(DEADLINE)."""
+    def wait_readable(self, deadline: Deadline, wanted: int) -> None:
+        """Waits until `wanted` bytes are available, or CHUNK_BYTES of more, or the stream ends. Raises
+        Unavailable(DEADLINE)."""
+        least = min(wanted, limits.CHUNK_BYTES)  # waking up for every packet would cost more than receiving the bytes
         if least != self._least:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
             self._least = least
@@ -184,8 +186,7 @@ class FramedSocket:
         while view:
             got = self._receive_into(view)
             if not got:
-                # Waking up for every packet would cost more than receiving the bytes.
-                self.wait_readable(deadline, min(view.nbytes, limits.CHUNK_BYTES))
+                self.wait_readable(deadline, view.nbytes)
             view = view[got:]
 
     def _exactly(self, nbytes: int, deadline: Deadline) -> bytearray:
@@ -270,8 +271,7 @@ class Incoming:
         return got
 
     def wait(self) -> None:
-        # Waking up for every packet would cost more than receiving the bytes.
-        self._link.wait_readable(self._deadline, min(self._left, limits.CHUNK_BYTES))
+        self._link.wait_readable(self._deadline, self._left)
 
 
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:

@@ -45,7 +45,7 @@ from kvcluster.transport.base import (
     RefusedByShard,
     Unavailable,
 )
-from kvcluster.transport.exchange_copies import arrived_records, open_load
+from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
 from kvcluster.transport.rpc import Connection, identity, status_of
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
@@ -85,8 +85,11 @@ class GrpcPages:
             for message in stream:
                 heads, first = frames.parse_heads(message)
                 asked.check(heads)
-                records = arrived_records(heads, address_of(message) + first)
-                open_load(sink, records, HostMemory(), message).run(0, len(records))
+                records = arrived_records(heads)
+                slices = lay_out(records, address_of(message) + first, len(message))
+                copies = open_load(sink, records, HostMemory(), message)
+                for start, stop in slices:
+                    copies.run(start, stop)
                 yield
             return outcome
         except grpc.RpcError as error:

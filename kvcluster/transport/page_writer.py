@@ -14,7 +14,7 @@ from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageKey, PageSlot
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum
-from kvcluster.transport.base import Payload
+from kvcluster.transport.base import Payload, read_whole
 
 
 class _Page:
@@ -107,11 +107,3 @@ class PageWriter:
     def wrong(self) -> tuple[PageKey, ...]:
         """Returns the pages with layers that did not match their checksums."""
         return tuple(self._slots[item].key for item, page in self._pages.items() if page.wrong)
-
-
-def read_whole(data: Payload, view: memoryview) -> None:
-    """Reads the next `view.nbytes` bytes into `view`. Raises Unavailable if they do not arrive."""
-    got = data.read_into(view)
-    while got < view.nbytes:
-        data.wait()
-        got += data.read_into(view[got:])

@@ -27,7 +27,7 @@ from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
 from kvcluster.transport.base import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
-from kvcluster.transport.exchange_copies import arrived_records, open_load
+from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.listener import Listener, TenantOf, bounded, serve_exchanges
 from kvcluster.transport.rpc import check_address, host_and_port
@@ -84,9 +84,10 @@ class TcpPages:
                 heads = streams.decode_pages(body)
                 asked.check(heads)
                 room = stage.room(_stage_bytes(heads))
-                records = arrived_records(heads, address_of(room), room.nbytes)
+                records = arrived_records(heads)
+                slices = lay_out(records, address_of(room), room.nbytes)
                 copies = open_load(sink, records, HostMemory(), room)
-                for start, stop in records.slices(room.nbytes):
+                for start, stop in slices:
                     deadline.check(self.address)
                     link.fill(room[: sum(records.nbytes[start:stop])], deadline)
                     copies.run(start, stop)

@@ -32,9 +32,9 @@ def outgoing_records(
     records = reserved_records(request.pages, Places(items, [0] * len(items), layer_bytes))
     room = max(limits.FRAME_BYTES, *layer_bytes)
     stage = Staging().room(min(room, sum(records.nbytes)))
-    lay_out(records, address_of(stage), room)
+    slices = lay_out(records, address_of(stage), room)
     copies = open_store(source, records, HostMemory(), stage)
-    for start, stop in records.slices(room):
+    for start, stop in slices:
         copies.run(start, stop)
         batch, end = [], 0
         for at in range(start, stop):

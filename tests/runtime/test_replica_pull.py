@@ -24,9 +24,8 @@ from kvcluster.errors import CredentialError
 from kvcluster.pages import codec
 from kvcluster.runtime import replica_pull
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, RefusedByShard, Unavailable
+from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, RefusedByShard, Unavailable, read_whole
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.page_writer import read_whole
 from tests.runtime.hosts import (
     BOUND_S,
     EPOCH,

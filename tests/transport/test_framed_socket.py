@@ -17,9 +17,8 @@ import pytest
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, ProtocolError
 from kvcluster.testing.conformance.world import BOUND_S, soon
-from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.base import Deadline, Unavailable, read_whole
 from kvcluster.transport.framed_socket import FramedSocket, dial
-from kvcluster.transport.page_writer import read_whole
 from kvcluster.wire.streams import Kind
 
 

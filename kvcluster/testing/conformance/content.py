@@ -16,8 +16,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import Group, KVSpec, Plane
 from kvcluster.pages import checksum, codec
 from kvcluster.testing.conformance.world import ONE, soon
-from kvcluster.transport.base import DataPath, Deadline, Payload, Transport
-from kvcluster.transport.page_writer import read_whole
+from kvcluster.transport.base import DataPath, Deadline, Payload, Transport, read_whole
 
 Pieces = Generator[None, None, list[Miss | None]]
 

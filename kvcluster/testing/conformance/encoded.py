@@ -18,8 +18,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 from kvcluster.testing.conformance.content import Content, block, store
 from kvcluster.testing.conformance.world import World, soon
-from kvcluster.transport.base import Payload, Transport, run_to_completion
-from kvcluster.transport.page_writer import read_whole
+from kvcluster.transport.base import Payload, Transport, read_whole, run_to_completion
 
 LOSSY = [Codec.Q8, Codec.Q4]
 SMALL, LARGE = 8, limits.FRAME_BYTES // (2 * 2 * 2 * 64)
