@@ -167,7 +167,8 @@ struct BatchCase {
         std::vector<u64> addresses;
         for (const u64 base : bases) addresses.push_back(base + reinterpret_cast<std::uintptr_t>(memory));
         const kvc::Geometry geometry{0, layers, 0, heads, planes, rows.data(), blocks, addresses.data(), strides[0].data(),
-                                     strides[1].data(), strides[2].data(), strides[3].data()};
+                                     strides[1].data(), strides[2].data(), strides[3].data(),
+                                     nullptr, false};  // a geometry's spans are checked where Python makes it
         std::vector<u32> numbers(blocks), first(blocks), last_layer(blocks, static_cast<u32>(layers)), starts(blocks);
         std::vector<u32> last_head(blocks, static_cast<u32>(heads)), fill_start(blocks, static_cast<u32>(fills[0]));
         std::vector<u32> fill_stop(blocks, static_cast<u32>(fills[1]));
