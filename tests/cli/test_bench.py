@@ -260,8 +260,11 @@ def test_the_clock_of_a_process_is_its_cpu_time() -> None:
 
 
 def test_a_process_that_has_gone_takes_no_more_time() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        assert cpu_ns(child.pid) > 0
+    lives = "import time\nwhile not time.process_time_ns(): pass\nprint(time.process_time_ns(), flush=True); input()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", lives], stdin=pipe, stdout=pipe) as child:
+        assert child.stdout
+        assert 0 < int(child.stdout.readline()) <= cpu_ns(child.pid)
         child.communicate(b"\n")
     assert cpu_ns(child.pid) == 0
 
