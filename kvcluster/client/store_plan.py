@@ -43,8 +43,9 @@ _LATE = Miss(MissReason.DEADLINE)
 
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
-    """What to store: the given `parts` of the blocks `hashes[first:]` of a chain, computed over a prefix with this
-    `loss`. `attempt` names the ticket; `wait_ns` is how long a shard may wait for room."""
+    """What to store: the given `parts` of the blocks of a chain from the block `first` on, computed over a prefix with
+    this `loss`. `hashes` are the chain's from the block `start` on, at least from the one before `first` and the first of
+    its run. `attempt` names the ticket; `wait_ns` is how long a shard may wait for room."""
 
     hashes: Sequence[BlockHash]
     first: int
@@ -52,14 +53,15 @@ class StoreTerms:
     loss: Loss
     attempt: Attempt
     wait_ns: int
+    start: int = 0
 
     @property
     def new(self) -> tuple[BlockHash, ...]:
-        return tuple(self.hashes[self.first :])
+        return tuple(self.hashes[self.first - self.start :])
 
-    @property
-    def parent(self) -> BlockHash:
-        return self.hashes[self.first - 1] if self.first else BlockHash(bytes(HASH_BYTES))
+    def before(self, block: int) -> BlockHash:
+        """Returns the parent of a block, which is counted from the beginning of the chain."""
+        return self.hashes[block - 1 - self.start] if block else BlockHash(bytes(HASH_BYTES))
 
 
 # ------------------------------------------------------------------------------------------------- events
@@ -472,8 +474,8 @@ def _pages(terms: StoreTerms, blocks: Sequence[int]) -> tuple[tuple[NewPage, ...
     of_block: list[int] = []
     for block in blocks:
         at = terms.first + block
-        parent = terms.hashes[at - 1] if block else terms.parent
+        parent = terms.before(at)
         for group, part in terms.parts:
-            pages.append(NewPage(PageKey(terms.hashes[at], group, part), parent, at, terms.loss))
+            pages.append(NewPage(PageKey(terms.hashes[at - terms.start], group, part), parent, at, terms.loss))
             of_block.append(block)
     return tuple(pages), of_block

@@ -157,10 +157,12 @@ class TransferQueue:
         tokens: Sequence[int],
         spec: KVSpec,
         deadline: Deadline,
+        *,
+        start: int = 0,
     ) -> Transfer[Stored]:
-        """As Client.begin_store, from checked memory."""
+        """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms)."""
         parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
-        terms = StoreTerms(hashes, first, parts, loss, self._next_attempt(), self._store_wait_ns)
+        terms = StoreTerms(hashes, first, parts, loss, self._next_attempt(), self._store_wait_ns, start)
         progress = StoreProgress()
         plan = StorePlan(
             terms,

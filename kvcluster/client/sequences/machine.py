@@ -1,0 +1,429 @@
+"""What a worker's open sequences do with its resident set: which page a token is written to, which blocks are sealed,
+stored, shared, copied and given up. Pure: it knows no memory, no clock and no thread.
+
+    open, fork, truncate, close                  what the caller does with a sequence
+    begin_step, advance                          how it grows: every layer appends, then all tokens count
+    own                                          how it is overwritten
+    place, placed                                how absent blocks come back into the resident set
+    next_store, stored                           how sealed blocks reach the cluster, in batches, in their order
+
+A call that cannot be served raises, and changes nothing. The caller carries out the copies of pages that a call returns
+before anything else is written.
+
+A page is written only while one sequence alone refers to its block. Forks and stores refer to blocks, so what they read
+never changes: the writer gets a copy.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvcluster.client.sequences.blocks import Block, Stored, release, retain
+from kvcluster.client.sequences.policy import WindowPolicy
+from kvcluster.client.sequences.resident_pages import ResidentPages
+from kvcluster.client.sequences.state import ABSENT, SequenceState
+from kvcluster.core import hashing
+from kvcluster.core.ids import BlockHash, SequenceId
+from kvcluster.core.miss import Loss
+from kvcluster.core.placement import run_start
+from kvcluster.errors import CallerError, LimitError
+
+STORE_BLOCKS = 256
+"""Blocks of one store: 512 MiB of Llama 3 8B's."""
+
+STORE_TRIES = 3
+"""Stores of one block that may fail. After that it stays in the resident set until its sequence drops it."""
+
+
+class NoRoom(LimitError):
+    """The resident set has no page for another block. Closing a sequence helps, or a larger `resident_bytes`; so does
+    waiting, while stores are under way."""
+
+
+class PageCopy(NamedTuple):
+    """Copy a page of the resident set to another."""
+
+    source: int
+    target: int
+
+
+class TokenRun(NamedTuple):
+    """`count` tokens that lie in one page, from slot `first` of it on."""
+
+    page: int
+    first: int
+    count: int
+
+
+class StoreBatch(NamedTuple):
+    """Consecutive sealed blocks to be stored. `names` are their own, behind those of the blocks before them: of the one
+    before, and of all back to the first of its run of placement. `start` is the depth of the first name."""
+
+    blocks: tuple[Block, ...]
+    names: tuple[BlockHash, ...]
+    start: int
+    private: bool
+    loss: Loss
+
+
+class SequenceMachine:
+    """The open sequences of one client. `random_id` returns a new random id of 32 bytes for a private block."""
+
+    def __init__(
+        self, pages: ResidentPages, random_id: Callable[[], bytes], *, block_tokens: int, layers: int, run_blocks: int
+    ) -> None:
+        self.pages = pages
+        self._random_id = random_id
+        self._block_tokens = block_tokens
+        self._layers = layers
+        self._run_blocks = run_blocks
+        self._open: dict[SequenceId, SequenceState] = {}
+        self._to_store: deque[Block] = deque()  # each has a reference of this queue
+
+    # ----------------------------------------------------------------------------------- opening and closing
+
+    def open(self, state: SequenceState, cached: Sequence[tuple[BlockHash, bytes, Loss]] = ()) -> None:
+        """Opens a sequence that begins with these blocks, which the cluster has: the name, token ids and loss of each.
+        None of them is in the resident set."""
+        tip: Block | None = None
+        for name, tokens, loss in cached:
+            tip = Block(tip, None)
+            tip.name, tip.tokens, tip.loss, tip.stored = name, tokens, max(loss, tip.loss), Stored.YES
+            tip.sink = self._is_sink(state, tip)
+            state.add(tip)
+        state.sealed = len(cached)
+        state.length = len(cached) * self._block_tokens
+        retain(tip)
+        self._open[state.name] = state
+
+    def fork(self, state: SequenceState, name: SequenceId) -> SequenceState:
+        """Opens another sequence with the same tokens. Raises CallerError in the middle of a step."""
+        self._between_steps(state, "fork")
+        child = SequenceState(
+            name, state.root, state.policy, block_tokens=self._block_tokens, max_tokens=state.max_tokens
+        )
+        child.blocks, child.table = state.blocks.copy(), state.table[:]
+        child.length, child.sealed, child.tokens = state.length, state.sealed, state.tokens[:]
+        retain(child.tip)
+        self._open[name] = child
+        return child
+
+    def close(self, state: SequenceState) -> None:
+        """Closes a sequence. Its public blocks that wait to be stored still will be."""
+        del self._open[state.name]
+        state.closed = True
+        release(state.tip, self._released)
+        state.cut(0)
+
+    # ------------------------------------------------------------------------------------------------ growing
+
+    def begin_step(self, state: SequenceState, layer: int, tokens: int) -> tuple[list[TokenRun], list[PageCopy]]:
+        """Returns where this layer writes its next `tokens` tokens, and what is to be copied before. Raises CallerError
+        for a layer that has already appended in this step, or a number of tokens that differs from its other layers;
+        LimitError beyond `max_tokens`; NoRoom."""
+        if layer in state.appended:
+            raise CallerError(f"layer {layer} has appended its tokens of this step already; call advance first")
+        if state.step not in (0, tokens):
+            raise CallerError(f"layer {layer} appends {tokens} tokens; the other layers of this step {state.step}")
+        copies = self.reserve(state, tokens) if not state.step else []
+        state.step = tokens
+        state.appended[layer] = None
+        return self.runs(state, state.length, tokens), copies
+
+    def reserve(self, state: SequenceState, tokens: int) -> list[PageCopy]:
+        """Takes the pages that `tokens` more tokens need. Returns what is to be copied. Raises as begin_step."""
+        if state.length + tokens > state.max_tokens:
+            raise LimitError(
+                f"{state.length} tokens and {tokens} more exceed max_tokens={state.max_tokens}: truncate the sequence, "
+                "or open it with a larger max_tokens"
+            )
+        block_tokens, first = self._block_tokens, state.length // self._block_tokens
+        wanted = state.blocks_for(state.length + tokens) - len(state.blocks)
+        shared = state.length % block_tokens and state.blocks[first].shared and first == len(state.blocks) - 1
+        self._check_room(wanted + bool(shared))
+        copies = self._replace(state, first) if shared and tokens else []
+        for _ in range(wanted):
+            block = Block(state.tip, self._take())
+            block.references = 1  # of the sequence, which no longer ends with the block before
+            if block.before is not None:
+                block.before.references -= 1
+            state.add(block)
+        return copies
+
+    def runs(self, state: SequenceState, position: int, tokens: int) -> list[TokenRun]:
+        """Returns where these tokens lie. All of their blocks must be in the resident set."""
+        runs: list[TokenRun] = []
+        while tokens:
+            block, first = divmod(position, self._block_tokens)
+            count = min(tokens, self._block_tokens - first)
+            assert state.table[block] != ABSENT
+            runs.append(TokenRun(state.table[block], first, count))
+            position += count
+            tokens -= count
+        return runs
+
+    def advance(self, state: SequenceState, tokens: int | Sequence[int]) -> int:
+        """Counts the tokens of this step, whose ids are given, or only their number. Returns how many blocks it sealed.
+        Raises CallerError if not all layers have appended as many, or for something that is no token id."""
+        ids = None if isinstance(tokens, int) else hashing.token_array(tokens)
+        count = tokens if isinstance(tokens, int) else len(tokens)
+        if len(state.appended) != self._layers or count != state.step:
+            missing = [layer for layer in range(self._layers) if layer not in state.appended]
+            raise CallerError(
+                f"advance names {count} tokens; this step has {state.step} in {len(state.appended)} of {self._layers} "
+                f"layers{f', not in layer {missing[0]}' if missing and state.step else ''}: append them to every layer"
+            )
+        if ids is not None and len(state.tokens) == state.length - state.sealed * self._block_tokens:
+            state.tokens.extend(ids)
+        state.length += count
+        self._end_step(state)
+        return self.seal(state)
+
+    def seal(self, state: SequenceState, *, all_full: bool = False) -> int:
+        """Names the blocks that are due, or all full ones, and queues them to be stored. Returns their number."""
+        count = state.sealable(all_full=all_full)
+        for _ in range(count):
+            block = state.blocks[state.sealed]
+            private = state.private()
+            if block.name is None:
+                self._name(state, block, private=private)
+                retain(block)
+                self._to_store.append(block)
+            del state.tokens[: self._block_tokens]
+            if private:
+                del state.tokens[:]
+            state.sealed += 1
+        return count
+
+    # ------------------------------------------------------------------------------------ cutting, overwriting
+
+    def unsealed_by(self, state: SequenceState, tokens: int) -> list[Block]:
+        """Returns the sealed block that a truncation to `tokens` tokens would cut, if it is absent."""
+        depth, kept = divmod(tokens, self._block_tokens)
+        return [state.blocks[depth]] if kept and depth < state.sealed and state.table[depth] == ABSENT else []
+
+    def truncate(self, state: SequenceState, tokens: int) -> list[PageCopy]:
+        """Keeps the first `tokens` tokens, and drops the present step. A sealed block that this cuts must be in the
+        resident set; it is sealed again later, with the precision that it has lost. Returns what is to be copied.
+        Raises CallerError if there are fewer tokens; NoRoom."""
+        if not 0 <= tokens <= state.length:
+            raise CallerError(f"cannot truncate to {tokens} tokens: the sequence has {state.length}")
+        depth, kept = divmod(tokens, self._block_tokens)
+        cuts_sealed = kept > 0 and depth < state.sealed
+        if cuts_sealed:
+            assert state.table[depth] != ABSENT, "fetch it first"
+            self._check_room(1)
+        tip = state.blocks[state.blocks_for(tokens) - 1] if tokens else None
+        if depth < state.sealed:
+            cut = state.blocks[depth].tokens if kept else b""
+            state.tokens = _token_ids(cut[: 4 * kept])
+            state.sealed = depth
+        else:
+            del state.tokens[max(0, tokens - state.sealed * self._block_tokens) :]
+        retain(tip)
+        old = state.tip
+        state.cut(state.blocks_for(tokens))
+        release(old, self._released)
+        state.length = tokens
+        self._end_step(state)
+        return self._take_back(state) if cuts_sealed else []
+
+    def own(self, state: SequenceState, position: int) -> list[PageCopy]:
+        """Prepares the token at `position` to be overwritten: its block, and every block behind it, is this sequence's
+        alone, and unsealed. All of them must be in the resident set. Returns what is to be copied. Raises NoRoom."""
+        depth = position // self._block_tokens
+        suffix = state.blocks[depth:]
+        if any(block.shared for block in suffix):
+            copies = self._replace(state, depth)
+        else:
+            copies = []
+            for block in suffix:
+                self._unseal(block)
+        if depth < state.sealed:
+            state.sealed = depth
+            del state.tokens[:]
+        del state.tokens[max(0, position - state.sealed * self._block_tokens) :]
+        return copies
+
+    # ------------------------------------------------------------------------------- out of the set and back
+
+    def place(self, blocks: Sequence[Block]) -> list[int]:
+        """Takes a page for each of these absent blocks, into which the caller loads them. Raises NoRoom."""
+        self._check_room(len(blocks))
+        return [self._take() for _ in blocks]
+
+    def placed(self, block: Block, page: int, *, loaded: bool) -> None:
+        """The load of a placed block has ended: it is in the resident set, or its page is free again."""
+        if not loaded or block.page is not None or not block.references:
+            self.pages.free(page)
+            return
+        block.page = page
+        self._tell(block, page)
+        self._may_give_up(block)
+
+    def next_store(self) -> StoreBatch | None:
+        """Returns the next blocks to be stored, the longest waiting first; None if there are none."""
+        batch: list[Block] = []
+        while self._to_store and len(batch) < STORE_BLOCKS:
+            block = self._to_store[0]
+            if batch and (block.before is not batch[-1] or (block.private, block.loss) != (batch[0].private, batch[0].loss)):
+                break
+            self._to_store.popleft()
+            if block.private and not block.shared:  # its sequence has dropped it: nothing else can find it
+                release(block, self._released)
+                continue
+            block.stored = Stored.STORING
+            batch.append(block)
+        return self._batch(batch) if batch else None
+
+    def stored(self, batch: StoreBatch, *, committed: bool) -> None:
+        """A store has ended: the cluster has all of its blocks, or not all of them, and it is tried again."""
+        for block in batch.blocks:
+            block.stored = Stored.YES if committed else Stored.NO
+            if not committed:
+                block.failures += 1
+                if block.failures < STORE_TRIES:
+                    self._to_store.append(block)
+                    continue
+            elif block.shared:
+                self._may_give_up(block)
+            release(block, self._released)
+
+    @property
+    def waiting(self) -> int:
+        """The number of blocks that wait to be stored."""
+        return len(self._to_store)
+
+    def check(self) -> None:
+        """Asserts that tables, blocks and pages agree."""
+        self.pages.check()
+        seen: dict[Block, None] = {}
+        for state in self._open.values():
+            assert len(state.table) == len(state.blocks) >= state.blocks_for(state.length) and state.sealed <= len(state.blocks)
+            for depth, block in enumerate(state.blocks):
+                assert block.depth == depth and block.before is (state.blocks[depth - 1] if depth else None)
+                assert state.table[depth] == (ABSENT if block.page is None else block.page)
+                assert (block.name is not None) or depth >= state.sealed
+                assert block.page is not None or block.stored is Stored.YES, "the only copy of a block is lost"
+                seen[block] = None
+        for block in self._to_store:
+            while block.before is not None and block not in seen:
+                seen[block] = None
+                block = block.before
+            seen[block] = None
+        held = [block.page for block in seen if block.page is not None]
+        assert len(dict.fromkeys(held)) == len(held) <= self.pages.used, "two blocks in one page"
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _name(self, state: SequenceState, block: Block, *, private: bool) -> None:
+        block.private = private
+        block.sink = self._is_sink(state, block)
+        if private:
+            block.name = BlockHash(self._random_id())
+            return
+        ids = state.tokens[: self._block_tokens]
+        (block.name,) = hashing.chain(state.parent, ids, self._block_tokens)
+        block.tokens = hashing.token_bytes(ids)
+
+    def _is_sink(self, state: SequenceState, block: Block) -> bool:
+        return block.depth * self._block_tokens < state.policy.sink_tokens
+
+    def _batch(self, blocks: list[Block]) -> StoreBatch:
+        first = blocks[0]
+        run = run_start(first.depth, self._run_blocks)
+        context: list[Block] = []
+        before = first.before
+        while before is not None and (not context or context[-1].depth > run):
+            context.append(before)
+            before = before.before
+        named = [*reversed(context), *blocks]
+        names = tuple(block.name for block in named if block.name is not None)
+        assert len(names) == len(named), "a block without a name before a sealed one"
+        return StoreBatch(tuple(blocks), names, named[0].depth, first.private, first.loss)
+
+    def _take_back(self, state: SequenceState) -> list[PageCopy]:
+        """Makes the last block, which is sealed, one that may be written. Returns what is to be copied."""
+        if state.blocks[-1].shared:
+            return self._replace(state, len(state.blocks) - 1)
+        self._unseal(state.blocks[-1])
+        return []
+
+    def _replace(self, state: SequenceState, depth: int) -> list[PageCopy]:
+        """Replaces the blocks from `depth` on by unsealed ones that only this sequence refers to. Returns what is to be
+        copied. Raises NoRoom."""
+        suffix, old = state.blocks[depth:], state.tip
+        for block in suffix:
+            self.pages.must_keep(block)
+        try:
+            self._check_room(len(suffix))
+            copies: list[PageCopy] = []
+            state.cut(depth)
+            for block in suffix:
+                fresh = Block(state.tip, self._take())
+                assert block.page is not None and fresh.page is not None
+                fresh.loss = block.loss
+                copies.append(PageCopy(block.page, fresh.page))
+                state.add(fresh)
+            retain(state.tip)
+        finally:
+            for block in suffix:
+                self._may_give_up(block)
+        release(old, self._released)
+        return copies
+
+    def _unseal(self, block: Block) -> None:
+        """Takes the name of a block that one sequence alone refers to, so that it may be written."""
+        self.pages.must_keep(block)
+        block.name, block.private, block.tokens, block.stored, block.failures = None, False, b"", Stored.NO, 0
+
+    def _may_give_up(self, block: Block) -> None:
+        if block.stored is Stored.YES and block.page is not None and not block.sink:
+            self.pages.may_give_up(block)
+
+    def _check_room(self, pages: int) -> None:
+        if pages > self.pages.available:
+            raise NoRoom(
+                f"{pages} more pages are needed, and {self.pages.available} of the resident set's {self.pages.capacity} "
+                "are available: close sequences, or open the client with a larger resident_bytes"
+            )
+
+    def _take(self) -> int:
+        given_up: list[Block] = []
+        page = self.pages.take(given_up)
+        for block in given_up:
+            block.page = None
+            self._tell(block, ABSENT)
+        return page
+
+    def _tell(self, block: Block, page: int) -> None:
+        """Writes the page of a block into the tables of all sequences that have it."""
+        for state in self._open.values():
+            if block.depth < len(state.blocks) and state.blocks[block.depth] is block:
+                state.table[block.depth] = page
+
+    def _released(self, block: Block) -> None:
+        if block.page is not None:
+            self.pages.must_keep(block)
+            self.pages.free(block.page)
+            block.page = None
+
+    def _between_steps(self, state: SequenceState, what: str) -> None:
+        if state.step:
+            raise CallerError(f"cannot {what} in the middle of a step: call advance, or truncate to drop the step")
+
+    def _end_step(self, state: SequenceState) -> None:
+        state.step = 0
+        state.appended.clear()
+
+
+def _token_ids(data: bytes) -> array[int]:
+    ids = array("I")
+    ids.frombytes(data)
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids

@@ -1,0 +1,228 @@
+"""Carries out what the sequences of one client need of the cluster: block tables are kept up to date, sealed blocks are
+stored, absent ones loaded.
+
+One thread, started with the first sequence, synchronises tables and stores, so no step of an engine waits for either.
+Loads are made by the caller's thread, which needs their result. `lock` guards the machine and the pages; it is never
+held while a network is waited for, and `lock` is notified when a store has ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.memory import bind
+from kvcluster.client.sequences.blocks import Block
+from kvcluster.client.sequences.machine import SequenceMachine, StoreBatch
+from kvcluster.client.sequences.memory import ResidentMemory
+from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.table_keeper import TableKeeper
+from kvcluster.client.tickets import Tickets
+from kvcluster.client.transfer_queue import TransferQueue
+from kvcluster.core import limits
+from kvcluster.core.messages import Need, SyncTables, TablesSynced
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import KVClusterError, LostTokens
+from kvcluster.transport.base import Deadline
+
+_RETRY_S = 0.5
+"""The pause after a store that failed."""
+
+_SYNC_MS = 2_000
+"""The deadline of one synchronisation. It is repeated, so none of its callers waits longer for `close`."""
+
+
+class SequenceRunner:
+    """The thread of one client's sequences, and their loads. `accept`: the worst loss of a block that is loaded."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        parts: tuple[Part | None, ...],
+        machine: SequenceMachine,
+        keeper: TableKeeper,
+        memory: ResidentMemory,
+        *,
+        control: CoordinatorClient,
+        tickets: Tickets,
+        transfers: TransferQueue,
+        accept: Loss,
+        store_ms: int,
+    ) -> None:
+        self.machine = machine
+        self.keeper = keeper
+        self.memory = memory
+        self.lock = threading.Condition()
+        self._spec = spec
+        self._private_spec = replace(spec, private=True)
+        self._parts = parts
+        self._control = control
+        self._tickets = tickets
+        self._transfers = transfers
+        self._accept = accept
+        self._store_ms = store_ms
+        self._storing = 0
+        self._store_at = 0.0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------------------------------ called in the lock
+
+    def wake(self) -> None:
+        """Has the thread look for work."""
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="kvcluster-sequences", daemon=True)
+            self._thread.start()
+        self.lock.notify_all()
+
+    @property
+    def stores_pending(self) -> int:
+        """The number of blocks that wait to be stored or are being stored."""
+        return self.machine.waiting + self._storing
+
+    def wait_for_stores(self, enough: Callable[[], bool], deadline: Deadline) -> bool:
+        """Waits until `enough()`, which is asked after each store, or no store is pending. Returns `enough()`."""
+        self.wake()
+        self.lock.wait_for(lambda: enough() or not self.stores_pending or self._closed, deadline.remaining_s())
+        return enough()
+
+    # ------------------------------------------------------------------------------------------------- loads
+
+    def bring(self, state: SequenceState, depths: Sequence[int], deadline: Deadline) -> None:
+        """Loads those of these blocks of a sequence that are absent into the resident set. Raises NoRoom, or LostTokens
+        if one of them cannot be had."""
+        while True:
+            with self.lock:
+                absent = [state.blocks[depth] for depth in state.absent(depths)]
+                absent = absent[: limits.BLOCKS_PER_CALL]
+                if not absent:
+                    return
+                pages = self.machine.place(absent)
+            loaded, miss = 0, None
+            try:
+                loaded, miss = self._load(absent, pages, deadline)
+            finally:
+                with self.lock:
+                    for at, (block, page) in enumerate(zip(absent, pages, strict=True)):
+                        self.machine.placed(block, page, loaded=at < loaded)
+            if miss is not None:
+                position = absent[loaded].depth * self._spec.block_tokens
+                raise LostTokens(position, f"the block at token {position} of this sequence is lost: {miss}")
+
+    def find(self, names: Sequence[bytes], deadline: Deadline) -> list[Loss]:
+        """Returns the loss of each leading block of these that the cluster has."""
+        losses: list[Loss] = []
+        for first in range(0, len(names), limits.BLOCKS_PER_CALL):
+            hashes = names[first : first + limits.BLOCKS_PER_CALL]
+            need = Need(self._parts, self._accept)
+            with self._tickets.prepare(self._spec, hashes, need, deadline, hold=False) as ticket:  # type: ignore[arg-type]
+                for run in ticket.body.runs:
+                    sources = [source for of_group in run.plan if of_group for source in of_group]
+                    losses += [max((source.loss for source in sources), default=Loss.EXACT)] * run.count
+                if ticket.blocks < len(hashes):
+                    break
+        return losses
+
+    def _load(self, blocks: Sequence[Block], pages: Sequence[int], deadline: Deadline) -> tuple[int, Miss | None]:
+        """Returns how many leading blocks were loaded, and why not the next one."""
+        done = 0
+        while done < len(blocks):
+            private = blocks[done].private
+            count = next((at for at, block in enumerate(blocks[done:]) if block.private != private), len(blocks) - done)
+            names = [block.name for block in blocks[done : done + count] if block.name is not None]
+            spec = self._private_spec if private else self._spec
+            need = Need(self._parts, Loss(max(self._accept, max(block.loss for block in blocks))))
+            with self._tickets.prepare(spec, names, need, deadline, hold=True) as ticket:
+                if not ticket.blocks:
+                    return done, ticket.miss or Miss(MissReason.NEVER_SEEN)
+                into = self.memory.paged(pages[done : done + ticket.blocks])
+                bound = bind(into, spec, self._parts, ticket.blocks, writable=True)
+                loaded = self._transfers.load(ticket.body, 0, bound, spec, deadline).result()
+                done += loaded.blocks
+                if loaded.blocks < count:
+                    return done, loaded.miss or ticket.miss or Miss(MissReason.NEVER_SEEN)
+        return done, None
+
+    # ------------------------------------------------------------------------------------------------ the thread
+
+    def close(self) -> None:
+        """Ends the thread, after the coordinator was told what is closed, if it answers soon."""
+        with self.lock:
+            self._closed = True
+            self.lock.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self.lock:
+                now = time.monotonic_ns()
+                if self._closed:
+                    break
+                sync = self.keeper.next_sync(now)
+                batch = self.machine.next_store() if time.monotonic() >= self._store_at else None
+                self._storing = len(batch.blocks) if batch is not None else 0
+                if sync is None and batch is None:
+                    self.lock.wait(self._idle_s(now))
+                    continue
+            if sync is not None:
+                self._sync(sync)
+            if batch is not None:
+                self._store(batch)
+        while (sync := self.keeper.next_sync(time.monotonic_ns() + 10**12)) is not None and sync.changes:
+            if not self._sync(sync):
+                break
+
+    def _idle_s(self, now: int) -> float | None:
+        """Returns for how long nothing is to be done; None for ever."""
+        due = self.keeper.next_due()
+        waits = [] if due is None else [max(0, due - now) / 1e9]
+        if self.machine.waiting:
+            waits.append(max(0.0, self._store_at - time.monotonic()))
+        return min(waits, default=None)
+
+    def _sync(self, sync: SyncTables) -> bool:
+        try:
+            answer = self._control.ask(TablesSynced, self._spec, sync, Deadline.after_ms(_SYNC_MS))
+        except KVClusterError:
+            with self.lock:
+                self.keeper.failed(time.monotonic_ns())
+            return False
+        with self.lock:
+            self.keeper.synced(answer, time.monotonic_ns())
+        return True
+
+    def _store(self, batch: StoreBatch) -> None:
+        committed = False
+        try:
+            committed = self._stored(batch)
+        except KVClusterError:
+            pass  # the blocks stay here, and are tried again
+        with self.lock:
+            self.machine.stored(batch, committed=committed)
+            self._storing = 0
+            self._store_at = 0.0 if committed else time.monotonic() + _RETRY_S
+            self.lock.notify_all()
+
+    def _stored(self, batch: StoreBatch) -> bool:
+        """Stores a batch. Returns whether the cluster has all of it."""
+        blocks, spec = batch.blocks, self._private_spec if batch.private else self._spec
+        pages = [block.page for block in blocks if block.page is not None]
+        assert len(pages) == len(blocks), "a block that was never stored has left the resident set"
+        bound = bind(self.memory.paged(pages), spec, self._parts, len(blocks), writable=False)
+        first = batch.start + len(batch.names) - len(blocks)
+        tokens: array[int] = array("I")
+        if self._control.wants_tokens and not batch.private:
+            for block in blocks:
+                tokens.frombytes(block.tokens)
+        deadline = Deadline.after_ms(self._store_ms)
+        transfer = self._transfers.store(
+            batch.names, first, batch.loss, bound, tokens, spec, deadline, start=batch.start
+        )
+        stored = transfer.result()
+        return stored.blocks + stored.deduplicated == len(blocks)

@@ -1,0 +1,87 @@
+"""One open sequence: its blocks, its length, and what of the present step has been appended. It owns no page and decides
+nothing about others.
+
+`length` counts the tokens that `advance` has confirmed. The tokens of the present step, which every layer appends before
+that, lie behind them: `step` is their number, and `appended` names the layers that have them.
+
+The first `sealed` blocks have their names and never change. `tokens` are the token ids behind them; they end early, at
+the first token that was advanced without an id or overwritten, and are not kept behind a private block.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from kvcluster.client.sequences.blocks import Block
+from kvcluster.client.sequences.policy import WindowPolicy
+from kvcluster.core.ids import BlockHash, SequenceId
+
+ABSENT = -1
+"""The entry of a block table for a block that is not in the resident set."""
+
+
+class SequenceState:
+    """See the module. `table` has the page of every block, ABSENT for those that have none, up to `blocks_used`."""
+
+    def __init__(
+        self, name: SequenceId, root: BlockHash, policy: WindowPolicy, *, block_tokens: int, max_tokens: int
+    ) -> None:
+        self.name = name
+        self.root = root
+        self.policy = policy
+        self.block_tokens = block_tokens
+        self.max_tokens = max_tokens
+        self.blocks: list[Block] = []
+        self.table = array("i")
+        self.length = 0
+        self.step = 0
+        self.appended: dict[int, None] = {}
+        self.sealed = 0
+        self.tokens = array("I")
+        self.closed = False
+
+    @property
+    def tip(self) -> Block | None:
+        return self.blocks[-1] if self.blocks else None
+
+    @property
+    def parent(self) -> BlockHash:
+        """The name of the last sealed block, or the root."""
+        if not self.sealed:
+            return self.root
+        name = self.blocks[self.sealed - 1].name
+        assert name is not None
+        return name
+
+    def private(self) -> bool:
+        """Whether the next block to be sealed is private: one before it is, or not all of its token ids are known."""
+        if self.sealed and self.blocks[self.sealed - 1].private:
+            return True
+        return len(self.tokens) < self.block_tokens
+
+    def blocks_for(self, tokens: int) -> int:
+        """Returns the number of blocks that this many tokens need."""
+        return -(-tokens // self.block_tokens)
+
+    def sealable(self, *, all_full: bool = False) -> int:
+        """Returns how many blocks may be sealed now: full ones before the tail, or, if `all_full`, all full ones. None
+        before there are `migration_tokens` of them."""
+        tail = 0 if all_full else self.policy.tail_tokens
+        full = max(0, self.length - tail) // self.block_tokens - self.sealed
+        batch = 1 if all_full else max(1, self.policy.migration_tokens // self.block_tokens)
+        return full if full >= batch else 0
+
+    def add(self, block: Block) -> None:
+        """Appends a block to the table."""
+        self.blocks.append(block)
+        self.table.append(ABSENT if block.page is None else block.page)
+
+    def cut(self, blocks: int) -> None:
+        """Keeps the first `blocks` blocks of the table."""
+        del self.blocks[blocks:]
+        del self.table[blocks:]
+
+    def absent(self, span: Iterable[int]) -> list[int]:
+        """Returns those of these blocks that are not in the resident set."""
+        return [depth for depth in span if self.table[depth] == ABSENT]

@@ -1,0 +1,182 @@
+"""Keeps the coordinator's block tables of one client's sequences up to date, in batches. Pure.
+
+The coordinator is told which blocks a sequence has when they are sealed, never their tokens: so it is asked once for many
+blocks of many sequences, and nothing waits for its answer. One message is under way at a time. It is numbered, and sent
+again unchanged until it is answered: the coordinator applies it once.
+
+For each sequence this keeps how many blocks of the table, from the first, are as the coordinator was last told (`told`).
+A sequence that was never told of begins with the blocks that it shares with the sequence that it was forked from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcluster.client.sequences.state import SequenceState
+from kvcluster.core import limits
+from kvcluster.core.ids import Holder, SequenceId
+from kvcluster.core.messages import SyncTables, TableChange, TablesSynced
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the coordinator was told of a sequence. `state` is None once it is closed. `parent`: it is to be opened as a
+    fork of that sequence."""
+
+    state: SequenceState | None
+    told: int = 0
+    parent: SequenceId | None = None
+    stale: bool = True
+    """Whether the coordinator has more blocks than `told`, or does not know the sequence."""
+
+    @property
+    def pending(self) -> bool:
+        return self.state is None or self.stale or self.told < self.state.sealed
+
+
+class TableKeeper:
+    """`next_sync(now)` returns the message to send, `synced` takes its answer. `interval_ns` lies between two messages,
+    unless the lease has to be renewed before."""
+
+    def __init__(self, holder: Holder, *, interval_ns: int) -> None:
+        self._holder = holder
+        self._interval_ns = interval_ns
+        self._number = 0
+        self._known: dict[SequenceId, _Told] = {}
+        self._changed: dict[SequenceId, None] = {}  # those that may be pending, the longest waiting first
+        self._forks: dict[SequenceId, None] = {}  # those with a parent, which the coordinator has not been told of
+        self._under_way: SyncTables | None = None
+        self._next_at = 0
+        self._renew_at: int | None = None
+        self.refused: dict[SequenceId, None] = {}
+        """Sequences whose blocks the coordinator spares no longer, since the tenant's share is used up."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    # ---------------------------------------------------------------------------------- the sequences' changes
+
+    def opened(self, state: SequenceState, parent: SequenceState | None = None) -> None:
+        """A sequence was opened, as a fork of `parent` if there is one."""
+        known = self._known[parent.name] if parent is not None else None
+        if known is not None and parent is not None and known.told and not known.stale:
+            # The first message of the child may come after others of its parent: it names what the parent has had since
+            # before the fork, and `cut` withdraws that if the parent loses some of it.
+            self._known[state.name] = _Told(state, known.told, parent.name)
+            self._forks[state.name] = None
+        else:
+            self._known[state.name] = _Told(state)
+        self._changed[state.name] = None
+
+    def sealed(self, state: SequenceState) -> None:
+        """Blocks of a sequence were sealed."""
+        self._changed[state.name] = None
+
+    def cut(self, state: SequenceState) -> None:
+        """The sealed blocks of a sequence were cut to `state.sealed`."""
+        known = self._known[state.name]
+        if state.sealed < known.told:
+            self._orphan(state.name, state.sealed)
+            known.told, known.stale = state.sealed, True
+            self._changed[state.name] = None
+
+    def closed(self, state: SequenceState) -> None:
+        """A sequence was closed."""
+        self._orphan(state.name, 0)
+        known = self._known[state.name]
+        known.state = None
+        self._changed[state.name] = None
+
+    # ------------------------------------------------------------------------------------------- the messages
+
+    def due(self, now: int) -> bool:
+        """Whether next_sync returns a message."""
+        at = self.next_due()
+        return at is not None and now >= at
+
+    def next_due(self) -> int | None:
+        """Returns when the next message is due; None if none will be until something changes."""
+        if self._under_way is not None or (self._changed and self._renew_at is None):
+            return self._next_at
+        return min(self._next_at, self._renew_at) if self._changed and self._renew_at is not None else self._renew_at
+
+    def next_sync(self, now: int) -> SyncTables | None:
+        """Returns the message that is due, the same one until it is answered; None if none is due."""
+        if not self.due(now):
+            return None
+        if self._under_way is None:
+            self._number += 1
+            self._under_way = SyncTables(self._holder, self._number, tuple(self._changes()))
+            self._next_at = now + self._interval_ns
+            self._renew_at = None
+        return self._under_way
+
+    def synced(self, answer: TablesSynced, now: int) -> None:
+        """Takes the answer to the message under way."""
+        assert self._under_way is not None
+        for change in self._under_way.changes:
+            known = self._known.get(change.sequence)
+            if change.closed:
+                if known is not None and known.state is None:
+                    del self._known[change.sequence]
+                self.refused.pop(change.sequence, None)
+            elif known is not None and change.sequence not in answer.refused:
+                self.refused.pop(change.sequence, None)
+        for name in answer.refused:
+            if name in self._known:  # its table is as before that message; the next blocks that are sealed tell it anew
+                self.refused[name] = None
+                keep = {change.sequence: change.keep for change in self._under_way.changes}
+                self._known[name].told = min(self._known[name].told, keep[name])
+                self._known[name].stale = True
+        for name in [*self._known] if answer.forgotten else answer.reopen:
+            if name in self._known:
+                self._forget(name)
+        self._under_way = None
+        self._renew_at = now + answer.ttl_ns // 3 if self._known else None
+
+    def failed(self, now: int) -> None:
+        """No answer came: the same message is sent again, after the interval."""
+        self._next_at = now + self._interval_ns
+
+    # ------------------------------------------------------------------------------------------------ helpers
+
+    def _changes(self) -> list[TableChange]:
+        changes: list[TableChange] = []
+        hashes = limits.BLOCKS_PER_CALL
+        for name in [*self._changed]:
+            if not hashes or len(changes) == limits.SEQUENCES_PER_HOLDER:
+                break
+            known = self._known[name]
+            del self._changed[name]
+            if known.state is None:
+                changes.append(TableChange(name, 0, closed=True))
+            elif known.pending:
+                changes.append(self._change(name, known, known.state, hashes))
+                hashes -= len(changes[-1].blocks)
+                if known.pending:  # it has more blocks than this message takes
+                    self._changed[name] = None
+        return changes
+
+    def _change(self, name: SequenceId, known: _Told, state: SequenceState, room: int) -> TableChange:
+        blocks = state.blocks[known.told : min(state.sealed, known.told + room)]
+        names = tuple(block.name for block in blocks if block.name is not None)
+        assert len(names) == len(blocks), "a sealed block without its name"
+        private = sum(block.private for block in blocks)
+        change = TableChange(name, known.told, names, private, known.parent)
+        known.told += len(blocks)
+        known.stale, known.parent = False, None
+        self._forks.pop(name, None)
+        return change
+
+    def _orphan(self, parent: SequenceId, sealed: int) -> None:
+        """Has forks of a sequence that keeps fewer blocks than they begin with opened on their own."""
+        for name in [*self._forks]:
+            known = self._known[name]
+            if known.parent == parent and known.told > sealed:
+                self._forget(name)
+
+    def _forget(self, name: SequenceId) -> None:
+        """Has a sequence told whole."""
+        self._known[name] = _Told(self._known[name].state)
+        self._forks.pop(name, None)
+        self._changed[name] = None
