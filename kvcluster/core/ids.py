@@ -30,6 +30,9 @@ Epoch = NewType("Epoch", int)
 Holder = NewType("Holder", bytes)
 """16 random bytes: one incarnation of a client."""
 
+SequenceId = NewType("SequenceId", bytes)
+"""16 random bytes, chosen by the worker that opens the sequence."""
+
 CallId = NewType("CallId", int)
 """Identifies a request within one process, so that an effect can answer it."""
 
@@ -38,6 +41,7 @@ SUM_BYTES = 8
 """The size of a checksum; each layer of a page has one."""
 
 HOLDER_BYTES = 16
+SEQUENCE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True, order=True)

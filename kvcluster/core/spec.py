@@ -210,7 +210,8 @@ class KVSpec:
     `weights` is a fingerprint of the exact weights (a digest or a commit), required because stale KV
     after a weight update is the worst failure that users of other caches report; mutable names such as
     "main" are refused. `adapter` is the content hash of a LoRA, or "". `rope` is any text that pins the
-    rotary settings. `extra` is sorted pairs of anything else that must match.
+    rotary settings. `extra` is sorted pairs of anything else that must match. `private` marks the namespace of the
+    private pages of sequences (docs/adr/0047), whose ids are random; no prefix lookup is made there.
     """
 
     model: str
@@ -220,6 +221,7 @@ class KVSpec:
     adapter: str = ""
     rope: str = ""
     extra: tuple[tuple[str, str], ...] = ()
+    private: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -236,6 +238,8 @@ class KVSpec:
             raise SpecError("model must be named")
         check_weights(self.weights)
         _check_number(self.block_tokens, 1, "block_tokens")
+        if type(self.private) is not bool:
+            raise SpecError(f"private must be true or false, not {self.private!r}")
         if self.block_tokens > MAX_BLOCK_TOKENS:
             raise SpecError(f"block_tokens must be at most {MAX_BLOCK_TOKENS}, not {self.block_tokens}")
         if not self.groups:
@@ -325,6 +329,8 @@ class KVSpec:
         out += [_number(len(self.extra))]
         for key, value in self.extra:
             out += [_text(key), _text(value)]
+        if self.private:
+            out.append(_text("private"))
         return b"".join(out)
 
     def namespace(self, tenant: Tenant) -> NamespaceId:

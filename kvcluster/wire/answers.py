@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcluster.core import limits
+from kvcluster.core.ids import SequenceId
 from kvcluster.core.messages import (
     Attached,
     BlockFate,
@@ -20,6 +21,7 @@ from kvcluster.core.messages import (
     Status,
     StoreGrant,
     StoreRun,
+    TablesSynced,
 )
 from kvcluster.core.spec import KVSpec
 from kvcluster.wire.checks import must
@@ -36,6 +38,7 @@ from kvcluster.wire.common import (
     NS,
     REFUSED,
     RUNS,
+    SEQUENCES,
     SPEC,
     check_cover,
     pairs,
@@ -117,7 +120,11 @@ _STATUS = Struct(
     counters=COUNTERS,
     policy=POLICY,
     fallen=codec_errors(limits.NAMESPACES),
+    sequences=amount("sequences"),
+    claimed_blocks=amount("claimed blocks"),
+    private_blocks=amount("private blocks"),
 )
+_CHANGED: Rows[SequenceId] = Rows(SEQUENCES, limits.SEQUENCES_PER_HOLDER, "sequences in a message")
 
 REPLY = OneOf(
     pb.CoordinatorReply,
@@ -142,5 +149,8 @@ REPLY = OneOf(
     namespaces=Struct(pb.Namespaces, Namespaces, known=Rows(_NAMESPACES, limits.LISTED_NAMESPACES, "namespaces")),
     registered=Struct(pb.Registered, Registered, ttl_ns=NS, weights=words("weights")),
     engines=Struct(pb.Engines, Engines, known=Rows(_ENGINES, limits.LISTED_ENGINES, "engines")),
+    tables_synced=Struct(
+        pb.TablesSynced, TablesSynced, ttl_ns=NS, epoch=EPOCH, reopen=_CHANGED, refused=_CHANGED, forgotten=PLAIN
+    ),
 )
 """Any reply of the coordinator."""

@@ -10,7 +10,17 @@ from typing import Any, cast
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId
+from kvcluster.core.ids import (
+    HASH_BYTES,
+    HOLDER_BYTES,
+    SEQUENCE_BYTES,
+    Attempt,
+    BlockHash,
+    Epoch,
+    Holder,
+    NamespaceId,
+    SequenceId,
+)
 from kvcluster.core.messages import (
     Done,
     Need,
@@ -106,6 +116,14 @@ def _decode_hashes(packed: bytes, most: int, what: str) -> list[Any]:
     return hashes
 
 
+def _decode_sequences(packed: bytes, most: int, what: str) -> list[SequenceId]:
+    """Splits 16 * n bytes into n sequence ids. Raises ProtocolError or LimitError."""
+    count, rest = divmod(len(packed), SEQUENCE_BYTES)
+    must(not rest, f"{what} take {SEQUENCE_BYTES} bytes each; {len(packed)} bytes came")
+    at_most(count, most, what)
+    return [SequenceId(packed[at : at + SEQUENCE_BYTES]) for at in range(0, len(packed), SEQUENCE_BYTES)]
+
+
 def _exactly(length: int, what: str) -> Callable[[bytes], Any]:
     def decode(data: bytes) -> bytes:
         if len(data) != length:
@@ -126,9 +144,13 @@ def _decode_attempt(data: bytes) -> Attempt:
 
 HASH: Scalar[BlockHash] = Scalar(bytes, _exactly(HASH_BYTES, "a block hash"))
 NAMESPACE: Scalar[NamespaceId] = Scalar(bytes, _exactly(HASH_BYTES, "a namespace"))
+HOLDER: Scalar[Holder] = Scalar(bytes, _exactly(HOLDER_BYTES, "a holder"))
 ATTEMPT = Scalar(_encode_attempt, _decode_attempt)
 HASHES: Values[Any] = Values(b"".join, _decode_hashes)
 """Packed block hashes, or namespaces."""
+
+SEQUENCES: Values[SequenceId] = Values(b"".join, _decode_sequences)
+"""Packed sequence ids."""
 
 BLOCKS: Rows[BlockHash] = Rows(HASHES, limits.BLOCKS_PER_CALL, "block hashes in a call")
 NAMESPACES: Interned[NamespaceId] = Interned(pb.HashTable, HASHES, "a namespace")
@@ -233,6 +255,7 @@ _SPEC = Struct(
     block_tokens=PLAIN,
     groups=_in_spec(each(_GROUP)),
     extra=_in_spec(PAIRS),
+    private=PLAIN,
 )
 encode_spec, _decode_spec = in_bytes(pb.Spec, _SPEC)
 

@@ -7,6 +7,7 @@ sets that field of the message, and the server sets call and tenant.
 from __future__ import annotations
 
 from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     Attach,
     AttachShard,
@@ -26,14 +27,29 @@ from kvcluster.core.messages import (
     SetPolicy,
     SetWeights,
     Siblings,
+    SyncTables,
+    TableChange,
     UnpinBlocks,
 )
 from kvcluster.core.spec import check_weights
 from kvcluster.errors import ProtocolError, SpecError
 from kvcluster.wire.answers import ENGINE, POLICY
 from kvcluster.wire.checks import at_most, must
-from kvcluster.wire.common import ATTEMPT, BLOCKS, HASH, LOSS, NEED, NS, PLACES, SHARD, SPEC
-from kvcluster.wire.fields import NUMBERS, PLAIN, Maybe, Rows, Struct, amount, words
+from kvcluster.wire.common import ATTEMPT, BLOCKS, HASH, HASHES, HOLDER, LOSS, NEED, NS, PLACES, SEQUENCES, SHARD, SPEC
+from kvcluster.wire.fields import (
+    NUMBERS,
+    PLAIN,
+    Columns,
+    Interned,
+    Maybe,
+    Ragged,
+    Rows,
+    Struct,
+    Values,
+    amount,
+    amounts,
+    words,
+)
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 
@@ -60,6 +76,13 @@ def _check_weights(question: SetWeights) -> None:
         check_weights(question.weights)
     except SpecError as error:
         raise ProtocolError(str(error)) from None
+
+
+def _check_tables(question: SyncTables) -> None:
+    must(question.number, "the messages of a holder are numbered from 1 on")
+    for change in question.changes:
+        blocks = len(change.blocks)
+        must(change.private <= blocks, f"{change.private} private blocks are more than all {blocks} of a change")
 
 
 ATTACH = Struct(pb.AttachRequest, Attach, spec=SPEC)
@@ -107,6 +130,27 @@ SET_WEIGHTS = Struct(
     model=words("a model"),
     weights=words("weights"),
     engine=words("an engine"),
+)
+_CHANGED_BLOCKS: Values[BlockHash] = Values(
+    HASHES.encode, lambda wire, most, what: HASHES.decode(wire, min(most, limits.BLOCKS_PER_CALL), what)
+)
+_CHANGES: Columns[TableChange] = Columns(
+    pb.TableChanges,
+    TableChange,
+    sequence=SEQUENCES,
+    keep=amounts("blocks to keep", limits.TOKENS_PER_SEQUENCE),
+    blocks=Ragged(pb.HashLists, _CHANGED_BLOCKS, limits.BLOCKS_PER_CALL, "block hashes in a message"),
+    private=NUMBERS,
+    parent=Interned(pb.SequenceTable, SEQUENCES, "a sequence", absent=True),
+    closed=NUMBERS,
+)
+SYNC_TABLES = Struct(
+    pb.SyncTablesRequest,
+    SyncTables,
+    _check_tables,
+    holder=HOLDER,
+    number=amount("message number"),
+    changes=Rows(_CHANGES, limits.SEQUENCES_PER_HOLDER, "changes in a message"),
 )
 PIN_BLOCKS = Struct(
     pb.PinBlocksRequest,

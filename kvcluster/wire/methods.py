@@ -39,6 +39,7 @@ from kvcluster.core.messages import (
     SiblingSpecs,
     Status,
     StoreGrant,
+    TablesSynced,
 )
 from kvcluster.errors import ProtocolError
 from kvcluster.wire import answers, coordinator, reports, shard
@@ -128,6 +129,7 @@ COORDINATOR: Mapping[str, Method] = _table(
         "RegisterEngine": (coordinator.REGISTER_ENGINE, Registered),
         "GetEngines": (coordinator.GET_ENGINES, Engines),
         "SetWeights": (coordinator.SET_WEIGHTS, Engines),
+        "SyncTables": (coordinator.SYNC_TABLES, TablesSynced),
         "PinBlocks": (coordinator.PIN_BLOCKS, BlocksPinned),
         "UnpinBlocks": (coordinator.UNPIN_BLOCKS, BlocksPinned),
         "Purge": (coordinator.PURGE, Purged),

@@ -68,6 +68,11 @@ def test_no_spec_of_one_tenant_meets_one_of_another(one: KVSpec, other: KVSpec, 
     assert (one.namespace(Tenant(a)) == other.namespace(Tenant(b))) == ((one, a) == (other, b))
 
 
+def test_whether_pages_are_private_is_true_or_false() -> None:
+    with pytest.raises(SpecError, match="private must be true or false, not 1"):
+        dataclasses.replace(SPEC, private=1)
+
+
 def with_group(**changes: Any) -> KVSpec:
     return dataclasses.replace(SPEC, groups=(dataclasses.replace(SPEC.groups[0], **changes),))
 
@@ -77,6 +82,7 @@ VARIANTS: dict[str, tuple[KVSpec, str]] = {
     "weights": (dataclasses.replace(SPEC, weights="sha256:1235"), "weights"),
     "adapter": (dataclasses.replace(SPEC, adapter="sha256:lora"), "adapter"),
     "rope": (dataclasses.replace(SPEC, rope="theta=500000"), "rope"),
+    "private": (dataclasses.replace(SPEC, private=True), "private"),
     "block size": (dataclasses.replace(SPEC, block_tokens=32), "block_tokens"),
     "extra": (dataclasses.replace(SPEC, extra=(("attention", "v2"),)), "extra.attention"),
     "extra value": (dataclasses.replace(SPEC, extra=(("attention", "v3"),)), "extra.attention"),

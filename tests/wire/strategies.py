@@ -81,6 +81,9 @@ from kvcluster.core.messages import (
     StoreGrant,
     StoreRun,
     Suspect,
+    SyncTables,
+    TableChange,
+    TablesSynced,
     TicketBody,
     Tier,
     TierUse,
@@ -149,6 +152,7 @@ def specs(draw: st.DrawFn) -> KVSpec:
         adapter=draw(words),
         rope=draw(words),
         extra=tuple(sorted(draw(st.dictionaries(words, words, max_size=3)).items())),
+        private=draw(st.booleans()),
     )
 
 
@@ -359,6 +363,20 @@ def _within(questions: SearchStrategy[Any]) -> SearchStrategy[Any]:
     return st.builds(Request, call=calls, tenant=tenants, namespace=namespaces, question=questions)
 
 
+sequences: SearchStrategy[Any] = st.binary(min_size=16, max_size=16)
+_changes = st.builds(
+    lambda change, private: replace(change, private=min(private, len(change.blocks))),
+    st.builds(
+        TableChange,
+        sequence=sequences,
+        keep=depths,
+        blocks=blocks,
+        parent=st.none() | sequences,
+        closed=st.booleans(),
+    ),
+    st.integers(0, 70),
+)
+
 COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "Attach": _request(st.builds(Attach, spec=specs())),
     "PrepareLoad": _within(st.builds(PrepareLoad, attempt=attempts, hashes=blocks, need=needs, hold=st.booleans())),
@@ -383,6 +401,14 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "RegisterEngine": _request(st.builds(RegisterEngine, info=engines)),
     "GetEngines": _request(st.builds(GetEngines)),
     "SetWeights": _request(st.builds(SetWeights, model=words, weights=words.map("sha256:{}".format), engine=words)),
+    "SyncTables": _within(
+        st.builds(
+            SyncTables,
+            holder=st.binary(min_size=16, max_size=16),
+            number=st.integers(1, 2**62),
+            changes=st.lists(_changes, max_size=5).map(tuple),
+        )
+    ),
     "PinBlocks": _within(
         st.builds(PinBlocks, hashes=blocks, ttl_ns=quantities, replicas=st.integers(1, limits.REPLICAS))
     ),
@@ -453,6 +479,14 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
     "RegisterEngine": st.builds(Registered, ttl_ns=quantities, weights=words),
     "GetEngines": listed_engines,
     "SetWeights": listed_engines,
+    "SyncTables": st.builds(
+        TablesSynced,
+        ttl_ns=quantities,
+        epoch=epochs,
+        reopen=st.lists(sequences, max_size=5).map(tuple),
+        refused=st.lists(sequences, max_size=5).map(tuple),
+        forgotten=st.booleans(),
+    ),
     "PinBlocks": pinned,
     "UnpinBlocks": pinned,
     "Purge": st.builds(Purged, blocks=quantities),
@@ -470,6 +504,9 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
         counters=counters,
         policy=settings,
         fallen=errors,
+        sequences=quantities,
+        claimed_blocks=quantities,
+        private_blocks=quantities,
     ),
     "Report": acks,
     "Inventory": acks,

@@ -12,7 +12,7 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, SequenceId, ShardId, Tenant
 from kvcluster.core.messages import (
     Attached,
     AttachedShard,
@@ -65,6 +65,9 @@ from kvcluster.core.messages import (
     StoreGrant,
     StoreRun,
     Suspect,
+    SyncTables,
+    TableChange,
+    TablesSynced,
     Tier,
     TierUse,
     Tombstone,
@@ -94,6 +97,10 @@ PAGE = PageEvent(NAMESPACE, KEY, BLOCK, 3, Tier.DEVICE, Loss.EXACT)
 LOAD = PrepareLoad(ATTEMPT, (BLOCK,), Need((PART,)))
 STORE = PrepareStore(ATTEMPT, 1, BLOCK, BLOCK, (BLOCK,), ((0, PART),))
 PIN = PinBlocks((BLOCK,), 1)
+SEQUENCE = SequenceId(b"q" * 16)
+TABLES = SyncTables(
+    Holder(b"h" * 16), 1, (TableChange(SEQUENCE, 0, (BLOCK, BLOCK), 1), TableChange(SEQUENCE, 1, parent=SEQUENCE))
+)
 PURGE = Purge("m", "sha256:0", "")
 EVENTS = (PAGE, GoneEvent(NAMESPACE, KEY, False), PurgedEvent(1))
 REPORT = Report(INFO, Epoch(1), 1, EVENTS, ((TENANT, SPEC),), orders=OrderProgress(5, (2, 5)))
@@ -125,6 +132,7 @@ QUESTIONS: dict[str, tuple[Method, Any, type[Any], NamespaceId | None]] = {
     "load": (COORDINATOR["PrepareLoad"], LOAD, coordinator_pb2.PrepareLoadRequest, NAMESPACE),
     "store": (COORDINATOR["PrepareStore"], STORE, coordinator_pb2.PrepareStoreRequest, NAMESPACE),
     "pin": (COORDINATOR["PinBlocks"], PIN, coordinator_pb2.PinBlocksRequest, NAMESPACE),
+    "tables": (COORDINATOR["SyncTables"], TABLES, coordinator_pb2.SyncTablesRequest, NAMESPACE),
     "ticket": (COORDINATOR["RenewTicket"], RenewTicket(ATTEMPT), coordinator_pb2.TicketRequest, None),
     "report": (COORDINATOR["Report"], REPORT, coordinator_pb2.ReportRequest, None),
     "inventory": (COORDINATOR["Inventory"], INVENTORY, coordinator_pb2.InventoryRequest, None),
@@ -154,6 +162,7 @@ REPLIES: dict[str, tuple[Method, Reply]] = {
     "status": (COORDINATOR["GetStatus"], STATUS),
     "siblings": (COORDINATOR["Siblings"], SiblingSpecs((SPEC,))),
     "pinned": (COORDINATOR["PinBlocks"], BlocksPinned(1)),
+    "synced": (COORDINATOR["SyncTables"], TablesSynced(1, Epoch(1), (SEQUENCE,), (SEQUENCE,))),
     "purged": (COORDINATOR["Purge"], Purged(1)),
     "namespaces": (COORDINATOR["GetNamespaces"], Namespaces(((SPEC, 7),))),
     "engines": (COORDINATOR["GetEngines"], Engines(((ENGINE, 7),))),
@@ -202,6 +211,27 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("pin", "ttl_ns", HUGE, LimitError, "nanoseconds"),
     ("pin", "replicas", 0, ProtocolError, "must have at least one replica"),
     ("pin", "replicas", 65, LimitError, "replicas of a block: 65 exceeds the limit of 64"),
+    ("tables", "namespace", b"", ProtocolError, "a namespace is 32 bytes, not 0"),
+    ("tables", "holder", b"h" * 15, ProtocolError, "a holder is 16 bytes, not 15"),
+    ("tables", "number", 0, ProtocolError, "numbered from 1 on"),
+    ("tables", "number", HUGE, LimitError, "message number"),
+    ("tables", "changes.sequence", b"q" * 33, ProtocolError, "take 16 bytes each; 33 bytes came"),
+    ("tables", "changes.sequence", b"q" * 16, ProtocolError, "lists of changes in a message must be equally long"),
+    (
+        "tables",
+        "changes.sequence",
+        bytes(16 * 4_097),
+        LimitError,
+        "changes in a message: 4097 exceeds the limit of 4096",
+    ),
+    ("tables", "changes.keep", [0, limits.TOKENS_PER_SEQUENCE + 1], LimitError, "blocks to keep"),
+    ("tables", "changes.private", [3, 0], ProtocolError, "3 private blocks are more than all 2 of a change"),
+    ("tables", "changes.blocks.counts", [3, 0], ProtocolError, "have 3 items; 2 came"),
+    ("tables", "changes.blocks.counts", [MANY, 0], LimitError, f"block hashes in a message: {MANY} exceeds the limit"),
+    ("tables", "changes.parent.of", [0, 2], ProtocolError, "refers to a sequence beyond the 2"),
+    ("synced", "tables_synced.reopen", b"q", ProtocolError, "take 16 bytes each; 1 bytes came"),
+    ("synced", "tables_synced.refused", bytes(16 * 4_097), LimitError, "sequences in a message: 4097"),
+    ("synced", "tables_synced.ttl_ns", HUGE, LimitError, "nanoseconds"),
     ("purge", "model", "m" * 8_193, LimitError, "bytes of model, weights and adapter: 8201 exceeds the limit of 8192"),
     ("purge", "weights", "ß" * 4_097, LimitError, "bytes of model, weights and adapter: 8195"),
     ("purge", "adapter", "a" * 8_193, LimitError, "bytes of model, weights and adapter"),

@@ -8,6 +8,7 @@ core asserts, and decides.
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings, GetNamespaces,
                             PinBlocks, UnpinBlocks, Purge, Drain, SetPolicy, GetStatus   coordinator.py
                             RegisterEngine, GetEngines, SetWeights                    engines.py
+                            SyncTables                                                sequences.py
     shard  -> coordinator   Report, Inventory                                         reports.py
     coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              orders.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
@@ -100,6 +101,7 @@ from kvcluster.core.messages.reports import (
     Tombstone,
 )
 from kvcluster.core.messages.request import Request
+from kvcluster.core.messages.sequences import SyncTables, TableChange, TablesSynced
 from kvcluster.core.messages.shard import (
     Abort,
     AttachedShard,
@@ -136,6 +138,7 @@ CoordinatorQuestion = (
     | RegisterEngine
     | GetEngines
     | SetWeights
+    | SyncTables
     | PinBlocks
     | UnpinBlocks
     | Purge

@@ -253,7 +253,10 @@ class ShardStatus:
 @dataclass(frozen=True, slots=True)
 class Status:
     """The cluster as the coordinator sees it. `counters` only grow since this epoch began; `policy` has the settings
-    that SetPolicy takes; `fallen` has the namespaces that q4 is too lossy for, with their mean loss in millionths."""
+    that SetPolicy takes; `fallen` has the namespaces that q4 is too lossy for, with their mean loss in millionths.
+
+    `namespaces` and `blocks` leave private ones out; `private_blocks` counts those. `sequences` are open, and their
+    tables name `claimed_blocks` different blocks."""
 
     epoch: Epoch
     state: str
@@ -265,3 +268,6 @@ class Status:
     counters: tuple[tuple[str, int], ...]
     policy: tuple[tuple[str, str], ...] = ()
     fallen: tuple[tuple[NamespaceId, int], ...] = ()
+    sequences: int = 0
+    claimed_blocks: int = 0
+    private_blocks: int = 0

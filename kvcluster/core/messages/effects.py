@@ -25,6 +25,7 @@ from kvcluster.core.messages.coordinator import (
 from kvcluster.core.messages.engines import Engines, Registered
 from kvcluster.core.messages.events import Publish
 from kvcluster.core.messages.reports import Inventory, Report, ReportAck, Tombstone
+from kvcluster.core.messages.sequences import TablesSynced
 from kvcluster.core.messages.shard import AttachedShard, CommitGrant, Offers, PageSlot, PinGrant, WriteGrant
 from kvcluster.core.spec import KVSpec
 
@@ -46,6 +47,7 @@ Reply = (
     | WriteGrant
     | CommitGrant
     | ReportAck
+    | TablesSynced
     | Done
     | Refused
 )

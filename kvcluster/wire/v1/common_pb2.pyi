@@ -93,7 +93,7 @@ class Done(_message.Message):
     def __init__(self, ok: bool = ...) -> None: ...
 
 class Spec(_message.Message):
-    __slots__ = ("model", "weights", "adapter", "rope", "block_tokens", "groups", "extra")
+    __slots__ = ("model", "weights", "adapter", "rope", "block_tokens", "groups", "extra", "private")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,7 @@ class Spec(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
+    PRIVATE_FIELD_NUMBER: _ClassVar[int]
     model: str
     weights: str
     adapter: str
@@ -108,7 +109,8 @@ class Spec(_message.Message):
     block_tokens: int
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     extra: Pairs
-    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ..., rope: _Optional[str] = ..., block_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., extra: _Optional[_Union[Pairs, _Mapping]] = ...) -> None: ...
+    private: bool
+    def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ..., rope: _Optional[str] = ..., block_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., extra: _Optional[_Union[Pairs, _Mapping]] = ..., private: bool = ...) -> None: ...
 
 class Group(_message.Message):
     __slots__ = ("layers", "planes", "reuse")

@@ -178,12 +178,56 @@ class SetPolicyRequest(_message.Message):
     settings: _common_pb2.Pairs
     def __init__(self, settings: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ...) -> None: ...
 
+class SyncTablesRequest(_message.Message):
+    __slots__ = ("namespace", "holder", "number", "changes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    holder: bytes
+    number: int
+    changes: TableChanges
+    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., number: _Optional[int] = ..., changes: _Optional[_Union[TableChanges, _Mapping]] = ...) -> None: ...
+
+class TableChanges(_message.Message):
+    __slots__ = ("sequence", "keep", "blocks", "private", "parent", "closed")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PRIVATE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    sequence: bytes
+    keep: _containers.RepeatedScalarFieldContainer[int]
+    blocks: HashLists
+    private: _containers.RepeatedScalarFieldContainer[int]
+    parent: SequenceTable
+    closed: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, sequence: _Optional[bytes] = ..., keep: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Union[HashLists, _Mapping]] = ..., private: _Optional[_Iterable[int]] = ..., parent: _Optional[_Union[SequenceTable, _Mapping]] = ..., closed: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class HashLists(_message.Message):
+    __slots__ = ("counts", "items")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    items: bytes
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., items: _Optional[bytes] = ...) -> None: ...
+
+class SequenceTable(_message.Message):
+    __slots__ = ("table", "of")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    table: bytes
+    of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[bytes] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class CoordinatorReply(_message.Message):
-    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged", "namespaces", "registered", "engines")
+    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged", "namespaces", "registered", "engines", "tables_synced")
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +242,7 @@ class CoordinatorReply(_message.Message):
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
+    TABLES_SYNCED_FIELD_NUMBER: _ClassVar[int]
     refused: _common_pb2.Refused
     done: _common_pb2.Done
     attached: Attached
@@ -212,7 +257,8 @@ class CoordinatorReply(_message.Message):
     namespaces: Namespaces
     registered: Registered
     engines: Engines
-    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ..., namespaces: _Optional[_Union[Namespaces, _Mapping]] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., engines: _Optional[_Union[Engines, _Mapping]] = ...) -> None: ...
+    tables_synced: TablesSynced
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ..., namespaces: _Optional[_Union[Namespaces, _Mapping]] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., engines: _Optional[_Union[Engines, _Mapping]] = ..., tables_synced: _Optional[_Union[TablesSynced, _Mapping]] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("protocol_version", "namespace", "epoch", "ticket_ttl_ns", "run_blocks", "shards", "wants_tokens")
@@ -354,6 +400,20 @@ class Engines(_message.Message):
     known: EngineList
     def __init__(self, known: _Optional[_Union[EngineList, _Mapping]] = ...) -> None: ...
 
+class TablesSynced(_message.Message):
+    __slots__ = ("ttl_ns", "epoch", "reopen", "refused", "forgotten")
+    TTL_NS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REOPEN_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    ttl_ns: int
+    epoch: int
+    reopen: bytes
+    refused: bytes
+    forgotten: bool
+    def __init__(self, ttl_ns: _Optional[int] = ..., epoch: _Optional[int] = ..., reopen: _Optional[bytes] = ..., refused: _Optional[bytes] = ..., forgotten: bool = ...) -> None: ...
+
 class EngineList(_message.Message):
     __slots__ = ("engine", "seen_ns_ago")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
@@ -363,7 +423,7 @@ class EngineList(_message.Message):
     def __init__(self, engine: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., seen_ns_ago: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen")
+    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen", "sequences", "claimed_blocks", "private_blocks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +434,9 @@ class Status(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     FALLEN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PRIVATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: str
     uptime_ns: int
@@ -384,7 +447,10 @@ class Status(_message.Message):
     counters: Counters
     policy: _common_pb2.Pairs
     fallen: CodecErrors
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ...) -> None: ...
+    sequences: int
+    claimed_blocks: int
+    private_blocks: int
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ..., sequences: _Optional[int] = ..., claimed_blocks: _Optional[int] = ..., private_blocks: _Optional[int] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("name", "value")
