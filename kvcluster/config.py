@@ -136,7 +136,8 @@ class ClientConfig:
     `transports`: those that may move pages, whichever others a shard offers.
     `accept`: the worst loss that loads accept, exact, q8 or q4; pages that have lost more are a miss.
     `store_niceness`: niceness of the threads that store, 0 to 19, above that of the process's others; for callers that
-    do not wait for their stores."""
+    do not wait for their stores.
+    `resident_bytes`: memory for the pages of open sequences, taken as they grow."""
 
     deadline_ms: int = 10_000
     connect_ms: int = 5_000
@@ -146,6 +147,7 @@ class ClientConfig:
     accept: str = "q4"
     transports: tuple[str, ...] = TRANSPORTS
     store_niceness: int = 0
+    resident_bytes: int = 2**30
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,12 @@
     ├── CallerError            the call itself is wrong; correct the calling code
     │   ├── SpecError          an invalid KVSpec, group, plane or part
     │   └── LimitError         the call exceeds a limit (see core/limits.py)
+    │       └── ResidentSetFull   no page of a worker's memory is left for a sequence
     ├── ConfigError            a configuration, token file or address that cannot be used
     ├── CredentialError        the token is missing or not known to the server
     ├── Unreachable            no answer from that address in time
     │   └── Unavailable        the same within an exchange, as a miss (transport/base.py)
+    ├── LostTokens             tokens of a sequence are in no memory any more; compute them again
     └── ProtocolError          the other side does not speak kvcluster, or another version of it
 
 A failure inside the cluster (a dead shard, a full tier, a passed deadline) is not an error of a client's call: it is a
@@ -35,6 +37,11 @@ class LimitError(CallerError):
     """The call exceeds a limit of one call; split it."""
 
 
+class ResidentSetFull(LimitError):
+    """The resident set has no page for another block of a sequence, and no block of it is stored yet whose page could
+    be used. Close sequences, or open the client with a larger `resident_bytes`."""
+
+
 class ConfigError(KVClusterError):
     """A setting, token file or address that cannot be used."""
 
@@ -49,3 +56,12 @@ class Unreachable(KVClusterError):
 
 class ProtocolError(KVClusterError):
     """The other side does not speak kvcluster, or speaks another version of it."""
+
+
+class LostTokens(KVClusterError):
+    """The tokens of a sequence from `position` on cannot be had: the cluster has lost the block that holds it. Truncate
+    the sequence to `position`, and compute its KV again from there."""
+
+    def __init__(self, position: int, message: str) -> None:
+        super().__init__(message)
+        self.position = position

@@ -5,6 +5,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
+from kvcluster.client.sequences import Sequence, WindowPolicy
 from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.zero_copy import BorrowedBlocks
@@ -17,8 +18,10 @@ __all__ = [
     "Lookup",
     "Pinned",
     "Prompt",
+    "Sequence",
     "Stored",
     "Ticket",
     "Transfer",
+    "WindowPolicy",
     "connect",
 ]

@@ -1,9 +1,10 @@
-"""The client: the object that an engine holds. Two levels, the second built on the first.
+"""The client: the object that an engine holds. Three levels, each built on the one before.
 
     1  blocks     prepare_load, redeem, begin_load, begin_store,      for engines that hash for themselves
                   borrow
     2  prompts    lookup, load, store, flush, explain, pin, unpin,    blocking; async versions of all of
                   clear, purge                                        them on `client.aio`
+    3  sequence   append, advance, read, truncate, fork, close        KV that grows token by token
 
 Every call has one deadline, which all its parts share. Misuse raises CallerError before any bytes move; a failure in
 the cluster is a miss with a reason, and the engine recomputes. Every error raised is of the tree in errors.py. The
@@ -24,6 +25,9 @@ from kvcluster.client.memory import bind
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.prompt import Prompt, as_prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
+from kvcluster.client.sequences.opener import SequenceOpener
+from kvcluster.client.sequences.policy import WindowPolicy
+from kvcluster.client.sequences.sequence import Sequence as KVSequence
 from kvcluster.client.shard_connections import OpenTransport, ShardConnections
 from kvcluster.client.status import status_dict
 from kvcluster.client.tickets import Ticket, Tickets
@@ -35,6 +39,7 @@ from kvcluster.client.validation import (
     check_first,
     check_hashes,
     check_loss,
+    check_max_tokens,
     check_open,
     check_tokens_of,
     kind_of,
@@ -44,6 +49,7 @@ from kvcluster.client.validation import (
 from kvcluster.client.warm_up import warm_up
 from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.config import ClientConfig
+from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     BlocksPinned,
@@ -100,6 +106,17 @@ class Client:
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
         # Without a decoder, the coordinator must not promise this client an encoded page.
         self._accept = Loss[self._config.accept.upper()] if implementation() is not None else Loss.EXACT
+        self._sequences = SequenceOpener(
+            spec,
+            self.parts,
+            self._control,
+            self._tickets,
+            self._transfers,
+            accept=self._accept,
+            holder=self._attempt().holder,
+            config=self._config,
+            deadline=self._deadline,
+        )
         self._closed = False
 
     def attach(self, deadline: Deadline) -> None:
@@ -319,6 +336,27 @@ class Client:
         status = self._require_answer(Status, GetStatus(), deadline_ms, "is the cluster up?")
         return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
+    # ---------------------------------------------------------------------------------- level 3: sequences
+
+    def sequence(
+        self,
+        prompt: Prompt | Sequence[int] = (),
+        *,
+        max_tokens: int = limits.TOKENS_PER_SEQUENCE,
+        policy: WindowPolicy | None = None,
+        deadline_ms: float | None = None,
+    ) -> KVSequence:
+        """Opens a sequence, which begins with the cached prefix of `prompt`: its `length` tokens need not be computed.
+
+        Its KV is kept in this client's resident set (`ClientConfig.resident_bytes`), and by `policy` leaves it for the
+        cluster; None means WindowPolicy(). It takes at most `max_tokens` tokens. If the cluster does not answer, it
+        begins empty. Raises CallerError if the spec has several groups, or planes that no tensor holds, or without
+        torch.
+        """
+        check_max_tokens(max_tokens)
+        deadline = self._call(deadline_ms)
+        return self._sequences.open(as_prompt(prompt), max_tokens, policy or WindowPolicy(), deadline)
+
     @property
     def aio(self) -> AsyncClient:
         """Async versions of the calls of level 2."""
@@ -329,6 +367,7 @@ class Client:
         if self._closed:
             return
         self._closed = True
+        self._sequences.close()
         self._transfers.close(self._shards.close)
         self._borrower.close()  # after the shards are closed, which ends calls that hang in asking a shard
         self._tickets.close()

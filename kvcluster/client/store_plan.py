@@ -44,8 +44,8 @@ _LATE = Miss(MissReason.DEADLINE)
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
     """What to store: the given `parts` of the blocks of a chain from the block `first` on, computed over a prefix with
-    this `loss`. `hashes` are the chain's from the block `start` on, at least from the one before `first` and the first of
-    its run. `attempt` names the ticket; `wait_ns` is how long a shard may wait for room."""
+    this `loss`. `hashes` are the chain's from the block `start` on, at least from the one before `first` and the
+    first of its run. `attempt` names the ticket; `wait_ns` is how long a shard may wait for room."""
 
     hashes: Sequence[BlockHash]
     first: int

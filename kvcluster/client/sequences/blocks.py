@@ -1,10 +1,10 @@
-"""The blocks of a worker's open sequences: which page of its resident set holds each, what it is called, and how often it
-is shared.
+"""The blocks of a worker's open sequences: which page of its resident set holds each, what it is called, and how
+often it is shared.
 
-A block is a node of a tree: it knows the block before it, so forks share all that they have in common at the cost of one
-count. `references` counts the blocks that follow it, the sequences that end with it, and the stores that read it; a block that loses the last of
-them is released, its page becomes free, and the same is tried with the block before it. A sequence that closes costs as
-much as it alone had.
+A block is a node of a tree: it knows the block before it, so forks share all that they have in common at the cost of
+one count. `references` counts the blocks that follow it, the sequences that end with it, and the stores that read it;
+a block that loses the last of them is released, its page becomes free, and the same is tried with the block before
+it. A sequence that closes costs as much as it alone had.
 
 A block that is referenced once, by the sequence that ends with it, may be written; any other is copied first.
 """
@@ -35,7 +35,19 @@ class Block:
     set.
     """
 
-    __slots__ = ("before", "depth", "failures", "loss", "name", "page", "private", "references", "sink", "stored", "tokens")
+    __slots__ = (
+        "before",
+        "depth",
+        "failures",
+        "loss",
+        "name",
+        "page",
+        "private",
+        "references",
+        "sink",
+        "stored",
+        "tokens",
+    )
 
     def __init__(self, before: Block | None, page: int | None) -> None:
         self.before = before
@@ -44,7 +56,7 @@ class Block:
         self.name: BlockHash | None = None
         self.private = False
         self.tokens = b""
-        self.loss = Loss.EXACT if before is None else before.loss
+        self.loss: Loss = Loss.EXACT if before is None else before.loss
         self.stored = Stored.NO
         self.sink = False
         self.failures = 0  # stores of it that failed

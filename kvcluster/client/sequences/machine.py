@@ -23,25 +23,19 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvcluster.client.sequences.blocks import Block, Stored, release, retain
-from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import ABSENT, SequenceState
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash, SequenceId
 from kvcluster.core.miss import Loss
 from kvcluster.core.placement import run_start
-from kvcluster.errors import CallerError, LimitError
+from kvcluster.errors import CallerError, LimitError, ResidentSetFull
 
 STORE_BLOCKS = 256
 """Blocks of one store: 512 MiB of Llama 3 8B's."""
 
 STORE_TRIES = 3
 """Stores of one block that may fail. After that it stays in the resident set until its sequence drops it."""
-
-
-class NoRoom(LimitError):
-    """The resident set has no page for another block. Closing a sequence helps, or a larger `resident_bytes`; so does
-    waiting, while stores are under way."""
 
 
 class PageCopy(NamedTuple):
@@ -52,11 +46,11 @@ class PageCopy(NamedTuple):
 
 
 class TokenRun(NamedTuple):
-    """`count` tokens that lie in one page, from slot `first` of it on."""
+    """`tokens` tokens that lie in one page, from slot `first` of it on."""
 
     page: int
     first: int
-    count: int
+    tokens: int
 
 
 class StoreBatch(NamedTuple):
@@ -124,7 +118,7 @@ class SequenceMachine:
     def begin_step(self, state: SequenceState, layer: int, tokens: int) -> tuple[list[TokenRun], list[PageCopy]]:
         """Returns where this layer writes its next `tokens` tokens, and what is to be copied before. Raises CallerError
         for a layer that has already appended in this step, or a number of tokens that differs from its other layers;
-        LimitError beyond `max_tokens`; NoRoom."""
+        LimitError beyond `max_tokens`; ResidentSetFull."""
         if layer in state.appended:
             raise CallerError(f"layer {layer} has appended its tokens of this step already; call advance first")
         if state.step not in (0, tokens):
@@ -209,7 +203,7 @@ class SequenceMachine:
     def truncate(self, state: SequenceState, tokens: int) -> list[PageCopy]:
         """Keeps the first `tokens` tokens, and drops the present step. A sealed block that this cuts must be in the
         resident set; it is sealed again later, with the precision that it has lost. Returns what is to be copied.
-        Raises CallerError if there are fewer tokens; NoRoom."""
+        Raises CallerError if there are fewer tokens; ResidentSetFull."""
         if not 0 <= tokens <= state.length:
             raise CallerError(f"cannot truncate to {tokens} tokens: the sequence has {state.length}")
         depth, kept = divmod(tokens, self._block_tokens)
@@ -234,7 +228,8 @@ class SequenceMachine:
 
     def own(self, state: SequenceState, position: int) -> list[PageCopy]:
         """Prepares the token at `position` to be overwritten: its block, and every block behind it, is this sequence's
-        alone, and unsealed. All of them must be in the resident set. Returns what is to be copied. Raises NoRoom."""
+        alone, and unsealed. All of them must be in the resident set. Returns what is to be copied. Raises
+        ResidentSetFull."""
         depth = position // self._block_tokens
         suffix = state.blocks[depth:]
         if any(block.shared for block in suffix):
@@ -252,7 +247,7 @@ class SequenceMachine:
     # ------------------------------------------------------------------------------- out of the set and back
 
     def place(self, blocks: Sequence[Block]) -> list[int]:
-        """Takes a page for each of these absent blocks, into which the caller loads them. Raises NoRoom."""
+        """Takes a page for each of these absent blocks, into which the caller loads them. Raises ResidentSetFull."""
         self._check_room(len(blocks))
         return [self._take() for _ in blocks]
 
@@ -270,7 +265,9 @@ class SequenceMachine:
         batch: list[Block] = []
         while self._to_store and len(batch) < STORE_BLOCKS:
             block = self._to_store[0]
-            if batch and (block.before is not batch[-1] or (block.private, block.loss) != (batch[0].private, batch[0].loss)):
+            if batch and (
+                block.before is not batch[-1] or (block.private, block.loss) != (batch[0].private, batch[0].loss)
+            ):
                 break
             self._to_store.popleft()
             if block.private and not block.shared:  # its sequence has dropped it: nothing else can find it
@@ -293,6 +290,15 @@ class SequenceMachine:
                 self._may_give_up(block)
             release(block, self._released)
 
+    def seal_all(self) -> list[SequenceState]:
+        """Seals all full blocks of all sequences, so that they can be stored and give up their pages. Returns the
+        sequences of which some were sealed."""
+        return [state for state in self._open.values() if self.seal(state, all_full=True)]
+
+    def is_stored(self, state: SequenceState) -> bool:
+        """Whether the cluster has all sealed blocks of a sequence."""
+        return all(block.stored is Stored.YES for block in state.blocks[: state.sealed])
+
     @property
     def waiting(self) -> int:
         """The number of blocks that wait to be stored."""
@@ -303,7 +309,9 @@ class SequenceMachine:
         self.pages.check()
         seen: dict[Block, None] = {}
         for state in self._open.values():
-            assert len(state.table) == len(state.blocks) >= state.blocks_for(state.length) and state.sealed <= len(state.blocks)
+            assert len(state.table) == len(state.blocks) >= state.blocks_for(state.length) and state.sealed <= len(
+                state.blocks
+            )
             for depth, block in enumerate(state.blocks):
                 assert block.depth == depth and block.before is (state.blocks[depth - 1] if depth else None)
                 assert state.table[depth] == (ABSENT if block.page is None else block.page)
@@ -355,7 +363,7 @@ class SequenceMachine:
 
     def _replace(self, state: SequenceState, depth: int) -> list[PageCopy]:
         """Replaces the blocks from `depth` on by unsealed ones that only this sequence refers to. Returns what is to be
-        copied. Raises NoRoom."""
+        copied. Raises ResidentSetFull."""
         suffix, old = state.blocks[depth:], state.tip
         for block in suffix:
             self.pages.must_keep(block)
@@ -387,9 +395,9 @@ class SequenceMachine:
 
     def _check_room(self, pages: int) -> None:
         if pages > self.pages.available:
-            raise NoRoom(
-                f"{pages} more pages are needed, and {self.pages.available} of the resident set's {self.pages.capacity} "
-                "are available: close sequences, or open the client with a larger resident_bytes"
+            raise ResidentSetFull(
+                f"{pages} more pages are needed, and {self.pages.available} of the {self.pages.capacity} of the "
+                "resident set are available: close sequences, or open the client with a larger resident_bytes"
             )
 
     def _take(self) -> int:

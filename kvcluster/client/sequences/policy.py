@@ -9,9 +9,9 @@ from kvcluster.errors import CallerError
 
 @dataclass(frozen=True, slots=True)
 class WindowPolicy:
-    """`tail_tokens`: the last tokens of a sequence, which stay in the resident set unsealed, so that drafts can be rolled
-    back without any call. `migration_tokens`: blocks before the tail are sealed and stored in batches of at least this
-    many tokens. `sink_tokens`: the first tokens of a sequence, which never leave the resident set.
+    """`tail_tokens`: the last tokens of a sequence, which stay in the resident set unsealed, so that drafts can be
+    rolled back without any call. `migration_tokens`: blocks before the tail are sealed and stored in batches of at
+    least this many tokens. `sink_tokens`: the first tokens of a sequence, which never leave the resident set.
 
     Raises CallerError for a number that is negative or not an integer.
     """

@@ -31,8 +31,8 @@ class ResidentPages:
         return self.capacity - self.used + len(self._spare)
 
     def take(self, given_up: list[Block]) -> int:
-        """Returns a page for a new block. There must be one available. A block that gives up its page for it is appended
-        to `given_up`, and its `page` is that page until the caller has changed it."""
+        """Returns a page for a new block. There must be one available. A block that gives up its page for it is
+        appended to `given_up`, and its `page` is that page until the caller has changed it."""
         if self._free:
             return self._free.pop()
         if self._fresh < self.capacity:

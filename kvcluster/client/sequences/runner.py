@@ -12,13 +12,14 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.memory import bind
 from kvcluster.client.sequences.blocks import Block
 from kvcluster.client.sequences.machine import SequenceMachine, StoreBatch
-from kvcluster.client.sequences.memory import ResidentMemory
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.tickets import Tickets
@@ -29,6 +30,9 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, LostTokens
 from kvcluster.transport.base import Deadline
+
+if TYPE_CHECKING:
+    from kvcluster.client.sequences.memory import ResidentMemory
 
 _RETRY_S = 0.5
 """The pause after a store that failed."""
@@ -91,11 +95,16 @@ class SequenceRunner:
         self.lock.wait_for(lambda: enough() or not self.stores_pending or self._closed, deadline.remaining_s())
         return enough()
 
+    def wait_for_pages(self, deadline: Deadline) -> bool:
+        """Waits until more pages are available; False if none become so."""
+        before = self.machine.pages.available
+        return self.wait_for_stores(lambda: self.machine.pages.available > before, deadline)
+
     # ------------------------------------------------------------------------------------------------- loads
 
     def bring(self, state: SequenceState, depths: Sequence[int], deadline: Deadline) -> None:
-        """Loads those of these blocks of a sequence that are absent into the resident set. Raises NoRoom, or LostTokens
-        if one of them cannot be had."""
+        """Loads those of these blocks of a sequence that are absent into the resident set. Raises ResidentSetFull, or
+        LostTokens if one of them cannot be had."""
         while True:
             with self.lock:
                 absent = [state.blocks[depth] for depth in state.absent(depths)]
@@ -136,7 +145,7 @@ class SequenceRunner:
             count = next((at for at, block in enumerate(blocks[done:]) if block.private != private), len(blocks) - done)
             names = [block.name for block in blocks[done : done + count] if block.name is not None]
             spec = self._private_spec if private else self._spec
-            need = Need(self._parts, Loss(max(self._accept, max(block.loss for block in blocks))))
+            need = Need(self._parts, max(self._accept, *(block.loss for block in blocks)))
             with self._tickets.prepare(spec, names, need, deadline, hold=True) as ticket:
                 if not ticket.blocks:
                     return done, ticket.miss or Miss(MissReason.NEVER_SEEN)
@@ -199,10 +208,8 @@ class SequenceRunner:
 
     def _store(self, batch: StoreBatch) -> None:
         committed = False
-        try:
+        with suppress(KVClusterError):  # the blocks stay here, and are tried again
             committed = self._stored(batch)
-        except KVClusterError:
-            pass  # the blocks stay here, and are tried again
         with self.lock:
             self.machine.stored(batch, committed=committed)
             self._storing = 0

@@ -6,28 +6,27 @@
     k, v = seq.read(layer, 0, seq.length)
     draft = seq.fork(); seq.truncate(n); seq.close()
 
-What was appended lies in the resident set of the client, in pages that forks share. Full blocks behind the tail are sealed
-and stored in the background, so that other workers find them; then their pages may be used for others, and the blocks
-come back when they are read. Nothing of a step waits for the cluster, unless the resident set is full of blocks that are
-not stored yet.
+What was appended lies in the resident set of the client, in pages that forks share. Full blocks behind the tail are
+sealed and stored in the background, so that other workers find them; then their pages may be used for others, and the
+blocks come back when they are read. Nothing of a step waits for the cluster, unless the resident set is full of
+blocks that are not stored yet.
 
-A worker that dies loses what was not sealed. A block that the cluster has lost meanwhile, and that has left the resident
-set, is lost too: LostTokens says from which token on the sequence has to be computed again.
+A worker that dies loses what was not sealed. A block that the cluster has lost meanwhile, and that has left the
+resident set, is lost too: LostTokens says from which token on the sequence has to be computed again.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence as Tokens
+from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcluster.client.prompt import Prompt, as_prompt
-from kvcluster.client.sequences.machine import NoRoom
 from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.validation import kind_of
 from kvcluster.core.ids import SequenceId
-from kvcluster.errors import CallerError
+from kvcluster.errors import CallerError, ResidentSetFull
 from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
@@ -90,7 +89,8 @@ class Sequence:
         if the spec has one plane. Every layer appends as many, once; then `advance` makes them count.
 
         Raises CallerError for tensors that do not fit, or a second append of a layer in one step; LimitError beyond
-        `capacity`, or NoRoom if the resident set has no page and gets none by the deadline. Nothing is changed then.
+        `capacity`; ResidentSetFull if the resident set has no page and gets none by the deadline. Nothing is changed
+        then.
         """
         state, values = self._checked(), [k] if v is None else [k, v]
         runner = self._runner
@@ -123,8 +123,8 @@ class Sequence:
         return self.read(layer, 0, self._state.length + self._state.step)
 
     def reserve(self, tokens: int) -> None:
-        """Takes the pages that `tokens` more tokens need, so that appending them cannot fail for want of room. Raises as
-        `append`."""
+        """Takes the pages that `tokens` more tokens need, so that appending them cannot fail for want of room. Raises
+        as `append`."""
         state = self._checked()
         _check_number("reserve", tokens)
         with self._runner.lock:
@@ -134,7 +134,7 @@ class Sequence:
 
     def read(self, layer: int, position: int, tokens: int = 1, *, deadline_ms: float | None = None) -> list[Tensor]:
         """Returns a copy of `tokens` tokens of one layer from `position` on: `[tokens, kv_heads, head_dim]` for each
-        plane. Raises CallerError for positions that it does not have; NoRoom; LostTokens."""
+        plane. Raises CallerError for positions that it does not have; ResidentSetFull; LostTokens."""
         state = self._checked()
         self._check_range(layer, position, tokens, state.length + (state.step if layer in state.appended else 0))
         self._bring(position, tokens, deadline_ms)
@@ -161,9 +161,9 @@ class Sequence:
     # ------------------------------------------------------------------------------------ cutting and sharing
 
     def truncate(self, tokens: int, *, deadline_ms: float | None = None) -> None:
-        """Keeps the first `tokens` tokens, and drops those of the present step. Within the tail nothing but this process
-        takes part; a sealed block that is cut is loaded if it has left the resident set. Raises CallerError if there are
-        fewer tokens; NoRoom; LostTokens. Nothing is changed then."""
+        """Keeps the first `tokens` tokens, and drops those of the present step. Within the tail nothing but this
+        process takes part; a sealed block that is cut is loaded if it has left the resident set. Raises CallerError
+        if there are fewer tokens; ResidentSetFull; LostTokens. Nothing is changed then."""
         state, runner = self._checked(), self._runner
         _check_number("truncate", tokens)
         with runner.lock:
@@ -221,16 +221,16 @@ class Sequence:
         return self._state
 
     def _with_room(self, call: Callable[[], R]) -> R:
-        """Returns `call()`. If the resident set is full, seals what can be sealed, and waits for stores to make room."""
+        """Returns `call()`. If the resident set is full, seals what can be sealed, and waits for stores to make
+        room."""
         deadline, runner = self._deadline(None), self._runner
         while True:
             try:
                 return call()
-            except NoRoom:
-                before = runner.machine.pages.available
+            except ResidentSetFull:
                 for state in runner.machine.seal_all():
                     runner.keeper.sealed(state)
-                if not runner.wait_for_stores(lambda: runner.machine.pages.available > before, deadline):
+                if not runner.wait_for_pages(deadline):
                     raise
 
     def _bring(self, position: int, tokens: int, deadline_ms: float | None) -> None:
@@ -253,12 +253,3 @@ class Sequence:
 def _check_number(what: str, value: Any) -> None:
     if type(value) is not int or value < 0:
         raise CallerError(f"{what} is {value!r} ({kind_of(value)}); expected a number of tokens, 0 or more")
-
-
-def first_blocks(prompt: Prompt | Tokens[int]) -> Prompt:
-    """Returns the prompt of a new sequence. Raises CallerError for one with images, whose later blocks could not be
-    named."""
-    prompt = as_prompt(prompt)
-    if prompt.extra_keys:
-        raise CallerError("a sequence takes no extra_keys; use prepare_load and begin_store for prompts with images")
-    return prompt

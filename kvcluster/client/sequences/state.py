@@ -1,8 +1,8 @@
-"""One open sequence: its blocks, its length, and what of the present step has been appended. It owns no page and decides
-nothing about others.
+"""One open sequence: its blocks, its length, and what of the present step has been appended. It owns no page and
+decides nothing about others.
 
-`length` counts the tokens that `advance` has confirmed. The tokens of the present step, which every layer appends before
-that, lie behind them: `step` is their number, and `appended` names the layers that have them.
+`length` counts the tokens that `advance` has confirmed. The tokens of the present step, which every layer appends
+before that, lie behind them: `step` is their number, and `appended` names the layers that have them.
 
 The first `sealed` blocks have their names and never change. `tokens` are the token ids behind them; they end early, at
 the first token that was advanced without an id or overwritten, and are not kept behind a private block.

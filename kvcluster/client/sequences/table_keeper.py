@@ -1,11 +1,12 @@
 """Keeps the coordinator's block tables of one client's sequences up to date, in batches. Pure.
 
-The coordinator is told which blocks a sequence has when they are sealed, never their tokens: so it is asked once for many
-blocks of many sequences, and nothing waits for its answer. One message is under way at a time. It is numbered, and sent
-again unchanged until it is answered: the coordinator applies it once.
+The coordinator is told which blocks a sequence has when they are sealed, never their tokens: so it is asked once for
+many blocks of many sequences, and nothing waits for its answer. One message is under way at a time. It is numbered,
+and sent again unchanged until it is answered: the coordinator applies it once.
 
-For each sequence this keeps how many blocks of the table, from the first, are as the coordinator was last told (`told`).
-A sequence that was never told of begins with the blocks that it shares with the sequence that it was forked from.
+For each sequence this keeps how many blocks of the table, from the first, are as the coordinator was last told
+(`told`). A sequence that was never told of begins with the blocks that it shares with the sequence that it was forked
+from.
 """
 
 from __future__ import annotations
