@@ -1,0 +1,375 @@
+"""Sequences keep what was appended to them, whatever is shared, stored, given up, brought back, cut and overwritten."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvcluster.client.sequences.blocks import Stored
+from kvcluster.client.sequences.machine import PageCopy, SequenceMachine, StoreBatch
+from kvcluster.client.sequences.policy import WindowPolicy
+from kvcluster.client.sequences.resident_pages import ResidentPages
+from kvcluster.client.sequences.state import SequenceState
+from kvcluster.core import hashing
+from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
+from kvcluster.core.miss import Loss
+from kvcluster.errors import CallerError, LimitError, ResidentSetFull
+
+BLOCK = 4
+PAGES = 12
+RUN = 4
+ROOT = hashing.root(NamespaceId(bytes(32)))
+LAYERS = 2
+
+
+class Worker:
+    """A machine with a memory of one value for each token and layer, and a cluster that keeps what is stored."""
+
+    def __init__(self, pages: int = PAGES, policy: WindowPolicy | None = None, max_tokens: int = 1_000) -> None:
+        ids = (hashlib.sha256(b"%d" % n).digest() for n in itertools.count())
+        self.pages = ResidentPages(pages)
+        self.machine = SequenceMachine(self.pages, lambda: next(ids), block_tokens=BLOCK, layers=LAYERS, run_blocks=RUN)
+        self.memory = {(layer, page, slot): -1 for layer in range(LAYERS) for page in range(pages) for slot in range(BLOCK)}
+        self.cluster: dict[BlockHash, list[int]] = {}
+        self.names = itertools.count(1)
+        self.policy = policy or WindowPolicy(tail_tokens=BLOCK, migration_tokens=2 * BLOCK)
+        self.max_tokens = max_tokens
+
+    def name(self) -> SequenceId:
+        return SequenceId(next(self.names).to_bytes(16, "big"))
+
+    def open(self, cached: list[tuple[BlockHash, bytes, Loss]] | None = None) -> SequenceState:
+        state = SequenceState(self.name(), ROOT, self.policy, block_tokens=BLOCK, max_tokens=self.max_tokens)
+        self.machine.open(state, cached or [])
+        return state
+
+    def append(self, state: SequenceState, values: list[int], *, ids: bool = True) -> None:
+        for layer in range(LAYERS):
+            runs, copies = self.machine.begin_step(state, layer, len(values))
+            self.copy(copies)
+            slots = [(run.page, run.first + at) for run in runs for at in range(run.tokens)]
+            for (page, slot), value in zip(slots, values, strict=True):
+                self.memory[layer, page, slot] = value + 1_000_000 * layer
+        self.machine.advance(state, values if ids else len(values))
+
+    def copy(self, copies: list[PageCopy]) -> None:
+        for copy in copies:
+            for layer, slot in itertools.product(range(LAYERS), range(BLOCK)):
+                self.memory[layer, copy.target, slot] = self.memory[layer, copy.source, slot]
+
+    def page(self, page: int) -> list[int]:
+        return [self.memory[layer, page, slot] for layer in range(LAYERS) for slot in range(BLOCK)]
+
+    def store(self, *, fails: bool = False) -> StoreBatch | None:
+        batch = self.machine.next_store()
+        if batch is not None:
+            for block, name in zip(batch.blocks, batch.names[-len(batch.blocks) :], strict=True):
+                assert block.page is not None and block.name == name
+                if not fails:
+                    known = self.cluster.setdefault(name, self.page(block.page))
+                    assert known == self.page(block.page), "two contents of one name"
+            self.machine.stored(batch, committed=not fails)
+        return batch
+
+    def bring(self, state: SequenceState, depths: range) -> None:
+        absent = [state.blocks[depth] for depth in state.absent(depths)]
+        for block, page in zip(absent, self.machine.place(absent), strict=True):
+            assert block.name is not None
+            content = iter(self.cluster[block.name])
+            for layer, slot in itertools.product(range(LAYERS), range(BLOCK)):
+                self.memory[layer, page, slot] = next(content)
+            self.machine.placed(block, page, loaded=True)
+
+    def read(self, state: SequenceState) -> list[int]:
+        """The tokens of a sequence, brought back block by block."""
+        values: list[int] = []
+        for position in range(state.length):
+            depth = position // BLOCK
+            self.bring(state, range(depth, depth + 1))
+            (run,) = self.machine.runs(state, position, 1)
+            values.append(self.memory[0, run.page, run.first])
+            assert self.memory[1, run.page, run.first] == values[-1] + 1_000_000
+        return values
+
+    def write(self, state: SequenceState, position: int, value: int) -> None:
+        self.bring(state, range(position // BLOCK, len(state.blocks)))
+        self.copy(self.machine.own(state, position))
+        (run,) = self.machine.runs(state, position, 1)
+        for layer in range(LAYERS):
+            self.memory[layer, run.page, run.first] = value + 1_000_000 * layer
+
+    def truncate(self, state: SequenceState, tokens: int) -> None:
+        for block in self.machine.unsealed_by(state, tokens):
+            self.bring(state, range(block.depth, block.depth + 1))
+        self.copy(self.machine.truncate(state, tokens))
+
+
+class Sequences(RuleBasedStateMachine):
+    """Any script of what users and stores do: every sequence reads as a plain list would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker = Worker(policy=WindowPolicy(tail_tokens=3, migration_tokens=2 * BLOCK, sink_tokens=BLOCK))
+        self.lists: list[tuple[SequenceState, list[int]]] = []
+        self.value = itertools.count(1)
+
+    def draw(self, data: st.DataObject) -> tuple[SequenceState, list[int]]:
+        return self.lists[data.draw(st.integers(0, len(self.lists) - 1))]
+
+    @precondition(lambda self: len(self.lists) < 4)
+    @rule()
+    def open(self) -> None:
+        self.lists.append((self.worker.open(), []))
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data(), count=st.integers(1, 9), ids=st.booleans(), repeats=st.booleans())
+    def append(self, data: st.DataObject, count: int, ids: bool, repeats: bool) -> None:
+        state, values = self.draw(data)
+        new = [7] * count if repeats else [next(self.value) for _ in range(count)]
+        before = (state.length, list(state.table))
+        try:
+            self.worker.append(state, new, ids=ids)
+        except ResidentSetFull:
+            assert (state.length, list(state.table)[: len(before[1])]) == before
+            return
+        values += new
+
+    @precondition(lambda self: 0 < len(self.lists) < 4)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        state, values = self.draw(data)
+        self.lists.append((self.worker.machine.fork(state, self.worker.name()), values[:]))
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        state, values = self.draw(data)
+        tokens = data.draw(st.integers(0, len(values)))
+        try:
+            self.worker.truncate(state, tokens)
+        except ResidentSetFull:
+            return
+        del values[tokens:]
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data())
+    def overwrite(self, data: st.DataObject) -> None:
+        state, values = self.draw(data)
+        if values:
+            position = data.draw(st.integers(0, len(values) - 1))
+            try:
+                self.worker.write(state, position, value := next(self.value))
+            except ResidentSetFull:
+                return
+            values[position] = value
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        state, values = self.draw(data)
+        self.lists.remove((state, values))
+        self.worker.machine.close(state)
+
+    @rule(fails=st.booleans())
+    def store(self, fails: bool) -> None:
+        self.worker.store(fails=fails)
+
+    @rule()
+    def seal_all(self) -> None:
+        self.worker.machine.seal_all()
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        state, values = self.draw(data)
+        try:
+            assert self.worker.read(state) == values
+        except ResidentSetFull:
+            return
+
+    @invariant()
+    def consistent(self) -> None:
+        self.worker.machine.check()
+
+    def teardown(self) -> None:
+        for state, values in self.lists:
+            resident = [depth for depth in range(len(state.blocks)) if state.table[depth] >= 0]
+            for depth in resident:
+                content = [self.worker.memory[0, state.table[depth], slot] for slot in range(BLOCK)]
+                expected = values[depth * BLOCK : (depth + 1) * BLOCK]
+                assert content[: len(expected)] == expected
+            self.worker.machine.close(state)
+        while self.worker.store() is not None:
+            pass
+        assert self.worker.pages.used == 0 and not self.worker.machine.waiting
+
+
+TestSequences = Sequences.TestCase
+
+
+def grown(worker: Worker, count: int) -> SequenceState:
+    state = worker.open()
+    for value in range(count):
+        worker.append(state, [value])
+    return state
+
+
+def test_blocks_before_the_tail_are_sealed_in_batches() -> None:
+    worker = Worker(pages=64, policy=WindowPolicy(tail_tokens=8, migration_tokens=16))
+    sealed = [grown(worker, count).sealed for count in (8, 23, 24, 39, 40)]
+    assert sealed == [0, 0, 4, 4, 8]
+
+
+def test_sealed_blocks_have_the_names_of_their_prompt() -> None:
+    worker = Worker()
+    state = grown(worker, 20)
+    assert [block.name for block in state.blocks[: state.sealed]] == hashing.chain(ROOT, list(range(16)), BLOCK)
+
+
+def test_a_batch_names_the_blocks_back_to_the_first_of_its_run() -> None:
+    worker = Worker(pages=64, policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    chain = hashing.chain(ROOT, list(range(40)), BLOCK)
+    state = grown(worker, 4 * 5)
+    for expected in ((0, 5), (4, 7), (4, 8), (7, 9)):
+        batch = worker.store()
+        assert batch is not None and batch.start == expected[0] and list(batch.names) == chain[slice(*expected)]
+        for value in range(state.length, state.length + (8 if expected[1] == 5 else 4)):
+            worker.append(state, [value])
+
+
+def test_a_block_advanced_without_ids_and_all_behind_it_are_private() -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    state = worker.open()
+    worker.append(state, [1, 2, 3, 4])
+    worker.append(state, [5, 6], ids=False)
+    worker.append(state, [7, 8, 9, 10, 11, 12])
+    assert [block.private for block in state.blocks] == [False, True, True]
+    assert state.blocks[0].name == hashing.chain(ROOT, [1, 2, 3, 4], BLOCK)[0]
+
+
+def test_an_overwritten_block_is_private_and_its_fork_is_not() -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    state = grown(worker, 12)
+    fork = worker.machine.fork(state, worker.name())
+    worker.write(state, 5, 99)
+    worker.machine.seal(state, all_full=True)
+    assert [block.private for block in state.blocks] == [False, True, True]
+    assert [block.private for block in fork.blocks] == [False, False, False]
+    assert worker.read(fork) == list(range(12)) and worker.read(state)[5] == 99
+
+
+def test_blocks_behind_a_truncation_are_public_again() -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    state = grown(worker, 10)
+    worker.truncate(state, 6)
+    worker.append(state, [50, 51])
+    ids = [0, 1, 2, 3, 4, 5, 50, 51]
+    assert [block.name for block in state.blocks] == hashing.chain(ROOT, ids, BLOCK)
+    assert worker.read(state) == ids
+
+
+def test_forks_share_every_page_until_one_writes() -> None:
+    worker = Worker()
+    state = grown(worker, 10)
+    forks = [worker.machine.fork(state, worker.name()) for _ in range(8)]
+    assert worker.pages.used == 3
+    for value, fork in enumerate(forks, 100):
+        worker.append(fork, [value])
+    assert worker.pages.used == 3 + 8
+    assert [worker.read(fork)[-2:] for fork in forks] == [[9, value] for value in range(100, 108)]
+
+
+def test_stored_blocks_make_room_and_come_back() -> None:
+    worker = Worker(pages=4, policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    state = worker.open()
+    for value in range(40):
+        worker.append(state, [value])
+        worker.store()
+    assert worker.pages.used <= 4 and worker.read(state) == list(range(40))
+
+
+def test_a_sink_stays_in_the_resident_set() -> None:
+    worker = Worker(pages=4, policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK, sink_tokens=5))
+    state = worker.open()
+    for value in range(40):
+        worker.append(state, [value])
+        worker.store()
+    assert state.absent(range(3)) == [2]
+
+
+def test_what_was_never_stored_stays_and_a_full_set_is_refused_by_name() -> None:
+    worker = Worker(pages=2)
+    state = grown(worker, 8)
+    before = worker.read(state)
+    with pytest.raises(ResidentSetFull, match="resident_bytes"):
+        worker.append(state, [8])
+    assert worker.read(state) == before == list(range(8))
+
+
+def test_a_block_whose_stores_fail_stays() -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    state = grown(worker, 4)
+    while worker.store(fails=True) is not None:
+        pass
+    assert state.blocks[0].stored is Stored.NO and not worker.machine.waiting and worker.read(state) == [0, 1, 2, 3]
+
+
+def test_public_blocks_are_stored_after_their_sequence_is_closed_and_private_ones_are_not() -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    state = grown(worker, 4)
+    worker.append(state, [9, 9, 9, 9], ids=False)
+    worker.machine.close(state)
+    while worker.store() is not None:
+        pass
+    assert list(worker.cluster) == hashing.chain(ROOT, [0, 1, 2, 3], BLOCK) and worker.pages.used == 0
+
+
+def test_blocks_computed_over_a_lossy_prefix_have_its_loss() -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    (name,) = hashing.chain(ROOT, [1, 2, 3, 4], BLOCK)
+    worker.cluster[name] = [1, 2, 3, 4, 1_000_001, 1_000_002, 1_000_003, 1_000_004]
+    state = worker.open([(name, hashing.token_bytes([1, 2, 3, 4]), Loss.Q8)])
+    worker.append(state, [5, 6, 7, 8])
+    batch = worker.store()
+    assert batch is not None and batch.loss is Loss.Q8
+    assert worker.read(state) == list(range(1, 9))
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "a layer twice": (lambda w, s: [w.machine.begin_step(s, 0, 1) for _ in range(2)], "already"),
+    "layers of different lengths": (lambda w, s: [w.machine.begin_step(s, n, 1 + n) for n in (0, 1)], "other layers"),
+    "advance before every layer has appended": (lambda w, s: (w.machine.begin_step(s, 0, 1), w.machine.advance(s, [1])), "layer 1"),
+    "advance of nothing": (lambda w, s: w.machine.advance(s, [1]), "append them"),
+    "a fork within a step": (lambda w, s: (w.machine.begin_step(s, 0, 1), w.machine.fork(s, w.name())), "middle"),
+    "a truncation beyond the end": (lambda w, s: w.machine.truncate(s, 7), "has 6"),
+    "more than max_tokens": (lambda w, s: w.machine.begin_step(s, 0, 15), "max_tokens=20"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_misuse_is_refused_by_name_and_changes_nothing(name: str) -> None:
+    call, says = BAD[name]
+    worker = Worker(max_tokens=20)
+    state = grown(worker, 6)
+    with pytest.raises((CallerError, LimitError), match=says):
+        call(worker, state)
+    worker.truncate(state, 6)
+    worker.append(state, [6])
+    assert worker.read(state) == list(range(7))
+
+
+def test_a_token_id_that_does_not_fit_leaves_the_step_open() -> None:
+    worker = Worker()
+    state = grown(worker, 2)
+    for layer in range(LAYERS):
+        worker.machine.begin_step(state, layer, 1)
+    with pytest.raises(CallerError, match="token ids"):
+        worker.machine.advance(state, [2**32])
+    assert state.length == 2
+    worker.machine.advance(state, [3])
+    assert state.length == 3
