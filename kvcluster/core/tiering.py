@@ -127,6 +127,7 @@ class Tiering:
         waited = pressure_bytes
         for tier, to in pairwise(member.info.tiers):
             victims = self._evictor.victims(member, tier, waited, now, self._room_below(member, tier, to))
+            victims.sort(key=self._evictor.claimed, reverse=True)  # they take the room below first
             below = sum(self._bytes_below(record, member.slot, tier, to) for record in victims)
             moves[:0] = [Move(record.space, record.hash, to, self._codec_of(record)) for record in victims]
             use = member.info.use(to)
@@ -168,14 +169,16 @@ class Tiering:
         self._hot.pop(member.slot, None)
 
     def _room_below(self, member: Member, tier: Tier, to: Tier) -> Callable[[BlockRecord], bool]:
-        """Returns a test of the next victim: whether it is claimed, and the tier below has no room for it after those
-        before it. A demoted block leaves its tier in any case, so such a block stays."""
+        """Returns a test of the next victim: whether it is claimed, and the tier below has no room for it after the
+        claimed ones before it. A demoted block leaves its tier in any case, so such a block stays."""
         room = member.info.use(to).free_bytes
 
         def keeps(record: BlockRecord) -> bool:
             nonlocal room
+            if not self._evictor.claimed(record):
+                return False
             needed = self._bytes_below(record, member.slot, tier, to)
-            if needed > room and self._evictor.claimed(record):
+            if needed > room:
                 return True
             room -= needed
             return False
