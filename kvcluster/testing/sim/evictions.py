@@ -41,7 +41,7 @@ def _tails_first(
             continue
         parent = space.index.get(record.parent)
         if parent is not None and record.copies.on(member.slot, order.tier):
-            spared = _promised(space, record.hash, now) or coordinator.tables.claims(space.id, record.hash)
+            spared = _promised(space, record.hash, now) or coordinator.tables.claims(space.id, record.hash) > 0
             require(spared, f"{record.parent.hex()[:6]} is to be evicted before its tail")
 
 
