@@ -49,6 +49,9 @@ class CoordinatorConfig:
     """`hold_ms`: time for which promised blocks are spared from eviction.
     `low_free`, `high_free`: if less than `low_free` of its bytes is free, a shard evicts until `high_free` is.
     `pinned_share`: maximum share of all bytes for pins.
+    `sequence_share`: maximum share of all bytes for the blocks of each tenant's open sequences.
+    `sequence_ttl_ms`: a worker that is silent for this long has its sequences closed.
+    `private_grace_ms`: time for which private pages that no sequence claims are kept, for workers to claim them.
     `hot_loads`: a run of blocks loaded this often within `hot_window_ms` gets `hot_replicas` replicas in all.
     `eviction_policy`: lru or gdsf (docs/tiers.md).
     `host_codec`: encoding of blocks demoted to the host tier, raw, q8 or q4. The first `host_raw_blocks` blocks of a
@@ -66,6 +69,9 @@ class CoordinatorConfig:
     low_free: float = 0.05
     high_free: float = 0.10
     pinned_share: float = 0.25
+    sequence_share: float = 0.5
+    sequence_ttl_ms: int = 30_000
+    private_grace_ms: int = 60_000
     hot_loads: int = 32
     hot_window_ms: int = 60_000
     hot_replicas: int = 2
@@ -262,6 +268,11 @@ def _cluster_rules(config: Config) -> Iterator[_Rule]:
 def _coordinator_rules(c: CoordinatorConfig) -> Iterator[_Rule]:
     yield 0 <= c.low_free <= c.high_free <= 0.9, "coordinator needs 0 <= low_free <= high_free <= 0.9"
     yield 0 <= c.pinned_share <= 0.9, "coordinator.pinned_share must be between 0 and 0.9"
+    yield 0 <= c.sequence_share <= 0.9, "coordinator.sequence_share must be between 0 and 0.9"
+    yield (
+        c.private_grace_ms >= c.sequence_ttl_ms,
+        "coordinator.private_grace_ms must be at least sequence_ttl_ms, or a slow worker's private pages are erased",
+    )
     yield 1 <= c.run_blocks <= 8_192, "coordinator.run_blocks must be between 1 and 8192"
     yield c.hot_loads >= 1, "coordinator.hot_loads must be at least 1"
     yield (

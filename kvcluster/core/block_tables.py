@@ -1,195 +1,296 @@
-"""The block tables of open sequences: from a sequence to its block hashes, in order.
+"""The block tables of open sequences, and the claims that they make on blocks.
 
-A table is a chain of sealed blocks, each of which knows its parent and never changes, and a length in tokens.
-So a fork shares all blocks of its parent at no cost, and what one sequence seals or drops does not affect another.
-A block is freed by its reference count when the last table drops it. (A vector with shared prefixes would take a
-third of the memory, but would keep truncated blocks as long as a fork lives.)
+A table is a chain of nodes, one for each block, each of which knows its parent and never changes. So a fork shares the
+nodes of its parent at no cost, and what one sequence appends or drops does not affect another. A node counts the nodes
+that follow it and the tables that end with it; it is released when nothing refers to it any more. A block is *claimed*
+while at least one node names it.
 
-The invariant: sealed blocks * block_tokens <= length. The tokens beyond are the unsealed tail, which stays with
-its worker. A sequence belongs to one holder. This module does not know whether that holder is alive: the caller that
-learns that its lease has ended calls `close_holder`. A request that cannot be served changes nothing; the returned
-Outcome says why.
+Tables are changed as their workers say (messages/sequences.py); tail lengths stay with the workers. A table belongs to
+one owner, a holder of one tenant. This module does not know whether the holder is alive: the caller that learns that
+its lease has ended calls `close_owner`.
+
+A table may have a million nodes. Finding the first n blocks of a chain takes logarithmic time, since each node also
+refers to an ancestor further up (Myers, An applicative random-access stack, 1983). Releasing a chain takes a step per
+node, so the caller has it done in slices (`release_some`). Until then the blocks stay claimed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, Holder, NamespaceId
+from kvcluster.core.ids import BlockHash, Holder, NamespaceId, SequenceId, Tenant
+from kvcluster.core.messages import TableChange
+
+Owner = tuple[Tenant, Holder]
+ClaimedName = tuple[NamespaceId, BlockHash]
 
 
 class Outcome(Enum):
-    """The outcome of a request to a table."""
+    """The outcome of a change. Only DONE changes anything."""
 
     DONE = "done"
-    UNKNOWN = "unknown"  # no such sequence is open; its holder may reopen it
-    EXISTS = "exists"  # a sequence of that id is open already
-    SHORT = "short"  # the sequence has fewer tokens than that
-    LIMIT = "limit"  # it would exceed a limit of limits.py
+    UNKNOWN = "unknown"  # the table, or its parent's, does not have so many blocks
+    LIMIT = "limit"  # it would exceed a limit
 
 
-class _Block:
-    """A sealed block and, through its parent, all before it. The root of a chain has depth 0 and no parent."""
+class Claims:
+    """The claimed blocks of one namespace, each with the number of nodes that name it."""
 
-    __slots__ = ("depth", "hash", "parent")
+    __slots__ = ("block_bytes", "block_tokens", "counts", "private", "space", "tenant")
 
-    def __init__(self, block: BlockHash, parent: _Block | None) -> None:
-        self.hash = block
-        self.parent = parent
-        self.depth: int = parent.depth + 1 if parent is not None else 0
-
-
-class BlockTable:
-    """One open sequence. `length` counts tokens, sealed and not."""
-
-    __slots__ = ("_tip", "block_tokens", "holder", "length", "namespace")
-
-    def __init__(self, holder: Holder, namespace: NamespaceId, block_tokens: int, tip: _Block, length: int) -> None:
-        self.holder = holder
-        self.namespace = namespace
+    def __init__(
+        self, space: NamespaceId, tenant: Tenant, *, private: bool, block_bytes: int, block_tokens: int
+    ) -> None:
+        self.space = space
+        self.tenant = tenant
+        self.private = private
+        self.block_bytes = block_bytes
         self.block_tokens = block_tokens
-        self.length = length
-        self._tip = tip
+        self.counts: dict[BlockHash, int] = {}
 
-    @property
-    def sealed(self) -> int:
-        """The number of sealed blocks."""
-        return self._tip.depth
 
-    @property
-    def parent(self) -> BlockHash:
-        """The parent of the next block: the hash of the last sealed block, or the root."""
-        return self._tip.hash
+class _Node:
+    """A block of a chain. `jump` is an ancestor; the root, of depth 0, is its own parent and jump."""
 
-    def hashes(self) -> tuple[BlockHash, ...]:
-        """The sealed blocks, first to last."""
-        backwards: list[BlockHash] = []
-        block = self._tip
-        while block.parent is not None:
-            backwards.append(block.hash)
-            block = block.parent
-        assert len(backwards) == self.sealed
-        return tuple(reversed(backwards))
+    __slots__ = ("claims", "depth", "hash", "jump", "parent", "refs")
+
+    def __init__(self, block: BlockHash, parent: _Node | None, claims: Claims) -> None:
+        self.hash = block
+        self.claims = claims
+        self.refs = 0
+        self.depth: int = parent.depth + 1 if parent is not None else 0
+        self.parent = self.jump = self
+        if parent is not None:
+            before = parent.jump
+            even = parent.depth - before.depth == before.depth - before.jump.depth
+            self.parent, self.jump = parent, before.jump if even else parent
+
+
+class _Table:
+    __slots__ = ("space", "tip")
+
+    def __init__(self, space: NamespaceId, tip: _Node) -> None:
+        self.space = space
+        self.tip = tip
 
 
 class BlockTables:
-    """All open sequences. Workers choose the ids."""
+    """All open sequences, by owner."""
 
     def __init__(self) -> None:
-        self._tables: dict[bytes, BlockTable] = {}
-        self._held: dict[Holder, dict[bytes, None]] = {}  # never an empty one
+        no_claims = Claims(NamespaceId(b""), Tenant(""), private=False, block_bytes=0, block_tokens=1)
+        self._root = _Node(BlockHash(b""), None, no_claims)
+        self._tables: dict[Owner, dict[SequenceId, _Table]] = {}  # never an empty one
+        self._claims: dict[NamespaceId, Claims] = {}
+        self._bytes: dict[Tenant, int] = {}  # claimed
+        self._released: list[_Node] = []  # chains to be released, each from its last node on
+        self._open = 0
+        self._claimed = 0
+        self._nodes = 0
 
     def __len__(self) -> int:
-        return len(self._tables)
+        return self._open
 
     @property
-    def holders(self) -> int:
-        """The number of holders that have a sequence open."""
-        return len(self._held)
+    def claimed_blocks(self) -> int:
+        """The number of different blocks that are claimed."""
+        return self._claimed
 
-    def count(self, holder: Holder) -> int:
-        """Returns the number of sequences that `holder` has open."""
-        return len(self._held.get(holder, ()))
+    @property
+    def releasing(self) -> bool:
+        """Whether `release_some` has more to do."""
+        return bool(self._released)
 
-    def get(self, sequence: bytes) -> BlockTable | None:
-        """Returns the sequence, which the caller must not change; None if it is not open."""
-        return self._tables.get(sequence)
+    def table(self, owner: Owner, sequence: SequenceId) -> tuple[BlockHash, ...] | None:
+        """Returns the blocks of a sequence, first to last; None if the owner has no such sequence."""
+        table = self._tables.get(owner, {}).get(sequence)
+        return tuple(node.hash for node in _chain(table.tip)) if table is not None else None
 
-    def table(self, sequence: bytes) -> tuple[BlockHash, ...] | None:
-        """Returns the sealed blocks of `sequence`, first to last; None if it is not open."""
-        table = self._tables.get(sequence)
-        return table.hashes() if table is not None else None
+    def count(self, owner: Owner) -> int:
+        """Returns the number of sequences that this owner has open."""
+        return len(self._tables.get(owner, ()))
 
-    def length(self, sequence: bytes) -> int | None:
-        """Returns the number of tokens of `sequence`, the unsealed tail included; None if it is not open."""
-        table = self._tables.get(sequence)
-        return table.length if table is not None else None
+    def claims(self, space: NamespaceId, block: BlockHash) -> int:
+        """Returns the number of table nodes that name this block."""
+        claims = self._claims.get(space)
+        return claims.counts.get(block, 0) if claims is not None else 0
 
-    def open(
-        self, sequence: bytes, holder: Holder, namespace: NamespaceId, root: BlockHash, *, block_tokens: int
+    def claimed_bytes(self, tenant: Tenant) -> int:
+        """Returns the raw bytes of the tenant's claimed blocks, each counted once."""
+        return self._bytes.get(tenant, 0)
+
+    def claims_in(
+        self, space: NamespaceId, tenant: Tenant, *, private: bool, block_bytes: int, block_tokens: int
+    ) -> Claims:
+        """Returns the claims in a namespace, for `change`: its blocks have `block_bytes` raw bytes."""
+        known = self._claims.get(space)
+        return known or Claims(space, tenant, private=private, block_bytes=block_bytes, block_tokens=block_tokens)
+
+    def change(
+        self, owner: Owner, m: TableChange, public: Claims, private: Claims | None, *, most_bytes: int | None
     ) -> Outcome:
-        """Opens an empty sequence. `root` is the parent of its first block (hashing.root)."""
-        assert block_tokens >= 1
-        return self._admit(sequence, BlockTable(holder, namespace, block_tokens, _Block(root, None), 0))
+        """Makes one change, of a sequence with blocks in these namespaces. `most_bytes`: what the tenant may claim.
 
-    def extend(self, sequence: bytes, tokens: int) -> Outcome:
-        """Appends `tokens` unsealed tokens."""
-        assert tokens >= 0
-        table = self._tables.get(sequence)
-        if table is None:
+        Returns UNKNOWN if the table is not known as `keep` and `parent` say, and LIMIT if the change would exceed
+        `most_bytes` or a limit of limits.py.
+        """
+        own = self._tables.get(owner, {})
+        if m.closed:
+            if m.sequence in own:
+                self._drop(own.pop(m.sequence))
+                if not own:
+                    del self._tables[owner]
+            return Outcome.DONE
+        base = self._base(own, m, public.space)
+        if base is None:
             return Outcome.UNKNOWN
-        if table.length + tokens > limits.TOKENS_PER_SEQUENCE:
+        added = [(public, m.blocks[: len(m.blocks) - m.private])]
+        if m.private:
+            if private is None:
+                return Outcome.LIMIT
+            added.append((private, m.blocks[len(m.blocks) - m.private :]))
+        if not self._admits(own, m, added, most_bytes):
             return Outcome.LIMIT
-        table.length += tokens
+        old = own.get(m.sequence)
+        tip = base
+        for claims, blocks in added:
+            for block in blocks:
+                tip.refs += 1
+                tip = _Node(block, tip, claims)
+                self._claim(block, claims)
+        tip.refs += 1
+        own[m.sequence] = _Table(public.space, tip)
+        self._tables[owner] = own
+        self._open += 1
+        self._nodes += len(m.blocks)
+        if old is not None:
+            self._drop(old)
         return Outcome.DONE
 
-    def seal(self, sequence: bytes, hashes: Sequence[BlockHash]) -> Outcome:
-        """Seals the next blocks under these hashes. Returns SHORT if the tokens do not fill them all."""
-        table = self._tables.get(sequence)
-        if table is None:
-            return Outcome.UNKNOWN
-        if (table.sealed + len(hashes)) * table.block_tokens > table.length:
-            return Outcome.SHORT
-        for block in hashes:
-            table._tip = _Block(block, table._tip)
-        return Outcome.DONE
-
-    def fork(self, sequence: bytes, child: bytes, holder: Holder) -> Outcome:
-        """Opens `child` with the same blocks and length, for `holder`. The worker copies the unsealed tail."""
-        table = self._tables.get(sequence)
-        if table is None:
-            return Outcome.UNKNOWN
-        return self._admit(child, BlockTable(holder, table.namespace, table.block_tokens, table._tip, table.length))
-
-    def truncate(self, sequence: bytes, tokens: int) -> Outcome:
-        """Keeps the first `tokens` tokens. If this cuts a sealed block, the block's remaining tokens become
-        unsealed."""
-        assert tokens >= 0
-        table = self._tables.get(sequence)
-        if table is None:
-            return Outcome.UNKNOWN
-        if tokens > table.length:
-            return Outcome.SHORT
-        table.length = tokens
-        keep = tokens // table.block_tokens
-        while table._tip.depth > keep:
-            assert table._tip.parent is not None
-            table._tip = table._tip.parent
-        return Outcome.DONE
-
-    def close(self, sequence: bytes) -> Outcome:
-        """Closes the sequence; its forks stay open."""
-        table = self._tables.pop(sequence, None)
-        if table is None:
-            return Outcome.UNKNOWN
-        own = self._held[table.holder]
-        del own[sequence]
-        if not own:
-            del self._held[table.holder]
-        return Outcome.DONE
-
-    def close_holder(self, holder: Holder) -> int:
-        """Closes every sequence of a holder that is gone. Returns their number."""
-        own = self._held.pop(holder, {})
-        for sequence in own:
-            del self._tables[sequence]
+    def close_owner(self, owner: Owner) -> int:
+        """Closes every sequence of an owner that is gone. Returns their number."""
+        own = self._tables.pop(owner, {})
+        for table in own.values():
+            self._drop(table)
         return len(own)
 
-    def check(self) -> None:
-        """Asserts that every sequence belongs to one holder, and that sealed blocks do not exceed the tokens."""
-        owned = {sequence: holder for holder, own in self._held.items() for sequence in own}
-        assert owned == {sequence: table.holder for sequence, table in self._tables.items()}
-        assert sum(map(len, self._held.values())) == len(owned) and all(self._held.values())
-        assert all(table.sealed * table.block_tokens <= table.length for table in self._tables.values())
+    def release_some(self, most: int) -> tuple[int, list[ClaimedName]]:
+        """Releases at most so many nodes that nothing refers to. Returns their number, and the private blocks that have
+        lost their last claim."""
+        done = 0
+        unclaimed: list[ClaimedName] = []
+        while self._released and done < most:
+            node = self._released.pop()
+            done += 1
+            if self._unclaim(node.hash, node.claims) and node.claims.private:
+                unclaimed.append((node.claims.space, node.hash))
+            node.parent.refs -= 1
+            if not node.parent.refs and node.parent is not self._root:
+                self._released.append(node.parent)
+        self._nodes -= done
+        return done, unclaimed
 
-    def _admit(self, sequence: bytes, table: BlockTable) -> Outcome:
-        if sequence in self._tables:
-            return Outcome.EXISTS
-        own = self._held.get(table.holder)
-        if len(own or ()) >= limits.SEQUENCES_PER_HOLDER or (own is None and len(self._held) >= limits.HOLDERS):
-            return Outcome.LIMIT
-        self._held.setdefault(table.holder, {})[sequence] = None
-        self._tables[sequence] = table
-        return Outcome.DONE
+    def check(self) -> None:
+        """Asserts that nodes, claims and bytes are counted as the tables and the chains to be released say."""
+        refs: dict[_Node, int] = {}
+        tips = [table.tip for own in self._tables.values() for table in own.values()]
+        for tip in (*tips, *self._released):
+            node = tip
+            while node is not self._root and node not in refs:
+                refs[node] = 0
+                node = node.parent
+        for node in list(refs):
+            if node.parent in refs:
+                refs[node.parent] += 1
+        for tip in tips:
+            if tip is not self._root:
+                refs[tip] += 1
+        assert all(node.refs == count for node, count in refs.items()), "references were counted wrongly"
+        counts: dict[ClaimedName, int] = {}
+        for node in refs:
+            name = node.claims.space, node.hash
+            counts[name] = counts.get(name, 0) + 1
+        known = {(claims.space, block): n for claims in self._claims.values() for block, n in claims.counts.items()}
+        assert counts == known, "claims were counted wrongly"
+        assert (self._nodes, self._claimed, self._open) == (len(refs), len(known), len(tips))
+        assert all(self._tables.values()) and all(claims.counts for claims in self._claims.values())
+        owed: dict[Tenant, int] = {}
+        for claims in self._claims.values():
+            owed[claims.tenant] = owed.get(claims.tenant, 0) + len(claims.counts) * claims.block_bytes
+        assert owed == self._bytes, "bytes were counted wrongly"
+
+    # ------------------------------------------------------------------------------------------ one table
+
+    def _base(self, own: dict[SequenceId, _Table], m: TableChange, space: NamespaceId) -> _Node | None:
+        """Returns the node after which the blocks of this change come; None if there is no such table."""
+        if m.parent is None and not m.keep:
+            return self._root
+        table = own.get(m.sequence if m.parent is None else m.parent)
+        if table is None or table.space != space or table.tip.depth < m.keep:
+            return None
+        node = table.tip
+        while node.depth > m.keep:
+            node = node.jump if node.jump.depth >= m.keep else node.parent
+        return node
+
+    def _admits(
+        self,
+        own: dict[SequenceId, _Table],
+        m: TableChange,
+        added: list[tuple[Claims, tuple[BlockHash, ...]]],
+        most_bytes: int | None,
+    ) -> bool:
+        """Whether a change that adds these blocks stays within all limits."""
+        public = added[0][0]
+        if m.sequence not in own and (len(own) >= limits.SEQUENCES_PER_HOLDER or self._open >= limits.SEQUENCES):
+            return False
+        if (m.keep + len(m.blocks)) * public.block_tokens > limits.TOKENS_PER_SEQUENCE:
+            return False
+        if self._nodes + len(m.blocks) > limits.TABLE_BLOCKS:
+            return False
+        new = sum(
+            claims.block_bytes * sum(block not in claims.counts for block in dict.fromkeys(blocks))
+            for claims, blocks in added
+        )
+        return most_bytes is None or not new or self.claimed_bytes(public.tenant) + new <= most_bytes
+
+    def _drop(self, table: _Table) -> None:
+        self._open -= 1
+        table.tip.refs -= 1
+        if not table.tip.refs and table.tip is not self._root:
+            self._released.append(table.tip)
+
+    # ------------------------------------------------------------------------------------------ one block
+
+    def _claim(self, block: BlockHash, claims: Claims) -> None:
+        count = claims.counts.get(block, 0)
+        claims.counts[block] = count + 1
+        if not count:
+            self._claimed += 1
+            self._claims[claims.space] = claims
+            self._bytes[claims.tenant] = self._bytes.get(claims.tenant, 0) + claims.block_bytes
+
+    def _unclaim(self, block: BlockHash, claims: Claims) -> bool:
+        """Returns True if that was the block's last claim."""
+        count = claims.counts[block] - 1
+        if count:
+            claims.counts[block] = count
+            return False
+        del claims.counts[block]
+        self._claimed -= 1
+        self._bytes[claims.tenant] -= claims.block_bytes
+        if not claims.counts:
+            del self._claims[claims.space]
+        if not self._bytes[claims.tenant]:
+            del self._bytes[claims.tenant]
+        return True
+
+
+def _chain(tip: _Node) -> list[_Node]:
+    """Returns the nodes from the first block to `tip`."""
+    backwards: list[_Node] = []
+    while tip.depth:
+        backwards.append(tip)
+        tip = tip.parent
+    return backwards[::-1]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcluster.config import CoordinatorConfig
+from kvcluster.core.block_tables import BlockTables
 from kvcluster.core.coordinator_state import MS, UNKNOWN, CoordinatorState
 from kvcluster.core.dispatcher import Dispatcher
 from kvcluster.core.event_emitter import EventEmitter
@@ -61,6 +62,7 @@ from kvcluster.core.messages import (
     SiblingSpecs,
     Stalled,
     Status,
+    SyncTables,
     Tick,
     Tombstone,
     UnpinBlocks,
@@ -70,6 +72,7 @@ from kvcluster.core.prepare_handler import PrepareHandler
 from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.report_handler import ReportHandler
+from kvcluster.core.sequence_handler import SequenceHandler
 from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tiering import Tiering
 from kvcluster.core.tombstones import Tombstones
@@ -104,10 +107,11 @@ class Coordinator:
             now=now,
             emitter=emitter,
         )
-        self._evictor = Evictor(config, state.directory)
+        self._evictor = Evictor(config, state.directory, state.tables)
         self.tiering = tiering = Tiering(config, state.directory, state.book, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
         self._prepare_handler = PrepareHandler(state, config, self._replicator, tiering)
+        self._sequence_handler = SequenceHandler(state, config)
         self._report_handler = ReportHandler(state, config, self._evictor, tiering, self._replicator, expected)
         self._dispatcher = self._handlers()
 
@@ -125,6 +129,7 @@ class Coordinator:
                 Siblings: self._siblings,
                 PinBlocks: self._pin,
                 UnpinBlocks: self._unpin,
+                SyncTables: self._sequence_handler.sync,
             },
             of_no_namespace={
                 Attach: self._attach,
@@ -156,8 +161,11 @@ class Coordinator:
     def next_deadline(self) -> int | None:
         """Returns the time by which the next Tick is due; None if none is."""
         state = self._state
-        some = self._report_handler.sweeping or self._replicator.listing or self.retelling
-        due = (state.members.next_expiry, state.tickets.next_expiry, state.rebuild_until, 0 if some else None)
+        some = self._report_handler.sweeping or self._replicator.listing or self.retelling or state.tables.releasing
+        due = (
+            *(state.members.next_expiry, state.tickets.next_expiry, self._sequence_handler.next_expiry),
+            *(state.eraser.next_due, state.rebuild_until, 0 if some else None),
+        )
         return min((at for at in due if at is not None), default=None)
 
     @property
@@ -191,6 +199,10 @@ class Coordinator:
         return self._state.tickets
 
     @property
+    def tables(self) -> BlockTables:
+        return self._state.tables
+
+    @property
     def replicator(self) -> Replicator:
         return self._replicator
 
@@ -206,7 +218,7 @@ class Coordinator:
         if space is None:
             return [Answer(request.call, Refused(RefusedKind.LIMIT, "the limit of namespaces is reached; purge one"))]
         shards = tuple(member.address for member in state.members.all())
-        ttl_ns, wants_tokens = state.tickets.ttl_ns, self._emitter is not None
+        ttl_ns, wants_tokens = state.tickets.ttl_ns, self._emitter is not None and not space.spec.private
         attached = Attached(space.id, state.epoch, ttl_ns, self._config.run_blocks, shards, wants_tokens)
         return [Answer(request.call, attached)]
 
@@ -233,7 +245,8 @@ class Coordinator:
 
     def _pin(self, request: Request[PinBlocks], space: CoordinatorNamespace, now: int) -> list[Effect]:
         m = request.question
-        count = self._evictor.pin(space, m.hashes, now + m.ttl_ns, self._state.members.all(), now)
+        capacity = self._state.members.addressable_bytes
+        count = self._evictor.pin(space, m.hashes, now + m.ttl_ns, capacity, now)
         if m.replicas > 1:
             for block in m.hashes[:count]:
                 self._replicator.request_copies(space, block, m.replicas)
@@ -287,13 +300,16 @@ class Coordinator:
             epoch=self.epoch,
             state="rebuilding" if self.rebuilding else "serving",
             uptime_ns=now - self._started_at,
-            namespaces=len(self._state.directory),
+            namespaces=self._state.directory.public,
             blocks=self._state.directory.blocks,
             tickets=len(self._state.tickets),
             shards=tuple(sorted(shards, key=lambda shard: shard.info.shard)),
             counters=tuple(self._state.counters.items()),
             policy=self._policy,
             fallen=self.tiering.fallen,
+            sequences=len(self._state.tables),
+            claimed_blocks=self._state.tables.claimed_blocks,
+            private_blocks=self._state.directory.private_blocks,
         )
         return [Answer(request.call, status)]
 
@@ -305,8 +321,11 @@ class Coordinator:
             state.counters["lost_shards"] += 1
             self._report_handler.forget(member)
         self._prepare_handler.end_expired(now)
+        self._sequence_handler.end_expired(now)
+        self._sequence_handler.release_some()
         if state.rebuild_until is not None and now >= state.rebuild_until:
-            state.rebuild_until = None
+            state.serve(now)
+        state.eraser.end_graces(now)
         self._report_handler.sweep_some(now)
         self._replicator.list_some()
         if self._emitter is not None:
@@ -315,13 +334,16 @@ class Coordinator:
 
     def _retell(self, m: Retell, now: int) -> list[Effect]:
         if self._emitter is not None:
-            self._emitter.retell((space.id, space.index.standing()) for space in self._state.directory)
+            public = [space for space in self._state.directory if not space.spec.private]
+            self._emitter.retell((space.id, space.index.standing()) for space in public)
         return []
 
     def _stalled(self, m: Stalled, now: int) -> list[Effect]:
         state = self._state
         state.members.extend(m.late_ns)
         state.tickets.extend(m.late_ns)
+        self._sequence_handler.extend(m.late_ns)
+        state.eraser.extend(m.late_ns)
         if state.rebuild_until is not None:  # inventories could not arrive either
             state.rebuild_until += m.late_ns
         return []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.block_facts import BlockFacts
+from kvcluster.core.block_tables import BlockTables
 from kvcluster.core.engine_registry import EngineRegistry
+from kvcluster.core.eraser import Eraser
 from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.eviction_history import EvictionHistory
 from kvcluster.core.eviction_queue import EvictionQueue
@@ -52,11 +54,19 @@ class CoordinatorState:
         self._policy = POLICIES[config.eviction_policy]
         self.directory = NamespaceTable(self.book, tombstones, emitter, counts_uses=self._policy.counts_uses)
         self.members = Membership(membership_ttl_ms * MS, self.book, self._queue)
+        self.tables = BlockTables()
+        self.eraser = Eraser(config.private_grace_ms * MS, self.directory, self.tables)
         self.tickets = TicketBook(config.ticket_ttl_ms * MS)
         self.evicted = EvictionHistory()
         self.tombstones = tombstones
         self.engines = EngineRegistry(ENGINE_TTL_NS)
         self.counters = dict.fromkeys(_COUNTERS, 0)
+
+    def serve(self, now: int) -> None:
+        """Ends the rebuilding, if it has not ended yet."""
+        if self.rebuild_until is not None:
+            self.rebuild_until = None
+            self.eraser.serve(now)
 
     def _queue(self, slot: int, tier: Tier) -> EvictionQueue[BlockRecord]:
         return EvictionQueue(self._policy.make(BlockFacts(self.directory, slot, tier)), self.directory.record)

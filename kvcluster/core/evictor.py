@@ -3,22 +3,23 @@
 A tier is relieved if its free bytes fall below `low_free`, until `high_free` is free, or if reservations wait for room:
 the lowest tier of a shard by eviction, and those above it by demotion (tiering.py), which asks here for its victims. A
 shard has one order at a time; the next is computed from its report when the shard has carried it out. Held blocks (a
-load was promised them a moment ago) and pinned ones (a user asked) are spared. The eviction queue (eviction_queue.py)
-orders the others by the score of a policy.
+load was promised them a moment ago) and pinned ones (a user asked) are spared; blocks that open sequences claim
+(block_tables.py) are spared from eviction, and demoted only if there is room below. The eviction queue
+(eviction_queue.py) orders the others by the score of a policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
+from kvcluster.core.block_tables import BlockTables
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, Tier
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
-from kvcluster.core.tiers import ADDRESSABLE
 
 BATCH = 64
 """Victims taken from the queue at a time, until their bytes suffice."""
@@ -27,24 +28,33 @@ BATCH = 64
 class Evictor:
     """Selects victims, gives eviction orders, and keeps the pins of users."""
 
-    def __init__(self, config: CoordinatorConfig, directory: NamespaceTable) -> None:
+    def __init__(self, config: CoordinatorConfig, directory: NamespaceTable, tables: BlockTables) -> None:
         self._low = config.low_free
         self._high = config.high_free
         self._pinned_share = config.pinned_share
         self._directory = directory
+        self._tables = tables
 
     def order(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> None:
         """Gives this shard its next order, unless nothing has to be evicted, or nothing can be."""
-        blocks = tuple((record.space, record.hash) for record in self.victims(member, tier, pressure_bytes, now))
+        victims = self.victims(member, tier, pressure_bytes, now, self.claimed)
+        blocks = tuple((record.space, record.hash) for record in victims)
         if blocks:
             member.orders.give(lambda number: EvictOrder(number, blocks, tier))
 
-    def victims(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> list[BlockRecord]:
+    def claimed(self, record: BlockRecord) -> bool:
+        """Whether an open sequence claims the block. Then the chain before it is claimed too."""
+        return self._tables.claims(record.space, record.hash) > 0
+
+    def victims(
+        self, member: Member, tier: Tier, pressure_bytes: int, now: int, keeps: Callable[[BlockRecord], bool]
+    ) -> list[BlockRecord]:
         """Takes the coldest blocks of that tier off its queue and returns them: about enough to free the bytes that it
-        lacks for its watermark or for waiting reservations (`pressure_bytes`)."""
+        lacks for its watermark or for waiting reservations (`pressure_bytes`). Held and pinned blocks are spared, and
+        those that `keeps` names."""
 
         def spares(record: BlockRecord) -> bool:
-            return self._spares(record, now)
+            return self._spares(record, now) or keeps(record)
 
         wanted = self._wanted(member, tier, pressure_bytes)
         cold, victims, found = member.cold[tier], list[BlockRecord](), 0
@@ -68,12 +78,9 @@ class Evictor:
             if record is not None and record.copies.on(member.slot, order.tier):
                 member.cold[order.tier].push(record)
 
-    def pin(
-        self, space: CoordinatorNamespace, blocks: Sequence[BlockHash], until: int, members: Sequence[Member], now: int
-    ) -> int:
-        """Pins the leading blocks that are cached and fit the share that pins may take. Returns the number pinned."""
-        # The tiers in which most pinned blocks stay.
-        capacity = sum(member.info.use(tier).capacity_bytes for member in members for tier in ADDRESSABLE)
+    def pin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash], until: int, capacity: int, now: int) -> int:
+        """Pins the leading blocks that are cached and fit the share of `capacity` bytes that pins may take. Returns the
+        number pinned."""
         room = int(self._pinned_share * capacity) - self._pinned_bytes(now)
         count = 0
         for block in blocks:

@@ -86,6 +86,7 @@ def check_coordinator(coordinator: Coordinator) -> None:
             assert len(cold) <= recorded[member.slot, tier], "a queue has records that the index does not have"
             assert recorded[member.slot, tier] <= len(cold) + ordered[tier], "a record that is never evicted"
     coordinator.replicator.check()
+    coordinator.tables.check()
     for space in coordinator.directory:
         latest = coordinator.tombstones.latest(space.tenant, space.spec)
         assert space.purged == latest, "a namespace's latest purge is not recorded in it"

@@ -55,7 +55,20 @@ NAMESPACES = 65_536
 """Namespaces of all tenants, at one coordinator and in one message."""
 
 SEQUENCES_PER_HOLDER = 4_096
-"""Open sequences of one worker, forks included."""
+"""Open sequences of one worker, forks included; and changes of their tables in one message."""
+
+SEQUENCES = 262_144
+"""Open sequences of all holders: sixty-four for each of HOLDERS workers."""
+
+TABLE_BLOCKS = 4_194_304
+"""Blocks in the tables of all sequences, those that forks share counted once: 64 million tokens in blocks of 16, and
+half a GiB of memory."""
+
+RELEASED_PER_STEP = 8_192
+"""Blocks of closed or truncated tables that one step releases: as many as one message may add."""
+
+GRACES_PER_STEP = 4_096
+"""Unclaimed private blocks whose grace may end in one step."""
 
 ENGINES = 4_096
 """Live engines of all tenants that are listed. One more is served but not listed."""

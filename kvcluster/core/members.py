@@ -22,6 +22,7 @@ from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.placement import Candidate, choose
 from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.report_stream import ReportCursor
+from kvcluster.core.tiers import ADDRESSABLE
 
 V = TypeVar("V")
 QueueMaker: TypeAlias = Callable[[int, Tier], EvictionQueue[BlockRecord]]
@@ -86,6 +87,12 @@ class Membership:
 
     def get(self, shard: ShardId) -> Member | None:
         return self._members.get(shard)
+
+    @property
+    def addressable_bytes(self) -> int:
+        """The capacity of all shards in the addressable tiers, where claimed and pinned blocks mostly stay."""
+        members = self._members.values()
+        return sum(member.info.use(tier).capacity_bytes for member in members for tier in ADDRESSABLE)
 
     @property
     def next_expiry(self) -> int | None:

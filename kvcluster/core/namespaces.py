@@ -1,6 +1,7 @@
 """The namespaces that a coordinator knows: the tenant of each, its KV spec, and its prefix index.
 
-A lookup names the namespace and its tenant: to every other tenant the namespace does not exist.
+The private pages of sequences have namespaces of their own (docs/adr/0047): KV events and listings leave these out. A
+lookup names the namespace and its tenant: to every other tenant the namespace does not exist.
 """
 
 from __future__ import annotations
@@ -95,8 +96,19 @@ class NamespaceTable:
         return iter(self._spaces.values())
 
     @property
+    def public(self) -> int:
+        """The number of namespaces other than those of private pages."""
+        return sum(not space.spec.private for space in self._spaces.values())
+
+    @property
     def blocks(self) -> int:
-        return sum(len(space.index) for space in self._spaces.values())
+        """The number of blocks in these."""
+        return sum(len(space.index) for space in self._spaces.values() if not space.spec.private)
+
+    @property
+    def private_blocks(self) -> int:
+        """The number of blocks in namespaces of private pages."""
+        return sum(len(space.index) for space in self._spaces.values() if space.spec.private)
 
     def attach(self, tenant: Tenant, spec: KVSpec) -> CoordinatorNamespace | None:
         """Returns the namespace of this spec, creating it if needed; None if the limit of namespaces, of the tenant or
@@ -108,11 +120,12 @@ class NamespaceTable:
             full = len(owned) >= limits.NAMESPACES_PER_TENANT or len(self._spaces) >= limits.NAMESPACES
             if full and not self._forget_bare(tenant):
                 return None
+            emitter = self._emitter if not spec.private else None
             space = self._spaces[space_id] = CoordinatorNamespace(
-                space_id, tenant, spec, self._book, self._emitter, counts_uses=self._counts_uses
+                space_id, tenant, spec, self._book, emitter, counts_uses=self._counts_uses
             )
-            if self._emitter is not None:
-                self._emitter.opened(space_id, spec)
+            if emitter is not None:
+                emitter.opened(space_id, spec)
             space.purged = self._tombstones.latest(tenant, spec)
             owned[space_id] = space
         return space
@@ -156,14 +169,18 @@ class NamespaceTable:
         return purged
 
     def siblings(self, space: CoordinatorNamespace) -> tuple[KVSpec, ...]:
-        """Returns the specs of the tenant's other namespaces that hold blocks, the most similar first."""
-        others = [s for s in self._owned[space.tenant].values() if s is not space and len(s.index)]
+        """Returns the specs of the tenant's other namespaces that hold blocks, the most similar first; none of private
+        pages."""
+        own = self._owned[space.tenant].values()
+        others = [s for s in own if s is not space and len(s.index) and not s.spec.private]
         others.sort(key=lambda other: (len(differing_fields(space.spec, other.spec)), other.id))
         return tuple(other.spec for other in others[: limits.EXPLAINED_NAMESPACES])
 
     def listed(self, tenant: Tenant) -> tuple[tuple[KVSpec, int], ...]:
-        """Returns the tenant's namespaces and the number of blocks in each, by model, then the largest first."""
-        own = [(space.spec, len(space.index)) for space in self._owned.get(tenant, {}).values()]
+        """Returns the tenant's namespaces and the number of blocks in each, by model, then the largest first; none of
+        private pages."""
+        known = self._owned.get(tenant, {}).values()
+        own = [(space.spec, len(space.index)) for space in known if not space.spec.private]
         own.sort(key=lambda known: (known[0].model, -known[1]))
         return tuple(own[: limits.LISTED_NAMESPACES])
 

@@ -96,8 +96,9 @@ class PrepareHandler:
             state.counters["refused_blocks"] += len(m.hashes)
             return [Answer(request.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
-        if state.emitter is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
-            state.emitter.remember(m.hashes, m.tokens, space.spec.block_tokens)
+        emitter = state.emitter if not space.spec.private else None
+        if emitter is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
+            emitter.remember(m.hashes, m.tokens, space.spec.block_tokens)
         # Each page is planned separately: a worker may write several parts of one group, and all of them must be
         # present.
         askings = [NeedPlanner(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]

@@ -95,6 +95,8 @@ class ReportHandler:
         effects = self._tiering.sampled(m.samples)
         for order in member.orders.heard(m.orders):
             self._settle[type(order)](member, order)
+            if isinstance(order, EvictOrder):
+                self._state.eraser.settle(order, now)
         self._give_orders(m, member, now)
         if member.draining and not self._state.rebuilding and self._may_go(m, member, now):
             self._state.members.dismiss(member)
@@ -124,7 +126,7 @@ class ReportHandler:
             self._apply(event, member, now)
         if m.last:
             self._replicator.joined()
-            self._end_rebuilding_early()
+            self._end_rebuilding_early(now)
         return [*effects, Answer(request.call, self._ack(member))]
 
     def forget(self, member: Member | None, *, lost: bool = True) -> None:
@@ -134,6 +136,7 @@ class ReportHandler:
             self._state.members.drop(member.info.shard)
             for order in member.orders.close():
                 self._settle[type(order)](member, order)
+            self._state.eraser.forget(member)
             self._tiering.forget(member)
             self._replicator.forget(member)
             names = chain.from_iterable([cold.drain() for cold in member.cold.values()])
@@ -261,6 +264,8 @@ class ReportHandler:
         record = space.index.add(event, member.slot, parent.stamp if parent is not None else now)
         if record is not None:
             member.cold[event.tier].push(record)
+            if space.spec.private:
+                state.eraser.recorded((space.id, key.hash), now)
         if member.draining and (known := space.index.get(key.hash)) is not None:
             self._replicator.committed(known, member)
 
@@ -288,8 +293,11 @@ class ReportHandler:
         if self._state.rebuilding:
             return
         under_way, staging = member.orders.of, m.info.use(STAGING)
+        evicting = under_way(EvictOrder) is not None
+        if not evicting:
+            self._state.eraser.order(member)
         # A draining shard does not evict to reach its watermark: those blocks are to be moved, not lost.
-        if under_way(EvictOrder) is None and (m.pressure_bytes or not member.draining):
+        if not evicting and (m.pressure_bytes or not member.draining):
             self._make_room(member, m.pressure_bytes, now)
         elif under_way(MoveOrder) is None and 0 < staging.wanted_bytes <= m.info.next_below(STAGING).free_bytes:
             self._tiering.demote(member, 0, now)  # so that other shards can read what its disk tier holds
@@ -308,7 +316,8 @@ class ReportHandler:
             waited = 0
             if member.orders.of(MoveOrder) is None:
                 waited = self._tiering.demote(member, pressure_bytes, now)
-        self._evictor.order(member, lowest, waited, now)
+        if member.orders.of(EvictOrder) is None:  # nothing is to be erased
+            self._evictor.order(member, lowest, waited, now)
         ordered = any(member.orders.of(kind) is not None for kind in (EvictOrder, MoveOrder))
         cut_short = any(cold.cut_short for cold in member.cold.values())
         member.full = pressure_bytes > 0 and not ordered and not cut_short
@@ -337,6 +346,6 @@ class ReportHandler:
                 member.cursor = ReportCursor()
         return [Persist(state.tombstones.all())] if new or renewed else []
 
-    def _end_rebuilding_early(self) -> None:
+    def _end_rebuilding_early(self, now: int) -> None:
         if sum(member.cursor.current for member in self._state.members.all()) >= self._expected:
-            self._state.rebuild_until = None
+            self._state.serve(now)

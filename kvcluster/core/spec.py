@@ -254,7 +254,8 @@ class KVSpec:
                 raise SpecError(
                     f"one layer of a block would take more than {limits.LAYER_BYTES >> 20} MiB; lower block_tokens"
                 )
-        if len(self.canonical()) > limits.SPEC_BYTES:
+        # The private spec of every valid one is valid.
+        if len(self.canonical()) > limits.SPEC_BYTES + (len(_PRIVATE) if self.private else 0):
             raise SpecError(f"the spec takes more than {limits.SPEC_BYTES >> 10} KiB; shorten `extra` or `rope`")
 
     @classmethod
@@ -310,9 +311,14 @@ class KVSpec:
         return part.layers * self.layer_bytes(group, part)
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of a whole raw block: of all pages of all groups."""
+        return sum(self.page_bytes(i, self.whole(i)) for i in range(len(self.groups)))
+
+    @property
     def token_bytes(self) -> float:
         """Bytes of KV per token, over all groups; the break-even calculation uses it."""
-        return sum(self.page_bytes(i, self.whole(i)) for i in range(len(self.groups))) / self.block_tokens
+        return self.block_bytes / self.block_tokens
 
     def canonical(self) -> bytes:
         """Returns bytes that are equal exactly if the specs are: length-framed fields in declared order."""
@@ -330,7 +336,7 @@ class KVSpec:
         for key, value in self.extra:
             out += [_text(key), _text(value)]
         if self.private:
-            out.append(_text("private"))
+            out.append(_PRIVATE)
         return b"".join(out)
 
     def namespace(self, tenant: Tenant) -> NamespaceId:
@@ -382,3 +388,6 @@ def _number(value: int) -> bytes:
 def _text(value: str) -> bytes:
     encoded = value.encode()
     return _number(len(encoded)) + encoded
+
+
+_PRIVATE = _text("private")

@@ -1,7 +1,8 @@
 """Tiering: turns watermarks into demotions, and heat into promotions.
 
 A shard that has lower tiers is relieved by demotion: the coldest blocks of each tier go into the next one, encoded as
-the policy says or unchanged (tiers.Takes); only its lowest tier evicts (evictor.py). The first blocks of a sequence,
+the policy says or unchanged (tiers.Takes); only its lowest tier evicts (evictor.py). Blocks of open sequences are
+demoted too, if there is room below: they are never evicted. The first blocks of a sequence,
 which every later token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), are demoted raw. Runs that are
 often loaded from below are promoted as far as there is room above the watermark. Nothing is demoted in advance to make
 room for them; once they are there, the watermark demotes the coldest blocks.
@@ -16,7 +17,7 @@ The policy may change at run time: it applies to later demotions, and pages in l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from kvcluster.config import CODECS, CoordinatorConfig
@@ -125,7 +126,8 @@ class Tiering:
         moves: list[Move] = []
         waited = pressure_bytes
         for tier, to in pairwise(member.info.tiers):
-            victims = self._evictor.victims(member, tier, waited, now)
+            victims = self._evictor.victims(member, tier, waited, now, self._room_below(member, tier, to))
+            victims.sort(key=self._evictor.claimed, reverse=True)  # they take the room below first
             below = sum(self._bytes_below(record, member.slot, tier, to) for record in victims)
             moves[:0] = [Move(record.space, record.hash, to, self._codec_of(record)) for record in victims]
             use = member.info.use(to)
@@ -165,6 +167,23 @@ class Tiering:
     def forget(self, member: Member) -> None:
         """Forgets a shard that is gone."""
         self._hot.pop(member.slot, None)
+
+    def _room_below(self, member: Member, tier: Tier, to: Tier) -> Callable[[BlockRecord], bool]:
+        """Returns a test of the next victim: whether it is claimed, and the tier below has no room for it after the
+        claimed ones before it. A demoted block leaves its tier in any case, so such a block stays."""
+        room = member.info.use(to).free_bytes
+
+        def keeps(record: BlockRecord) -> bool:
+            nonlocal room
+            if not self._evictor.claimed(record):
+                return False
+            needed = self._bytes_below(record, member.slot, tier, to)
+            if needed > room:
+                return True
+            room -= needed
+            return False
+
+        return keeps
 
     def _codec_of(self, record: BlockRecord) -> Codec:
         if record.depth < self._raw_blocks:

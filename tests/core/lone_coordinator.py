@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, Epoch, ShardId
+from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, Epoch, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator
 from kvcluster.core.messages import (
     Attach,
@@ -119,6 +119,8 @@ class Voice:
         self.orders = OrderProgress()
         """How far it says that it is with its orders. It says nothing of them by itself, so that they are repeated."""
         self.tombstones: tuple[Tombstone, ...] = ()
+        self.specs: tuple[tuple[Tenant, KVSpec], ...] = ()
+        """Other namespaces that its inventory names."""
 
     @property
     def address(self) -> ShardAddress:
@@ -159,7 +161,7 @@ class Voice:
             chunk,
             last,
             held,
-            specs=((OURS, self._to.spec), (THEIRS, self._to.spec)),
+            specs=((OURS, self._to.spec), (THEIRS, self._to.spec), *self.specs),
             tombstones=self.tombstones,
         )
         return self._to.ask(ReportAck, build_request(inventory, CLUSTER))

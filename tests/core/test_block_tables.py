@@ -1,203 +1,245 @@
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvcluster.core import limits
-from kvcluster.core.block_tables import BlockTables, Outcome
-from kvcluster.core.ids import BlockHash, Holder, NamespaceId
+from kvcluster.core.block_tables import BlockTables, ClaimedName, Claims, Outcome, Owner
+from kvcluster.core.ids import BlockHash, Holder, NamespaceId, SequenceId, Tenant
+from kvcluster.core.messages import TableChange
 
-NAMESPACES = [NamespaceId(bytes([i]) * 32) for i in range(2)]
-HOLDERS = [Holder(bytes([i]) * 16) for i in range(3)]
-ROOT = BlockHash(b"r" * 32)
+OURS, THEIRS = Tenant("ours"), Tenant("theirs")
+OWNERS: list[Owner] = [(OURS, Holder(b"1" * 16)), (OURS, Holder(b"2" * 16)), (THEIRS, Holder(b"1" * 16))]
+PUBLIC, PRIVATE = NamespaceId(b"p" * 32), NamespaceId(b"q" * 32)
+BLOCK_BYTES = 10
+MOST = 12
+"""Blocks that a tenant may claim in these tests."""
+ALL = 1_000_000
 
-# Few of each, so that requests meet.
-names = st.sampled_from([bytes([i]) for i in range(5)])
-holders = st.sampled_from(HOLDERS)
-blocks = st.integers(0, 255).map(lambda i: BlockHash(bytes([i]) * 32))
+# Few of each, so that changes meet.
+owners = st.sampled_from(OWNERS)
+sequences = st.integers(0, 3).map(lambda number: SequenceId(bytes([number]) * 16))
+blocks = st.integers(0, 9).map(lambda number: BlockHash(bytes([number]) * 32))
+changes = st.builds(
+    lambda sequence, keep, added, private, parent, closed: TableChange(
+        sequence, keep, tuple(added), min(private, len(added)), parent, closed
+    ),
+    sequences,
+    st.integers(0, 5),
+    st.lists(blocks, max_size=4),
+    st.integers(0, 2),
+    st.none() | sequences,
+    st.integers(0, 4).map(lambda number: number == 0),
+)
 
 
-@dataclass
-class Plain:
-    """A sequence as one would keep it without a thought of cost."""
+def namespace(tenant: Tenant, space: NamespaceId) -> NamespaceId:
+    return NamespaceId(space[:16] + tenant.encode().ljust(16))
 
-    holder: Holder
-    namespace: NamespaceId
-    block_tokens: int
-    hashes: list[BlockHash]
-    length: int = 0
+
+def claims(tables: BlockTables, tenant: Tenant, space: NamespaceId) -> Claims:
+    name = namespace(tenant, space)
+    return tables.claims_in(name, tenant, private=space == PRIVATE, block_bytes=BLOCK_BYTES, block_tokens=4)
+
+
+def change(tables: BlockTables, owner: Owner, m: TableChange, most_bytes: int | None = None) -> Outcome:
+    of_public, of_private = (claims(tables, owner[0], space) for space in (PUBLIC, PRIVATE))
+    return tables.change(owner, m, of_public, of_private, most_bytes=most_bytes)
 
 
 class TablesAgainstLists(RuleBasedStateMachine):
+    """The plain model keeps every table as a list of named blocks, and looks at all of them for each question."""
+
     def __init__(self) -> None:
         super().__init__()
         self.tables = BlockTables()
-        self.model: dict[bytes, Plain] = {}
+        self.model: dict[tuple[Owner, SequenceId], list[ClaimedName]] = {}
+        self.unclaimed: list[ClaimedName] = []  # private ones that were reported since they were claimed last
 
-    @rule(name=names, holder=holders, namespace=st.sampled_from(NAMESPACES), block_tokens=st.integers(1, 4))
-    def open(self, name: bytes, holder: Holder, namespace: NamespaceId, block_tokens: int) -> None:
-        outcome = self.tables.open(name, holder, namespace, ROOT, block_tokens=block_tokens)
-        assert outcome is (Outcome.EXISTS if name in self.model else Outcome.DONE)
-        self.model.setdefault(name, Plain(holder, namespace, block_tokens, []))
+    def claimed(self) -> set[ClaimedName]:
+        return {name for table in self.model.values() for name in table}
 
-    @rule(name=names, tokens=st.integers(0, 20))
-    def extend(self, name: bytes, tokens: int) -> None:
-        plain = self.model.get(name)
-        assert self.tables.extend(name, tokens) is (Outcome.DONE if plain else Outcome.UNKNOWN)
-        if plain:
-            plain.length += tokens
+    def named(self, owner: Owner, m: TableChange) -> list[ClaimedName]:
+        split = len(m.blocks) - m.private
+        return [(namespace(owner[0], PUBLIC if at < split else PRIVATE), block) for at, block in enumerate(m.blocks)]
 
-    @rule(name=names, hashes=st.lists(blocks, max_size=4))
-    def seal(self, name: bytes, hashes: list[BlockHash]) -> None:
-        plain = self.model.get(name)
-        outcome = self.tables.seal(name, hashes)
-        if plain is None:
-            assert outcome is Outcome.UNKNOWN
-        elif (len(plain.hashes) + len(hashes)) * plain.block_tokens > plain.length:
-            assert outcome is Outcome.SHORT
-        else:
+    @rule(owner=owners, m=changes)
+    def change(self, owner: Owner, m: TableChange) -> None:
+        self.release(ALL)
+        outcome = change(self.tables, owner, m, MOST * BLOCK_BYTES)
+        self.release(0)
+        if m.closed:
             assert outcome is Outcome.DONE
-            plain.hashes += hashes
-
-    @rule(name=names, child=names, holder=holders)
-    def fork(self, name: bytes, child: bytes, holder: Holder) -> None:
-        plain = self.model.get(name)
-        outcome = self.tables.fork(name, child, holder)
-        if plain is None:
+            self.model.pop((owner, m.sequence), None)
+            return
+        start = self.model.get((owner, m.parent or m.sequence)) if m.parent or m.keep else []
+        if start is None or len(start) < m.keep:
             assert outcome is Outcome.UNKNOWN
-        elif child in self.model:
-            assert outcome is Outcome.EXISTS
-        else:
-            assert outcome is Outcome.DONE
-            self.model[child] = replace(plain, holder=holder, hashes=list(plain.hashes))
+            return
+        added = self.named(owner, m)
+        ours = {name for (of, _), table in self.model.items() if of[0] == owner[0] for name in table}
+        if set(added) - ours and len(ours | set(added)) > MOST:
+            assert outcome is Outcome.LIMIT
+            return
+        assert outcome is Outcome.DONE
+        self.unclaimed = [name for name in self.unclaimed if name not in added]
+        self.model[owner, m.sequence] = [*start[: m.keep], *added]
 
-    @rule(name=names, tokens=st.integers(0, 40))
-    def truncate(self, name: bytes, tokens: int) -> None:
-        plain = self.model.get(name)
-        outcome = self.tables.truncate(name, tokens)
-        if plain is None:
-            assert outcome is Outcome.UNKNOWN
-        elif tokens > plain.length:
-            assert outcome is Outcome.SHORT
-        else:
-            assert outcome is Outcome.DONE
-            plain.length = tokens
-            del plain.hashes[tokens // plain.block_tokens :]
+    @rule(owner=owners)
+    def close_owner(self, owner: Owner) -> None:
+        own = [key for key in self.model if key[0] == owner]
+        assert self.tables.close_owner(owner) == len(own)
+        for key in own:
+            del self.model[key]
 
-    @rule(name=names)
-    def close(self, name: bytes) -> None:
-        known = self.model.pop(name, None)
-        assert self.tables.close(name) is (Outcome.DONE if known else Outcome.UNKNOWN)
-
-    @rule(holder=holders)
-    def close_holder(self, holder: Holder) -> None:
-        own = [name for name, plain in self.model.items() if plain.holder == holder]
-        assert self.tables.close_holder(holder) == len(own)
-        for name in own:
-            del self.model[name]
+    @rule(most=st.integers(0, 3))
+    def release(self, most: int) -> None:
+        done, unclaimed = self.tables.release_some(most)
+        assert done <= most
+        assert all(name[0][:16] == PRIVATE[:16] for name in unclaimed)
+        assert not self.claimed() & set(unclaimed)
+        assert not set(self.unclaimed) & set(unclaimed), "a block loses its last claim once"
+        self.unclaimed += unclaimed
 
     @invariant()
     def every_table_is_its_list(self) -> None:
-        for name in [bytes([i]) for i in range(5)]:
-            plain, table = self.model.get(name), self.tables.get(name)
-            assert self.tables.table(name) == (tuple(plain.hashes) if plain else None)
-            assert self.tables.length(name) == (plain.length if plain else None)
-            if plain and table:
-                assert (table.holder, table.namespace) == (plain.holder, plain.namespace)
-                assert table.sealed == len(plain.hashes)
-                assert table.parent == ([ROOT, *plain.hashes])[-1]
+        for owner in OWNERS:
+            own = [key for key in self.model if key[0] == owner]
+            assert self.tables.count(owner) == len(own)
+            for _, sequence in own:
+                listed = tuple(block for _, block in self.model[owner, sequence])
+                assert self.tables.table(owner, sequence) == listed
+        assert len(self.tables) == len(self.model)
+        self.tables.check()
 
     @invariant()
-    def every_sequence_is_counted_once(self) -> None:
-        owners = [plain.holder for plain in self.model.values()]
-        assert len(self.tables) == len(owners)
-        assert [self.tables.count(holder) for holder in HOLDERS] == [owners.count(holder) for holder in HOLDERS]
-        assert self.tables.holders == sum(holder in owners for holder in HOLDERS)
-        self.tables.check()
+    def what_a_table_names_is_claimed_and_after_the_release_nothing_else(self) -> None:
+        claimed = self.claimed()
+        assert all(self.tables.claims(*name) for name in claimed)
+        if not self.tables.releasing:
+            assert self.tables.claimed_blocks == len(claimed)
+            for tenant in (OURS, THEIRS):
+                own = [name for name in claimed if name[0] in (namespace(tenant, PUBLIC), namespace(tenant, PRIVATE))]
+                assert self.tables.claimed_bytes(tenant) == BLOCK_BYTES * len(own)
 
 
 TestTablesAgainstLists = TablesAgainstLists.TestCase
 
+ONE = OWNERS[0]
+S, T, U = (SequenceId(letter * 16) for letter in (b"s", b"t", b"u"))
 
-def opened(*names: bytes, holder: Holder = HOLDERS[0]) -> BlockTables:
+
+def hashes(count: int, first: int = 0) -> tuple[BlockHash, ...]:
+    return tuple(BlockHash(number.to_bytes(32, "big")) for number in range(first, first + count))
+
+
+def opened(count: int, *, private: int = 0) -> BlockTables:
     tables = BlockTables()
-    for name in names:
-        assert tables.open(name, holder, NAMESPACES[0], ROOT, block_tokens=4) is Outcome.DONE
+    assert change(tables, ONE, TableChange(S, 0, hashes(count), private)) is Outcome.DONE
     return tables
 
 
-def hashes(count: int) -> list[BlockHash]:
-    return [BlockHash(i.to_bytes(32, "big")) for i in range(count)]
+def released(tables: BlockTables) -> list[BlockHash]:
+    return [block for _, block in tables.release_some(ALL)[1]]
 
 
-def test_truncating_into_a_sealed_block_unseals_the_rest_of_it() -> None:
-    tables = opened(b"s")
-    tables.extend(b"s", 10)
-    first, second, again = hashes(3)
-    tables.seal(b"s", [first, second])
-    tables.truncate(b"s", 7)
-    assert (tables.table(b"s"), tables.length(b"s")) == ((first,), 7)
-    assert tables.seal(b"s", [again]) is Outcome.SHORT
-    tables.extend(b"s", 1)
-    assert tables.seal(b"s", [again]) is Outcome.DONE
-    assert tables.table(b"s") == (first, again)
+def test_a_fork_shares_the_nodes_of_its_parent_and_outlives_it() -> None:
+    tables = opened(3, private=1)
+    change(tables, ONE, TableChange(T, 3, hashes(1, 9), parent=S))
+    assert tables.claims(namespace(OURS, PUBLIC), hashes(1)[0]) == 1
+    change(tables, ONE, TableChange(S, 1, hashes(1, 7)))
+    change(tables, ONE, TableChange(S, 0, closed=True))
+    assert released(tables) == []
+    assert tables.table(ONE, T) == (*hashes(3), *hashes(1, 9))
+    change(tables, ONE, TableChange(T, 0, closed=True))
+    assert released(tables) == [hashes(3)[2]]
+    assert tables.claimed_blocks == 0
 
 
-def test_a_fork_keeps_what_its_parent_drops_and_outlives_it() -> None:
-    tables = opened(b"parent")
-    tables.extend(b"parent", 9)
-    first, second, other = hashes(3)
-    tables.seal(b"parent", [first, second])
-    tables.fork(b"parent", b"child", HOLDERS[1])
-    tables.truncate(b"parent", 4)
-    tables.extend(b"parent", 4)
-    tables.seal(b"parent", [other])
-    assert tables.table(b"parent") == (first, other)
-    tables.close(b"parent")
-    assert (tables.table(b"child"), tables.length(b"child")) == ((first, second), 9)
+def test_a_truncated_private_block_loses_its_claim_and_one_that_another_table_names_does_not() -> None:
+    tables = opened(4, private=2)
+    change(tables, ONE, TableChange(T, 0, hashes(1, 3), 1))
+    change(tables, ONE, TableChange(S, 2))
+    assert released(tables) == [hashes(4)[2]]
 
 
-def test_a_holder_that_is_gone_takes_its_sequences_and_no_other() -> None:
-    tables = opened(b"one", b"two")
-    tables.fork(b"one", b"theirs", HOLDERS[1])
-    assert tables.close_holder(HOLDERS[0]) == 2
-    assert (len(tables), tables.count(HOLDERS[1]), tables.holders) == (1, 1, 1)
-    assert tables.close_holder(HOLDERS[0]) == 0
+def test_another_tenant_neither_sees_nor_changes_the_tables_of_the_same_holder_id() -> None:
+    tables = opened(2)
+    stranger = THEIRS, ONE[1]
+    assert tables.table(stranger, S) is None
+    assert change(tables, stranger, TableChange(S, 1)) is Outcome.UNKNOWN
+    assert change(tables, stranger, TableChange(T, 1, parent=S)) is Outcome.UNKNOWN
+    change(tables, stranger, TableChange(S, 0, closed=True))
+    assert tables.close_owner(stranger) == 0
+    assert tables.table(ONE, S) == hashes(2)
+
+
+def test_a_table_of_another_namespace_is_not_known_here() -> None:
+    tables = opened(2)
+    elsewhere = tables.claims_in(NamespaceId(b"e" * 32), OURS, private=False, block_bytes=1, block_tokens=4)
+    assert tables.change(ONE, TableChange(S, 1), elsewhere, None, most_bytes=None) is Outcome.UNKNOWN
+
+
+def test_private_blocks_without_their_namespace_are_refused() -> None:
+    tables = BlockTables()
+    of_public = claims(tables, OURS, PUBLIC)
+    refused = tables.change(ONE, TableChange(S, 0, hashes(1), 1), of_public, None, most_bytes=None)
+    assert (refused, len(tables)) == (Outcome.LIMIT, 0)
+
+
+def test_each_block_counts_once_towards_the_bytes_of_its_tenant() -> None:
+    tables = opened(4)
+    room = 5 * BLOCK_BYTES
+    assert change(tables, ONE, TableChange(T, 0, hashes(5)), room) is Outcome.DONE
+    assert change(tables, ONE, TableChange(T, 5, hashes(1, 5)), room) is Outcome.LIMIT
+    assert change(tables, ONE, TableChange(T, 5, hashes(1, 4)), room) is Outcome.DONE
+    assert change(tables, (THEIRS, ONE[1]), TableChange(T, 0, hashes(5)), room) is Outcome.DONE
+    assert change(tables, ONE, TableChange(T, 1), 0) is Outcome.DONE, "a change without new blocks is always made"
 
 
 def test_a_holder_has_so_many_sequences_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SEQUENCES_PER_HOLDER", 2)
-    tables = opened(b"one", b"two")
-    assert tables.open(b"three", HOLDERS[0], NAMESPACES[0], ROOT, block_tokens=4) is Outcome.LIMIT
-    assert tables.fork(b"one", b"three", HOLDERS[0]) is Outcome.LIMIT
-    assert tables.fork(b"one", b"three", HOLDERS[1]) is Outcome.DONE
-    tables.close(b"one")
-    assert tables.open(b"four", HOLDERS[0], NAMESPACES[0], ROOT, block_tokens=4) is Outcome.DONE
+    monkeypatch.setattr(limits, "SEQUENCES_PER_HOLDER", 1)
+    tables = opened(1)
+    assert change(tables, ONE, TableChange(T, 1, parent=S)) is Outcome.LIMIT
+    assert change(tables, ONE, TableChange(S, 0)) is Outcome.DONE
+    assert change(tables, OWNERS[1], TableChange(T, 0)) is Outcome.DONE
 
 
-def test_so_many_holders_have_sequences_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HOLDERS", 1)
-    tables = opened(b"one")
-    assert tables.fork(b"one", b"two", HOLDERS[1]) is Outcome.LIMIT
-    assert tables.fork(b"one", b"two", HOLDERS[0]) is Outcome.DONE
-    assert (tables.count(HOLDERS[1]), tables.holders) == (0, 1)
+def test_all_holders_have_so_many_sequences_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SEQUENCES", 1)
+    tables = opened(1)
+    assert change(tables, OWNERS[1], TableChange(T, 0)) is Outcome.LIMIT
+    change(tables, ONE, TableChange(S, 0, closed=True))
+    assert change(tables, OWNERS[1], TableChange(T, 0)) is Outcome.DONE
 
 
-def test_a_sequence_grows_to_its_limit_and_no_further() -> None:
-    tables = opened(b"s")
-    assert tables.extend(b"s", limits.TOKENS_PER_SEQUENCE) is Outcome.DONE
-    assert tables.extend(b"s", 1) is Outcome.LIMIT
-    assert tables.length(b"s") == limits.TOKENS_PER_SEQUENCE
+def test_a_sequence_grows_to_its_tokens_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TOKENS_PER_SEQUENCE", 12)
+    tables = opened(2)
+    assert change(tables, ONE, TableChange(S, 2, hashes(2, 2))) is Outcome.LIMIT
+    assert change(tables, ONE, TableChange(S, 2, hashes(1, 2))) is Outcome.DONE
 
 
-def test_a_very_long_table_is_given_back_without_recursion() -> None:
-    tables = opened(b"s")
-    many = hashes(200_000)
-    tables.extend(b"s", 4 * len(many))
-    assert tables.seal(b"s", many) is Outcome.DONE
-    assert tables.table(b"s") == tuple(many)
-    assert tables.close(b"s") is Outcome.DONE
-    assert len(tables) == 0
+def test_all_tables_have_so_many_nodes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TABLE_BLOCKS", 3)
+    tables = opened(3)
+    assert change(tables, ONE, TableChange(T, 0, hashes(1))) is Outcome.LIMIT
+    assert change(tables, ONE, TableChange(T, 3, parent=S)) is Outcome.DONE
+    change(tables, ONE, TableChange(T, 2))
+    change(tables, ONE, TableChange(S, 2))
+    released(tables)
+    assert change(tables, ONE, TableChange(T, 2, hashes(1))) is Outcome.DONE
+
+
+def test_a_very_long_table_is_cut_anywhere_and_released_in_slices() -> None:
+    tables = opened(200_000)
+    for keep in (199_999, 131_072, 77_777, 1):
+        assert change(tables, ONE, TableChange(S, keep)) is Outcome.DONE
+        assert tables.table(ONE, S) == hashes(keep)
+    change(tables, ONE, TableChange(S, 0, closed=True))
+    assert tables.release_some(150_000)[0] == 150_000
+    assert tables.claimed_blocks == 50_000
+    assert tables.releasing
+    assert tables.release_some(150_000)[0] == 50_000
+    assert not tables.releasing

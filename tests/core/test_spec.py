@@ -47,6 +47,7 @@ def specs(draw: st.DrawFn) -> KVSpec:
             if own
         ),
         extra=tuple(sorted(draw(st.dictionaries(words, words, max_size=2)).items())),
+        private=draw(st.booleans()),
     )
 
 

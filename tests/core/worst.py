@@ -17,7 +17,7 @@ from kvcluster.core import limits
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, SequenceId, ShardId
 from kvcluster.core.messages import (
     Abort,
     Attach,
@@ -68,6 +68,8 @@ from kvcluster.core.messages import (
     Stalled,
     StreamEvent,
     Suspect,
+    SyncTables,
+    TableChange,
     Tick,
     Tier,
     TierUse,
@@ -315,6 +317,61 @@ def set_weights(size: int) -> Step:
     return Step(engines(size), asks(SetWeights("m", "new")))
 
 
+def sequence(number: int) -> SequenceId:
+    return SequenceId(number.to_bytes(16, "big"))
+
+
+def syncs(number: int, *changes: TableChange, of: int = 1) -> Request[Any]:
+    return asks(SyncTables(holder(of), number, changes), SPACE)
+
+
+def opens(core: Coordinator, number: int, blocks: int, *, of: int = 1) -> int:
+    """Opens a sequence of so many private blocks, in as many messages as that takes. Returns the next number."""
+    for first in range(0, blocks, limits.BLOCKS_PER_CALL):
+        added = tuple(map(block, range(first, min(blocks, first + limits.BLOCKS_PER_CALL))))
+        core.step(syncs(number, TableChange(sequence(of), first, added, len(added)), of=of), NOW)
+        number += 1
+    return number
+
+
+def stored_privately(blocks: int) -> tuple[Coordinator, Shards]:
+    core, shards = coordinator()
+    spec = replace(SPEC, private=True)
+    core.step(asks(Attach(spec)), NOW)
+    shards.tell(0, [event(at, Part(0, 1, 0, 8), spec=spec) for at in range(blocks)])
+    return core, shards
+
+
+def sync_tables(size: int) -> Step:
+    """A sequence of that many private blocks replaces one of as many others, which are stored."""
+    core, _ = stored_privately(size)
+    number = opens(core, 1, size)
+    others = tuple(map(block, range(size, 2 * size)))
+    return Step(core, syncs(number, TableChange(sequence(1), 0, others, size)))
+
+
+def sync_many_tables(size: int) -> Step:
+    """As many forks of a long sequence as a message may have, each from another place."""
+    core, _ = coordinator()
+    number = opens(core, 1, 4 * limits.BLOCKS_PER_CALL)
+    forks = [TableChange(sequence(2 + at), 1 + 7 * at, (block(at),), parent=sequence(1)) for at in range(size)]
+    return Step(core, syncs(number, *forks))
+
+
+def sync_that_closes(size: int) -> Step:
+    """The end of a sequence of that many stored blocks."""
+    core, _ = stored_privately(size)
+    number = opens(core, 1, size)
+    return Step(core, syncs(number, TableChange(sequence(1), 0, closed=True)))
+
+
+def sync_out_of_turn(size: int) -> Step:
+    """All tables of a holder are dropped."""
+    core, _ = coordinator()
+    core.step(syncs(1, *(TableChange(sequence(at), 0, (block(at),)) for at in range(size))), NOW)
+    return Step(core, syncs(7))
+
+
 def pin_blocks(size: int) -> Step:
     """All are pinned already, and wanted on more shards."""
     core, _ = held(size)
@@ -406,6 +463,25 @@ def coordinator_tick(size: int) -> Step:
     return Step(core, Tick(), NOW + 3_600 * SECOND)
 
 
+def tick_that_ends_leases(size: int) -> Step:
+    """The leases of many holders run out, each with many sequences; the graces of as many blocks do, too."""
+    core, _ = stored_privately(size)
+    for of in range(8):
+        core.step(syncs(1, *(TableChange(sequence(at), 0) for at in range(size // 16)), of=of), NOW)
+    opens(core, 1, size, of=9)
+    return Step(core, Tick(), NOW + 3_600 * SECOND)
+
+
+def report_of_a_shard_that_erases(size: int) -> Step:
+    """All blocks are to be erased at once, and room is wanted."""
+    core, shards = stored_privately(size)
+    opens(core, 1, size)
+    core.step(syncs(9), NOW)
+    while core.next_deadline() == 0:
+        core.step(Tick(), NOW)
+    return Step(core, shards.report(0, [], pressure_bytes=2**40))
+
+
 def coordinator_stalled(size: int) -> Step:
     return Step(tickets(size), Stalled(SECOND))
 
@@ -424,6 +500,10 @@ COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
     (RegisterEngine, register_engine, limits.ENGINES),
     (GetEngines, get_engines, limits.ENGINES),
     (SetWeights, set_weights, limits.ENGINES),
+    (SyncTables, sync_tables, limits.BLOCKS_PER_CALL),
+    (SyncTables, sync_many_tables, limits.SEQUENCES_PER_HOLDER),
+    (SyncTables, sync_that_closes, 8 * limits.BLOCKS_PER_CALL),
+    (SyncTables, sync_out_of_turn, limits.SEQUENCES_PER_HOLDER),
     (PinBlocks, pin_blocks, limits.BLOCKS_PER_CALL),
     (UnpinBlocks, unpin_blocks, limits.BLOCKS_PER_CALL),
     (Purge, purge, 8 * limits.BLOCKS_PER_CALL),
@@ -434,9 +514,11 @@ COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
     (Report, report_of_pieces, limits.REPORTS_PER_MESSAGE),
     (Report, report_of_a_target, limits.BLOCKS_PER_CALL),
     (Report, report_of_a_draining_shard, limits.BLOCKS_PER_CALL),
+    (Report, report_of_a_shard_that_erases, limits.BLOCKS_PER_CALL),
     (Inventory, inventory, limits.INVENTORY_CHUNK),
     (Retell, retell, limits.NAMESPACES_PER_TENANT),
     (Tick, coordinator_tick, limits.BLOCKS_PER_CALL),
+    (Tick, tick_that_ends_leases, 8 * limits.BLOCKS_PER_CALL),
     (Stalled, coordinator_stalled, limits.TICKETS),
 ]
 

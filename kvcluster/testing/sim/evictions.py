@@ -11,17 +11,27 @@ from kvcluster.testing.sim.violation import require
 
 
 def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now: int) -> None:
-    """Raises Violation if an order given at `now` names a held or pinned block, or a block before its tail."""
+    """Raises Violation if an order given at `now` names a block of an open sequence, a held or pinned one, or a block
+    before its tail. A private block that no sequence claims may always be erased."""
     for space in coordinator.directory:
         ordered = {block: None for space_id, block in order.blocks if space_id == space.id}
+        claimed = [block for block in ordered if coordinator.tables.claims(space.id, block)]
+        require(not claimed, f"an order takes {' '.join(block.hex()[:6] for block in claimed)} of open sequences")
+        if space.spec.private:
+            continue
         for block in ordered:
             require(not _promised(space, block, now), f"an order takes {block.hex()[:6]}, which is held or pinned")
         if ordered:
-            _tails_first(space, member, order, ordered, now)
+            _tails_first(coordinator, space, member, order, ordered, now)
 
 
 def _tails_first(
-    space: CoordinatorNamespace, member: Member, order: EvictOrder, ordered: dict[BlockHash, None], now: int
+    coordinator: Coordinator,
+    space: CoordinatorNamespace,
+    member: Member,
+    order: EvictOrder,
+    ordered: dict[BlockHash, None],
+    now: int,
 ) -> None:
     """A block is not evicted before the blocks after it in the same tier of that shard."""
     moves = member.orders.of(MoveOrder)
@@ -31,7 +41,8 @@ def _tails_first(
             continue
         parent = space.index.get(record.parent)
         if parent is not None and record.copies.on(member.slot, order.tier):
-            require(_promised(space, record.hash, now), f"{record.parent.hex()[:6]} is to be evicted before its tail")
+            spared = _promised(space, record.hash, now) or coordinator.tables.claims(space.id, record.hash) > 0
+            require(spared, f"{record.parent.hex()[:6]} is to be evicted before its tail")
 
 
 def _promised(space: CoordinatorNamespace, block: BlockHash, now: int) -> bool:
