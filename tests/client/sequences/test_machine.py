@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from typing import Any
 
@@ -11,102 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcluster.client.sequences.blocks import Stored
-from kvcluster.client.sequences.machine import PageCopy, SequenceMachine, StoreBatch
 from kvcluster.client.sequences.policy import WindowPolicy
-from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core import hashing
-from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
 from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LimitError, ResidentSetFull
-
-BLOCK = 4
-PAGES = 12
-RUN = 4
-ROOT = hashing.root(NamespaceId(bytes(32)))
-LAYERS = 2
-
-
-class Worker:
-    """A machine with a memory of one value for each token and layer, and a cluster that keeps what is stored."""
-
-    def __init__(self, pages: int = PAGES, policy: WindowPolicy | None = None, max_tokens: int = 1_000) -> None:
-        ids = (hashlib.sha256(b"%d" % n).digest() for n in itertools.count())
-        self.pages = ResidentPages(pages)
-        self.machine = SequenceMachine(self.pages, lambda: next(ids), block_tokens=BLOCK, layers=LAYERS, run_blocks=RUN)
-        self.memory = {(layer, page, slot): -1 for layer in range(LAYERS) for page in range(pages) for slot in range(BLOCK)}
-        self.cluster: dict[BlockHash, list[int]] = {}
-        self.names = itertools.count(1)
-        self.policy = policy or WindowPolicy(tail_tokens=BLOCK, migration_tokens=2 * BLOCK)
-        self.max_tokens = max_tokens
-
-    def name(self) -> SequenceId:
-        return SequenceId(next(self.names).to_bytes(16, "big"))
-
-    def open(self, cached: list[tuple[BlockHash, bytes, Loss]] | None = None) -> SequenceState:
-        state = SequenceState(self.name(), ROOT, self.policy, block_tokens=BLOCK, max_tokens=self.max_tokens)
-        self.machine.open(state, cached or [])
-        return state
-
-    def append(self, state: SequenceState, values: list[int], *, ids: bool = True) -> None:
-        for layer in range(LAYERS):
-            runs, copies = self.machine.begin_step(state, layer, len(values))
-            self.copy(copies)
-            slots = [(run.page, run.first + at) for run in runs for at in range(run.tokens)]
-            for (page, slot), value in zip(slots, values, strict=True):
-                self.memory[layer, page, slot] = value + 1_000_000 * layer
-        self.machine.advance(state, values if ids else len(values))
-
-    def copy(self, copies: list[PageCopy]) -> None:
-        for copy in copies:
-            for layer, slot in itertools.product(range(LAYERS), range(BLOCK)):
-                self.memory[layer, copy.target, slot] = self.memory[layer, copy.source, slot]
-
-    def page(self, page: int) -> list[int]:
-        return [self.memory[layer, page, slot] for layer in range(LAYERS) for slot in range(BLOCK)]
-
-    def store(self, *, fails: bool = False) -> StoreBatch | None:
-        batch = self.machine.next_store()
-        if batch is not None:
-            for block, name in zip(batch.blocks, batch.names[-len(batch.blocks) :], strict=True):
-                assert block.page is not None and block.name == name
-                if not fails:
-                    known = self.cluster.setdefault(name, self.page(block.page))
-                    assert known == self.page(block.page), "two contents of one name"
-            self.machine.stored(batch, committed=not fails)
-        return batch
-
-    def bring(self, state: SequenceState, depths: range) -> None:
-        absent = [state.blocks[depth] for depth in state.absent(depths)]
-        for block, page in zip(absent, self.machine.place(absent), strict=True):
-            assert block.name is not None
-            content = iter(self.cluster[block.name])
-            for layer, slot in itertools.product(range(LAYERS), range(BLOCK)):
-                self.memory[layer, page, slot] = next(content)
-            self.machine.placed(block, page, loaded=True)
-
-    def read(self, state: SequenceState) -> list[int]:
-        """The tokens of a sequence, brought back block by block."""
-        values: list[int] = []
-        for position in range(state.length):
-            depth = position // BLOCK
-            self.bring(state, range(depth, depth + 1))
-            (run,) = self.machine.runs(state, position, 1)
-            values.append(self.memory[0, run.page, run.first])
-            assert self.memory[1, run.page, run.first] == values[-1] + 1_000_000
-        return values
-
-    def write(self, state: SequenceState, position: int, value: int) -> None:
-        self.bring(state, range(position // BLOCK, len(state.blocks)))
-        self.copy(self.machine.own(state, position))
-        (run,) = self.machine.runs(state, position, 1)
-        for layer in range(LAYERS):
-            self.memory[layer, run.page, run.first] = value + 1_000_000 * layer
-
-    def truncate(self, state: SequenceState, tokens: int) -> None:
-        for block in self.machine.unsealed_by(state, tokens):
-            self.bring(state, range(block.depth, block.depth + 1))
-        self.copy(self.machine.truncate(state, tokens))
+from tests.client.sequences.lone_worker import BLOCK, LAYERS, ROOT, Worker
 
 
 class Sequences(RuleBasedStateMachine):
@@ -343,7 +252,10 @@ def test_blocks_computed_over_a_lossy_prefix_have_its_loss() -> None:
 BAD: dict[str, tuple[Any, str]] = {
     "a layer twice": (lambda w, s: [w.machine.begin_step(s, 0, 1) for _ in range(2)], "already"),
     "layers of different lengths": (lambda w, s: [w.machine.begin_step(s, n, 1 + n) for n in (0, 1)], "other layers"),
-    "advance before every layer has appended": (lambda w, s: (w.machine.begin_step(s, 0, 1), w.machine.advance(s, [1])), "layer 1"),
+    "advance before every layer has appended": (
+        lambda w, s: (w.machine.begin_step(s, 0, 1), w.machine.advance(s, [1])),
+        "layer 1",
+    ),
     "advance of nothing": (lambda w, s: w.machine.advance(s, [1]), "append them"),
     "a fork within a step": (lambda w, s: (w.machine.begin_step(s, 0, 1), w.machine.fork(s, w.name())), "middle"),
     "a truncation beyond the end": (lambda w, s: w.machine.truncate(s, 7), "has 6"),

@@ -1,0 +1,173 @@
+"""The coordinator's tables become those of the worker, whatever is lost on the way, in few messages."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from kvcluster.client.sequences.policy import WindowPolicy
+from kvcluster.client.sequences.resident_pages import ResidentPages
+from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.table_keeper import TableKeeper
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash, Epoch, Holder
+from kvcluster.core.messages import Attach, Attached, SyncTables, TablesSynced
+from kvcluster.testing.core_stepper import build_request
+from tests.client.sequences.lone_worker import BLOCK, Worker
+from tests.core.lone_coordinator import LoneCoordinator
+from tests.core.samples import OURS
+
+HOLDER = Holder(b"h" * 16)
+SECOND = 1_000_000_000
+TTL = 30 * SECOND
+
+
+class Teller:
+    """A worker, its keeper, and a coordinator that may restart."""
+
+    def __init__(self) -> None:
+        self.worker = Worker(pages=200, policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+        self.keeper = TableKeeper(HOLDER, interval_ns=SECOND)
+        self.coordinator = LoneCoordinator(expected=1)
+        self.open: list[SequenceState] = []
+        self.now = 0
+        self.messages = 0
+
+    def send(self, message: SyncTables) -> TablesSynced:
+        space = self.coordinator.spec.namespace(OURS)
+        self.coordinator.ask(Attached, build_request(Attach(self.coordinator.spec), OURS))
+        return self.coordinator.ask(TablesSynced, build_request(message, OURS, space))
+
+    def sync(self, *, lost: bool = False, reply_lost: bool = False) -> bool:
+        """Sends the next message, if one is due. Returns whether it was answered."""
+        self.now += SECOND
+        message = self.keeper.next_sync(self.now)
+        if message is None:
+            return False
+        self.messages += 1
+        answer = None if lost else self.send(message)
+        if answer is None or reply_lost:
+            self.keeper.failed(self.now)
+            return False
+        self.keeper.synced(answer, self.now)
+        return True
+
+    def settle(self) -> None:
+        for _ in range(40):
+            self.sync()
+
+    def table(self, state: SequenceState) -> tuple[BlockHash, ...] | None:
+        return self.coordinator.core.tables.table((OURS, HOLDER), state.name)
+
+    def check(self) -> None:
+        self.settle()
+        for state in self.open:
+            assert self.table(state) == tuple(block.name for block in state.blocks[: state.sealed])
+        assert self.coordinator.core.tables.count((OURS, HOLDER)) == len(self.open)
+
+
+class Telling(RuleBasedStateMachine):
+    """Any script of changes, messages that are lost, and coordinators that restart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teller = Teller()
+        self.value = 0
+
+    def draw(self, data: st.DataObject) -> SequenceState:
+        return self.teller.open[data.draw(st.integers(0, len(self.teller.open) - 1))]
+
+    @precondition(lambda self: len(self.teller.open) < 4)
+    @rule()
+    def open(self) -> None:
+        state = self.teller.worker.open()
+        self.teller.open.append(state)
+        self.teller.keeper.opened(state)
+
+    @precondition(lambda self: self.teller.open)
+    @rule(data=st.data(), count=st.integers(1, 11), ids=st.booleans())
+    def append(self, data: st.DataObject, count: int, ids: bool) -> None:
+        state = self.draw(data)
+        self.value += count
+        self.teller.worker.append(state, list(range(self.value, self.value + count)), ids=ids)
+        self.teller.keeper.sealed(state)
+
+    @precondition(lambda self: 0 < len(self.teller.open) < 4)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        state = self.draw(data)
+        child = self.teller.worker.machine.fork(state, self.teller.worker.name())
+        self.teller.keeper.opened(child, state)
+        self.teller.open.append(child)
+
+    @precondition(lambda self: self.teller.open)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        state = self.draw(data)
+        self.teller.worker.truncate(state, data.draw(st.integers(0, state.length)))
+        self.teller.keeper.cut(state)
+
+    @precondition(lambda self: self.teller.open)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        state = self.draw(data)
+        self.teller.open.remove(state)
+        self.teller.worker.machine.close(state)
+        self.teller.keeper.closed(state)
+
+    @rule(lost=st.booleans(), reply_lost=st.booleans())
+    def sync(self, lost: bool, reply_lost: bool) -> None:
+        self.teller.sync(lost=lost, reply_lost=reply_lost)
+
+    @rule()
+    def restart(self) -> None:
+        self.teller.coordinator = LoneCoordinator(expected=1)
+
+    def teardown(self) -> None:
+        self.teller.check()
+
+
+TestTelling = Telling.TestCase
+
+
+def test_a_table_is_told_in_messages_of_bounded_size() -> None:
+    teller = Teller()
+    teller.worker.pages = teller.worker.machine.pages = ResidentPages(limits.BLOCKS_PER_CALL * 2 + 10)
+    teller.worker.max_tokens = limits.TOKENS_PER_SEQUENCE
+    state = teller.worker.open()
+    teller.keeper.opened(state)
+    for layer in range(2):
+        teller.worker.machine.begin_step(state, layer, BLOCK * (limits.BLOCKS_PER_CALL * 2 + 7))
+    teller.worker.machine.advance(state, range(state.step))
+    teller.keeper.sealed(state)
+    sizes = []
+    while (message := teller.keeper.next_sync(teller.now + SECOND)) is not None:
+        sizes.append(sum(len(change.blocks) for change in message.changes))
+        teller.keeper.synced(TablesSynced(TTL, Epoch(1)), teller.now)
+        teller.now += SECOND
+    assert sizes == [limits.BLOCKS_PER_CALL, limits.BLOCKS_PER_CALL, 7]
+
+
+def test_many_sequences_share_one_message() -> None:
+    teller = Teller()
+    for _ in range(8):
+        state = teller.worker.open()
+        teller.open.append(state)
+        teller.keeper.opened(state)
+        for value in range(16):
+            teller.worker.append(state, [value])
+            teller.keeper.sealed(state)
+    assert teller.sync() and not teller.sync()
+    teller.check()
+    assert teller.messages <= 4  # the others renew the lease
+
+
+def test_a_lease_is_renewed_while_a_sequence_is_open() -> None:
+    teller = Teller()
+    state = teller.worker.open()
+    teller.keeper.opened(state)
+    assert teller.sync()
+    assert teller.keeper.next_due() == teller.now + TTL // 3
+    teller.worker.machine.close(state)
+    teller.keeper.closed(state)
+    assert teller.sync() and teller.keeper.next_due() is None
