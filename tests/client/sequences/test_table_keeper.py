@@ -159,7 +159,7 @@ def test_many_sequences_share_one_message() -> None:
             teller.keeper.sealed(state)
     assert teller.sync() and not teller.sync()
     teller.check()
-    assert teller.messages <= 4  # the others renew the lease
+    assert teller.messages <= 5  # the others renew the lease
 
 
 def test_a_lease_is_renewed_while_a_sequence_is_open() -> None:
