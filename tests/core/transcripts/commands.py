@@ -48,6 +48,8 @@ from kvcluster.core.messages import (
     StoreGrant,
     StreamEvent,
     Suspect,
+    SyncTables,
+    TableChange,
     Tier,
     Tombstone,
     Unpin,
@@ -56,7 +58,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
-from tests.core.transcripts.names import MS, NEED, PAGE, ROOT, SPEC, TENANT, WHOLE, expand, spec_of
+from tests.core.transcripts.names import MS, NEED, PAGE, PRIVATE_SPEC, ROOT, SPEC, TENANT, WHOLE, expand, spec_of
 from tests.core.transcripts.stage import Stage
 
 SUMS = b"sums"
@@ -69,6 +71,7 @@ class Worker:
     name: str
     spec: KVSpec = SPEC
     attempts: int = 0
+    synced: int = 0
     written: dict[tuple[str, int], list[BlockHash | None]] = field(default_factory=dict)
     attached: list[tuple[str, int, str]] = field(default_factory=list)
 
@@ -157,7 +160,7 @@ class Commands:
     def _namespace(self, worker: Worker, name: str) -> NamespaceId:
         """The worker's namespace, to which it attaches where it has not yet."""
         core = self.stage.process(name).core
-        known = (name, core.epoch, worker.spec.weights)
+        known = (name, core.epoch, f"{worker.spec.weights} {worker.spec.private}")
         if known not in worker.attached:
             worker.attached.append(known)
             kind = Attach if name in self.stage.coordinators else AttachShard
@@ -170,12 +173,29 @@ class Commands:
     def _at_coordinator(self, worker: Worker, verb: str, words: Words) -> None:
         to = words.options.pop("at", None) or self.stage.latest()
         if verb == "uses":
-            worker.spec = spec_of(words.rest[0])
+            worker.spec = PRIVATE_SPEC if words.rest == ["private"] else spec_of(words.rest[0])
+            return
+        if verb == "table":
+            self._table(worker, to, words)
             return
         if verb in ("stores", "loads"):
             (self._stores if verb == "stores" else self._loads)(worker, to, words)
             return
         self._question(worker, to, verb, words)
+
+    def _table(self, worker: Worker, to: str, words: Words) -> None:
+        """The next message about a worker's tables, or the one of a number, with one change or none."""
+        names, changes = self.stage.names, list[TableChange]()
+        if words.rest:
+            sequence, blocks = words.rest[0], tuple(map(names.block, words.rest[1:]))
+            keep, private = words.number("keep", 0), words.number("private", 0)
+            parent, closed = words.options.get("of"), "closed" in words.options
+            of = names.sequence(parent) if parent is not None else None
+            changes.append(TableChange(names.sequence(sequence), keep, blocks, private, of, closed))
+        worker.synced = words.attempt or worker.synced + 1
+        message = SyncTables(names.holder(worker.name), worker.synced, tuple(changes))
+        namespace = self._namespace(Worker(worker.name), to)
+        self.stage.ask(to, f"{worker.name}#{worker.synced}", message, namespace=namespace)
 
     def _question(self, worker: Worker, to: str, verb: str, words: Words) -> tuple[Attempt, object]:
         """One question to the coordinator, and its answer."""
@@ -341,7 +361,7 @@ class Commands:
         to = words.options.pop("at", None) or stage.latest()
         coordinator = Epoch(words.number("to", stage.process(to).core.epoch))
         namespace = self._namespace(Worker(name), to)
-        specs = ((TENANT, SPEC),)
+        specs = ((TENANT, SPEC), (TENANT, PRIVATE_SPEC))
         puppet.pages = words.number("pages", puppet.pages)
         first = words.number("first", puppet.told + 1)
         letter: Report | Inventory
@@ -378,6 +398,8 @@ class Commands:
         if word[0] == "x":
             return PurgedEvent(int(word[1:]))
         key = self.stage.names.key(word[1:])
+        if word[1] == "p":
+            namespace = PRIVATE_SPEC.namespace(TENANT)
         if word[0] == "+":
             before = f"{word[1]}{int(word[2:]) - 1}" if int(word[2:]) > 1 else ROOT
             return PageEvent(namespace, key, self.stage.names.block(before), int(word[2:]) - 1, Tier.DEVICE, Loss.EXACT)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from dataclasses import replace
 
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, SequenceId, ShardId, Tenant
 from kvcluster.core.leases import OwnAttempts
 from kvcluster.core.messages import Need, PageKey
 from kvcluster.core.spec import KVSpec
@@ -29,6 +30,7 @@ def spec_of(weights: str = "w") -> KVSpec:
 
 
 SPEC = spec_of()
+PRIVATE_SPEC = replace(SPEC, private=True)
 WHOLE = SPEC.whole(0)
 PAGE = SPEC.page_bytes(0, WHOLE)
 NEED = Need((WHOLE,))
@@ -49,6 +51,9 @@ class Names:
 
     def key(self, name: str) -> PageKey:
         return PageKey(self.block(name), 0, WHOLE)
+
+    def sequence(self, name: str) -> SequenceId:
+        return SequenceId(name.encode().ljust(16))
 
     def holder(self, worker: str) -> Holder:
         holder = Holder(int(worker[1:]).to_bytes(HOLDER_BYTES, "big"))

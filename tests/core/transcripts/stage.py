@@ -9,6 +9,8 @@ passes. Time passes in `wait` and `stall` only.
 
     w1 load a1..a3 | store | explain | pin | unpin      a worker asks the coordinator. `#2` names an attempt, which is
        | renew | end | purge | drain s1 | status        else a new one or, of what ends one, the last
+    w1 table q1 a1 p1 [keep=0] [private=1]              a worker tells what became of a sequence: how many blocks it
+       [of=q0] [closed=1]                               keeps, and those that follow; or nothing, to renew its lease
     w1 at s1 pin a1 | unpin | reserve | commit          a worker asks a shard
        | abort | renew | flush | suspect
     w1 stores a1 a2    w1 loads a1 a2                   all of it: prepare, move, end
@@ -18,7 +20,8 @@ passes. Time passes in `wait` and `stall` only.
     s1 mute              its mail stays where it is, until `s1 delivers`, `s1 delivers unheard` (the answer is lost),
                          `s1 loses`, or `s1 repeats` what was delivered last; `s1 speaks` ends that
 
-A block is a letter and a number; `a1..a3` are three. With room everywhere `a` goes to s1, `b` to s2, `d` to s3. A shard
+A block is a letter and a number; `a1..a3` are three. A worker that `uses private` stores private pages; a puppet's `p1`
+is one. With room everywhere `a` goes to s1, `b` to s2, `d` to s3. A shard
 without a core is a puppet that says what the script says (`s1 says +a1 -a2`); one without a coordinator hears what the
 script says (`s1 hears acked=1`). Mail that tells nothing new is not told. A worker attaches by itself.
 """
@@ -71,6 +74,8 @@ COORDINATOR: dict[str, Any] = {
     "hold_ms": 1_000,
     "run_blocks": 4,
     "rebuild_grace_ms": 1_000,
+    "sequence_ttl_ms": 3_000,
+    "private_grace_ms": 4_000,
     "low_free": 0.0,
     "high_free": 0.0,
 }

@@ -44,6 +44,7 @@ from kvcluster.core.messages import (
     StoreGrant,
     StreamEvent,
     Suspect,
+    TablesSynced,
     Tombstone,
     WriteGrant,
 )
@@ -95,6 +96,8 @@ class Teller:
                 return self._runs(asked, [fate.count for fate in fates], told)
             case BlocksPinned(blocks):
                 return f"{self._names.told(asked[:blocks])} (of {len(asked)} asked)"
+            case TablesSynced():
+                return self._synced(reply)
             case Purged(blocks):
                 return f"forgotten: {blocks}"
             case PinGrant(found):
@@ -172,6 +175,13 @@ class Teller:
         """The blocks of some pages."""
         return self._names.told(slot.key.hash for slot in slots)
 
+    def _synced(self, reply: TablesSynced) -> str:
+        told = [f"synced for {reply.ttl_ns // MS} ms"] if not reply.forgotten else ["all tables are to be sent whole"]
+        for what, sequences in (("reopen", reply.reopen), ("refused", reply.refused)):
+            if sequences:
+                told.append(f"{what}: {' '.join(sequence.decode().strip() for sequence in sequences)}")
+        return "; ".join(told)
+
     def _load_grant(self, asked: Sequence[BlockHash], grant: LoadGrant) -> str:
         told = self._runs(asked, [run.count for run in grant.runs], [self._plan(run.plan) for run in grant.runs])
         parts = [told] if grant.blocks else []
@@ -217,4 +227,9 @@ class Teller:
 
     def _status(self, status: Status) -> str:
         shards = ", ".join(f"{shard.info.shard} {shard.state}" for shard in status.shards) or "no shards"
-        return f"{status.state}, epoch {status.epoch}; blocks: {status.blocks}, tickets: {status.tickets}; {shards}"
+        known = f"blocks: {status.blocks}, tickets: {status.tickets}"
+        if status.sequences or status.private_blocks:
+            known += (
+                f", private: {status.private_blocks}, sequences: {status.sequences} of {status.claimed_blocks} blocks"
+            )
+        return f"{status.state}, epoch {status.epoch}; {known}; {shards}"
