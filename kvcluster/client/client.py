@@ -28,6 +28,7 @@ from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, S
 from kvcluster.client.sequences.opener import SequenceOpener
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.sequence import Sequence as KVSequence
+from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.client.shard_connections import OpenTransport, ShardConnections
 from kvcluster.client.status import status_dict
 from kvcluster.client.tickets import Ticket, Tickets
@@ -112,6 +113,7 @@ class Client:
             self._control,
             self._tickets,
             self._transfers,
+            flush_shards=self._shards.flush,
             accept=self._accept,
             holder=self._attempt().holder,
             config=self._config,
@@ -356,6 +358,10 @@ class Client:
         check_max_tokens(max_tokens)
         deadline = self._call(deadline_ms)
         return self._sequences.open(as_prompt(prompt), max_tokens, policy or WindowPolicy(), deadline)
+
+    def resident(self) -> ResidentUse:
+        """Returns what the open sequences of this client take of its memory."""
+        return self._sequences.use()
 
     @property
     def aio(self) -> AsyncClient:

@@ -300,6 +300,11 @@ class SequenceMachine:
         return all(block.stored is Stored.YES for block in state.blocks[: state.sealed])
 
     @property
+    def sequences(self) -> int:
+        """The number of open sequences."""
+        return len(self._open)
+
+    @property
     def waiting(self) -> int:
         """The number of blocks that wait to be stored."""
         return len(self._to_store)

@@ -15,6 +15,7 @@ from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.sequence import Sequence, random_name
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.tickets import Tickets
 from kvcluster.client.transfer_queue import TransferQueue
@@ -42,6 +43,7 @@ class SequenceOpener:
         tickets: Tickets,
         transfers: TransferQueue,
         *,
+        flush_shards: Callable[[Deadline], bool],
         accept: Loss,
         holder: Holder,
         config: ClientConfig,
@@ -52,6 +54,7 @@ class SequenceOpener:
         self._control = control
         self._tickets = tickets
         self._transfers = transfers
+        self._flush_shards = flush_shards
         self._accept = accept
         self._holder = holder
         self._config = config
@@ -84,6 +87,17 @@ class SequenceOpener:
         sequence = Sequence(runner, state, self._deadline)
         self._load_prefix(runner, sequence, state, deadline)
         return sequence
+
+    def use(self) -> ResidentUse:
+        """Returns what all open sequences take; nothing before the first."""
+        runner = self._runner
+        if runner is None:
+            return ResidentUse(0, 0, 0, 0, 0, 0)
+        with runner.lock:
+            machine, pages = runner.machine, runner.machine.pages
+            page_bytes = sum(self._spec.page_bytes(0, part) for part in self._parts[:1] if part is not None)
+            waiting = runner.stores_pending
+            return ResidentUse(pages.capacity, pages.used, pages.peak, page_bytes, machine.sequences, waiting)
 
     def close(self) -> None:
         """Ends the thread of the sequences. They must not be used any more."""
@@ -145,6 +159,7 @@ class SequenceOpener:
             control=self._control,
             tickets=self._tickets,
             transfers=self._transfers,
+            flush_shards=self._flush_shards,
             accept=self._accept,
             store_ms=self._config.deadline_ms,
         )

@@ -55,6 +55,7 @@ class SequenceRunner:
         control: CoordinatorClient,
         tickets: Tickets,
         transfers: TransferQueue,
+        flush_shards: Callable[[Deadline], bool],
         accept: Loss,
         store_ms: int,
     ) -> None:
@@ -68,6 +69,7 @@ class SequenceRunner:
         self._control = control
         self._tickets = tickets
         self._transfers = transfers
+        self.flush_shards = flush_shards
         self._accept = accept
         self._store_ms = store_ms
         self._storing = 0

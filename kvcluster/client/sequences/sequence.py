@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
 from kvcluster.client.validation import kind_of
 from kvcluster.core.ids import SequenceId
 from kvcluster.errors import CallerError, ResidentSetFull
@@ -81,6 +82,11 @@ class Sequence:
     @property
     def closed(self) -> bool:
         return self._state.closed
+
+    def statistics(self) -> SequenceUse:
+        """Returns how many of its tokens are sealed, stored, resident and private."""
+        with self._runner.lock:
+            return sequence_use(self._state)
 
     # ------------------------------------------------------------------------------------------ growing
 
@@ -190,13 +196,14 @@ class Sequence:
         return Sequence(runner, child, self._deadline)
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
-        """Seals all full blocks, the tail's included, and waits until they are stored. Returns False if the deadline
-        comes first or a store has failed."""
+        """Seals all full blocks, the tail's included, and waits until they are stored and other workers find them.
+        Returns False if the deadline comes first or a store has failed."""
         state, runner, deadline = self._checked(), self._runner, self._deadline(deadline_ms)
         with runner.lock:
             if runner.machine.seal(state, all_full=True):
                 runner.keeper.sealed(state)
-            return runner.wait_for_stores(lambda: runner.machine.is_stored(state), deadline)
+            stored = runner.wait_for_stores(lambda: runner.machine.is_stored(state), deadline)
+        return runner.flush_shards(deadline) and stored
 
     def close(self) -> None:
         """Ends the sequence; its forks stay open. Blocks that other workers can find stay cached, and are still stored

@@ -1,0 +1,286 @@
+"""A sequence over a real cluster in one process: what it holds, what others find of it, what is left when it closes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvcluster
+from kvcluster.errors import CallerError, LimitError, LostTokens, ResidentSetFull
+from kvcluster.testing import MemoryCluster
+from tests.client.conftest import Start
+
+LAYERS, HEADS, DIM, BLOCK = 2, 2, 8, 4
+SPEC = kvcluster.KVSpec.uniform(
+    model="m",
+    weights="sha256:1",
+    num_layers=LAYERS,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    dtype="bfloat16",
+    block_tokens=BLOCK,
+)
+PAGE = SPEC.page_bytes(0, SPEC.whole(0))
+AT_ONCE = kvcluster.WindowPolicy(tail_tokens=0, migration_tokens=BLOCK)
+
+
+@pytest.fixture
+def cluster(start: Start) -> MemoryCluster:
+    """Two shards and a coordinator, and room for 1,024 pages in a client."""
+    return start(shards=2, device_bytes="4MiB", config={"client": {"resident_bytes": 1_024 * PAGE}})
+
+
+def small(start: Start, pages: int, **client: int) -> MemoryCluster:
+    """A cluster whose clients have that many resident pages."""
+    return start(shards=2, device_bytes="4MiB", config={"client": {"resident_bytes": max(1, pages * PAGE), **client}})
+
+
+@dataclass
+class Grown:
+    """A sequence and the KV that was appended to it: `[layers, tokens, heads, dim]`."""
+
+    sequence: kvcluster.Sequence
+    k: Tensor
+    v: Tensor
+
+    def append(self, ids: list[int] | int, seed: int = 0) -> None:
+        tokens = ids if isinstance(ids, int) else len(ids)
+        k, v = (made(tokens, seed + n) for n in (1, 2))
+        for layer in range(LAYERS):
+            self.sequence.append(layer, k[layer], v[layer])
+        self.sequence.advance(ids)
+        self.k, self.v = torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
+
+    def check(self) -> None:
+        for layer in range(LAYERS):
+            k, v = self.sequence.read(layer, 0, self.sequence.length)
+            assert torch.equal(k, self.k[layer]) and torch.equal(v, self.v[layer])
+
+
+def made(tokens: int, seed: int) -> Tensor:
+    return torch.randn(LAYERS, tokens, HEADS, DIM, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def grown(client: kvcluster.Client, ids: list[int], policy: kvcluster.WindowPolicy = AT_ONCE, step: int = 3) -> Grown:
+    """A sequence of these tokens, appended a few at a time."""
+    new = Grown(client.sequence(policy=policy), made(0, 0), made(0, 0))
+    for first in range(0, len(ids), step):
+        new.append(ids[first : first + step], seed=first)
+    return new
+
+
+def blocks(cluster: MemoryCluster) -> int:
+    return cluster.coordinator_core().directory.blocks
+
+
+def claimed(cluster: MemoryCluster) -> int:
+    return cluster.coordinator_core().tables.claimed_blocks
+
+
+def test_a_sequence_reads_as_one_tensor(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = grown(client, list(range(30)))
+        one.check()
+        assert (one.sequence.length, one.sequence.position, one.sequence.is_empty) == (30, 30, False)
+
+
+def test_the_next_turn_begins_with_what_another_worker_sealed(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client, cluster.client(SPEC) as other:
+        one = grown(client, list(range(30)))
+        assert one.sequence.flush()
+        again = other.sequence(list(range(30)))
+        assert again.length == 28
+        for layer in range(LAYERS):
+            k, v = again.read(layer, 0, 28)
+            assert torch.equal(k, one.k[layer, :28]) and torch.equal(v, one.v[layer, :28])
+
+
+def test_update_returns_all_of_the_layer(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = grown(client, list(range(6)))
+        k, v = made(2, 8), made(2, 9)
+        for layer in range(LAYERS):
+            all_k, all_v = one.sequence.update(layer, k[layer], v[layer])
+            assert torch.equal(all_k, torch.cat([one.k[layer], k[layer]]))
+            assert torch.equal(all_v, torch.cat([one.v[layer], v[layer]]))
+        one.sequence.advance([6, 7])
+        assert one.sequence.length == 8
+
+
+def test_forks_diverge_and_close_alone(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = grown(client, list(range(10)))
+        forks = [Grown(one.sequence.fork(), one.k, one.v) for _ in range(8)]
+        for number, fork in enumerate(forks):
+            fork.append([100 + number] * 5, seed=number)
+        one.append([10], seed=77)
+        one.sequence.close()
+        for fork in forks:
+            fork.check()
+            fork.sequence.close()
+        cluster.wait_until(lambda: client.resident().pages_used == 0)
+
+
+def test_drafts_are_rolled_back_without_a_call(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = grown(client, list(range(12)), kvcluster.WindowPolicy(tail_tokens=8, migration_tokens=BLOCK))
+        assert one.sequence.flush()
+        cluster.stop_coordinator()
+        one.append([50, 51, 52], seed=5)
+        one.sequence.truncate(13)
+        one.k, one.v = one.k[:, :13], one.v[:, :13]
+        one.append([60], seed=6)
+        one.check()
+
+
+def test_overwritten_tokens_are_read_back_and_never_found_by_others(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client, cluster.client(SPEC) as other:
+        one = grown(client, list(range(16)))
+        assert one.sequence.flush()
+        k, v = made(1, 40), made(1, 41)
+        for layer in range(LAYERS):
+            one.sequence.write(layer, 5, k[layer], v[layer])
+            one.k[layer, 5:6], one.v[layer, 5:6] = k[layer], v[layer]
+        one.check()
+        assert one.sequence.flush()
+        again = other.sequence(list(range(16)))
+        assert not torch.equal(again.read(0, 5)[0], k[0])
+        one.check()
+
+
+def test_tokens_advanced_by_count_are_stored_for_their_sequence_alone(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = grown(client, list(range(8)))
+        one.append(8, seed=3)
+        assert one.sequence.flush() and client.lookup(list(range(16))).tokens == 8
+        one.check()
+
+
+def test_a_context_larger_than_the_resident_set_comes_back_from_the_cluster(start: Start) -> None:
+    with small(start, 6).client(SPEC) as client:
+        one = Grown(client.sequence(policy=AT_ONCE), made(0, 0), made(0, 0))
+        for first in range(0, 80, 4):
+            one.append(list(range(first, first + 4)) if first < 40 else 4, seed=first)
+        for layer in range(LAYERS):
+            for position in range(80):
+                k, v = one.sequence.read(layer, position)
+                assert torch.equal(k[0], one.k[layer, position]) and torch.equal(v[0], one.v[layer, position])
+
+
+def test_a_full_resident_set_without_a_cluster_is_refused_by_name(start: Start) -> None:
+    cluster = small(start, 2, deadline_ms=300)
+    with cluster.client(SPEC) as client:
+        one = grown(client, [])
+        cluster.stop_coordinator()
+        one.append([1] * 8)
+        with pytest.raises(ResidentSetFull, match="resident_bytes"):
+            one.sequence.append(0, made(1, 1)[0], made(1, 2)[0])
+        one.check()
+
+
+def test_what_the_cluster_has_lost_is_named_by_its_position(start: Start) -> None:
+    with small(start, 4).client(SPEC) as client:
+        one = grown(client, list(range(40)))
+        assert one.sequence.flush()
+        client.clear()
+        with pytest.raises(LostTokens) as lost:
+            one.sequence.read(0, 0, 4)
+        assert lost.value.position == 0
+        one.sequence.truncate(0)
+        assert one.sequence.is_empty
+
+
+def test_a_closed_sequence_leaves_its_public_blocks_and_none_of_its_own(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = grown(client, list(range(8)))
+        one.append(16, seed=3)
+        assert one.sequence.flush() and client.flush()
+        assert (blocks(cluster), client.status()["private_blocks"]) == (2, 4)
+        one.sequence.close()
+        cluster.wait_until(lambda: client.status()["private_blocks"] == 0)
+        assert client.lookup(list(range(8))).tokens == 8
+
+
+def test_tables_are_told_again_to_a_coordinator_that_restarts(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = grown(client, list(range(8)))
+        one.append(8, seed=3)
+        assert one.sequence.flush()
+        cluster.wait_until(lambda: claimed(cluster) == 4)
+        cluster.stop_coordinator()
+        cluster.start_coordinator()
+        cluster.wait_until_up()
+        one.append(4, seed=4)
+        assert one.sequence.flush()
+        cluster.wait_until(lambda: claimed(cluster) == 5)
+        one.check()
+
+
+MISUSE = {
+    "a layer that is not there": lambda s, k: s.append(2, k, k),
+    "one tensor for two planes": lambda s, k: s.append(0, k),
+    "another dtype": lambda s, k: s.append(0, k.float(), k.float()),
+    "heads missing": lambda s, k: s.append(0, k[:, :1], k[:, :1]),
+    "K and V of different lengths": lambda s, k: s.append(0, k, torch.cat([k, k])),
+    "what is no tensor": lambda s, k: s.append(0, [1], [1]),
+    "a position beyond the end": lambda s, k: s.read(0, 6),
+    "a negative position": lambda s, k: s.read(0, -1),
+    "a layer of None": lambda s, k: s.read(None, 0),
+    "a write beyond the end": lambda s, k: s.write(0, 6, k, k),
+    "a truncation beyond the end": lambda s, k: s.truncate(7),
+    "a truncation to a float": lambda s, k: s.truncate(1.5),
+    "a token id that does not fit": lambda s, k: s.advance([-1]),
+    "advance without append": lambda s, k: s.advance([1]),
+}
+
+
+@pytest.mark.parametrize("what", MISUSE)
+def test_misuse_is_refused_and_changes_nothing(cluster: MemoryCluster, what: str) -> None:
+    with cluster.client(SPEC) as client:
+        one = grown(client, list(range(6)))
+        with pytest.raises(CallerError):
+            MISUSE[what](one.sequence, made(1, 1)[0])
+        one.check()
+        one.append([6])
+        one.check()
+
+
+def test_a_closed_sequence_is_refused_and_its_fork_is_not(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = grown(client, list(range(6)))
+        fork = Grown(one.sequence.fork(), one.k, one.v)
+        one.sequence.close()
+        one.sequence.close()
+        with pytest.raises(CallerError, match="closed"):
+            one.sequence.fork()
+        fork.check()
+
+
+def test_more_than_max_tokens_is_refused(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = Grown(client.sequence(max_tokens=5), made(0, 0), made(0, 0))
+        one.append([1, 2, 3, 4, 5])
+        with pytest.raises(LimitError, match="max_tokens=5"):
+            one.sequence.append(0, made(1, 1)[0], made(1, 2)[0])
+        one.check()
+
+
+def test_specs_that_no_tensor_holds_are_refused(cluster: MemoryCluster) -> None:
+    opaque = kvcluster.KVSpec(
+        model="m",
+        weights="sha256:1",
+        block_tokens=BLOCK,
+        groups=(kvcluster.Group((0,), (kvcluster.Plane.opaque("state", 64),), kvcluster.PREFIX),),
+    )
+    with cluster.client(opaque) as client, pytest.raises(CallerError, match="opaque"):
+        client.sequence()
+    with cluster.client(SPEC) as client, pytest.raises(CallerError, match="extra_keys"):
+        client.sequence(kvcluster.Prompt([1, 2, 3, 4], extra_keys={0: b"image"}))
+
+
+def test_a_resident_set_without_a_page_is_refused(start: Start) -> None:
+    with small(start, 0).client(SPEC) as client, pytest.raises(CallerError, match="resident_bytes"):
+        client.sequence()
