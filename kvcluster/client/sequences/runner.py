@@ -14,7 +14,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.memory import bind
@@ -28,11 +29,13 @@ from kvcluster.core import limits
 from kvcluster.core.messages import Need, SyncTables, TablesSynced
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import KVClusterError, LostTokens
+from kvcluster.errors import KVClusterError, LostTokens, ResidentSetFull
 from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
     from kvcluster.client.sequences.memory import ResidentMemory
+
+R = TypeVar("R")
 
 _RETRY_S = 0.5
 """The pause after a store that failed."""
@@ -97,10 +100,21 @@ class SequenceRunner:
         self.lock.wait_for(lambda: enough() or not self.stores_pending or self._closed, deadline.remaining_s())
         return enough()
 
-    def wait_for_pages(self, deadline: Deadline) -> bool:
-        """Waits until more pages are available; False if none become so."""
-        before = self.machine.pages.available
-        return self.wait_for_stores(lambda: self.machine.pages.available > before, deadline)
+    def with_room(self, call: Callable[[], R], deadline: Deadline) -> R:
+        """Returns `call()`. While the resident set is full, seals what can be sealed and waits for stores, after which
+        pages may be used for others. Raises ResidentSetFull if no page becomes available by the deadline."""
+        while True:
+            try:
+                return call()
+            except ResidentSetFull:
+                for state in self.machine.seal_all():
+                    self.keeper.sealed(state)
+                before = self.machine.pages.available
+                if not self.wait_for_stores(partial(self._more_pages, before), deadline):
+                    raise
+
+    def _more_pages(self, before: int) -> bool:
+        return self.machine.pages.available > before
 
     # ------------------------------------------------------------------------------------------------- loads
 
@@ -113,7 +127,7 @@ class SequenceRunner:
                 absent = absent[: limits.BLOCKS_PER_CALL]
                 if not absent:
                     return
-                pages = self.machine.place(absent)
+                pages = self.with_room(partial(self.machine.place, absent), deadline)
             loaded, miss = 0, None
             try:
                 loaded, miss = self._load(absent, pages, deadline)

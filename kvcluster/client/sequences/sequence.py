@@ -27,7 +27,7 @@ from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
 from kvcluster.client.validation import kind_of
 from kvcluster.core.ids import SequenceId
-from kvcluster.errors import CallerError, ResidentSetFull
+from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Sequence:
         runner = self._runner
         with runner.lock:
             tokens = runner.memory.checked(layer, values)
-            runs, copies = self._with_room(lambda: runner.machine.begin_step(state, layer, tokens))
+            runs, copies = self._room(lambda: runner.machine.begin_step(state, layer, tokens))
             runner.memory.copy(copies)
             runner.memory.write(layer, runs, values)
 
@@ -134,7 +134,7 @@ class Sequence:
         state = self._checked()
         _check_number("reserve", tokens)
         with self._runner.lock:
-            self._runner.memory.copy(self._with_room(lambda: self._runner.machine.reserve(state, tokens)))
+            self._runner.memory.copy(self._room(lambda: self._runner.machine.reserve(state, tokens)))
 
     # ------------------------------------------------------------------------------------ reading and overwriting
 
@@ -158,7 +158,7 @@ class Sequence:
             return
         self._bring(position, state.length - position, None)
         with runner.lock:
-            copies = self._with_room(lambda: runner.machine.own(state, position))
+            copies = self._room(lambda: runner.machine.own(state, position))
             runner.memory.copy(copies)
             runner.memory.write(layer, runner.machine.runs(state, position, tokens), values)
             runner.keeper.cut(state)
@@ -177,7 +177,7 @@ class Sequence:
         if cut:
             runner.bring(state, [block.depth for block in cut], self._deadline(deadline_ms))
         with runner.lock:
-            runner.memory.copy(self._with_room(lambda: runner.machine.truncate(state, tokens)))
+            runner.memory.copy(self._room(lambda: runner.machine.truncate(state, tokens)))
             runner.keeper.cut(state)
             runner.wake()
 
@@ -227,18 +227,8 @@ class Sequence:
             raise CallerError("this sequence is closed")
         return self._state
 
-    def _with_room(self, call: Callable[[], R]) -> R:
-        """Returns `call()`. If the resident set is full, seals what can be sealed, and waits for stores to make
-        room."""
-        deadline, runner = self._deadline(None), self._runner
-        while True:
-            try:
-                return call()
-            except ResidentSetFull:
-                for state in runner.machine.seal_all():
-                    runner.keeper.sealed(state)
-                if not runner.wait_for_pages(deadline):
-                    raise
+    def _room(self, call: Callable[[], R]) -> R:
+        return self._runner.with_room(call, self._deadline(None))
 
     def _bring(self, position: int, tokens: int, deadline_ms: float | None) -> None:
         if tokens:
