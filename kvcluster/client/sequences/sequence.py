@@ -210,8 +210,8 @@ class Sequence:
         if they were sealed; its own are erased. May be called again."""
         with self._runner.lock:
             if not self._state.closed:
-                self._runner.machine.close(self._state)
                 self._runner.keeper.closed(self._state)
+                self._runner.machine.close(self._state)
                 self._runner.wake()
 
     def __enter__(self) -> Sequence:

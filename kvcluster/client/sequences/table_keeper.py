@@ -29,6 +29,8 @@ class _Told:
     parent: SequenceId | None = None
     stale: bool = True
     """Whether the coordinator has more blocks than `told`, or does not know the sequence."""
+    last: TableChange | None = None
+    """What it is told before it hears that the sequence is closed."""
 
     @property
     def pending(self) -> bool:
@@ -82,9 +84,12 @@ class TableKeeper:
             self._changed[state.name] = None
 
     def closed(self, state: SequenceState) -> None:
-        """A sequence was closed."""
+        """A sequence is about to be closed. Private blocks that the coordinator was not told of yet are named before, so
+        that it has them erased at once."""
         self._orphan(state.name, 0)
         known = self._known[state.name]
+        if any(block.private for block in state.blocks[known.told : state.sealed]):
+            known.last = self._change(state.name, known, state, limits.BLOCKS_PER_CALL)
         known.state = None
         self._changed[state.name] = None
 
@@ -145,11 +150,16 @@ class TableKeeper:
         changes: list[TableChange] = []
         hashes = limits.BLOCKS_PER_CALL
         for name in [*self._changed]:
-            if not hashes or len(changes) == limits.SEQUENCES_PER_HOLDER:
+            if not hashes or len(changes) >= limits.SEQUENCES_PER_HOLDER - 1:
                 break
             known = self._known[name]
+            if known.last is not None and len(known.last.blocks) > hashes:
+                break
             del self._changed[name]
             if known.state is None:
+                if known.last is not None:
+                    changes.append(known.last)
+                    hashes -= len(known.last.blocks)
                 changes.append(TableChange(name, 0, closed=True))
             elif known.pending:
                 changes.append(self._change(name, known, known.state, hashes))

@@ -112,8 +112,8 @@ class Telling(RuleBasedStateMachine):
     def close(self, data: st.DataObject) -> None:
         state = self.draw(data)
         self.teller.open.remove(state)
-        self.teller.worker.machine.close(state)
         self.teller.keeper.closed(state)
+        self.teller.worker.machine.close(state)
 
     @rule(lost=st.booleans(), reply_lost=st.booleans())
     def sync(self, lost: bool, reply_lost: bool) -> None:
@@ -168,6 +168,6 @@ def test_a_lease_is_renewed_while_a_sequence_is_open() -> None:
     teller.keeper.opened(state)
     assert teller.sync()
     assert teller.keeper.next_due() == teller.now + TTL // 3
-    teller.worker.machine.close(state)
     teller.keeper.closed(state)
+    teller.worker.machine.close(state)
     assert teller.sync() and teller.keeper.next_due() is None
