@@ -84,8 +84,8 @@ class TableKeeper:
             self._changed[state.name] = None
 
     def closed(self, state: SequenceState) -> None:
-        """A sequence is about to be closed. Private blocks that the coordinator was not told of yet are named before, so
-        that it has them erased at once."""
+        """A sequence is about to be closed. Private blocks that the coordinator was not told of yet are named before,
+        so that it has them erased at once."""
         self._orphan(state.name, 0)
         known = self._known[state.name]
         if any(block.private for block in state.blocks[known.told : state.sealed]):
