@@ -35,12 +35,23 @@ def print_status(status: dict[str, Any], address: str) -> None:
         console.print(f"{len(engines)} engine(s): {escape(', '.join(names))}{more}", soft_wrap=True)
 
 
+def _sequences(status: dict[str, Any]) -> str:
+    """Formats the open sequences and private blocks; "" if there are none."""
+    if not status["sequences"] and not status["private_blocks"]:
+        return ""
+    return (
+        f"; {status['sequences']:,} open sequence(s) of {status['claimed_blocks']:,} blocks, "
+        f"{status['private_blocks']:,} private blocks"
+    )
+
+
 def _print_totals(console: Console, status: dict[str, Any], address: str) -> None:
     rate = status["hit_rate"]
     counters, totals = status["counters"], status["totals"]
     console.print(
         f"[bold]{address}[/bold]  {status['state']}, up {_duration(status['uptime_ns'])}; "
         f"{status['blocks']:,} blocks in {status['namespaces']} namespace(s), {status['tickets']} ticket(s)"
+        f"{_sequences(status)}"
     )
     console.print(
         f"hit rate {'-' if rate is None else f'{rate:.0%}'} of {counters['asked_blocks']:,} blocks asked for; "

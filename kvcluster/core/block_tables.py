@@ -67,7 +67,7 @@ class _Node:
             self.parent, self.jump = parent, before.jump if even else parent
 
 
-class _Table:
+class _BlockTable:
     __slots__ = ("space", "tip")
 
     def __init__(self, space: NamespaceId, tip: _Node) -> None:
@@ -81,7 +81,7 @@ class BlockTables:
     def __init__(self) -> None:
         no_claims = Claims(NamespaceId(b""), Tenant(""), private=False, block_bytes=0, block_tokens=1)
         self._root = _Node(BlockHash(b""), None, no_claims)
-        self._tables: dict[Owner, dict[SequenceId, _Table]] = {}  # never an empty one
+        self._tables: dict[Owner, dict[SequenceId, _BlockTable]] = {}  # never an empty one
         self._claims: dict[NamespaceId, Claims] = {}
         self._bytes: dict[Tenant, int] = {}  # claimed
         self._released: list[_Node] = []  # chains to be released, each from its last node on
@@ -160,7 +160,7 @@ class BlockTables:
                 tip = _Node(block, tip, claims)
                 self._claim(block, claims)
         tip.refs += 1
-        own[m.sequence] = _Table(public.space, tip)
+        own[m.sequence] = _BlockTable(public.space, tip)
         self._tables[owner] = own
         self._open += 1
         self._nodes += len(m.blocks)
@@ -222,7 +222,7 @@ class BlockTables:
 
     # ------------------------------------------------------------------------------------------ one table
 
-    def _base(self, own: dict[SequenceId, _Table], m: TableChange, space: NamespaceId) -> _Node | None:
+    def _base(self, own: dict[SequenceId, _BlockTable], m: TableChange, space: NamespaceId) -> _Node | None:
         """Returns the node after which the blocks of this change come; None if there is no such table."""
         if m.parent is None and not m.keep:
             return self._root
@@ -236,7 +236,7 @@ class BlockTables:
 
     def _admits(
         self,
-        own: dict[SequenceId, _Table],
+        own: dict[SequenceId, _BlockTable],
         m: TableChange,
         added: list[tuple[Claims, tuple[BlockHash, ...]]],
         most_bytes: int | None,
@@ -255,7 +255,7 @@ class BlockTables:
         )
         return most_bytes is None or not new or self.claimed_bytes(public.tenant) + new <= most_bytes
 
-    def _drop(self, table: _Table) -> None:
+    def _drop(self, table: _BlockTable) -> None:
         self._open -= 1
         table.tip.refs -= 1
         if not table.tip.refs and table.tip is not self._root:

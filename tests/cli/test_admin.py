@@ -297,6 +297,20 @@ def test_status_shows_what_drains_what_is_lost_and_what_rotted(capsys: pytest.Ca
     assert gone == ["c", "lost", *["-"] * 8, "here:1"]
 
 
+def test_status_shows_open_sequences_in_its_first_line_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    told = (("asked_blocks", 0), ("hit_blocks", 0), ("write_blocks", 0), ("duplicate_blocks", 0))
+    plain = status_dict(Status(Epoch(1), "serving", 10**9, 1, 8, 0, (), told))
+    for sequences, private, words in (
+        (0, 0, "0 ticket(s)"),
+        (3, 0, "0 ticket(s); 3 open sequence(s) of 1,200 blocks, 0 private blocks"),
+        (0, 7, "0 ticket(s); 0 open sequence(s) of 1,200 blocks, 7 private blocks"),
+    ):
+        print_status(
+            {**plain, "sequences": sequences, "claimed_blocks": 1_200, "private_blocks": private}, "there:7070"
+        )
+        assert capsys.readouterr().out.splitlines()[0].endswith(words)
+
+
 def test_off_and_on_are_said_and_shown(served: Served, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.run("off") == 0
     assert "engines compute everything; cached blocks stay" in capsys.readouterr().out
