@@ -171,6 +171,16 @@ def test_a_shard_that_begins_anew_is_told_again_what_to_erase() -> None:
     assert voice.info.epoch == 1
 
 
+def test_a_shard_that_is_gone_is_to_erase_nothing_though_records_still_name_it() -> None:
+    coordinator, _, worker = holding()
+    again = coordinator.voice("a", epoch=2)
+    again.specs = ((OURS, PRIVATE_SPEC),)
+    again.join(private_page(PAGES[0]))
+    assert coordinator.core.next_deadline() == 0, "the old one's records are yet to be swept"
+    worker.closes(Q)
+    assert erased(again.report()) == [PAGES[0]]
+
+
 def test_nothing_is_erased_while_rebuilding_and_the_grace_begins_at_its_end() -> None:
     coordinator = LoneCoordinator(expected=2, rebuild_grace_ms=4_000, **CONFIG)
     voice = coordinator.voice("a")
