@@ -19,6 +19,7 @@ from kvcluster.config import CoordinatorConfig
 from kvcluster.core.block_tables import BlockTables
 from kvcluster.core.coordinator_state import MS, UNKNOWN, CoordinatorState
 from kvcluster.core.dispatcher import Dispatcher
+from kvcluster.core.eraser import Eraser
 from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.ids import Epoch
@@ -201,6 +202,10 @@ class Coordinator:
     @property
     def tables(self) -> BlockTables:
         return self._state.tables
+
+    @property
+    def eraser(self) -> Eraser:
+        return self._state.eraser
 
     @property
     def replicator(self) -> Replicator:

@@ -11,6 +11,7 @@ that appears later (a move or a pull was under way) is recorded again and gets a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 from kvcluster.core import limits
@@ -18,13 +19,15 @@ from kvcluster.core.block_tables import BlockTables, ClaimedName
 from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, Tier
 from kvcluster.core.namespaces import NamespaceTable
+from kvcluster.core.replica_sets import ReplicaTable
 
 
 class Eraser:
     """Knows the private blocks without a claim, and gives the orders to erase them."""
 
-    def __init__(self, grace_ns: int, directory: NamespaceTable, tables: BlockTables) -> None:
+    def __init__(self, grace_ns: int, directory: NamespaceTable, book: ReplicaTable, tables: BlockTables) -> None:
         self._grace = grace_ns
+        self._book = book
         self._directory = directory
         self._tables = tables
         # When each block was first recorded without a claim, in order of time. These times, and `_since`, leave out the
@@ -64,7 +67,8 @@ class Eraser:
         self._waiting.pop(name, None)
         record = self._directory.record(*name)
         for slot in record.copies.slots if record is not None else ():
-            self._pending.setdefault(slot, {})[name] = None
+            if self._book.alive(slot):
+                self._pending.setdefault(slot, {})[name] = None
 
     def end_graces(self, now: int) -> None:
         """Has some of the blocks erased whose grace has ended."""
@@ -113,3 +117,19 @@ class Eraser:
     def forget(self, member: Member) -> None:
         """Forgets what a shard that is gone was to erase."""
         self._pending.pop(member.slot, None)
+
+    def check(self, members: Sequence[Member]) -> None:
+        """Checks that each private block on a shard is claimed, has a grace, or is to be erased there. Raises
+        AssertionError."""
+        slots = {member.slot: member.orders.of(EvictOrder) for member in members}
+        assert all(slot in slots for slot in self._pending), "pages are to be erased on a shard that is gone"
+        for space in self._directory:
+            for record in space.index if space.spec.private else ():
+                name = record.space, record.hash
+                if name in self._waiting or self._tables.claims(*name):
+                    continue
+                for slot in record.copies.slots:
+                    order = slots.get(slot)
+                    ordered = order is not None and name in order.blocks
+                    due = ordered or slot not in slots or name in self._pending.get(slot, {})
+                    assert due, "a private page that nothing claims and nothing erases"

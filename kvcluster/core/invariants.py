@@ -87,6 +87,7 @@ def check_coordinator(coordinator: Coordinator) -> None:
             assert recorded[member.slot, tier] <= len(cold) + ordered[tier], "a record that is never evicted"
     coordinator.replicator.check()
     coordinator.tables.check()
+    coordinator.eraser.check(members)
     for space in coordinator.directory:
         latest = coordinator.tombstones.latest(space.tenant, space.spec)
         assert space.purged == latest, "a namespace's latest purge is not recorded in it"

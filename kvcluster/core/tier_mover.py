@@ -6,11 +6,11 @@ other work, and reports the result (Moved). During the move the source can be re
 read. A batch holds a read lease and a write lease of the shard's own, so that whatever revokes leases revokes it too.
 If the source was withdrawn or replaced during the move, the target is aborted.
 
-A demoted page leaves its tier in any case. If its twin already lies below, it is not encoded again. If there is no room
-below, although the coordinator has tried to make some, or if it cannot be written to a store, it is evicted, as it
-would be without a tier below. A page that was to stay raw is encoded if only an encoded page finds room. If a store has
-room, but none for pages of this kind, the pages that its allocator names are evicted (StoreAllocator.sparsest), once
-per batch.
+A demoted page leaves its tier in any case, unless its move keeps it. If its twin already lies below, it is not encoded
+again. If there is no room below, although the coordinator has tried to make some, or if it cannot be written to a
+store, it is evicted, as it would be without a tier below; one whose move keeps it stays where it is. A page that was to
+stay raw is encoded if only an encoded page finds room. If a store has room, but none for pages of this kind, the pages
+that its allocator names are evicted (StoreAllocator.sparsest), once per batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, NamespaceId
+from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
 from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import Effect, Move, Moved, MoveOrder, MovePages, PageKey, PageMove, Tier
 from kvcluster.core.order_stream import OrderCursor
@@ -32,6 +32,7 @@ from kvcluster.core.spec import Part
 from kvcluster.core.tiers import Takes
 from kvcluster.core.withdrawal import Withdrawal
 
+BlockName = tuple[NamespaceId, BlockHash]
 BATCH_BYTES = 8 * 2**20
 """Approximate bytes read per batch: some milliseconds of encoding, after which callers that wait for space get it."""
 
@@ -41,6 +42,7 @@ class _MoveBatch:
     reading: Attempt
     writing: Attempt
     pairs: list[tuple[Page, Page]]  # source and target
+    kept: dict[BlockName, None]  # blocks that stay where they are if they cannot be moved
 
 
 class TierMover:
@@ -102,6 +104,7 @@ class TierMover:
         if self._batch is not None:
             return []
         pairs: list[tuple[Page, Page]] = []
+        kept: dict[BlockName, None] = {}
         nbytes = 0
         self._gave_up = False
         while self._left and nbytes < BATCH_BYTES and len(pairs) < limits.MOVED_PAGES:
@@ -115,12 +118,14 @@ class TierMover:
                     if pair is not None:
                         pairs.append(pair)
                         nbytes += pair[0].nbytes
+                if move.keeps:
+                    kept[move.namespace, move.hash] = None
         if not pairs:
             for order in self._orders:
                 self._cursor.ended(order)
             self._orders.clear()
             return []
-        batch = self._batch = _MoveBatch(self._own.next(), self._own.next(), pairs)
+        batch = self._batch = _MoveBatch(self._own.next(), self._own.next(), pairs, kept)
         for source, _ in pairs:
             self._pool.pin(source)
         self._leases.grant(batch.reading, LeaseKind.READ, [source for source, _ in pairs], now)
@@ -146,10 +151,11 @@ class TierMover:
                     self._counters["corrupt"] += 1
                     self._withdraw(source, corrupt=True)
                 elif alive and sums is None and not target.tier.spec.addressable:
-                    self._evict(source)
+                    self._cannot_move(source, (source.space, source.key.hash) in batch.kept)
                 elif alive and sums is None and target.tier > source.tier and not source.stays_raw:
                     source.stays_raw = True  # it cannot be encoded: the next batch moves it raw
-                    self._left.appendleft(Move(source.space, source.key.hash, target.tier))
+                    keeps = (source.space, source.key.hash) in batch.kept
+                    self._left.appendleft(Move(source.space, source.key.hash, target.tier, keeps=keeps))
             self._pool.unpin(source)
 
     def _arrived(self, source: Page, target: Page, sums: bytes) -> None:
@@ -182,7 +188,7 @@ class TierMover:
             target = target or self._reserve(source, space, move.to, space.fitting(group, part, codec))
         if target is None:
             if down:
-                self._evict(source)
+                self._cannot_move(source, move.keeps)
             return None
         return source, target
 
@@ -194,6 +200,11 @@ class TierMover:
         if takes is Takes.RAW or source.stays_raw:
             return [Codec.RAW]
         return list(dict.fromkeys((move.codec, Codec.Q8)))
+
+    def _cannot_move(self, source: Page, keeps: bool) -> None:
+        """Handles a page to demote for which there is no room below, or that cannot be written there."""
+        if not keeps:
+            self._evict(source)
 
     def _evict(self, page: Page) -> None:
         self._counters["evicted"] += 1

@@ -129,7 +129,7 @@ class Tiering:
             victims = self._evictor.victims(member, tier, waited, now, self._room_below(member, tier, to))
             victims.sort(key=self._evictor.claimed, reverse=True)  # they take the room below first
             below = sum(self._bytes_below(record, member.slot, tier, to) for record in victims)
-            moves[:0] = [Move(record.space, record.hash, to, self._codec_of(record)) for record in victims]
+            moves[:0] = [self._demotion(record, to, now) for record in victims]
             use = member.info.use(to)
             waited = max(0, below - use.free_bytes) + use.wanted_bytes
         self.order(member, moves)
@@ -168,9 +168,16 @@ class Tiering:
         """Forgets a shard that is gone."""
         self._hot.pop(member.slot, None)
 
+    def _demotion(self, record: BlockRecord, to: Tier, now: int) -> Move:
+        """Returns the move of a victim. A claimed one counts as used now: if it has to stay, others come first next."""
+        keeps = self._evictor.claimed(record)
+        if keeps:
+            record.stamp = now
+        return Move(record.space, record.hash, to, self._codec_of(record), keeps)
+
     def _room_below(self, member: Member, tier: Tier, to: Tier) -> Callable[[BlockRecord], bool]:
         """Returns a test of the next victim: whether it is claimed, and the tier below has no room for it after the
-        claimed ones before it. A demoted block leaves its tier in any case, so such a block stays."""
+        claimed ones before it. Such a block stays."""
         room = member.info.use(to).free_bytes
 
         def keeps(record: BlockRecord) -> bool:

@@ -23,7 +23,7 @@ from kvcluster.wire.common import (
     TENANT,
     TIER,
 )
-from kvcluster.wire.fields import PLAIN, Columns, EnumField, OneOf, Rows, Struct, amount, each
+from kvcluster.wire.fields import NUMBERS, PLAIN, Columns, EnumField, OneOf, Rows, Struct, amount, each
 from kvcluster.wire.reports import TOMBSTONES, ascending
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
@@ -39,7 +39,7 @@ def _check_pull(order: PullOrder) -> None:
 
 
 _BLOCKS: Columns[tuple[NamespaceId, BlockHash]] = Columns(pb.NamespacedHashes, None, namespace=NAMESPACES, hash=HASHES)
-_MOVES = Columns(pb.Moves, Move, namespace=NAMESPACES, hash=HASHES, to=TIER.column, codec=CODECS)
+_MOVES = Columns(pb.Moves, Move, namespace=NAMESPACES, hash=HASHES, to=TIER.column, codec=CODECS, keeps=NUMBERS)
 _ORDER = OneOf(
     pb.Order,
     "an order",

@@ -224,9 +224,11 @@ class LoneShard(CoreStepper):
         named = tuple((self.space, block) for block in blocks)
         return self.order(lambda number: EvictOrder(number, named, tier))
 
-    def demote(self, *blocks: BlockHash, codec: Codec = Codec.Q8, to: Tier = Tier.HOST) -> list[Effect]:
+    def demote(
+        self, *blocks: BlockHash, codec: Codec = Codec.Q8, to: Tier = Tier.HOST, keeps: bool = False
+    ) -> list[Effect]:
         """Lets the next heartbeat bring back the order to move these down, to that tier."""
-        return self.order(moves(*[Move(self.space, block, to, codec) for block in blocks]))
+        return self.order(moves(*[Move(self.space, block, to, codec, keeps) for block in blocks]))
 
     def promote(self, *blocks: BlockHash) -> list[Effect]:
         return self.order(moves(*[Move(self.space, block, Tier.DEVICE) for block in blocks]))

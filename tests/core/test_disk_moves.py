@@ -150,6 +150,14 @@ def test_what_cannot_be_written_to_disk_is_evicted_and_told_of() -> None:
     assert running(shard) == ()
 
 
+def test_what_cannot_be_written_to_disk_stays_if_its_move_keeps_it() -> None:
+    shard = lowered(A, B, found=disk())
+    shard.demote(A, B, to=Tier.DISK, keeps=True)
+    shard.move(unfit=[0])
+    assert shard.settle() == [arrived(B, *ON_DISK), left(B, Tier.HOST)]
+    assert counters(shard)["evicted"] == 0
+
+
 def test_what_cannot_be_written_to_disk_takes_what_was_decoded_from_it_along() -> None:
     shard = doubled_over_disk(A)
     shard.demote(A, to=Tier.DISK)

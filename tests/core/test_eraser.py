@@ -171,6 +171,16 @@ def test_a_shard_that_begins_anew_is_told_again_what_to_erase() -> None:
     assert voice.info.epoch == 1
 
 
+def test_a_shard_that_is_gone_is_to_erase_nothing_though_records_still_name_it() -> None:
+    coordinator, _, worker = holding()
+    again = coordinator.voice("a", epoch=2)
+    again.specs = ((OURS, PRIVATE_SPEC),)
+    again.join(private_page(PAGES[0]))
+    assert coordinator.core.next_deadline() == 0, "the old one's records are yet to be swept"
+    worker.closes(Q)
+    assert erased(again.report()) == [PAGES[0]]
+
+
 def test_nothing_is_erased_while_rebuilding_and_the_grace_begins_at_its_end() -> None:
     coordinator = LoneCoordinator(expected=2, rebuild_grace_ms=4_000, **CONFIG)
     voice = coordinator.voice("a")
@@ -251,6 +261,21 @@ def test_blocks_of_open_sequences_are_demoted_as_far_as_there_is_room_below() ->
     down = moved(ack, Tier.HOST)
     assert len(down) == 3 and BLOCKS[2] in down
     assert down[-1] == BLOCKS[2], "what is claimed takes the room first"
+    assert ack.move is not None
+    assert [move.keeps for move in ack.move.moves] == [True, True, False]
+
+
+def test_a_block_that_had_to_stay_is_not_the_next_victim_again() -> None:
+    coordinator, voice, worker = serving(below=host(1), host_raw_blocks=9)
+    worker.opens(Q, (), PAGES[:2])
+    voice.report(private_page(PAGES[0]))
+    coordinator.later(MS)
+    voice.report(private_page(PAGES[1]))
+    coordinator.later(MS)
+    first = voice.report(pressure=1)
+    assert moved(first, Tier.HOST) == [PAGES[0]]
+    voice.ends(first.move)
+    assert moved(voice.report(pressure=1), Tier.HOST) == [PAGES[1]]
 
 
 def test_blocks_of_open_sequences_in_the_lowest_tier_make_room_for_nothing() -> None:

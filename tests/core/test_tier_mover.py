@@ -184,6 +184,23 @@ def test_where_there_is_no_room_below_a_page_is_evicted() -> None:
     assert (counters(shard)["evicted"], counters(shard)["demoted"]) == (2, 1)
 
 
+def test_where_there_is_no_room_below_a_page_that_its_move_keeps_stays() -> None:
+    shard = holding(A, B, host_bytes=Q8)
+    shard.demote(A, B, keeps=True)
+    assert sources(shard) == [A]
+    shard.move()
+    assert (lies(shard, A), lies(shard, B)) == ([BELOW], [(Tier.DEVICE, Codec.RAW, Loss.EXACT)])
+    assert (counters(shard)["evicted"], counters(shard)["demoted"]) == (0, 1)
+
+
+def test_a_page_that_cannot_be_encoded_and_finds_no_room_raw_stays_if_its_move_keeps_it() -> None:
+    shard = holding(A, host_bytes=Q8)
+    shard.demote(A, keeps=True)
+    shard.move(unfit=[0])
+    assert lies(shard, A) == [(Tier.DEVICE, Codec.RAW, Loss.EXACT)]
+    assert counters(shard)["evicted"] == 0
+
+
 def test_a_codec_that_makes_pages_no_smaller_is_not_used() -> None:
     shard = tiered(spec=SPEC)
     shard.store(attempt(1), A)

@@ -236,7 +236,9 @@ evictions = st.builds(
 moves = st.builds(
     MoveOrder,
     number=quantities,
-    moves=st.lists(st.builds(Move, namespaces, hashes, st.sampled_from(Tier), codecs), max_size=5).map(tuple),
+    moves=st.lists(st.builds(Move, namespaces, hashes, st.sampled_from(Tier), codecs, st.booleans()), max_size=5).map(
+        tuple
+    ),
 )
 new_pages = st.lists(st.builds(NewPage, key=keys, parent=hashes, depth=depths, loss=losses), max_size=5).map(tuple)
 _kinds = st.sampled_from([(Codec.RAW, Tier.DEVICE), *((codec, Tier.HOST) for codec in Codec)])

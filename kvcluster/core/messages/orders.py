@@ -27,18 +27,20 @@ class EvictOrder:
 
 class Move(NamedTuple):
     """Moves a block into tier `to`. A promoted block comes into the first tier and also stays below. A demoted one
-    comes from the tier above and leaves that; `codec` matters if tier `to` takes any codec (tiers.Takes.ENCODED)."""
+    comes from the tier above and leaves that; `codec` matters if tier `to` takes any codec (tiers.Takes.ENCODED). With
+    `keeps`, a demoted block stays where it is if there is no room below, since an open sequence claims it."""
 
     namespace: NamespaceId
     hash: BlockHash
     to: Tier
     codec: Codec = Codec.RAW
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MoveOrder:
-    """Demotes and promotes these blocks. A demoted block leaves its tier even if there is no room below. A promoted one
-    also stays where it was, and moves only if there is room above."""
+    """Demotes and promotes these blocks. A demoted block leaves its tier even if there is no room below, unless its
+    move says that it stays (`keeps`). A promoted one also stays where it was, and moves only if there is room above."""
 
     number: int
     moves: tuple[Move, ...]
