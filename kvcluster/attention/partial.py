@@ -19,10 +19,13 @@ from torch import Tensor
 
 from kvcluster.attention.arithmetic import merge_pair, plain
 from kvcluster.attention.call import QueryRow, Scoring, check_call
+from kvcluster.attention.native_kernel import attend as native_attend
+from kvcluster.attention.native_kernel import merge_pair as native_merge_pair
 from kvcluster.attention.page_span import PageLayout
-from kvcluster.attention.torch_kernel import attend
+from kvcluster.attention.torch_kernel import attend as torch_attend
 from kvcluster.attention.tree import ROOT, Subtree, fold
 from kvcluster.errors import CallerError
+from kvcluster.pages import native
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +65,8 @@ def partial(
         raise CallerError(f"threads is {threads}; it must be at least 1")
     scoring = Scoring(layout.key.dim**-0.5 if scale is None else scale, softcap, window, causal)
     call = check_call(layout, query, rows, heads, scoring, within)
-    return Partial(within, *attend(call))
+    kernels = native.KERNELS
+    return Partial(within, *(torch_attend(call) if kernels is None else native_attend(kernels, call, threads)))
 
 
 def merge(partials: Sequence[Partial], *, sinks: Tensor | None = None) -> Partial:
@@ -90,4 +94,5 @@ def merge(partials: Sequence[Partial], *, sinks: Tensor | None = None) -> Partia
 
 
 def _merged(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return merge_pair(plain, left, right)
+    kernels = native.KERNELS
+    return merge_pair(plain, left, right) if kernels is None else native_merge_pair(kernels, left, right)
