@@ -273,9 +273,10 @@ void stage_sums(u8* into, const u8* data, const Layers& layers, u64* sums) {
 
 }  // namespace
 
+extern const AttentionKernels KVC_TABLE(attention);
 extern const Codecs KVC_TABLE(codecs);
 extern const Kernels KVC_TABLE(kernels);
 const Kernels KVC_TABLE(kernels){KVC_TEXT(KVC_ISA), Stripe::kAlign, sums,   copy_sums, stage_sums,
-                                 scatter,           gather,         fence, &KVC_TABLE(codecs)};
+                                 scatter,           gather,         fence, &KVC_TABLE(codecs), &KVC_TABLE(attention)};
 
 }  // namespace kvc

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention.hpp"
 #include "planes.hpp"
 
 namespace kvc {
@@ -51,6 +52,7 @@ struct Kernels {
                             std::uint64_t seed, bool aligned);
     void (*fence)();  // what is said after it is heard after the bytes are there
     const Codecs* codecs;
+    const AttentionKernels* attention;
 };
 
 // Those that were compiled and that this CPU can run, the fastest last; at least one.

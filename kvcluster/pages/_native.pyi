@@ -77,3 +77,34 @@ class Copies:
 
     def run(self, start: int, stop: int) -> None:
         """Carries out the pending records from `start` to `stop`; other threads run meanwhile."""
+
+def attend(
+    *,
+    query: int,
+    positions: int,
+    out: int,
+    lse: int,
+    tokens: int,
+    query_heads: int,
+    shape: tuple[int, int, int, int, int],
+    coders: list[tuple[int, object]],
+    heads: tuple[int, int],
+    scoring: tuple[float, float, float, int, bool],
+    subtree: tuple[int, int],
+    spans: list[tuple[int, int, int, int, int]],
+    starts: list[int],
+    row_spans: list[list[int]],
+    threads: int,
+) -> None:
+    """One call of attention (kvcluster/attention/torch_kernel.py). Other threads run meanwhile.
+
+    `query` float32 `[tokens, query_heads, key_dim]`, `positions` int64 `[tokens]`, `out` float32
+    `[tokens, query_heads, value_dim]` and `lse` float32 `[tokens, query_heads]` are addresses. `shape`: the dtype (0
+    bfloat16, 1 float16, 2 float32), block tokens, heads of a page, dims of keys and values. `coders`: (codec, Coder).
+    `scoring`: scale, softcap and its reciprocal or 0, window or 0, causal. `subtree`: level, index. A span is (address
+    of int64 addresses, address of int32 codecs, pages, position, tokens). ValueError says what contradicts; addresses
+    are not checked here.
+    """
+
+def merge_results(into: int, into_lse: int, right: int, right_lse: int, rows: int, width: int) -> None:
+    """Merges results of later positions into earlier ones: float32 `[rows, width]` and `[rows]`, by address."""

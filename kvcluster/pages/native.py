@@ -25,6 +25,28 @@ class Kernels(Protocol):
 
     Copies: type[kernels.Copies]
 
+    def attend(
+        self,
+        *,
+        query: int,
+        positions: int,
+        out: int,
+        lse: int,
+        tokens: int,
+        query_heads: int,
+        shape: tuple[int, int, int, int, int],
+        coders: list[tuple[int, object]],
+        heads: tuple[int, int],
+        scoring: tuple[float, float, float, int, bool],
+        subtree: tuple[int, int],
+        spans: list[tuple[int, int, int, int, int]],
+        starts: list[int],
+        row_spans: list[list[int]],
+        threads: int,
+    ) -> None: ...
+
+    def merge_results(self, into: int, into_lse: int, right: int, right_lse: int, rows: int, width: int) -> None: ...
+
     def choose(self, name: str) -> None: ...
 
     def chosen(self) -> str: ...

@@ -1,0 +1,134 @@
+"""One call of attention, checked: which queries attend to which spans, and how scores are computed.
+
+Nothing is read from a page before an `AttentionCall` exists, so a kernel need not check again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcluster.attention.page_span import PageLayout, PageSpan
+from kvcluster.attention.tree import MAX_POSITION, ROOT, TREE_LEVELS, Subtree
+from kvcluster.errors import CallerError
+
+
+@dataclass(frozen=True)
+class QueryRow:
+    """The queries of one sequence: the position of each query token, and the spans that it attends to.
+
+    Spans ascend and do not overlap; positions between them are not attended to. Raises CallerError otherwise.
+    """
+
+    positions: Sequence[int]
+    spans: Sequence[PageSpan]
+
+    def __post_init__(self) -> None:
+        for before, after in zip(self.spans, self.spans[1:], strict=False):
+            if before.stop > after.position:
+                raise CallerError(
+                    f"spans overlap or are out of order: one ends at {before.stop}, the next starts at {after.position}"
+                )
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How scores are computed. A score is `scale` times the product of query and key, then
+    `softcap * tanh(score / softcap)` if there is a softcap. With `causal`, a query sees the positions up to its own;
+    with `window`, only the last so many of them."""
+
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise CallerError(f"scale is {self.scale}; it must be finite")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise CallerError(f"softcap is {self.softcap}; it must be positive, or None")
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise CallerError("a window is at least 1 position, and needs causal=True")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """`query` float32 `[tokens, heads, dim]`, contiguous; `positions` int64 `[tokens]`. Row i has the tokens from
+    `starts[i]` up to `starts[i + 1]` and the spans `row_spans[i]`, which are indices into `spans`. The query heads
+    belong to the heads `heads[0]` up to `heads[1]` of the pages, in equal groups. Only positions of `within` count."""
+
+    layout: PageLayout
+    query: Tensor
+    positions: Tensor
+    starts: tuple[int, ...]
+    spans: tuple[PageSpan, ...]
+    row_spans: tuple[tuple[int, ...], ...]
+    heads: tuple[int, int]
+    scoring: Scoring
+    within: Subtree
+
+    @property
+    def group_heads(self) -> int:
+        """Query heads of one head of the pages."""
+        return self.query.shape[1] // (self.heads[1] - self.heads[0])
+
+
+def check_call(
+    layout: PageLayout,
+    query: Tensor,
+    rows: Sequence[QueryRow],
+    heads: tuple[int, int] | None,
+    scoring: Scoring,
+    within: Subtree,
+) -> AttentionCall:
+    """Returns the call. Raises CallerError for what does not fit."""
+    start, stop = (0, layout.heads) if heads is None else heads
+    if not 0 <= start < stop <= layout.heads:
+        raise CallerError(f"heads {start} to {stop} are no range of the {layout.heads} heads of a page")
+    if query.dim() != 3 or query.shape[2] != layout.key.dim or not query.is_floating_point():
+        raise CallerError(
+            f"the query is {query.dtype} {list(query.shape)}, not floats [tokens, heads, {layout.key.dim}]"
+        )
+    if query.device.type != "cpu":
+        raise CallerError("the query must be in memory of the CPU")
+    if not query.shape[1] or query.shape[1] % (stop - start):
+        raise CallerError(f"{query.shape[1]} query heads cannot be grouped over {stop - start} heads of pages")
+    if not (within.level >= 0 and within.index >= 0 and ROOT.contains(within)):
+        raise CallerError(f"{within} is outside a tree of {TREE_LEVELS} levels")
+    starts, positions = [0], list[int]()
+    for row in rows:
+        positions += row.positions
+        starts.append(len(positions))
+    if len(positions) != len(query):
+        raise CallerError(f"the rows have {len(positions)} positions, and the query {len(query)} tokens")
+    if positions and not 0 <= min(positions) <= max(positions) < MAX_POSITION:
+        raise CallerError(f"a query position is outside 0 to {MAX_POSITION - 1}")
+    spans, row_spans = _spans(layout, rows)
+    return AttentionCall(
+        layout,
+        query.detach().float().contiguous(),
+        torch.tensor(positions, dtype=torch.int64),
+        tuple(starts),
+        spans,
+        row_spans,
+        (start, stop),
+        scoring,
+        within,
+    )
+
+
+def _spans(layout: PageLayout, rows: Sequence[QueryRow]) -> tuple[tuple[PageSpan, ...], tuple[tuple[int, ...], ...]]:
+    """Returns the distinct spans, without empty ones, and those of each row."""
+    numbers: dict[PageSpan, int] = {}  # spans compare by identity
+    row_spans = []
+    for row in rows:
+        filled = [span for span in row.spans if span.tokens]
+        for span in filled:
+            if span.pages.layout != layout:
+                raise CallerError("a span's pages have another layout than this call")
+        row_spans.append(tuple(numbers.setdefault(span, len(numbers)) for span in filled))
+    return tuple(numbers), tuple(row_spans)

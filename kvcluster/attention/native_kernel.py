@@ -1,0 +1,67 @@
+"""Attention over pages in the native core (native/attention.cpp): pages are read in place, and encoded ones decoded
+in a cache, by threads that hold no lock of Python.
+
+The steps are those of torch_kernel.py. `merge_pair` merges by the same arithmetic.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvcluster.attention.call import AttentionCall
+from kvcluster.attention.page_span import DTYPES
+from kvcluster.pages import codec
+from kvcluster.pages.native import Kernels
+
+Result = tuple[Tensor, Tensor]
+
+
+def attend(kernels: Kernels, call: AttentionCall, threads: int) -> Result:
+    """As torch_kernel.attend."""
+    tokens, query_heads, _ = call.query.shape
+    layout, scoring, positions = call.layout, call.scoring, call.positions
+    out, lse = torch.empty(tokens, query_heads, layout.value_dim), torch.empty(tokens, query_heads)
+    kinds = sorted({kind for span in call.spans for kind in span.pages.kinds})
+    arrays = [(span.pages.addresses.contiguous(), span.pages.codecs.contiguous()) for span in call.spans]
+    cap = scoring.softcap or 0.0
+    kernels.attend(
+        query=call.query.data_ptr(),
+        positions=positions.data_ptr(),
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+        tokens=tokens,
+        query_heads=query_heads,
+        shape=(
+            list(DTYPES).index(layout.key.dtype),
+            layout.block_tokens,
+            layout.heads,
+            layout.key.dim,
+            layout.value_dim,
+        ),
+        coders=[
+            (int(kind), codec.coder(kind, layout.group, block_tokens=layout.block_tokens, heads=layout.heads))
+            for kind in kinds
+        ],
+        heads=call.heads,
+        scoring=(scoring.scale, cap, 1.0 / cap if cap else 0.0, scoring.window or 0, scoring.causal),
+        subtree=(call.within.level, call.within.index),
+        spans=[
+            (addresses.data_ptr(), codecs.data_ptr(), len(addresses), span.position, span.tokens)
+            for span, (addresses, codecs) in zip(call.spans, arrays, strict=True)
+        ],
+        starts=list(call.starts),
+        row_spans=[list(numbers) for numbers in call.row_spans],
+        threads=threads,
+    )
+    return out, lse
+
+
+def merge_pair(kernels: Kernels, left: Result, right: Result) -> Result:
+    """As arithmetic.merge_pair."""
+    out, lse = (each.clone(memory_format=torch.contiguous_format) for each in left)
+    right_out, right_lse = (each.contiguous() for each in right)
+    kernels.merge_results(
+        out.data_ptr(), lse.data_ptr(), right_out.data_ptr(), right_lse.data_ptr(), lse.numel(), out.shape[-1]
+    )
+    return out, lse

@@ -1,0 +1,98 @@
+"""Attention over pages: partial results, and their merge.
+
+A `Partial` is the attention of some queries to the keys of one subtree of positions (tree.py). Partials of different
+subtrees merge into that of both, and the result has the same bits as one call over all the keys: it does not depend on
+how pages are divided into spans, on the memory that they lie in, on the other rows of a batch, on the number of
+threads, or on which process computed which subtree.
+
+The bits belong to an arithmetic. All instruction sets with a fused multiply-add (avx2, avx512, neon) give the same
+ones; `plain` and torch give others (arithmetic.py), within the same bound of error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcluster.attention.arithmetic import merge_pair, plain
+from kvcluster.attention.call import QueryRow, Scoring, check_call
+from kvcluster.attention.native_kernel import attend as native_attend
+from kvcluster.attention.native_kernel import merge_pair as native_merge_pair
+from kvcluster.attention.page_span import PageLayout
+from kvcluster.attention.torch_kernel import attend as torch_attend
+from kvcluster.attention.tree import ROOT, Subtree, fold
+from kvcluster.errors import CallerError
+from kvcluster.pages import native
+
+
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """`out` float32 `[tokens, heads, value_dim]`, normalised, and `lse` float32 `[tokens, heads]`, the natural
+    logarithm of the sum of the exponentials of the scores, over the keys of `subtree`. Where a query sees none of them,
+    0 and -inf."""
+
+    subtree: Subtree
+    out: Tensor
+    lse: Tensor
+
+
+def partial(
+    query: Tensor,
+    rows: Sequence[QueryRow],
+    layout: PageLayout,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    heads: tuple[int, int] | None = None,
+    within: Subtree = ROOT,
+    threads: int = 1,
+) -> Partial:
+    """Attends to pages where they lie.
+
+    `query` is `[tokens, heads, dim]` in any float dtype: the tokens of all rows, one row after the other. `scale`
+    defaults to dim ** -0.5; the rest of the scoring is explained at `Scoring`. The query heads belong to the heads
+    `heads` of the pages, by default all, in equal groups. Only positions of `within` count. A span that several rows
+    name is read once for all of them. Up to `threads` threads work; other Python threads run meanwhile.
+
+    Raises CallerError for what does not fit, before anything is read.
+    """
+    if threads < 1:
+        raise CallerError(f"threads is {threads}; it must be at least 1")
+    scoring = Scoring(layout.key.dim**-0.5 if scale is None else scale, softcap, window, causal)
+    call = check_call(layout, query, rows, heads, scoring, within)
+    kernels = native.KERNELS
+    return Partial(within, *(torch_attend(call) if kernels is None else native_attend(kernels, call, threads)))
+
+
+def merge(partials: Sequence[Partial], *, sinks: Tensor | None = None) -> Partial:
+    """Merges partials of the same queries into that of the smallest subtree that holds all of theirs.
+
+    `sinks`, float `[heads]`, are learned logits that take part in the softmax and have no value (gpt-oss). They are
+    counted here, once: the result then stands for all positions and merges no further. Raises CallerError if there is
+    no partial, subtrees overlap, or shapes differ.
+    """
+    if not partials:
+        raise CallerError("there are no partials to merge")
+    first = partials[0]
+    if any(each.out.shape != first.out.shape or each.lse.shape != first.lse.shape for each in partials):
+        raise CallerError("the partials are of other queries: their shapes differ")
+    found = {each.subtree: (each.out, each.lse) for each in partials}
+    if len(found) < len(partials):
+        raise CallerError("two partials are of the same subtree: its keys would be counted twice")
+    subtree, (out, lse) = fold(found, _merged)
+    if sinks is None:
+        return Partial(subtree, out, lse)
+    if sinks.shape != lse.shape[1:]:
+        raise CallerError(f"there are {lse.shape[1]} heads, and the sinks are {list(sinks.shape)}")
+    sink = torch.zeros_like(out), sinks.detach().float().expand(lse.shape).contiguous()
+    return Partial(ROOT, *_merged((out, lse), sink))
+
+
+def _merged(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    kernels = native.KERNELS
+    return merge_pair(plain, left, right) if kernels is None else native_merge_pair(kernels, left, right)

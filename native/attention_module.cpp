@@ -1,0 +1,135 @@
+// attend and merge_results, for Python. Checks what it is given, and lets other threads run meanwhile.
+//
+// Tensors come as addresses: kvcluster/attention/native_kernel.py checks their shapes and keeps them alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "attention.hpp"
+#include "modules.hpp"
+
+namespace nb = nanobind;
+
+namespace kvc {
+namespace {
+
+using Address = std::uintptr_t;
+// addresses, codecs, pages, position, tokens
+using SpanArguments = std::tuple<Address, Address, std::size_t, std::int64_t, std::int64_t>;
+// number, block tokens, heads of a page, dims of key and value
+using ShapeArguments = std::tuple<int, std::size_t, std::size_t, std::size_t, std::size_t>;
+using ScoringArguments = std::tuple<float, float, float, std::int64_t, bool>;  // scale, cap, 1 / cap, window, causal
+
+template <typename Value>
+Value* at(Address address) {
+    return reinterpret_cast<Value*>(address);
+}
+
+void expect(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+void take_shape(AttentionCall& call, const ShapeArguments& shape, const std::vector<std::pair<int, nb::object>>& coders,
+                std::pair<std::size_t, std::size_t> heads) {
+    const auto [number, block_tokens, page_heads, key_dim, value_dim] = shape;
+    expect(number >= 0 && number < 3 && block_tokens && page_heads && key_dim && value_dim, "an empty page");
+    call.number = static_cast<Number>(number);
+    call.block_tokens = block_tokens;
+    call.page_heads = page_heads;
+    call.key_dim = key_dim;
+    call.value_dim = value_dim;
+    call.head_start = heads.first;
+    call.head_stop = heads.second;
+    expect(heads.first < heads.second && heads.second <= page_heads, "heads that a page does not have");
+    expect(call.query_heads && call.query_heads % (heads.second - heads.first) == 0, "query heads that make no groups");
+    const std::size_t row = block_tokens * page_heads * (call.number == Number::kFloat32 ? 4 : 2);
+    for (const auto& [codec, coder] : coders) {
+        const LayerShape& layer = shape_of(coder);
+        const bool latent = layer.planes.size() == 1;
+        expect(latent || layer.planes.size() == 2, "a layer of other planes");
+        expect(layer.planes.front().raw_bytes == row * key_dim, "a plane of keys of another size");
+        expect(latent ? value_dim <= key_dim : layer.planes.back().raw_bytes == row * value_dim, "a plane of values of another size");
+        call.codecs.emplace_back(codec, layer);
+    }
+}
+
+void take_spans(AttentionCall& call, const std::vector<SpanArguments>& spans) {
+    for (const auto& [addresses, codecs, pages, position, tokens] : spans) {
+        expect(position >= 0 && tokens > 0, "an empty span");
+        expect(static_cast<std::size_t>(tokens) <= pages * call.block_tokens, "fewer pages than tokens need");
+        const PageSpan span{at<const std::int64_t>(addresses), at<const std::int32_t>(codecs), pages, position, tokens};
+        for (std::size_t page = 0; page < pages; page++) {
+            bool known = false;
+            for (const auto& each : call.codecs) known = known || each.first == span.codecs[page];
+            expect(known, "a codec without its coder");
+        }
+        call.spans.push_back(span);
+    }
+}
+
+void take_rows(AttentionCall& call, const std::vector<std::size_t>& starts,
+               const std::vector<std::vector<std::uint32_t>>& row_spans) {
+    expect(starts.size() == row_spans.size() + 1 && starts.front() == 0 && starts.back() == call.tokens, "rows of other tokens");
+    for (std::size_t row = 0; row < row_spans.size(); row++) {
+        expect(starts[row] <= starts[row + 1], "rows of other tokens");
+        std::int64_t last = 0;
+        for (const std::uint32_t span : row_spans[row]) {
+            expect(span < call.spans.size() && call.spans[span].position >= last, "spans that are out of order");
+            last = call.spans[span].stop();
+        }
+    }
+    call.starts = starts;
+    call.row_spans = row_spans;
+}
+
+void attend_to(Address query, Address positions, Address out, Address lse, std::size_t tokens, std::size_t query_heads,
+               const ShapeArguments& shape, const std::vector<std::pair<int, nb::object>>& coders,
+               std::pair<std::size_t, std::size_t> heads, const ScoringArguments& scoring,
+               std::pair<std::size_t, std::size_t> subtree, const std::vector<SpanArguments>& spans,
+               const std::vector<std::size_t>& starts, const std::vector<std::vector<std::uint32_t>>& row_spans,
+               std::size_t threads) {
+    AttentionCall call{};
+    call.query = at<const float>(query);
+    call.positions = at<const std::int64_t>(positions);
+    call.out = at<float>(out);
+    call.lse = at<float>(lse);
+    call.tokens = tokens;
+    call.query_heads = query_heads;
+    take_shape(call, shape, coders, heads);
+    take_spans(call, spans);
+    take_rows(call, starts, row_spans);
+    call.shape = {std::get<0>(scoring), std::get<1>(scoring), std::get<2>(scoring)};
+    call.window = std::get<3>(scoring);
+    call.causal = std::get<4>(scoring);
+    std::tie(call.level, call.index) = subtree;
+    expect(call.level <= 31 && call.index >> (31 - call.level) == 0 && call.window >= 0 && threads, "out of range");
+    call.threads = threads;
+    const Kernels& chosen = kernels();
+    nb::gil_scoped_release others_run;
+    attend(chosen, call);
+}
+
+void merge_results(Address into, Address into_lse, Address right, Address right_lse, std::size_t rows, std::size_t width) {
+    const AttentionKernels& chosen = *kernels().attention;
+    nb::gil_scoped_release others_run;
+    chosen.merge(at<float>(into), at<float>(into_lse), at<const float>(right), at<const float>(right_lse), rows, width);
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+    m.def("attend", &attend_to, nb::arg("query"), nb::arg("positions"), nb::arg("out"), nb::arg("lse"), nb::arg("tokens"),
+          nb::arg("query_heads"), nb::arg("shape"), nb::arg("coders"), nb::arg("heads"), nb::arg("scoring"),
+          nb::arg("subtree"), nb::arg("spans"), nb::arg("starts"), nb::arg("row_spans"), nb::arg("threads"));
+    m.def("merge_results", &merge_results, nb::arg("into"), nb::arg("into_lse"), nb::arg("right"), nb::arg("right_lse"),
+          nb::arg("rows"), nb::arg("width"));
+}
+
+}  // namespace kvc
