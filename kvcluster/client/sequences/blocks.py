@@ -17,8 +17,11 @@ from enum import Enum
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss
 
+PageNumber = int
+"""A page of the resident set, counted from 0."""
 
-class Stored(Enum):
+
+class StoreState(Enum):
     """Whether the cluster has a block."""
 
     NO = "no"  # not yet, or no longer
@@ -26,7 +29,7 @@ class Stored(Enum):
     YES = "yes"  # a shard has committed it; it may be lost since, as any cached block
 
 
-class Block:
+class SequenceBlock:
     """The KV of `block_tokens` consecutive tokens, or of fewer at the end of a sequence.
 
     `depth` counts the blocks before it. `page` is its page in the resident set, None if it is not there. `name` is the
@@ -49,7 +52,7 @@ class Block:
         "tokens",
     )
 
-    def __init__(self, before: Block | None, page: int | None) -> None:
+    def __init__(self, before: SequenceBlock | None, page: PageNumber | None) -> None:
         self.before = before
         self.depth: int = before.depth + 1 if before is not None else 0
         self.page = page
@@ -57,7 +60,7 @@ class Block:
         self.private = False
         self.tokens = b""
         self.loss: Loss = Loss.EXACT if before is None else before.loss
-        self.stored = Stored.NO
+        self.stored = StoreState.NO
         self.sink = False
         self.failures = 0  # stores of it that failed
         self.references = 0
@@ -70,13 +73,13 @@ class Block:
         return self.references > 1
 
 
-def retain(block: Block | None) -> None:
+def retain(block: SequenceBlock | None) -> None:
     """Adds a reference of a sequence that ends with this block."""
     if block is not None:
         block.references += 1
 
 
-def release(block: Block | None, released: Callable[[Block], object]) -> None:
+def release(block: SequenceBlock | None, released: Callable[[SequenceBlock], object]) -> None:
     """Removes the reference of a sequence that ended with this block. Calls `released` with each block that has none
     left, from the last one backwards."""
     while block is not None:
@@ -87,7 +90,7 @@ def release(block: Block | None, released: Callable[[Block], object]) -> None:
         block = block.before
 
 
-def backwards(block: Block | None, count: int) -> Iterator[Block]:
+def backwards(block: SequenceBlock | None, count: int) -> Iterator[SequenceBlock]:
     """Returns the last `count` blocks of the chain that ends with this one, the last first."""
     while block is not None and count > 0:
         yield block

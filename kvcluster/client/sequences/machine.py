@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvcluster.client.sequences.blocks import Block, Stored, release, retain
+from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock, StoreState, release, retain
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import ABSENT, SequenceState
 from kvcluster.core import hashing
@@ -48,7 +48,7 @@ class PageCopy(NamedTuple):
 class TokenRun(NamedTuple):
     """`tokens` tokens that lie in one page, from slot `first` of it on."""
 
-    page: int
+    page: PageNumber
     first: int
     tokens: int
 
@@ -57,7 +57,7 @@ class StoreBatch(NamedTuple):
     """Consecutive sealed blocks to be stored. `names` are their own, behind those of the blocks before them: of the one
     before, and of all back to the first of its run of placement. `start` is the depth of the first name."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[SequenceBlock, ...]
     names: tuple[BlockHash, ...]
     start: int
     private: bool
@@ -76,17 +76,17 @@ class SequenceMachine:
         self._layers = layers
         self._run_blocks = run_blocks
         self._open: dict[SequenceId, SequenceState] = {}
-        self._to_store: deque[Block] = deque()  # each has a reference of this queue
+        self._to_store: deque[SequenceBlock] = deque()  # each has a reference of this queue
 
     # ----------------------------------------------------------------------------------- opening and closing
 
     def open(self, state: SequenceState, cached: Sequence[tuple[BlockHash, bytes, Loss]] = ()) -> None:
         """Opens a sequence that begins with these blocks, which the cluster has: the name, token ids and loss of each.
         None of them is in the resident set."""
-        tip: Block | None = None
+        tip: SequenceBlock | None = None
         for name, tokens, loss in cached:
-            tip = Block(tip, None)
-            tip.name, tip.tokens, tip.loss, tip.stored = name, tokens, max(loss, tip.loss), Stored.YES
+            tip = SequenceBlock(tip, None)
+            tip.name, tip.tokens, tip.loss, tip.stored = name, tokens, max(loss, tip.loss), StoreState.YES
             tip.sink = self._is_sink(state, tip)
             state.add(tip)
         state.sealed = len(cached)
@@ -141,7 +141,7 @@ class SequenceMachine:
         self._check_room(wanted + bool(shared))
         copies = self._replace(state, first) if shared and tokens else []
         for _ in range(wanted):
-            block = Block(state.tip, self._take())
+            block = SequenceBlock(state.tip, self._take())
             block.references = 1  # of the sequence, which no longer ends with the block before
             if block.before is not None:
                 block.before.references -= 1
@@ -195,7 +195,7 @@ class SequenceMachine:
 
     # ------------------------------------------------------------------------------------ cutting, overwriting
 
-    def unsealed_by(self, state: SequenceState, tokens: int) -> list[Block]:
+    def unsealed_by(self, state: SequenceState, tokens: int) -> list[SequenceBlock]:
         """Returns the sealed block that a truncation to `tokens` tokens would cut, if it is absent."""
         depth, kept = divmod(tokens, self._block_tokens)
         return [state.blocks[depth]] if kept and depth < state.sealed and state.table[depth] == ABSENT else []
@@ -246,12 +246,12 @@ class SequenceMachine:
 
     # ------------------------------------------------------------------------------- out of the set and back
 
-    def place(self, blocks: Sequence[Block]) -> list[int]:
+    def place(self, blocks: Sequence[SequenceBlock]) -> list[int]:
         """Takes a page for each of these absent blocks, into which the caller loads them. Raises ResidentSetFull."""
         self._check_room(len(blocks))
         return [self._take() for _ in blocks]
 
-    def placed(self, block: Block, page: int, *, loaded: bool) -> None:
+    def placed(self, block: SequenceBlock, page: PageNumber, *, loaded: bool) -> None:
         """The load of a placed block has ended: it is in the resident set, or its page is free again."""
         if not loaded or block.page is not None or not block.references:
             self.pages.free(page)
@@ -262,7 +262,7 @@ class SequenceMachine:
 
     def next_store(self) -> StoreBatch | None:
         """Returns the next blocks to be stored, the longest waiting first; None if there are none."""
-        batch: list[Block] = []
+        batch: list[SequenceBlock] = []
         while self._to_store and len(batch) < STORE_BLOCKS:
             block = self._to_store[0]
             if batch and (
@@ -273,14 +273,14 @@ class SequenceMachine:
             if block.private and not block.shared:  # its sequence has dropped it: nothing else can find it
                 release(block, self._released)
                 continue
-            block.stored = Stored.STORING
+            block.stored = StoreState.STORING
             batch.append(block)
         return self._batch(batch) if batch else None
 
     def stored(self, batch: StoreBatch, *, committed: bool) -> None:
         """A store has ended: the cluster has all of its blocks, or not all of them, and it is tried again."""
         for block in batch.blocks:
-            block.stored = Stored.YES if committed else Stored.NO
+            block.stored = StoreState.YES if committed else StoreState.NO
             if not committed:
                 block.failures += 1
                 if block.failures < STORE_TRIES:
@@ -297,7 +297,7 @@ class SequenceMachine:
 
     def is_stored(self, state: SequenceState) -> bool:
         """Whether the cluster has all sealed blocks of a sequence."""
-        return all(block.stored is Stored.YES for block in state.blocks[: state.sealed])
+        return all(block.stored is StoreState.YES for block in state.blocks[: state.sealed])
 
     @property
     def sequences(self) -> int:
@@ -312,7 +312,7 @@ class SequenceMachine:
     def check(self) -> None:
         """Asserts that tables, blocks and pages agree."""
         self.pages.check()
-        seen: dict[Block, None] = {}
+        seen: dict[SequenceBlock, None] = {}
         for state in self._open.values():
             assert len(state.table) == len(state.blocks) >= state.blocks_for(state.length) and state.sealed <= len(
                 state.blocks
@@ -321,7 +321,7 @@ class SequenceMachine:
                 assert block.depth == depth and block.before is (state.blocks[depth - 1] if depth else None)
                 assert state.table[depth] == (ABSENT if block.page is None else block.page)
                 assert (block.name is not None) or depth >= state.sealed
-                assert block.page is not None or block.stored is Stored.YES, "the only copy of a block is lost"
+                assert block.page is not None or block.stored is StoreState.YES, "the only copy of a block is lost"
                 seen[block] = None
         for block in self._to_store:
             while block.before is not None and block not in seen:
@@ -333,7 +333,7 @@ class SequenceMachine:
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _name(self, state: SequenceState, block: Block, *, private: bool) -> None:
+    def _name(self, state: SequenceState, block: SequenceBlock, *, private: bool) -> None:
         block.private = private
         block.sink = self._is_sink(state, block)
         if private:
@@ -343,13 +343,13 @@ class SequenceMachine:
         (block.name,) = hashing.chain(state.parent, ids, self._block_tokens)
         block.tokens = hashing.token_bytes(ids)
 
-    def _is_sink(self, state: SequenceState, block: Block) -> bool:
+    def _is_sink(self, state: SequenceState, block: SequenceBlock) -> bool:
         return block.depth * self._block_tokens < state.policy.sink_tokens
 
-    def _batch(self, blocks: list[Block]) -> StoreBatch:
+    def _batch(self, blocks: list[SequenceBlock]) -> StoreBatch:
         first = blocks[0]
         run = run_start(first.depth, self._run_blocks)
-        context: list[Block] = []
+        context: list[SequenceBlock] = []
         before = first.before
         while before is not None and (not context or context[-1].depth > run):
             context.append(before)
@@ -377,7 +377,7 @@ class SequenceMachine:
             copies: list[PageCopy] = []
             state.cut(depth)
             for block in suffix:
-                fresh = Block(state.tip, self._take())
+                fresh = SequenceBlock(state.tip, self._take())
                 assert block.page is not None and fresh.page is not None
                 fresh.loss = block.loss
                 copies.append(PageCopy(block.page, fresh.page))
@@ -389,13 +389,13 @@ class SequenceMachine:
         release(old, self._released)
         return copies
 
-    def _unseal(self, block: Block) -> None:
+    def _unseal(self, block: SequenceBlock) -> None:
         """Takes the name of a block that one sequence alone refers to, so that it may be written."""
         self.pages.must_keep(block)
-        block.name, block.private, block.tokens, block.stored, block.failures = None, False, b"", Stored.NO, 0
+        block.name, block.private, block.tokens, block.stored, block.failures = None, False, b"", StoreState.NO, 0
 
-    def _may_give_up(self, block: Block) -> None:
-        if block.stored is Stored.YES and block.page is not None and not block.sink:
+    def _may_give_up(self, block: SequenceBlock) -> None:
+        if block.stored is StoreState.YES and block.page is not None and not block.sink:
             self.pages.may_give_up(block)
 
     def _check_room(self, pages: int) -> None:
@@ -406,20 +406,20 @@ class SequenceMachine:
             )
 
     def _take(self) -> int:
-        given_up: list[Block] = []
+        given_up: list[SequenceBlock] = []
         page = self.pages.take(given_up)
         for block in given_up:
             block.page = None
             self._tell(block, ABSENT)
         return page
 
-    def _tell(self, block: Block, page: int) -> None:
+    def _tell(self, block: SequenceBlock, page: PageNumber) -> None:
         """Writes the page of a block into the tables of all sequences that have it."""
         for state in self._open.values():
             if block.depth < len(state.blocks) and state.blocks[block.depth] is block:
                 state.table[block.depth] = page
 
-    def _released(self, block: Block) -> None:
+    def _released(self, block: SequenceBlock) -> None:
         if block.page is not None:
             self.pages.must_keep(block)
             self.pages.free(block.page)

@@ -6,7 +6,7 @@ others keep theirs. Blocks give up pages in the order in which they were stored 
 
 from __future__ import annotations
 
-from kvcluster.client.sequences.blocks import Block
+from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock
 
 
 class ResidentPages:
@@ -18,7 +18,7 @@ class ResidentPages:
         self.peak = 0
         self._fresh = 0  # pages from here on have never been used: their memory need not exist yet
         self._free: list[int] = []
-        self._spare: dict[Block, None] = {}  # blocks with a page that they may give up, in that order
+        self._spare: dict[SequenceBlock, None] = {}  # blocks with a page that they may give up, in that order
 
     @property
     def used(self) -> int:
@@ -30,7 +30,7 @@ class ResidentPages:
         """The number of pages that can be taken: those in use by no block, and those that a block may give up."""
         return self.capacity - self.used + len(self._spare)
 
-    def take(self, given_up: list[Block]) -> int:
+    def take(self, given_up: list[SequenceBlock]) -> int:
         """Returns a page for a new block. There must be one available. A block that gives up its page for it is
         appended to `given_up`, and its `page` is that page until the caller has changed it."""
         if self._free:
@@ -45,18 +45,18 @@ class ResidentPages:
         assert block.page is not None
         return block.page
 
-    def free(self, page: int) -> None:
+    def free(self, page: PageNumber) -> None:
         """Returns a page that holds no block any more."""
         assert 0 <= page < self._fresh
         self._free.append(page)
 
-    def may_give_up(self, block: Block) -> None:
+    def may_give_up(self, block: SequenceBlock) -> None:
         """Allows a block to give up its page, after all others that may."""
         assert block.page is not None
         self._spare.pop(block, None)
         self._spare[block] = None
 
-    def must_keep(self, block: Block) -> None:
+    def must_keep(self, block: SequenceBlock) -> None:
         """Withdraws `may_give_up`. Does nothing if it does not hold."""
         self._spare.pop(block, None)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.memory import bind
-from kvcluster.client.sequences.blocks import Block
+from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.machine import SequenceMachine, StoreBatch
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.table_keeper import TableKeeper
@@ -153,7 +153,9 @@ class SequenceRunner:
                     break
         return losses
 
-    def _load(self, blocks: Sequence[Block], pages: Sequence[int], deadline: Deadline) -> tuple[int, Miss | None]:
+    def _load(
+        self, blocks: Sequence[SequenceBlock], pages: Sequence[int], deadline: Deadline
+    ) -> tuple[int, Miss | None]:
         """Returns how many leading blocks were loaded, and why not the next one."""
         done = 0
         while done < len(blocks):

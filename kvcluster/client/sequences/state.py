@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from kvcluster.client.sequences.blocks import Block
+from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.core.ids import BlockHash, SequenceId
 
@@ -32,7 +32,7 @@ class SequenceState:
         self.policy = policy
         self.block_tokens = block_tokens
         self.max_tokens = max_tokens
-        self.blocks: list[Block] = []
+        self.blocks: list[SequenceBlock] = []
         self.table = array("i")
         self.length = 0
         self.step = 0
@@ -42,7 +42,7 @@ class SequenceState:
         self.closed = False
 
     @property
-    def tip(self) -> Block | None:
+    def tip(self) -> SequenceBlock | None:
         return self.blocks[-1] if self.blocks else None
 
     @property
@@ -72,7 +72,7 @@ class SequenceState:
         batch = 1 if all_full else max(1, self.policy.migration_tokens // self.block_tokens)
         return full if full >= batch else 0
 
-    def add(self, block: Block) -> None:
+    def add(self, block: SequenceBlock) -> None:
         """Appends a block to the table."""
         self.blocks.append(block)
         self.table.append(ABSENT if block.page is None else block.page)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcluster.client.sequences.blocks import Stored
+from kvcluster.client.sequences.blocks import StoreState
 from kvcluster.client.sequences.state import ABSENT, SequenceState
 
 
@@ -41,7 +41,7 @@ def sequence_use(state: SequenceState) -> SequenceUse:
     return SequenceUse(
         state.length,
         state.sealed * whole,
-        sum(size for block, size in pairs if block.stored is Stored.YES),
+        sum(size for block, size in pairs if block.stored is StoreState.YES),
         sum(size for page, size in zip(state.table, sizes, strict=True) if page != ABSENT),
         sum(size for block, size in pairs if block.private),
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvcluster.client.sequences.blocks import Stored
+from kvcluster.client.sequences.blocks import StoreState
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core import hashing
@@ -225,7 +225,7 @@ def test_a_block_whose_stores_fail_stays() -> None:
     state = grown(worker, 4)
     while worker.store(fails=True) is not None:
         pass
-    assert state.blocks[0].stored is Stored.NO and not worker.machine.waiting and worker.read(state) == [0, 1, 2, 3]
+    assert state.blocks[0].stored is StoreState.NO and not worker.machine.waiting and worker.read(state) == [0, 1, 2, 3]
 
 
 def test_public_blocks_are_stored_after_their_sequence_is_closed_and_private_ones_are_not() -> None:
