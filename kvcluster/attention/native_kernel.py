@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvcluster.attention.call import AttentionCall
-from kvcluster.attention.page_span import DTYPES
 from kvcluster.pages import codec
+from kvcluster.pages.codec_torch import DTYPES
 from kvcluster.pages.native import Kernels
 
 Result = tuple[Tensor, Tensor]

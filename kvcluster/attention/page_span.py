@@ -21,8 +21,7 @@ from kvcluster.attention.tree import MAX_POSITION
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.spec import Group, Plane
 from kvcluster.errors import CallerError
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+from kvcluster.pages.codec_torch import DTYPES
 
 with warnings.catch_warnings():
     # torch warns, once per process, that a tensor over read-only bytes could be written; here none is.

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from kvcluster.attention.arithmetic import Fma, exp, log, merge_pair, plain, tanh
 from kvcluster.attention.call import AttentionCall
-from kvcluster.attention.page_span import DTYPES, PageLayout, PageSpan
+from kvcluster.attention.page_span import PageLayout, PageSpan
 from kvcluster.attention.tree import CUT_TOKENS, Subtree, fold
 from kvcluster.core.codecs import Codec
-from kvcluster.pages.codec_torch import TorchCoder
+from kvcluster.pages.codec_torch import DTYPES, TorchCoder
 
 LANES = 16
 _TOKENS_AT_ONCE = 8  # bounds the products kept at once: this many times heads x CUT_TOKENS x LANES floats

@@ -351,9 +351,9 @@ class Client:
         """Opens a sequence, which begins with the cached prefix of `prompt`: its `length` tokens need not be computed.
 
         Its KV is kept in this client's resident set (`ClientConfig.resident_bytes`), and by `policy` leaves it for the
-        cluster; None means WindowPolicy(). It takes at most `max_tokens` tokens. If the cluster does not answer, it
-        begins empty. Raises CallerError if the spec has several groups, or planes that no tensor holds, or without
-        torch.
+        cluster; None means WindowPolicy(). It takes at most `max_tokens` tokens. If the coordinator does not
+        answer, it begins empty. Raises CallerError if the spec has several groups, or planes that no tensor holds, or
+        without torch; Unreachable if the coordinator has never answered this client.
         """
         check_max_tokens(max_tokens)
         deadline = self._call(deadline_ms)

@@ -79,6 +79,14 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     return tokens.tobytes()
 
 
+def token_ids(data: bytes) -> array[int]:
+    """Returns the token ids of which `data` is the token_bytes."""
+    tokens = array("I", data)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens
+
+
 def token_array(token_ids: Sequence[int]) -> array[int]:
     """Returns a copy of the token ids, which are iterated only once. Raises as token_bytes."""
     try:

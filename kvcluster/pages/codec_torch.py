@@ -14,7 +14,9 @@ import torch
 from kvcluster.core.codecs import GROUP_CHANNELS, Codec, Coding, coding, plane_bytes
 from kvcluster.core.spec import Group, Plane
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""The dtypes of planes that are numbers. The native core's attention counts them in this order."""
+
 _TINY = 2.0**-120
 _SCALE_BIAS = 20
 _LOWEST, _HIGHEST = -112, 127
@@ -70,7 +72,7 @@ class _PlaneCoder:
         self.raw_bytes = plane.nbytes(block_tokens=block_tokens, heads=heads)
         self.coded_bytes = plane_bytes(codec, plane, block_tokens=block_tokens, heads=heads)
         self._coding = coding(codec, plane)
-        self._dtype = _DTYPES.get(plane.dtype, torch.uint8)
+        self._dtype = DTYPES.get(plane.dtype, torch.uint8)
         self._shape = (-1, block_tokens, heads, plane.dim)
 
     def numbers(self, raw: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ import triton.language as tl
 
 from kvcluster.core.codecs import GROUP_CHANNELS, Codec, Coding, coding, plane_bytes
 from kvcluster.core.spec import Group, Plane
+from kvcluster.pages.codec_torch import DTYPES
 
 _STORED_AS = {"bfloat16": torch.int16, "float16": torch.float16, "float32": torch.float32}
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 # One program works on 2,048 numbers, 16 for each of 128 threads.
 _NUMBERS = 2_048
@@ -76,7 +76,7 @@ class _TritonPlaneCoder:
         if self._coding is Coding.RAW:
             return
         self._stored_as = _STORED_AS[plane.dtype]
-        self._most = torch.finfo(_DTYPES[plane.dtype]).max / 4
+        self._most = torch.finfo(DTYPES[plane.dtype]).max / 4
         self._tokens, self._heads, self._dim = block_tokens, heads, plane.dim
         self._rows = block_tokens * heads
         self._runs = self._rows * triton.cdiv(plane.dim, GROUP_CHANNELS)

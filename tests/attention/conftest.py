@@ -1,27 +1,7 @@
-"""Attention by each of its implementations: the definition in torch, and the native core on each instruction set."""
+"""Tests of attention run once with each implementation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tests.pages.implementations import implementation
 
-import pytest
-
-from kvcluster.pages import codec, native
-
-IMPLEMENTATIONS = ["torch", *([] if native.KERNELS is None else native.KERNELS.names())]
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs the test once with each implementation."""
-    before = native.name()
-    if request.param == "torch":
-        monkeypatch.setattr(native, "KERNELS", None)
-    elif native.KERNELS is not None:
-        native.KERNELS.choose(request.param)
-    codec.coder.cache_clear()
-    yield request.param
-    codec.coder.cache_clear()
-    monkeypatch.undo()
-    if native.KERNELS is not None:
-        native.KERNELS.choose(before)
+__all__ = ["implementation"]

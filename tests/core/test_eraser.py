@@ -181,12 +181,18 @@ def test_a_shard_that_is_gone_is_to_erase_nothing_though_records_still_name_it()
     assert erased(again.report()) == [PAGES[0]]
 
 
-def test_nothing_is_erased_while_rebuilding_and_the_grace_begins_at_its_end() -> None:
+def restarted() -> tuple[LoneCoordinator, Voice]:
+    """A coordinator that is rebuilding, and a shard that has told it of two private pages."""
     coordinator = LoneCoordinator(expected=2, rebuild_grace_ms=4_000, **CONFIG)
     voice = coordinator.voice("a")
     voice.specs = ((OURS, SPEC), (OURS, PRIVATE_SPEC))
     coordinator.ask(Attached, ours(Attach(SPEC)))
     voice.join(*map(private_page, PAGES[:2]))
+    return coordinator, voice
+
+
+def test_nothing_is_erased_while_rebuilding_and_the_grace_begins_at_its_end() -> None:
+    coordinator, voice = restarted()
     worker = Syncing(coordinator)
     worker.opens(Q, (), PAGES[:2])
     worker.sync(TableChange(Q, 1))
@@ -196,11 +202,7 @@ def test_nothing_is_erased_while_rebuilding_and_the_grace_begins_at_its_end() ->
 
 
 def test_pages_of_a_worker_that_does_not_open_its_tables_again_are_erased_after_a_restart() -> None:
-    coordinator = LoneCoordinator(expected=2, rebuild_grace_ms=4_000, **CONFIG)
-    voice = coordinator.voice("a")
-    voice.specs = ((OURS, SPEC), (OURS, PRIVATE_SPEC))
-    coordinator.ask(Attached, ours(Attach(SPEC)))
-    voice.join(*map(private_page, PAGES[:2]))
+    coordinator, voice = restarted()
     worker = Syncing(coordinator)
     assert worker.sync(number=8).forgotten
     worker.opens(Q, (), PAGES[:1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from hashlib import sha256
 
 import pytest
@@ -21,23 +20,6 @@ from kvcluster.pages.native import Kernels
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LOSSY = [Codec.Q8, Codec.Q4]
-IMPLEMENTATIONS = ["torch", *([] if native.KERNELS is None else native.KERNELS.names())]
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs the test with the definition in torch, and with the native core on each instruction set of this machine."""
-    before = native.name()
-    if request.param == "torch":
-        monkeypatch.setattr(native, "KERNELS", None)
-    elif native.KERNELS is not None:
-        native.KERNELS.choose(request.param)
-    codec.coder.cache_clear()
-    yield request.param
-    codec.coder.cache_clear()
-    monkeypatch.undo()
-    if native.KERNELS is not None:
-        native.KERNELS.choose(before)
 
 
 def group_of(dim: int, dtype: str = "bfloat16", heads: int = 2) -> Group:

@@ -11,7 +11,7 @@ A block that is referenced once, by the sequence that ends with it, may be writt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 
 from kvcluster.core.ids import BlockHash
@@ -88,11 +88,3 @@ def release(block: SequenceBlock | None, released: Callable[[SequenceBlock], obj
             return
         released(block)
         block = block.before
-
-
-def backwards(block: SequenceBlock | None, count: int) -> Iterator[SequenceBlock]:
-    """Returns the last `count` blocks of the chain that ends with this one, the last first."""
-    while block is not None and count > 0:
-        yield block
-        block = block.before
-        count -= 1

@@ -16,8 +16,6 @@ never changes: the writer gets a copy.
 
 from __future__ import annotations
 
-import sys
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -214,7 +212,7 @@ class SequenceMachine:
         tip = state.blocks[state.blocks_for(tokens) - 1] if tokens else None
         if depth < state.sealed:
             cut = state.blocks[depth].tokens if kept else b""
-            state.tokens = _token_ids(cut[: 4 * kept])
+            state.tokens = hashing.token_ids(cut[: 4 * kept])
             state.sealed = depth
         else:
             del state.tokens[max(0, tokens - state.sealed * self._block_tokens) :]
@@ -432,11 +430,3 @@ class SequenceMachine:
     def _end_step(self, state: SequenceState) -> None:
         state.step = 0
         state.appended.clear()
-
-
-def _token_ids(data: bytes) -> array[int]:
-    ids = array("I")
-    ids.frombytes(data)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return ids

@@ -37,14 +37,17 @@ class ResidentMemory:
             self.tensor = torch.empty(
                 (capacity, part.layers, self.planes, spec.block_tokens, part.heads, first.dim), dtype=self.dtype
             )
-        self.layers = part.layers
         self._layers = [self.tensor[:, layer] for layer in range(part.layers)]
+
+    def check_layer(self, layer: int) -> None:
+        """Raises CallerError if there is no such layer."""
+        if type(layer) is not int or not 0 <= layer < len(self._layers):
+            raise CallerError(f"there is no layer {layer!r}; this worker holds {len(self._layers)}, counted from 0")
 
     def checked(self, layer: int, values: Sequence[Tensor]) -> int:
         """Returns the number of tokens of these tensors, one a plane, `[tokens, heads, dim]` each. Raises CallerError
         for another layer, number of planes, shape, dtype or device."""
-        if type(layer) is not int or not 0 <= layer < len(self._layers):
-            raise CallerError(f"there is no layer {layer!r}; this worker holds {len(self._layers)}, counted from 0")
+        self.check_layer(layer)
         if len(values) != self.planes:
             raise CallerError(f"{len(values)} tensors were given; the spec has {self.planes} planes")
         for value in values:

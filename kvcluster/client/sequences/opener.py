@@ -22,7 +22,7 @@ from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.validation import check_open
 from kvcluster.config import ClientConfig
 from kvcluster.core import hashing
-from kvcluster.core.ids import Holder
+from kvcluster.core.ids import HASH_BYTES, Holder
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
@@ -95,9 +95,14 @@ class SequenceOpener:
             return ResidentUse(0, 0, 0, 0, 0, 0)
         with runner.lock:
             machine, pages = runner.machine, runner.machine.pages
-            page_bytes = sum(self._spec.page_bytes(0, part) for part in self._parts[:1] if part is not None)
-            waiting = runner.stores_pending
-            return ResidentUse(pages.capacity, pages.used, pages.peak, page_bytes, machine.sequences, waiting)
+            return ResidentUse(
+                pages.capacity,
+                pages.used,
+                pages.peak,
+                runner.memory.tensor[0].nbytes,
+                machine.sequences,
+                runner.stores_pending,
+            )
 
     def close(self) -> None:
         """Ends the thread of the sequences. They must not be used any more."""
@@ -145,7 +150,7 @@ class SequenceOpener:
         attached = self._control.attach(spec, deadline)
         machine = SequenceMachine(
             ResidentPages(capacity),
-            lambda: os.urandom(32),
+            lambda: os.urandom(HASH_BYTES),
             block_tokens=spec.block_tokens,
             layers=part.layers,
             run_blocks=attached.run_blocks,

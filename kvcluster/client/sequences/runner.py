@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +24,8 @@ from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.tickets import Tickets
 from kvcluster.client.transfer_queue import TransferQueue
-from kvcluster.core import limits
+from kvcluster.core import hashing, limits
+from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Need, SyncTables, TablesSynced
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
@@ -139,13 +139,13 @@ class SequenceRunner:
                 position = absent[loaded].depth * self._spec.block_tokens
                 raise LostTokens(position, f"the block at token {position} of this sequence is lost: {miss}")
 
-    def find(self, names: Sequence[bytes], deadline: Deadline) -> list[Loss]:
+    def find(self, names: Sequence[BlockHash], deadline: Deadline) -> list[Loss]:
         """Returns the loss of each leading block of these that the cluster has."""
         losses: list[Loss] = []
+        need = Need(self._parts, self._accept)
         for first in range(0, len(names), limits.BLOCKS_PER_CALL):
             hashes = names[first : first + limits.BLOCKS_PER_CALL]
-            need = Need(self._parts, self._accept)
-            with self._tickets.prepare(self._spec, hashes, need, deadline, hold=False) as ticket:  # type: ignore[arg-type]
+            with self._tickets.prepare(self._spec, hashes, need, deadline, hold=False) as ticket:
                 for run in ticket.body.runs:
                     sources = [source for of_group in run.plan if of_group for source in of_group]
                     losses += [max((source.loss for source in sources), default=Loss.EXACT)] * run.count
@@ -157,13 +157,13 @@ class SequenceRunner:
         self, blocks: Sequence[SequenceBlock], pages: Sequence[int], deadline: Deadline
     ) -> tuple[int, Miss | None]:
         """Returns how many leading blocks were loaded, and why not the next one."""
+        need = Need(self._parts, max(self._accept, *(block.loss for block in blocks)))
         done = 0
         while done < len(blocks):
             private = blocks[done].private
             count = next((at for at, block in enumerate(blocks[done:]) if block.private != private), len(blocks) - done)
             names = [block.name for block in blocks[done : done + count] if block.name is not None]
             spec = self._private_spec if private else self._spec
-            need = Need(self._parts, max(self._accept, *(block.loss for block in blocks)))
             with self._tickets.prepare(spec, names, need, deadline, hold=True) as ticket:
                 if not ticket.blocks:
                     return done, ticket.miss or Miss(MissReason.NEVER_SEEN)
@@ -241,10 +241,8 @@ class SequenceRunner:
         assert len(pages) == len(blocks), "a block that was never stored has left the resident set"
         bound = bind(self.memory.paged(pages), spec, self._parts, len(blocks), writable=False)
         first = batch.start + len(batch.names) - len(blocks)
-        tokens: array[int] = array("I")
-        if self._control.wants_tokens and not batch.private:
-            for block in blocks:
-                tokens.frombytes(block.tokens)
+        wanted = self._control.wants_tokens and not batch.private
+        tokens = hashing.token_ids(b"".join(block.tokens for block in blocks) if wanted else b"")
         deadline = Deadline.after_ms(self._store_ms)
         transfer = self._transfers.store(
             batch.names, first, batch.loss, bound, tokens, spec, deadline, start=batch.start

@@ -26,7 +26,7 @@ from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
 from kvcluster.client.validation import kind_of
-from kvcluster.core.ids import SequenceId
+from kvcluster.core.ids import SEQUENCE_BYTES, SequenceId
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline
 
@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 R = TypeVar("R")
-SEQUENCE_ID_BYTES = 16
 
 
 def random_name() -> SequenceId:
     """Returns a new name for a sequence."""
-    return SequenceId(os.urandom(SEQUENCE_ID_BYTES))
+    return SequenceId(os.urandom(SEQUENCE_BYTES))
 
 
 class Sequence:
@@ -240,9 +239,7 @@ class Sequence:
     def _check_range(self, layer: int, position: int, tokens: int, length: int) -> None:
         _check_number("position", position)
         _check_number("tokens", tokens)
-        layers = self._runner.memory.layers
-        if type(layer) is not int or not 0 <= layer < layers:
-            raise CallerError(f"there is no layer {layer!r}; this worker holds {layers}, counted from 0")
+        self._runner.memory.check_layer(layer)
         if position + tokens > length:
             raise CallerError(f"tokens {position} to {position + tokens} are not all there: layer {layer} has {length}")
 

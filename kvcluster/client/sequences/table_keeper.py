@@ -51,8 +51,6 @@ class TableKeeper:
         self._under_way: SyncTables | None = None
         self._next_at = 0
         self._renew_at: int | None = None
-        self.refused: dict[SequenceId, None] = {}
-        """Sequences whose blocks the coordinator spares no longer, since the tenant's share is used up."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -121,17 +119,11 @@ class TableKeeper:
         """Takes the answer to the message under way."""
         assert self._under_way is not None
         for change in self._under_way.changes:
-            known = self._known.get(change.sequence)
             if change.closed:
-                if known is not None and known.state is None:
-                    del self._known[change.sequence]
-                self.refused.pop(change.sequence, None)
-            elif known is not None and change.sequence not in answer.refused:
-                self.refused.pop(change.sequence, None)
+                self._known.pop(change.sequence, None)
+        keep = {change.sequence: change.keep for change in self._under_way.changes}
         for name in answer.refused:
             if name in self._known:  # its table is as before that message; the next blocks that are sealed tell it anew
-                self.refused[name] = None
-                keep = {change.sequence: change.keep for change in self._under_way.changes}
                 self._known[name].told = min(self._known[name].told, keep[name])
                 self._known[name].stale = True
         for name in [*self._known] if answer.forgotten else answer.reopen:
