@@ -2,11 +2,12 @@
 
     .venv/bin/python benchmarks/attend.py --turns 21
 
-Every turn runs each case once, in random order. Of decode, one query token over `--tokens` tokens of KV in pages of 16
-tokens, 32 query heads on 8 heads of 128 channels, bfloat16, it prints milliseconds and the median ratio to the floor:
-the time in which one thread reads as many raw bytes, taken right before the case. Codecs count the bytes that they
-stand for. "flash" is torch's kernel over the same keys and values, gathered into tensors; in float32 it has our
-precision, in bfloat16 it has not. Prefill is `--prefill` query tokens at the end of the context.
+Every turn runs each case once, in random order, after the CPU caches were filled with other data. Of decode, one query
+token over `--tokens` tokens of KV in pages of 16 tokens, 32 query heads on 8 heads of 128 channels, bfloat16, it prints
+milliseconds and the median ratio to the floor: the time in which one thread reads as many raw bytes, taken right before
+the case. Codecs count the bytes that they stand for. "flash" is torch's kernel over the same keys and values, gathered
+into tensors; in float32 it has our precision, in bfloat16 it has not. Prefill is `--prefill` query tokens at the end of
+the context.
 """
 
 from __future__ import annotations
@@ -113,10 +114,11 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     return cases
 
 
-def seconds(case: Case) -> float:
+def seconds(case: Case, warm: bool) -> float:
     if case.sets:
         native.KERNELS.choose(case.sets)  # type: ignore[union-attr]
-    sweep_caches()
+    if not warm:
+        sweep_caches()
     began = time.perf_counter()
     case.work()
     return time.perf_counter() - began
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8_192, help="tokens of context (default 8192)")
     parser.add_argument("--prefill", type=int, default=512, help="query tokens of prefill (default 512)")
     parser.add_argument("--sets", nargs="+", default=["avx2", "avx512"], help="instruction sets, the fastest last")
+    parser.add_argument("--warm", action="store_true", help="leave the CPU caches as the case before left them")
     options = parser.parse_args()
     assert native.KERNELS is not None, "there is no native core"
     torch.set_num_threads(1)
@@ -139,7 +142,7 @@ def main() -> None:
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(options.turns + 1):
         for name in random.sample(list(names), len(names)):
-            both = seconds(base), seconds(names[name])
+            both = seconds(base, options.warm), seconds(names[name], options.warm)
             if turn:  # the first warms up
                 took[name].append(both)
     floors = [before for pairs in took.values() for before, _ in pairs]

@@ -38,7 +38,8 @@ struct Seen {
 
 // Scores and weights of one query lie in rows of kCutTokens floats, by position within the cut. No function allocates.
 struct AttentionKernels {
-    // Numbers of 16 or 32 bits to floats; the rows' padding becomes 0. What lies `ahead` bytes behind is prefetched; 0: nothing.
+    // Numbers of 16 or 32 bits to floats; the rows' padding becomes 0. What lies `ahead` bytes behind is prefetched, unless
+    // that is 0.
     void (*widen)(Number number, const std::uint8_t* from, std::ptrdiff_t stride, std::size_t rows, std::size_t dim,
                   std::ptrdiff_t ahead, FloatRows into);
     // The scores of `queries` queries for `keys` keys; to into[query * kCutTokens + key].

@@ -55,7 +55,8 @@ void take_shape(AttentionCall& call, const ShapeArguments& shape, const std::vec
         const bool latent = layer.planes.size() == 1;
         expect(latent || layer.planes.size() == 2, "a layer of other planes");
         expect(layer.planes.front().raw_bytes == row * key_dim, "a plane of keys of another size");
-        expect(latent ? value_dim <= key_dim : layer.planes.back().raw_bytes == row * value_dim, "a plane of values of another size");
+        expect(latent ? value_dim <= key_dim : layer.planes.back().raw_bytes == row * value_dim,
+               "a plane of values of another size");
         call.codecs.emplace_back(codec, layer);
     }
 }
@@ -76,7 +77,8 @@ void take_spans(AttentionCall& call, const std::vector<SpanArguments>& spans) {
 
 void take_rows(AttentionCall& call, const std::vector<std::size_t>& starts,
                const std::vector<std::vector<std::uint32_t>>& row_spans) {
-    expect(starts.size() == row_spans.size() + 1 && starts.front() == 0 && starts.back() == call.tokens, "rows of other tokens");
+    expect(starts.size() == row_spans.size() + 1 && starts.front() == 0 && starts.back() == call.tokens,
+           "rows of other tokens");
     for (std::size_t row = 0; row < row_spans.size(); row++) {
         expect(starts[row] <= starts[row + 1], "rows of other tokens");
         std::int64_t last = 0;

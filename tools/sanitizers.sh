@@ -17,11 +17,13 @@ for kind in "${kinds[@]}"; do
     memory)
       flags="-fsanitize=address,undefined -fno-sanitize-recover=all" symbol=__asan_report libraries="libasan.so libubsan.so"
       tests=(tests/pages/test_native.py tests/pages/test_checksum.py tests/pages/test_codec.py
-        tests/pages/test_copy_batch.py tests/client/test_native_copies.py tests/fuzz/test_parsers.py)
+        tests/pages/test_copy_batch.py tests/client/test_native_copies.py tests/fuzz/test_parsers.py
+        tests/attention)
       chosen="not test_whatever_comes_in or cop" ;;
     threads)
       flags="-fsanitize=thread" symbol=__tsan_read libraries="libtsan.so"
-      tests=(tests/pages/test_native.py tests/pages/test_codec.py tests/client/test_native_copies.py)
+      tests=(tests/pages/test_native.py tests/pages/test_codec.py tests/client/test_native_copies.py
+        tests/attention/test_bits.py)
       # A source that changes while it is copied is a race by design: sums decide what is accepted.
       chosen="not meanwhile"
       # ThreadSanitizer cannot map its shadow where the kernel randomises addresses by more bits than it knows.

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../attention.hpp"
 #include "../copies.hpp"
 
 namespace {
@@ -232,6 +233,55 @@ void check_batch(Reader& reader, const kvc::Kernels& kernels, const std::string&
     }
 }
 
+// One call: its results by plain arithmetic and by fused, and whichever of them the kernels have must be theirs to the bit.
+void check_attention(Reader& reader, const kvc::Kernels& kernels, const std::string& name) {
+    kvc::AttentionCall call{};
+    call.number = static_cast<kvc::Number>(reader.number());
+    for (std::size_t* each : {&call.block_tokens, &call.page_heads, &call.key_dim, &call.value_dim, &call.head_start,
+                              &call.head_stop, &call.tokens, &call.query_heads, &call.level, &call.index})
+        *each = reader.number();
+    call.window = static_cast<std::int64_t>(reader.number());
+    call.causal = reader.number();
+    const Bytes shape = reader.bytes(), query = reader.bytes();
+    std::memcpy(&call.shape, shape.data(), sizeof call.shape);
+    for (u64 codecs = reader.number(); codecs; codecs--) {
+        call.codecs.emplace_back(static_cast<std::int32_t>(reader.number()), kvc::LayerShape{});
+        for (u64 planes = reader.number(); planes; planes--) call.codecs.back().second.add(plane_of(reader));
+    }
+    std::vector<Bytes> pages(reader.number());
+    for (Bytes& page : pages) page = reader.bytes();
+    const std::vector<u64> codecs = reader.numbers(), positions = reader.numbers();
+    const std::vector<std::int32_t> kinds(codecs.begin(), codecs.end());
+    const std::vector<std::int64_t> places(positions.begin(), positions.end());
+    const std::vector<u64> spans = reader.numbers();  // of each: its first page, its pages, its position, its tokens
+    const Bytes expected[2] = {reader.bytes(), reader.bytes()};
+    std::vector<float> wanted(query.size() / sizeof(float));
+    std::memcpy(wanted.data(), query.data(), query.size());
+    for (const std::size_t skip : kSkips) {
+        std::vector<Room> rooms;
+        std::vector<std::int64_t> addresses;
+        for (const Bytes& page : pages) rooms.emplace_back(page, skip);
+        for (Room& room : rooms) addresses.push_back(reinterpret_cast<std::int64_t>(room.data()));
+        call.spans.clear();
+        call.row_spans.assign(1, {});
+        for (std::size_t at = 0; at < spans.size(); at += 4) {
+            call.row_spans[0].push_back(static_cast<u32>(call.spans.size()));
+            call.spans.push_back({addresses.data() + spans[at], kinds.data() + spans[at], spans[at + 1],
+                                  static_cast<std::int64_t>(spans[at + 2]), static_cast<std::int64_t>(spans[at + 3])});
+        }
+        call.starts = {0, call.tokens};
+        const std::size_t rows = call.tokens * call.query_heads;
+        Room made((call.value_dim + 1) * rows * sizeof(float), 64);
+        call.query = wanted.data();
+        call.positions = places.data();
+        call.out = reinterpret_cast<float*>(made.data());
+        call.lse = call.out + rows * call.value_dim;
+        call.threads = 1 + skip % 3;
+        kvc::attend(kernels, call);
+        made.expect_is(expected[std::strcmp(kernels.name, "plain") != 0], name);
+    }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -243,8 +293,10 @@ int main(int count, char** arguments) {
             const u64 kind = reader.number();
             const Bytes text = reader.bytes();
             const std::string name = std::string(kernels->name) + ": " + std::string(text.begin(), text.end());
-            expect(kind < 3, name + ": no such kind of case");
-            (kind == 0 ? check_sums : kind == 1 ? check_layer : check_batch)(reader, *kernels, name);
+            using Check = void (*)(Reader&, const kvc::Kernels&, const std::string&);
+            constexpr Check kChecks[] = {check_sums, check_layer, check_batch, check_attention};
+            expect(kind < 4, name + ": no such kind of case");
+            kChecks[kind](reader, *kernels, name);
         }
         expect(cases > 0, "the file is empty");
         std::printf("%s: %zu cases\n", kernels->name, cases);

@@ -1,8 +1,9 @@
 """Writes the cases of native/tests/vectors.cpp, with the results that the definitions in Python give:
 `python -m tests.pages.vectors FILE`.
 
-The sums are those of the xxhash package, the encoded bytes those of the coder in torch, and the bytes of a block lie
-where the address formula of kvcluster/pages/copy_geometry.py says.
+The sums are those of the xxhash package, the encoded bytes those of the coder in torch, the bytes of a block lie
+where the address formula of kvcluster/pages/copy_geometry.py says, and attention is that of
+kvcluster/attention/torch_kernel.py.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from random import Random
 import torch
 from xxhash import xxh3_64_intdigest
 
+from kvcluster.attention import ROOT, PageLayout, QueryRow, Subtree
+from kvcluster.attention.arithmetic import fused, plain
+from kvcluster.attention.call import Scoring, check_call
+from kvcluster.attention.torch_kernel import attend
 from kvcluster.core.codecs import Codec, Coding, coding, layer_bytes, plane_bytes
 from kvcluster.core.spec import DTYPE_BYTES, Group
 from kvcluster.pages import checksum
 from kvcluster.pages.codec_torch import TorchCoder
+from tests.attention.references import context, layout_of
 from tests.pages.coders import KINDS, mixed, numbers, page
 from tests.pages.test_codec import LOSSY, group_of
 
@@ -157,6 +163,51 @@ def encoded(which: Codec, group: Group, seed: int) -> tuple[bytes, bytes]:
     return bytes(back), bytes(coded)
 
 
+# ------------------------------------------------------------------------------------------------ attention
+
+
+def attention() -> Iterator[bytes]:
+    """Calls over two spans with a gap between them, and their results by the arithmetic without and with fused
+    multiply-add."""
+    shapes = [
+        layout_of(heads=2, dim=64),
+        layout_of(heads=3, dim=40, value_dim=24, dtype="float16", block_tokens=9),
+        layout_of(heads=1, dim=72, latent_values=50, dtype="float32", block_tokens=32),
+    ]
+    ways = [(1.0, None, None), (0.125, 3.0, None), (0.3, None, 400)]
+    for seed, (layout, way) in enumerate(product(shapes, ways)):
+        yield attention_case(layout, Scoring(*way), seed)
+
+
+def attention_case(layout: PageLayout, scoring: Scoring, seed: int) -> bytes:
+    tokens, block = 900 + seed, layout.block_tokens
+    of, half = context(layout, tokens, seed, [Codec.RAW, Codec.Q8, Codec.Q4]), 450 // block * block
+    heads, positions = (0, layout.heads) if seed % 2 else (layout.heads - 1, layout.heads), [tokens + 20, 3, 511, 640]
+    query = torch.randn(4, 3 * (heads[1] - heads[0]), layout.key.dim, generator=torch.Generator().manual_seed(seed))
+    spans = [of.span(0, 0, half), of.span(13, half)]
+    call = check_call(layout, query, [QueryRow(positions, spans)], heads, scoring, [ROOT, Subtree(0, 0)][seed % 2])
+    cap, dim = scoring.softcap or 0.0, layout.key.dim
+    numbers = [DTYPES.index(layout.key.dtype), block, layout.heads, dim, layout.value_dim, *heads, *query.shape[:2]]
+    numbers += [call.within.level, call.within.index, scoring.window or 0, int(scoring.causal)]
+    coders = [number(codec) + planes_of(codec, layout.group, block, layout.heads) for codec in Codec]
+    first = [page[of.layer * len(page) // layout.layers :] for page in of.pages]
+    pages = [data(bytes(page)[: layout.layer_bytes(codec)]) for page, codec in zip(first, of.codecs, strict=True)]
+    places, at = list[int](), 0
+    for span in spans:
+        places += [at, len(span.pages), span.position, span.tokens]
+        at += len(span.pages)
+    made = [torch.cat([each.flatten() for each in attend(call, fma)]) for fma in (plain, fused)]
+    return case(
+        3,
+        f"attention {layout.key.dtype} {dim} {scoring}",
+        *map(number, numbers),
+        data(struct.pack("<3f", scoring.scale, cap, 1 / cap if cap else 0.0)),
+        data(query.numpy().tobytes()),
+        *(each(coders), each(pages), many([int(codec) for codec in of.codecs]), many(positions), many(places)),
+        *(data(each.numpy().tobytes()) for each in made),
+    )
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    Path(sys.argv[1]).write_bytes(b"".join([*sums(), *layers(), *batches()]))
+    Path(sys.argv[1]).write_bytes(b"".join([*sums(), *layers(), *batches(), *attention()]))
