@@ -84,6 +84,7 @@ class TableKeeper:
     def closed(self, state: SequenceState) -> None:
         """A sequence was closed."""
         self._orphan(state.name, 0)
+        self._forks.pop(state.name, None)
         known = self._known[state.name]
         known.state = None
         self._changed[state.name] = None
