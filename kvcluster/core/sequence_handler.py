@@ -67,6 +67,8 @@ class SequenceHandler:
         held = self._holders.get(owner)
         if held is None and len(self._holders) >= limits.HOLDERS:
             return [Answer(request.call, _TOO_MANY)]
+        if held is not None and m.number < held.number:
+            return [Answer(request.call, _LATE)]
         if held is not None and m.number == held.number:
             answer = held.answer
         elif m.number == (held.number if held is not None else 0) + 1:
@@ -148,4 +150,5 @@ class SequenceHandler:
 
 
 _PRIVATE = Refused(RefusedKind.BAD, "tables are synced in the namespace of the public blocks")
+_LATE = Refused(RefusedKind.STALE, "this message about tables was repeated, and arrived after a later one")
 _TOO_MANY = Refused(RefusedKind.LIMIT, "the limit of workers with open sequences is reached")

@@ -103,7 +103,8 @@ PRIVATE: dict[Model, Model] = {
 }
 """The namespace of the private pages beside that of each of SEQUENCE_MODELS."""
 
-BY_SPACE = {model.space: model for model in (*MODELS, *SEQUENCE_MODELS, *PRIVATE.values())}
+SEQUENCE_SPACES = {model.space: model for model in (*SEQUENCE_MODELS, *PRIVATE.values())}
+BY_SPACE = {model.space: model for model in MODELS} | SEQUENCE_SPACES
 
 
 _ORIGINS: dict[tuple[NamespaceId, BlockHash], tuple[BlockHash | None, tuple[int, ...]]] = {}
