@@ -196,19 +196,21 @@ class SequenceMachine:
     # ------------------------------------------------------------------------------------ cutting, overwriting
 
     def unsealed_by(self, state: SequenceState, tokens: int) -> list[Block]:
-        """Returns the sealed block that a truncation to `tokens` tokens would cut, if it is absent."""
+        """Returns the block that a truncation to `tokens` tokens would cut, if it is absent: this sequence or a fork has
+        sealed it."""
         depth, kept = divmod(tokens, self._block_tokens)
-        return [state.blocks[depth]] if kept and depth < state.sealed and state.table[depth] == ABSENT else []
+        return [state.blocks[depth]] if kept and state.table[depth] == ABSENT else []
 
     def truncate(self, state: SequenceState, tokens: int) -> list[PageCopy]:
-        """Keeps the first `tokens` tokens, and drops the present step. A sealed block that this cuts must be in the
-        resident set; it is sealed again later, with the precision that it has lost. Returns what is to be copied.
-        Raises CallerError if there are fewer tokens; ResidentSetFull."""
+        """Keeps the first `tokens` tokens, and drops the present step. A block that this cuts must be in the resident
+        set; if it is sealed, it is sealed again later, with the precision that it has lost. Returns what is to be
+        copied. Raises CallerError if there are fewer tokens; ResidentSetFull."""
         if not 0 <= tokens <= state.length:
             raise CallerError(f"cannot truncate to {tokens} tokens: the sequence has {state.length}")
         depth, kept = divmod(tokens, self._block_tokens)
-        cuts_sealed = kept > 0 and depth < state.sealed
-        if cuts_sealed:
+        # A fork for which the block that is cut is full may seal it, now or later, and its page would be given up.
+        takes_back = kept > 0 and any(block.name is not None or block.shared for block in state.blocks[depth:])
+        if takes_back:
             assert state.table[depth] != ABSENT, "fetch it first"
             self._check_room(1)
         tip = state.blocks[state.blocks_for(tokens) - 1] if tokens else None
@@ -224,7 +226,7 @@ class SequenceMachine:
         release(old, self._released)
         state.length = tokens
         self._end_step(state)
-        return self._take_back(state) if cuts_sealed else []
+        return self._take_back(state) if takes_back else []
 
     def own(self, state: SequenceState, position: int) -> list[PageCopy]:
         """Prepares the token at `position` to be overwritten: its block, and every block behind it, is this sequence's
@@ -246,10 +248,17 @@ class SequenceMachine:
 
     # ------------------------------------------------------------------------------- out of the set and back
 
-    def place(self, blocks: Sequence[Block]) -> list[int]:
-        """Takes a page for each of these absent blocks, into which the caller loads them. Raises ResidentSetFull."""
-        self._check_room(len(blocks))
-        return [self._take() for _ in blocks]
+    def place(self, blocks: Sequence[Block], beside: Sequence[Block] = ()) -> list[int]:
+        """Takes a page for each of these absent blocks, into which the caller loads them. The blocks `beside`, which
+        are needed with them, keep their pages. Raises ResidentSetFull."""
+        for block in beside:
+            self.pages.must_keep(block)
+        try:
+            self._check_room(len(blocks))
+            return [self._take() for _ in blocks]
+        finally:
+            for block in beside:
+                self._may_give_up(block)
 
     def placed(self, block: Block, page: int, *, loaded: bool) -> None:
         """The load of a placed block has ended: it is in the resident set, or its page is free again."""
@@ -355,7 +364,7 @@ class SequenceMachine:
         return StoreBatch(tuple(blocks), names, named[0].depth, first.private, first.loss)
 
     def _take_back(self, state: SequenceState) -> list[PageCopy]:
-        """Makes the last block, which is sealed, one that may be written. Returns what is to be copied."""
+        """Makes the last block, which is sealed or shared, one that may be written. Returns what is to be copied."""
         if state.blocks[-1].shared:
             return self._replace(state, len(state.blocks) - 1)
         self._unseal(state.blocks[-1])

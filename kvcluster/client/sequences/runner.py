@@ -111,7 +111,8 @@ class SequenceRunner:
                 absent = absent[: limits.BLOCKS_PER_CALL]
                 if not absent:
                     return
-                pages = self.machine.place(absent)
+                beside = [state.blocks[depth] for depth in depths if state.blocks[depth].page is not None]
+                pages = self.machine.place(absent, beside)
             loaded, miss = 0, None
             try:
                 loaded, miss = self._load(absent, pages, deadline)

@@ -296,7 +296,8 @@ class SequenceWorker(Worker):
         state, span = sequence.state, list(depths)
         while absent := [state.blocks[depth] for depth in state.absent(span)]:
             try:
-                pages = self.machine.place(absent)
+                beside = [state.blocks[depth] for depth in span if state.blocks[depth].page is not None]
+                pages = self.machine.place(absent, beside)
             except ResidentSetFull:
                 self.world.count("sequence", "read refused")
                 return -1
