@@ -208,14 +208,14 @@ class SequenceMachine:
         if not 0 <= tokens <= state.length:
             raise CallerError(f"cannot truncate to {tokens} tokens: the sequence has {state.length}")
         depth, kept = divmod(tokens, self._block_tokens)
-        # A fork for which the block that is cut is full may seal it, now or later, and its page would be given up.
-        takes_back = kept > 0 and any(block.name is not None or block.shared for block in state.blocks[depth:])
-        if takes_back:
-            assert state.table[depth] != ABSENT, "fetch it first"
-            self._check_room(1)
+        cut_off = state.blocks[depth:] if kept and tokens < state.length else []
+        assert not cut_off or state.table[depth] != ABSENT, "fetch it first"
+        # A fork for which the block that is cut is full may seal it later, and its page would be given up: it is copied.
+        if any(block.shared for block in cut_off):
+            self._check_room(1, cut_off[:1])
         tip = state.blocks[state.blocks_for(tokens) - 1] if tokens else None
         if depth < state.sealed:
-            cut = state.blocks[depth].tokens if kept else b""
+            cut = cut_off[0].tokens if kept else b""
             state.tokens = _token_ids(cut[: 4 * kept])
             state.sealed = depth
         else:
@@ -226,7 +226,7 @@ class SequenceMachine:
         release(old, self._released)
         state.length = tokens
         self._end_step(state)
-        return self._take_back(state) if takes_back else []
+        return self._take_back(state) if cut_off else []
 
     def own(self, state: SequenceState, position: int) -> list[PageCopy]:
         """Prepares the token at `position` to be overwritten: its block, and every block behind it, is this sequence's
@@ -364,7 +364,7 @@ class SequenceMachine:
         return StoreBatch(tuple(blocks), names, named[0].depth, first.private, first.loss)
 
     def _take_back(self, state: SequenceState) -> list[PageCopy]:
-        """Makes the last block, which is sealed or shared, one that may be written. Returns what is to be copied."""
+        """Makes the last block one that may be written. Returns what is to be copied."""
         if state.blocks[-1].shared:
             return self._replace(state, len(state.blocks) - 1)
         self._unseal(state.blocks[-1])
@@ -402,10 +402,12 @@ class SequenceMachine:
         if block.stored is Stored.YES and block.page is not None and not block.sink:
             self.pages.may_give_up(block)
 
-    def _check_room(self, pages: int) -> None:
-        if pages > self.pages.available:
+    def _check_room(self, pages: int, beside: Sequence[Block] = ()) -> None:
+        """Raises ResidentSetFull unless so many pages are available, without those of the blocks `beside`."""
+        available = self.pages.available - sum(self.pages.may_go(block) for block in beside)
+        if pages > available:
             raise ResidentSetFull(
-                f"{pages} more pages are needed, and {self.pages.available} of the {self.pages.capacity} of the "
+                f"{pages} more pages are needed, and {available} of the {self.pages.capacity} of the "
                 "resident set are available: close sequences, or open the client with a larger resident_bytes"
             )
 

@@ -335,3 +335,16 @@ def test_blocks_that_are_needed_together_do_not_give_up_pages_for_one_another() 
     (page,) = worker.machine.place([state.blocks[0]], needed[:2])
     assert state.absent(range(4)) == [0, 3]
     worker.machine.placed(state.blocks[0], page, loaded=False)
+
+
+def test_a_truncation_that_finds_no_room_changes_nothing() -> None:
+    worker = Worker(pages=3, policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    state = grown(worker, 4)
+    worker.store()
+    fork = worker.machine.fork(state, worker.name())
+    other = worker.open()
+    worker.append(other, [5] * 5, ids=False)
+    worker.bring(state, range(1))
+    with pytest.raises(ResidentSetFull):
+        worker.truncate(fork, 2)
+    assert (fork.length, fork.sealed) == (4, 1) and worker.read(fork) == [0, 1, 2, 3]
