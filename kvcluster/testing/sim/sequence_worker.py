@@ -105,13 +105,14 @@ class SequenceWorker(Worker):
         self.keeper = TableKeeper(holder, interval_ns=load.sync_ns)
         self.sequences: dict[SequenceId, OpenSequence] = {}
         self._memory: dict[tuple[int, int, int], int] = {}  # by page, layer and slot
+        self.users = 0  # that have not ended
         self._made = 0
         self._storing = 0
 
     @property
     def over(self) -> bool:
         """Whether the world's work is over and nothing of this worker's is left to be stored or told."""
-        busy = self.sequences or self.machine.waiting or self._storing or len(self.keeper)
+        busy = self.users or self.sequences or self.machine.waiting or self._storing or len(self.keeper)
         return not self.world.working and not busy
 
     # --------------------------------------------------------------------------------------- scripts

@@ -26,6 +26,7 @@ def user(world: SequenceSurroundings, worker: SequenceWorker) -> Script:
     rng, load = world.sequence_rng, world.scenario.sequences
     assert load is not None
     mine: list[OpenSequence] = []
+    worker.users += 1
     while world.working:
         yield None, int(2 * load.think_ns * rng.random())
         if world.working:
@@ -36,6 +37,7 @@ def user(world: SequenceSurroundings, worker: SequenceWorker) -> Script:
         yield from _read_all(worker, sequence)
         worker.close(sequence)
         yield None, int(20 * MS * rng.random())
+    worker.users -= 1
 
 
 def _open(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:

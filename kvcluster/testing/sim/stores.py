@@ -124,7 +124,7 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         if attached is None:
             self._deliver(NotGranted(_late("no answer"), asked=False))
             return
-        blocks = () if model.spec.private else terms.new
+        blocks = [block for block in terms.new if content.private_holder(block) is None]
         tokens = tuple(token for block in blocks for token in content.origin(model, block)[1])
         prepare = prepare_store(terms, attached, tokens, f"node-{worker.node}")
         grant = yield from worker.question(model, prepare, self._give_up)

@@ -68,7 +68,7 @@ def truncated_brought_back() -> list[Patch]:
 @planted
 def private_pages_stay() -> list[Patch]:
     """The private pages of a sequence that is closed are not erased."""
-    return [(Eraser, "unclaimed", lambda self, name: None)]
+    return [(Eraser, "unclaimed", lambda self, name: self._waiting.pop(name, None))]
 
 
 @planted
