@@ -47,8 +47,8 @@ class Evictor:
             member.orders.give(lambda number: EvictOrder(number, blocks, tier))
 
     def claimed(self, record: BlockRecord) -> bool:
-        """Whether an open sequence claims the block, or may still claim it: a private block in its grace. Then the chain
-        before it is claimed too."""
+        """Whether an open sequence claims the block, or, as it is private and in its grace, may still claim it. Then
+        the chain before it is claimed too."""
         name = record.space, record.hash
         return self._tables.claims(*name) > 0 or self._eraser.in_grace(name)
 

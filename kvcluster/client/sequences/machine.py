@@ -196,8 +196,8 @@ class SequenceMachine:
     # ------------------------------------------------------------------------------------ cutting, overwriting
 
     def unsealed_by(self, state: SequenceState, tokens: int) -> list[Block]:
-        """Returns the block that a truncation to `tokens` tokens would cut, if it is absent: this sequence or a fork has
-        sealed it."""
+        """Returns the block that a truncation to `tokens` tokens would cut, if it is absent: it was sealed for this
+        sequence or for a fork."""
         depth, kept = divmod(tokens, self._block_tokens)
         return [state.blocks[depth]] if kept and state.table[depth] == ABSENT else []
 
@@ -210,7 +210,7 @@ class SequenceMachine:
         depth, kept = divmod(tokens, self._block_tokens)
         cut_off = state.blocks[depth:] if kept and tokens < state.length else []
         assert not cut_off or state.table[depth] != ABSENT, "fetch it first"
-        # A fork for which the block that is cut is full may seal it later, and its page would be given up: it is copied.
+        # A fork that has all of the block that is cut may seal it later, and give up its page: so it is copied.
         if any(block.shared for block in cut_off):
             self._check_room(1, cut_off[:1])
         tip = state.blocks[state.blocks_for(tokens) - 1] if tokens else None

@@ -33,8 +33,8 @@ FAULTS = (
 
 @dataclass(frozen=True, slots=True)
 class SequenceLoad:
-    """Workers with open sequences. Each has `users` that do something every `think_ns` on average, and a resident set of
-    so many pages; its tables are told every `sync_ns`."""
+    """Workers with open sequences. Each has `users` that do something every `think_ns` on average, and a resident set
+    of so many pages; its tables are told every `sync_ns`."""
 
     workers: int
     users: int

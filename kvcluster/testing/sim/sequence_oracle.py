@@ -129,7 +129,9 @@ class SequenceOracle:
             for depth, page in enumerate(state.table):
                 values = tuple(sequence.values[depth * step : (depth + 1) * step])
                 if page >= 0:
-                    require(worker.page(page)[: len(values)] == values, "a page of a sequence holds something else")
+                    require(
+                        worker.memory.page(page)[: len(values)] == values, "a page of a sequence holds something else"
+                    )
 
     # --------------------------------------------------------------------------------- coordinators
 

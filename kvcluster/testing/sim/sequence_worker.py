@@ -14,19 +14,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from kvcluster.client.sequences.blocks import Block
-from kvcluster.client.sequences.machine import PageCopy, SequenceMachine, StoreBatch, TokenRun
+from kvcluster.client.sequences.machine import SequenceMachine, StoreBatch
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash, Holder, NamespaceId, SequenceId
-from kvcluster.core.messages import LoadGrant, Need, PrepareLoad, SyncTables, TablesSynced, TicketBody
+from kvcluster.core.messages import SyncTables, TablesSynced
 from kvcluster.core.miss import Loss
 from kvcluster.errors import ResidentSetFull
 from kvcluster.testing.kernel import MS, Clock, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.content import Model
+from kvcluster.testing.sim.resident_numbers import ResidentNumbers
 from kvcluster.testing.sim.scenario import SequenceLoad
+from kvcluster.testing.sim.sequence_loads import find_prefix, load_blocks
 from kvcluster.testing.sim.stores import Store
 from kvcluster.testing.sim.worker import Worker, WorkerSurroundings
 
@@ -104,7 +106,7 @@ class SequenceWorker(Worker):
         )
         self.keeper = TableKeeper(holder, interval_ns=load.sync_ns)
         self.sequences: dict[SequenceId, OpenSequence] = {}
-        self._memory: dict[tuple[int, int, int], int] = {}  # by page, layer and slot
+        self.memory = ResidentNumbers(self.block_tokens, self.layers)
         self.users = 0  # that have not ended
         self._made = 0
         self._storing = 0
@@ -149,7 +151,8 @@ class SequenceWorker(Worker):
             self.machine.stored(batch, committed=committed)
             self._storing = 0
             kind = "private" if batch.private else "public"
-            self.world.count("sequence store", kind if committed else f"{kind} failed")
+            for _ in batch.blocks:
+                self.world.count("sequence page", kind if committed else f"{kind} not stored")
             if not committed:
                 yield None, RETRY_NS
 
@@ -161,7 +164,7 @@ class SequenceWorker(Worker):
             page = pages[name]
             assert page is not None
             space = content.PRIVATE[self.model].space if content.private_holder(name) else self.model.space
-            return self.page(page) == self.world.sequence_oracle.content_of(space, name)
+            return self.memory.page(page) == self.world.sequence_oracle.content_of(space, name)
 
         first = batch.start + len(batch.names) - len(batch.blocks)
         give_up = self.now() + self.world.scenario.patience_ns
@@ -177,7 +180,7 @@ class SequenceWorker(Worker):
     def open_sequence(self, tokens: Sequence[int], max_tokens: int) -> Script:
         """Opens a sequence with the cached prefix of this prompt, and returns it."""
         names = content.named(self.model, tokens)
-        losses: list[Loss] = (yield from self._find(names)) if names else []
+        losses: list[Loss] = (yield from find_prefix(self, self.model, names)) if names else []
         step = self.block_tokens
         state = SequenceState(
             self._name(), self.root, self.policy_of_sequences, block_tokens=step, max_tokens=max_tokens
@@ -206,8 +209,8 @@ class SequenceWorker(Worker):
             if begun is None:
                 return False
             runs, copies = begun
-            self._copy(copies)
-            self._write(layer, runs, tokens)
+            self.memory.copy(copies)
+            self.memory.write(layer, runs, tokens)
             if self.world.later.random() < 0.1:
                 yield None, MS
         machine.advance(state, list(tokens) if with_ids else len(tokens))
@@ -226,12 +229,7 @@ class SequenceWorker(Worker):
         lost = yield from self.bring(sequence, span)
         if lost is not None:
             return lost
-        values: list[int] = []
-        for run in self.machine.runs(sequence.state, position, tokens):
-            for slot in range(run.first, run.first + run.tokens):
-                (value,) = dict.fromkeys(self._memory[run.page, layer, slot] for layer in range(self.layers))
-                values.append(value)
-        return values
+        return self.memory.read(self.machine.runs(sequence.state, position, tokens))
 
     def write(self, sequence: OpenSequence, position: int, value: int) -> Script:
         """Overwrites one token. Returns False if a block behind it is lost, or there is no room."""
@@ -240,11 +238,11 @@ class SequenceWorker(Worker):
         if lost is not None:
             return False
         try:
-            self._copy(self.machine.own(state, position))
+            self.memory.copy(self.machine.own(state, position))
         except ResidentSetFull:
             return False
         for layer in range(self.layers):
-            self._write(layer, self.machine.runs(state, position, 1), [value])
+            self.memory.write(layer, self.machine.runs(state, position, 1), [value])
         sequence.values[position] = value
         sequence.ids = min(sequence.ids, position)
         self.keeper.cut(state)
@@ -260,7 +258,7 @@ class SequenceWorker(Worker):
                 return False
         self.world.count("sequence", "truncated deep" if tokens < state.sealed * self.block_tokens else "truncated")
         try:
-            self._copy(self.machine.truncate(state, tokens))
+            self.memory.copy(self.machine.truncate(state, tokens))
         except ResidentSetFull:
             return False
         del sequence.values[tokens:]
@@ -302,52 +300,16 @@ class SequenceWorker(Worker):
             except ResidentSetFull:
                 self.world.count("sequence", "read refused")
                 return -1
-            loaded = yield from self._load(absent)
+            loaded = yield from load_blocks(self, self.model, absent)
             for at, (block, page) in enumerate(zip(absent, pages, strict=True)):
                 if at < loaded:
-                    self._fill(page, self._content(block))
+                    self.memory.fill(page, self._content(block))
                 self.machine.placed(block, page, loaded=at < loaded)
             if loaded < len(absent):
                 self.world.count("sequence", "lost tokens")
                 return absent[loaded].depth * self.block_tokens
             self.world.count("sequence", "brought back")
         return None
-
-    def _load(self, blocks: Sequence[Block]) -> Script:
-        """Returns how many leading blocks were loaded."""
-        done, give_up = 0, self.now() + self.world.scenario.patience_ns
-        while done < len(blocks):
-            private = blocks[done].private
-            count = next((at for at, block in enumerate(blocks[done:]) if block.private != private), len(blocks) - done)
-            names = tuple(block.name for block in blocks[done : done + count] if block.name is not None)
-            model = content.PRIVATE[self.model] if private else self.model
-            need = model.need(max(block.loss for block in blocks))
-            got = yield from self._load_run(model, names, need, give_up)
-            done += got
-            if got < count:
-                break
-        return done
-
-    def _load_run(self, model: Model, names: tuple[BlockHash, ...], need: Need, give_up: int) -> Script:
-        ticket = self.attempt()
-        grant = yield from self.question(model, PrepareLoad(ticket, names, need, hold=True), give_up)
-        got = 0
-        if isinstance(grant, LoadGrant) and grant.blocks:
-            body = TicketBody(model.space, ticket, names[: grant.blocks], need, grant.runs)
-            loaded = yield from self.redeem(model, body, give_up)
-            got = loaded.blocks
-        self.end_ticket(model, ticket)
-        return got
-
-    def _find(self, names: Sequence[BlockHash]) -> Script:
-        """Returns the loss of each leading block of these that the cluster has."""
-        ask = PrepareLoad(self.attempt(), tuple(names), self.model.need(), hold=False)
-        grant = yield from self.question(self.model, ask, self.now() + self.world.scenario.patience_ns)
-        losses: list[Loss] = []
-        for run in grant.runs if isinstance(grant, LoadGrant) else ():
-            sources = [source for of_group in run.plan if of_group for source in of_group]
-            losses += [max((source.loss for source in sources), default=Loss.EXACT)] * run.count
-        return losses
 
     # ---------------------------------------------------------------------------------------- helpers
 
@@ -369,34 +331,10 @@ class SequenceWorker(Worker):
                     return None
                 yield None, POLL_NS
 
-    def page(self, page: int) -> tuple[int, ...]:
-        """Returns the numbers that a page holds; -1 for a token whose layers differ, or that was never written."""
-        held: list[int] = []
-        for slot in range(self.block_tokens):
-            layers = dict.fromkeys(self._memory.get((page, layer, slot), -1) for layer in range(self.layers))
-            held.append(next(iter(layers)) if len(layers) == 1 else -1)
-        return tuple(held)
-
     def _content(self, block: Block) -> tuple[int, ...]:
         assert block.name is not None
         model = content.PRIVATE[self.model] if block.private else self.model
         return self.world.sequence_oracle.content_of(model.space, block.name)
-
-    def _fill(self, page: int, values: Sequence[int]) -> None:
-        for layer in range(self.layers):
-            self._write(layer, [TokenRun(page, 0, len(values))], values)
-
-    def _write(self, layer: int, runs: Iterable[TokenRun], values: Iterable[int]) -> None:
-        numbers = iter(values)
-        for run in runs:
-            for slot in range(run.first, run.first + run.tokens):
-                self._memory[run.page, layer, slot] = next(numbers)
-
-    def _copy(self, copies: Iterable[PageCopy]) -> None:
-        for copy in copies:
-            for layer in range(self.layers):
-                for slot in range(self.block_tokens):
-                    self._memory[copy.target, layer, slot] = self._memory.get((copy.source, layer, slot), -1)
 
     def _name(self) -> SequenceId:
         self._made += 1
