@@ -108,7 +108,7 @@ class Coordinator:
             now=now,
             emitter=emitter,
         )
-        self._evictor = Evictor(config, state.directory, state.tables)
+        self._evictor = Evictor(config, state.directory, state.tables, state.eraser)
         self.tiering = tiering = Tiering(config, state.directory, state.book, self._evictor)
         self._replicator = Replicator(config, state.directory, state.book, state.members)
         self._prepare_handler = PrepareHandler(state, config, self._replicator, tiering)

@@ -58,6 +58,10 @@ class Eraser:
         if not self._tables.claims(*name):
             self._waiting.setdefault(name, now - self._late)
 
+    def in_grace(self, name: ClaimedName) -> bool:
+        """Whether a block without a claim is kept for its worker to claim it."""
+        return name in self._waiting
+
     def claimed(self, name: ClaimedName) -> None:
         """Ends the grace of a block that a table names now."""
         self._waiting.pop(name, None)

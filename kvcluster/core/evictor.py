@@ -4,8 +4,8 @@ A tier is relieved if its free bytes fall below `low_free`, until `high_free` is
 the lowest tier of a shard by eviction, and those above it by demotion (tiering.py), which asks here for its victims. A
 shard has one order at a time; the next is computed from its report when the shard has carried it out. Held blocks (a
 load was promised them a moment ago) and pinned ones (a user asked) are spared; blocks that open sequences claim
-(block_tables.py) are spared from eviction, and demoted only if there is room below. The eviction queue
-(eviction_queue.py) orders the others by the score of a policy.
+(block_tables.py), and private ones in their grace (eraser.py), are spared from eviction, and demoted only if there is
+room below. The eviction queue (eviction_queue.py) orders the others by the score of a policy.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.block_tables import BlockTables
+from kvcluster.core.eraser import Eraser
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
@@ -28,12 +29,15 @@ BATCH = 64
 class Evictor:
     """Selects victims, gives eviction orders, and keeps the pins of users."""
 
-    def __init__(self, config: CoordinatorConfig, directory: NamespaceTable, tables: BlockTables) -> None:
+    def __init__(
+        self, config: CoordinatorConfig, directory: NamespaceTable, tables: BlockTables, eraser: Eraser
+    ) -> None:
         self._low = config.low_free
         self._high = config.high_free
         self._pinned_share = config.pinned_share
         self._directory = directory
         self._tables = tables
+        self._eraser = eraser
 
     def order(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> None:
         """Gives this shard its next order, unless nothing has to be evicted, or nothing can be."""
@@ -43,8 +47,10 @@ class Evictor:
             member.orders.give(lambda number: EvictOrder(number, blocks, tier))
 
     def claimed(self, record: BlockRecord) -> bool:
-        """Whether an open sequence claims the block. Then the chain before it is claimed too."""
-        return self._tables.claims(record.space, record.hash) > 0
+        """Whether an open sequence claims the block, or, as it is private and in its grace, may still claim it. Then
+        the chain before it is claimed too."""
+        name = record.space, record.hash
+        return self._tables.claims(*name) > 0 or self._eraser.in_grace(name)
 
     def victims(
         self, member: Member, tier: Tier, pressure_bytes: int, now: int, keeps: Callable[[BlockRecord], bool]

@@ -1,10 +1,10 @@
 """Keeps the block tables of open sequences as their workers say, under a lease for each holder.
 
 A worker numbers its messages (messages/sequences.py). The last answer is kept with the lease, so a repeated message,
-whose reply was lost, changes nothing. If the numbers do not fit, the coordinator has missed something: it drops what it
-knew of the holder and asks for all tables again. The end of a lease closes every sequence of the holder. A holder's
-tables belong to the tenant of their request: another tenant's message with the same holder id neither sees nor changes
-them.
+whose reply was lost, changes nothing. A lower number is that of a repeat that was delayed: it is refused. After a gap
+in the numbers the coordinator has missed something: it drops what it knew of the holder and asks for all tables again.
+The end of a lease closes every sequence of the holder. A holder's tables belong to the tenant of their request: another
+tenant's message with the same holder id neither sees nor changes them.
 
 Claimed blocks are spared from eviction, up to a share of all bytes for each tenant: a change beyond it is refused.
 Private blocks that lose their last claim are handed to the eraser. Chains of closed tables are released in slices.
@@ -67,6 +67,8 @@ class SequenceHandler:
         held = self._holders.get(owner)
         if held is None and len(self._holders) >= limits.HOLDERS:
             return [Answer(request.call, _TOO_MANY)]
+        if held is not None and m.number < held.number:
+            return [Answer(request.call, _LATE)]
         if held is not None and m.number == held.number:
             answer = held.answer
         elif m.number == (held.number if held is not None else 0) + 1:
@@ -148,4 +150,5 @@ class SequenceHandler:
 
 
 _PRIVATE = Refused(RefusedKind.BAD, "tables are synced in the namespace of the public blocks")
+_LATE = Refused(RefusedKind.STALE, "this message about tables was repeated, and arrived after a later one")
 _TOO_MANY = Refused(RefusedKind.LIMIT, "the limit of workers with open sequences is reached")

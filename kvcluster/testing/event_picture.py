@@ -68,9 +68,11 @@ class EventPicture:
 
 
 def indexed(coordinator: Coordinator) -> Blocks:
-    """Returns what the index says, including replicas on lost shards until they are swept."""
+    """Returns what the index says of public blocks, including replicas on lost shards until they are swept."""
     blocks: Blocks = {}
     for space in coordinator.directory:
+        if space.spec.private:
+            continue
         for record in space.index:
             for copy in record.copies.entries:
                 blocks.setdefault((space.id, copy.tier), set()).add(record.hash)

@@ -286,3 +286,11 @@ def test_blocks_of_open_sequences_in_the_lowest_tier_make_room_for_nothing() -> 
     voice.report(*pages(BLOCKS[:2], tier=Tier.HOST), private_page(PAGES[0]))
     ack = voice.report(pressure=100 * PAGE)
     assert (ordered(ack), moved(ack, Tier.HOST)) == ([], [])
+
+
+def test_private_pages_in_their_grace_are_not_evicted_whatever_is_wanted() -> None:
+    _, voice, _ = serving()
+    voice.report(*pages(BLOCKS[:1]), *map(private_page, PAGES[:2]))
+    ack = voice.report(pressure=100 * PAGE)
+    assert ordered(ack) == [BLOCKS[0]]
+    assert ordered(carry_out(voice, ack)) == ordered(voice.report(pressure=100 * PAGE)) == []

@@ -204,7 +204,19 @@ def test_a_repeated_message_renews_the_lease() -> None:
     assert worker.table(Q) == BLOCKS
 
 
-@pytest.mark.parametrize("number", [1, 4, 9])
+def test_a_repeat_that_comes_after_a_later_message_is_refused_and_changes_nothing() -> None:
+    coordinator, _, worker = serving()
+    worker.opens(Q, BLOCKS, PAGES[:2])
+    worker.sync(TableChange(R, 0, BLOCKS))
+    late = SyncTables(worker.holder, 1, (TableChange(Q, 0, BLOCKS[:2]),))
+    refused = coordinator.ask(Refused, build_request(late, OURS, coordinator.space))
+    assert refused.kind is RefusedKind.STALE
+    coordinator.later(0)
+    assert (worker.table(Q), worker.table(R)) == ((*BLOCKS, *PAGES[:2]), BLOCKS)
+    assert not worker.sync().forgotten
+
+
+@pytest.mark.parametrize("number", [4, 9])
 def test_a_number_out_of_turn_drops_all_tables_and_the_next_opens_them_again(number: int) -> None:
     _, _, worker = serving()
     worker.opens(Q, BLOCKS)

@@ -194,24 +194,26 @@ class SequenceMachine:
     # ------------------------------------------------------------------------------------ cutting, overwriting
 
     def unsealed_by(self, state: SequenceState, tokens: int) -> list[SequenceBlock]:
-        """Returns the sealed block that a truncation to `tokens` tokens would cut, if it is absent."""
+        """Returns the block that a truncation to `tokens` tokens would cut, if it is absent: it was sealed for this
+        sequence or for a fork."""
         depth, kept = divmod(tokens, self._block_tokens)
-        return [state.blocks[depth]] if kept and depth < state.sealed and state.table[depth] == ABSENT else []
+        return [state.blocks[depth]] if kept and state.table[depth] == ABSENT else []
 
     def truncate(self, state: SequenceState, tokens: int) -> list[PageCopy]:
-        """Keeps the first `tokens` tokens, and drops the present step. A sealed block that this cuts must be in the
-        resident set; it is sealed again later, with the precision that it has lost. Returns what is to be copied.
-        Raises CallerError if there are fewer tokens; ResidentSetFull."""
+        """Keeps the first `tokens` tokens, and drops the present step. A block that this cuts must be in the resident
+        set; if it is sealed, it is sealed again later, with the precision that it has lost. Returns what is to be
+        copied. Raises CallerError if there are fewer tokens; ResidentSetFull."""
         if not 0 <= tokens <= state.length:
             raise CallerError(f"cannot truncate to {tokens} tokens: the sequence has {state.length}")
         depth, kept = divmod(tokens, self._block_tokens)
-        cuts_sealed = kept > 0 and depth < state.sealed
-        if cuts_sealed:
-            assert state.table[depth] != ABSENT, "fetch it first"
-            self._check_room(1)
+        cut_off = state.blocks[depth:] if kept and tokens < state.length else []
+        assert not cut_off or state.table[depth] != ABSENT, "fetch it first"
+        # A fork that has all of the block that is cut may seal it later, and give up its page: so it is copied.
+        if any(block.shared for block in cut_off):
+            self._check_room(1, cut_off[:1])
         tip = state.blocks[state.blocks_for(tokens) - 1] if tokens else None
         if depth < state.sealed:
-            cut = state.blocks[depth].tokens if kept else b""
+            cut = cut_off[0].tokens if kept else b""
             state.tokens = hashing.token_ids(cut[: 4 * kept])
             state.sealed = depth
         else:
@@ -222,7 +224,7 @@ class SequenceMachine:
         release(old, self._released)
         state.length = tokens
         self._end_step(state)
-        return self._take_back(state) if cuts_sealed else []
+        return self._take_back(state) if cut_off else []
 
     def own(self, state: SequenceState, position: int) -> list[PageCopy]:
         """Prepares the token at `position` to be overwritten: its block, and every block behind it, is this sequence's
@@ -244,10 +246,17 @@ class SequenceMachine:
 
     # ------------------------------------------------------------------------------- out of the set and back
 
-    def place(self, blocks: Sequence[SequenceBlock]) -> list[int]:
-        """Takes a page for each of these absent blocks, into which the caller loads them. Raises ResidentSetFull."""
-        self._check_room(len(blocks))
-        return [self._take() for _ in blocks]
+    def place(self, blocks: Sequence[SequenceBlock], beside: Sequence[SequenceBlock] = ()) -> list[int]:
+        """Takes a page for each of these absent blocks, into which the caller loads them. The blocks `beside`, which
+        are needed with them, keep their pages. Raises ResidentSetFull."""
+        for block in beside:
+            self.pages.must_keep(block)
+        try:
+            self._check_room(len(blocks))
+            return [self._take() for _ in blocks]
+        finally:
+            for block in beside:
+                self._may_give_up(block)
 
     def placed(self, block: SequenceBlock, page: PageNumber, *, loaded: bool) -> None:
         """The load of a placed block has ended: it is in the resident set, or its page is free again."""
@@ -358,7 +367,7 @@ class SequenceMachine:
         return StoreBatch(tuple(blocks), names, named[0].depth, first.private, first.loss)
 
     def _take_back(self, state: SequenceState) -> list[PageCopy]:
-        """Makes the last block, which is sealed, one that may be written. Returns what is to be copied."""
+        """Makes the last block one that may be written. Returns what is to be copied."""
         if state.blocks[-1].shared:
             return self._replace(state, len(state.blocks) - 1)
         self._unseal(state.blocks[-1])
@@ -396,10 +405,12 @@ class SequenceMachine:
         if block.stored is StoreState.YES and block.page is not None and not block.sink:
             self.pages.may_give_up(block)
 
-    def _check_room(self, pages: int) -> None:
-        if pages > self.pages.available:
+    def _check_room(self, pages: int, beside: Sequence[SequenceBlock] = ()) -> None:
+        """Raises ResidentSetFull unless so many pages are available, without those of the blocks `beside`."""
+        available = self.pages.available - sum(self.pages.may_go(block) for block in beside)
+        if pages > available:
             raise ResidentSetFull(
-                f"{pages} more pages are needed, and {self.pages.available} of the {self.pages.capacity} of the "
+                f"{pages} more pages are needed, and {available} of the {self.pages.capacity} of the "
                 "resident set are available: close sequences, or open the client with a larger resident_bytes"
             )
 

@@ -60,6 +60,10 @@ class ResidentPages:
         """Withdraws `may_give_up`. Does nothing if it does not hold."""
         self._spare.pop(block, None)
 
+    def may_go(self, block: SequenceBlock) -> bool:
+        """Whether `may_give_up` holds of a block."""
+        return block in self._spare
+
     def check(self) -> None:
         """Asserts that pages are counted once."""
         assert len(dict.fromkeys(self._free)) == len(self._free) and 0 <= self.used <= self._fresh <= self.capacity

@@ -127,7 +127,8 @@ class SequenceRunner:
                 absent = absent[: limits.BLOCKS_PER_CALL]
                 if not absent:
                     return
-                pages = self.with_room(partial(self.machine.place, absent), deadline)
+                beside = [state.blocks[depth] for depth in depths if state.blocks[depth].page is not None]
+                pages = self.with_room(partial(self.machine.place, absent, beside), deadline)
             loaded, miss = 0, None
             try:
                 loaded, miss = self._load(absent, pages, deadline)

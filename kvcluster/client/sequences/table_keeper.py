@@ -85,6 +85,7 @@ class TableKeeper:
         """A sequence is about to be closed. Private blocks that the coordinator was not told of yet are named before,
         so that it has them erased at once."""
         self._orphan(state.name, 0)
+        self._forks.pop(state.name, None)
         known = self._known[state.name]
         if any(block.private for block in state.blocks[known.told : state.sealed]):
             known.last = self._change(state.name, known, state, limits.BLOCKS_PER_CALL)

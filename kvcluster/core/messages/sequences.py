@@ -34,8 +34,9 @@ class SyncTables:
     """Brings the tables of one holder up to date, and renews its lease; without changes it only renews. Answered by
     TablesSynced.
 
-    `number` is 1, 2, ... for each holder; a repeat of the last number gets the same answer and changes nothing. The
-    changes name at most limits.BLOCKS_PER_CALL blocks in all. They are made in order.
+    `number` is 1, 2, ... for each holder; a repeat of the last number gets the same answer and changes nothing, and a
+    lower number is refused (STALE). The changes name at most limits.BLOCKS_PER_CALL blocks in all. They are made in
+    order.
     """
 
     holder: Holder

@@ -66,7 +66,7 @@ class ClientProcess(Process):
     def __init__(self, world: ClientSurroundings, name: str, node: int, clock: Clock, holder: Holder) -> None:
         super().__init__(world.kernel, name, node, clock)
         self.world = world
-        self._holder = holder
+        self.holder = holder
         self._attempts = 0
         self._asked = 0
         self._asking: dict[int, int] = {}  # when each question under way was asked
@@ -77,7 +77,7 @@ class ClientProcess(Process):
 
     def attempt(self) -> Attempt:
         self._attempts += 1
-        return Attempt(self._holder, self._attempts)
+        return Attempt(self.holder, self._attempts)
 
     def plan_began(self) -> None:
         """Counts a load or store that begins."""

@@ -2,20 +2,21 @@
 
 The content of a page follows from its name, its codec and its loss, so that any reader's bytes can be judged without
 asking the system that is judged. Nothing is really encoded here: the encoded form of a page, and what is decoded from
-it again, are bytes of their own, of the right length. Everything is computed once a process: hash chains and contents
-are the same for every seed.
+it again, are bytes of their own, of the right length. Hash chains and contents are the same for every seed, and are
+computed once a process.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from kvcluster.core import codecs, hashing
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
+from kvcluster.core.ids import BlockHash, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import Need, PageKey
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
@@ -87,7 +88,23 @@ MODELS: tuple[Model, ...] = tuple(
     for tenant in (RED, BLUE)
     for name, spec in _SPECS.items()
 )
-BY_SPACE = {model.space: model for model in MODELS}
+
+_LONG = KVSpec.uniform(
+    model="long", weights="sha256:4", num_layers=2, num_kv_heads=1, head_dim=8, dtype="bfloat16", block_tokens=2
+)
+SEQUENCE_MODELS: tuple[Model, ...] = tuple(
+    Model(f"{tenant}.long", tenant, _LONG, _LONG.namespace(tenant)) for tenant in (RED, BLUE)
+)
+"""The models of workers with open sequences. Requests of engines (workload.py) use MODELS."""
+_PRIVATE_LONG = replace(_LONG, private=True)
+PRIVATE: dict[Model, Model] = {
+    model: Model(f"{model.name}.private", model.tenant, _PRIVATE_LONG, _PRIVATE_LONG.namespace(model.tenant))
+    for model in SEQUENCE_MODELS
+}
+"""The namespace of the private pages beside that of each of SEQUENCE_MODELS."""
+
+SEQUENCE_SPACES = {model.space: model for model in (*SEQUENCE_MODELS, *PRIVATE.values())}
+BY_SPACE = {model.space: model for model in MODELS} | SEQUENCE_SPACES
 
 
 _ORIGINS: dict[tuple[NamespaceId, BlockHash], tuple[BlockHash | None, tuple[int, ...]]] = {}
@@ -103,6 +120,30 @@ def chain(model: Model, prompt: int, conversation: int) -> tuple[BlockHash, ...]
         parent = blocks[at - 1] if at else None
         _ORIGINS[model.space, block] = parent, tuple(tokens[at * step : (at + 1) * step])
     return blocks
+
+
+def named(model: Model, tokens: Sequence[int]) -> list[BlockHash]:
+    """Returns the blocks of a sequence that begins with these token ids, and remembers where each comes from."""
+    step = model.spec.block_tokens
+    blocks = hashing.chain(root(model), tokens, step)
+    parent: BlockHash | None = None
+    for at, block in enumerate(blocks):
+        _ORIGINS[model.space, block] = parent, tuple(tokens[at * step : (at + 1) * step])
+        parent = block
+    return blocks
+
+
+_PRIVATE_MARK = b"private!"
+
+
+def private_id(holder: Holder, number: int) -> BlockHash:
+    """Returns the id of a holder's private block of that number. It shows whose it is."""
+    return BlockHash(hashlib.sha256(holder + b"%d" % number).digest()[:8] + holder + _PRIVATE_MARK)
+
+
+def private_holder(block: BlockHash) -> Holder | None:
+    """Returns the holder of a private block; None if the block is public."""
+    return Holder(block[8:-8]) if block.endswith(_PRIVATE_MARK) else None
 
 
 def origin(model: Model, block: BlockHash) -> tuple[BlockHash | None, tuple[int, ...]]:
@@ -128,7 +169,7 @@ class PageContent(NamedTuple):
         return self.data[layer * self.layer_bytes : (layer + 1) * self.layer_bytes]
 
 
-@cache
+@lru_cache(maxsize=1 << 16)  # blocks of sequences differ from seed to seed
 def content(space: NamespaceId, key: PageKey, codec: Codec = Codec.RAW, loss: Loss = Loss.EXACT) -> PageContent:
     """Returns what this page must hold. RAW with a loss means what was decoded."""
     nbytes = codecs.page_bytes(codec, BY_SPACE[space].spec, key.group, key.part)
@@ -139,7 +180,7 @@ def content(space: NamespaceId, key: PageKey, codec: Codec = Codec.RAW, loss: Lo
     return PageContent(data, sums, checksum.pack_sums(sums), nbytes // layers)
 
 
-@cache
+@lru_cache(maxsize=1 << 16)
 def identity(space: NamespaceId, key: PageKey, codec: Codec = Codec.RAW) -> int:
     """Returns the checksum identity, as a reader computes it from what it asked for and the codec in which it came."""
     return checksum.identity(space, key, codec)

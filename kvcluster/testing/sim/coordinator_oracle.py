@@ -34,6 +34,7 @@ from kvcluster.core.messages import (
     ShardAddress,
     ShardInfo,
     StoreGrant,
+    SyncTables,
     Tick,
     Tier,
 )
@@ -45,6 +46,7 @@ from kvcluster.testing.sim.evictions import judge_order
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.oracle import Name, namespace_of
 from kvcluster.testing.sim.order_oracle import GivenOrders
+from kvcluster.testing.sim.sequence_oracle import SequenceOracle
 from kvcluster.testing.sim.shard import Place, ShardProcess
 from kvcluster.testing.sim.surroundings import Setting
 from kvcluster.testing.sim.violation import require
@@ -56,6 +58,9 @@ class ClusterProcesses(Setting, Protocol):
 
     coordinator: CoordinatorProcess
     incarnations: dict[tuple[ShardId, Epoch], ShardProcess]
+
+    @property
+    def sequence_oracle(self) -> SequenceOracle: ...
 
 
 class CoordinatorOracle:
@@ -77,9 +82,11 @@ class CoordinatorOracle:
             PrepareStore: self._store_prepared,
             EndTicket: self._ticket_ended,
             Drain: self._drain_asked,
+            SyncTables: world.sequence_oracle.tables_told,
         }
 
     def stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
+        self._world.sequence_oracle.stepped(c, now)
         if isinstance(message, Tick):
             self._ticked(c)
         elif isinstance(message, Request) and (judge := self._judges.get(type(message.question))) is not None:
@@ -111,6 +118,7 @@ class CoordinatorOracle:
             for order in self._orders.setdefault((c.name, member.address), GivenOrders()).given(ack.orders):
                 if isinstance(order, EvictOrder):
                     judge_order(c.core, member, order, now)
+                    self._world.sequence_oracle.ordered(c, order, now)
 
     def _load_prepared(self, c: CoordinatorProcess, request: Request[PrepareLoad], reply: object, now: int) -> None:
         if isinstance(reply, LoadGrant):
@@ -258,7 +266,7 @@ class CoordinatorOracle:
     def purged(self, request: Request[Purge]) -> None:
         """Records an answered purge: from now on no older block is found."""
         m = request.question
-        for model in content.MODELS:
+        for model in content.BY_SPACE.values():
             spec = model.spec
             if model.tenant == request.tenant and all(
                 wanted in (None, value)

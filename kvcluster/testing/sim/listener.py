@@ -39,6 +39,7 @@ class EventListener:
         model = content.BY_SPACE[told.stream.namespace]
         for event in told.events:
             for block in event.hashes if isinstance(event, BlocksStored) else ():
+                require(content.private_holder(block) is None, "a private block is published")
                 parent, tokens = content.origin(model, block)
                 require(picture.parents[block] == parent, "a block is published with a wrong parent")
                 require(picture.tokens.get(block, tokens) == tokens, "a block is published with token ids of another")

@@ -11,6 +11,7 @@ from kvcluster.core.messages import PageKey, Tier
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim import content
+from kvcluster.testing.sim.sequence_worker import SequenceWorker
 from kvcluster.testing.sim.violation import Violation, require
 from kvcluster.testing.sim.worker import Worker
 from kvcluster.testing.sim.world import SimulatedWorld
@@ -90,6 +91,19 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
         )
         require(sorted(told.pop(member.slot, [])) == sorted(pages), f"the index is not what {shard.shard} holds")
     require(not told, "the index names a shard that is gone")
+    _sequences_are_over(world)
+
+
+def _sequences_are_over(world: SimulatedWorld) -> None:
+    """All sequences are closed, or their holders are gone: nothing of them is left but public blocks."""
+    core = world.coordinator.core
+    require(not len(core.tables) and not core.tables.releasing, "a table of a sequence is left")
+    require(not core.tables.claimed_blocks, "a block is claimed without a sequence")
+    require(not core.directory.private_blocks, "a private block is left")
+    for worker in world.workers:
+        if isinstance(worker, SequenceWorker):
+            worker.machine.check()
+            require(not worker.machine.pages.used, "a page of the resident set is in use without a sequence")
 
 
 def _told(world: SimulatedWorld) -> dict[int, list[tuple[NamespaceId, PageKey, Tier]]]:

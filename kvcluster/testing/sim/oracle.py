@@ -132,6 +132,10 @@ class Oracle:
         tenant, owner = request.tenant, content.BY_SPACE[namespace_of(request)].tenant
         if request.question.epoch != shard.core.epoch or owner not in (tenant, ""):
             require(_refused(effects) or tenant == "", "a pin meant for another incarnation or tenant is granted")
+        for key in request.question.keys if tenant else ():  # a shard that copies pages has no tenant
+            holder = content.private_holder(key.hash)
+            served = holder in (None, request.question.attempt.holder) or _refused(effects)
+            require(served, "a private block is served to another worker")
 
     def _reserve(self, shard: ShardProcess, request: Request[Reserve], effects: list[Effect]) -> None:
         owner = content.BY_SPACE[namespace_of(request)].tenant
@@ -179,6 +183,8 @@ class Oracle:
             slot = session.pages[index]
             assert slot is not None
             right = content.content(session.namespace, slot.key, slot.codec, slot.loss).data
+            private = content.private_holder(slot.key.hash) is not None
+            require(private == content.BY_SPACE[session.namespace].spec.private, "a private block is stored as public")
             require(shard.memory.view(slot) == right, f"wrong bytes of {slot.key.hash.hex()[:6]} are committed")
             name = session.namespace, slot.key
             stored_at = session.stored_at.get(slot.key, self._kernel.now)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.config import Config, CoordinatorConfig, ShardConfig
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.eviction import POLICIES
@@ -28,6 +29,23 @@ FAULTS = (
     *("rot", "bad wire", "lossy network"),
 )
 """The faults besides. A seed has some of these and not others, so that each is seen without the noise of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLoad:
+    """Workers with open sequences. Each has `users` that do something every `think_ns` on average, and a resident set
+    of so many pages; its tables are told every `sync_ns`."""
+
+    workers: int
+    users: int
+    resident_pages: int
+    policy: WindowPolicy
+    sync_ns: int
+    think_ns: int
+
+
+SEQUENCES = 0.25
+"""The share of seeds with open sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +73,7 @@ class Scenario:
     announces: bool
     event_loss: float
     half_needs: float
+    sequences: SequenceLoad | None = None
 
     @property
     def stall_ns(self) -> int:
@@ -96,6 +115,41 @@ def draw(rng: random.Random, later: random.Random) -> Scenario:
     )
     policy = later.choice(tuple(POLICIES))
     return replace(scenario, config=replace(config, coordinator=replace(config.coordinator, eviction_policy=policy)))
+
+
+def with_sequences(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Returns the scenario with workers that hold open sequences, in a share of the seeds."""
+    if rng.random() >= SEQUENCES:
+        return scenario
+    block_tokens = 2
+    load = SequenceLoad(
+        workers=rng.choice((1, 1, 2)),
+        users=rng.choice((1, 2, 3)),
+        resident_pages=rng.choice((12, 20, 40)),
+        policy=WindowPolicy(
+            tail_tokens=rng.choice((0, 2, 4)),
+            migration_tokens=rng.choice((1, 2, 3)) * block_tokens,
+            sink_tokens=rng.choice((0, 0, 1)),
+        ),
+        sync_ns=rng.choice((50, 100, 200)) * MS,
+        think_ns=rng.choice((20, 50, 100)) * MS,
+    )
+    ttl_ms = rng.choice((1_500, 3_000))
+    config = scenario.config
+    coordinator = replace(
+        config.coordinator,
+        sequence_share=rng.choice((0.2, 0.5, 0.9)),
+        sequence_ttl_ms=ttl_ms,
+        private_grace_ms=ttl_ms * rng.choice((1, 2)),
+    )
+    shard = replace(config.shard, device_bytes=max(config.shard.device_bytes, 48 * UNIT_BYTES))
+    bounds = {"RELEASED_PER_STEP": 2, "GRACES_PER_STEP": 1} if rng.random() < 0.3 else {}
+    return replace(
+        scenario,
+        config=replace(config, coordinator=coordinator, shard=shard),
+        limits=scenario.limits | bounds,
+        sequences=load,
+    )
 
 
 def _config(rng: random.Random, shards: int) -> Config:

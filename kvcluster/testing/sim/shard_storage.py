@@ -107,7 +107,9 @@ class ShardStorage:
             not recodes or Codec.RAW in (source.codec, target.codec),
             "a page goes from one codec to another",
         )
-        encoded_before = source.codec is Codec.RAW and source.loss is not Loss.EXACT
+        # Sequences alone store what was computed over a lossy prefix: raw pages with a loss that were never encoded.
+        lossy = source.codec is Codec.RAW and source.loss is not Loss.EXACT
+        encoded_before = lossy and namespace not in content.SEQUENCE_SPACES
         require(target.codec is Codec.RAW or not recodes or not encoded_before, "a decoded page is encoded again")
         right = content.content(namespace, source.key, source.codec, source.loss)
         after = content.content(namespace, target.key, target.codec, target.loss)

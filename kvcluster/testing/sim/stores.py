@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvcluster.client.results import Stored
 from kvcluster.client.store_executor import prepare_store
@@ -45,7 +45,8 @@ from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 
 
 class Store(SimulatedPlan[StoreEvent, StoreEffect]):
-    """One store of the blocks from `first` on. `done` brings its Stored, and `over` comes when the next may begin."""
+    """One store of the blocks from `first` on. `done` brings its Stored, and `over` comes when the next may begin.
+    `holds` says whether the source still has the content of a block; None if the source never changes."""
 
     def __init__(
         self,
@@ -56,12 +57,17 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         parts: tuple[tuple[int, Part], ...],
         wait_ns: int,
         give_up: int,
+        *,
+        start: int = 0,
+        loss: Loss = Loss.EXACT,
+        holds: Callable[[BlockHash], bool] | None = None,
     ) -> None:
         self.over = Promise()
         self._worker = worker
         self._model = model
         self._give_up = give_up
-        self._terms = StoreTerms(hashes, first, parts, Loss.EXACT, worker.attempt(), wait_ns)
+        self._terms = StoreTerms(hashes, first, parts, loss, worker.attempt(), wait_ns, start)
+        self._holds = holds
         plan = StorePlan(
             self._terms,
             model.spec,
@@ -118,7 +124,8 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
         if attached is None:
             self._deliver(NotGranted(_late("no answer"), asked=False))
             return
-        tokens = tuple(token for block in terms.new for token in content.origin(model, block)[1])
+        blocks = [block for block in terms.new if content.private_holder(block) is None]
+        tokens = tuple(token for block in blocks for token in content.origin(model, block)[1])
         prepare = prepare_store(terms, attached, tokens, f"node-{worker.node}")
         grant = yield from worker.question(model, prepare, self._give_up)
         if isinstance(grant, StoreGrant):
@@ -188,7 +195,8 @@ class Store(SimulatedPlan[StoreEvent, StoreEffect]):
 
     def _layer(self, item: int, key: PageKey, layer: int) -> Layer:
         world = self._worker.world
-        page = content.content(self._model.space, key)
+        require(self._holds is None or self._holds(key.hash), "a page is overwritten while it is stored")
+        page = content.content(self._model.space, key, loss=self._terms.loss)
         data = page.layer(layer)
         if world.wire_flips():
             return Layer(item, layer, page.sums[layer], flipped(world.rng, data), sound=False)

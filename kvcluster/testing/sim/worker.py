@@ -93,7 +93,11 @@ class Worker(ClientProcess):
     ) -> Script:
         """Stores the blocks from `first` on. True if each of them is stored now, by this or another worker."""
         give_up = self.now() + self.world.scenario.patience_ns
-        store = Store(self, model, hashes, first, parts, wait_ns, give_up)
+        stored = yield from self.carry_out(Store(self, model, hashes, first, parts, wait_ns, give_up))
+        return stored.miss is None and not stored.pending
+
+    def carry_out(self, store: Store) -> Script:
+        """Carries out a store and returns its Stored. Some engines cancel."""
         store.begin()
         if self.world.working and self.world.later.random() < 0.05:
             yield store.done, int(self.world.scenario.frame_ns * 4 * self.world.later.random())
@@ -105,4 +109,4 @@ class Worker(ClientProcess):
         over = yield store.over, 20 * self.world.scenario.patience_ns
         require(over is not TIMED_OUT, "a store never ends")
         self.world.count("store", "whole" if stored.miss is None else stored.miss.reason.value)
-        return stored.miss is None and not stored.pending
+        return stored

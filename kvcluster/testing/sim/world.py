@@ -14,7 +14,7 @@ from kvcluster.core.ids import Epoch, Holder, ShardId
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import TicketBody, Tier, Tombstone
 from kvcluster.testing.kernel import MS, SECOND, Clock, Kernel, Process
-from kvcluster.testing.sim import content, scenario, workload
+from kvcluster.testing.sim import content, scenario, sequence_workload, workload
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.coordinator_oracle import CoordinatorOracle
@@ -22,6 +22,8 @@ from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.journal import Journal
 from kvcluster.testing.sim.network import Network
 from kvcluster.testing.sim.oracle import Oracle
+from kvcluster.testing.sim.sequence_oracle import SequenceOracle
+from kvcluster.testing.sim.sequence_worker import SequenceWorker
 from kvcluster.testing.sim.shard import ShardProcess
 from kvcluster.testing.sim.violation import require
 from kvcluster.testing.sim.worker import Worker
@@ -41,7 +43,8 @@ class SimulatedWorld:
         self.seed = seed
         self.rng = rng = random.Random(seed)
         self.later = random.Random(f"{seed}, drawn later")
-        self.scenario = drawn = scenario.draw(rng, self.later)
+        self.sequence_rng = random.Random(f"{seed}, sequences")
+        self.scenario = drawn = scenario.with_sequences(scenario.draw(rng, self.later), self.sequence_rng)
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
         self.faults: Counter[str] = Counter()
@@ -64,12 +67,13 @@ class SimulatedWorld:
         self.disks: dict[tuple[ShardId, int, Tier], Disk] = {}  # by shard, node and tier
         self.names = [ShardId(f"s{number}") for number in range(drawn.config.shards)]
         self.oracle = Oracle(self.kernel, membership_ttl_ns=drawn.config.membership_ttl_ms * MS)
+        self.coordinators: list[CoordinatorProcess] = []
+        self.workers: list[Worker] = []
+        self.sequence_oracle = SequenceOracle(self)
         self.coordinator_oracle = CoordinatorOracle(self, self.oracle.placed)
         self._bound: dict[int, CoordinatorProcess] = {}
-        self.coordinators: list[CoordinatorProcess] = []
         self.incarnations: dict[tuple[ShardId, Epoch], ShardProcess] = {}
         self.shards: dict[ShardId, ShardProcess] = {}
-        self.workers: list[Worker] = []
         self._addresses: dict[str, ShardProcess] = {}
         self._holders = 0
         self.start_coordinator(rng.randrange(drawn.nodes))
@@ -77,6 +81,8 @@ class SimulatedWorld:
             self.start_shard(name, number % drawn.nodes)
         for number in range(drawn.workers):
             self.workers.append(self._worker(f"w{number}", rng.randrange(drawn.nodes)))
+        for number in range(drawn.sequences.workers if drawn.sequences is not None else 0):
+            self.workers.append(self._sequence_worker(f"q{number}", self.sequence_rng.randrange(drawn.nodes)))
 
     def check(self) -> None:
         """Checks all invariants of all cores."""
@@ -84,12 +90,16 @@ class SimulatedWorld:
         for coordinator in self.coordinators:
             if not coordinator.dead:
                 check_coordinator(coordinator.core)
+                self.sequence_oracle.check_index(coordinator)
                 if self.scenario.announces:
                     coordinator.listener.judge(coordinator.core)
         for shard in self.incarnations.values():
             if not shard.dead:
                 check_shard(shard.core)
                 self.oracle.check_pages(shard)
+        for worker in self.workers:
+            if isinstance(worker, SequenceWorker) and not worker.dead:
+                self.sequence_oracle.check(worker)
 
     def stepped(self) -> None:
         """Counts a step of a core, and checks all invariants every EVERY steps."""
@@ -140,6 +150,18 @@ class SimulatedWorld:
         worker.slots.append(worker.start(workload.redeemer(self, worker)))
         return worker
 
+    def _sequence_worker(self, name: str, node: int) -> SequenceWorker:
+        load = self.scenario.sequences
+        assert load is not None
+        self._holders += 1
+        holder = Holder(self._holders.to_bytes(16, "big"))
+        model = self.sequence_rng.choice(content.SEQUENCE_MODELS)
+        worker = SequenceWorker(self, name, node, self._clocks[node], holder, load=load, model=model)
+        self._began(name, node, self._holders)
+        worker.slots += [worker.start(worker.keep_tables()), worker.start(worker.keep_storing())]
+        worker.slots += [worker.start(sequence_workload.user(self, worker)) for _ in range(load.users)]
+        return worker
+
     def _began(self, name: str, node: int, epoch: int) -> None:
         self.journal.add((self.kernel.now, name, "begins", (f"on node {node}, epoch", epoch)))
 
@@ -168,7 +190,8 @@ class SimulatedWorld:
             case ShardProcess() if process is self.shards[process.shard] and process.shard in self.names:
                 self.start_shard(process.shard, process.node)
             case Worker() if process in self.workers:
-                self.workers[self.workers.index(process)] = self._worker(process.name, process.node)
+                start = self._sequence_worker if isinstance(process, SequenceWorker) else self._worker
+                self.workers[self.workers.index(process)] = start(process.name, process.node)
 
     def replace_coordinator(self) -> None:
         """Starts another coordinator on another node. Nodes that know the old one's address may keep using it for a

@@ -285,3 +285,66 @@ def test_a_token_id_that_does_not_fit_leaves_the_step_open() -> None:
     assert state.length == 2
     worker.machine.advance(state, [3])
     assert state.length == 3
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("length", [4, 8])
+def test_a_block_that_a_fork_has_sealed_is_not_written_by_the_sequence_that_cut_it(length: int, closes: bool) -> None:
+    worker = Worker(pages=4, policy=WindowPolicy(tail_tokens=8, migration_tokens=BLOCK))
+    parent = grown(worker, length)
+    child = worker.machine.fork(parent, worker.name())
+    worker.truncate(child, 2)
+    worker.machine.seal(parent, all_full=True)
+    worker.store()
+    if closes:
+        worker.machine.close(parent)
+    worker.append(child, [8, 9])
+    worker.machine.seal(child, all_full=True)
+    assert worker.read(child) == [0, 1, 8, 9]
+    assert [block.name for block in child.blocks] == hashing.chain(ROOT, [0, 1, 8, 9], BLOCK)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_tail_that_a_fork_has_sealed_and_given_up_is_brought_back_to_be_cut(closes: bool) -> None:
+    worker = Worker(pages=3, policy=WindowPolicy(tail_tokens=8, migration_tokens=BLOCK))
+    parent = grown(worker, 4)
+    child = worker.machine.fork(parent, worker.name())
+    worker.machine.seal(parent, all_full=True)
+    worker.store()
+    other = grown(worker, 12)
+    assert child.sealed == 0 and child.absent(range(1)) == [0]
+    worker.machine.close(other)
+    if closes:
+        worker.machine.close(parent)
+    worker.truncate(child, 2)
+    worker.append(child, [8, 9])
+    assert worker.read(child) == [0, 1, 8, 9]
+
+
+def test_blocks_that_are_needed_together_do_not_give_up_pages_for_one_another() -> None:
+    worker = Worker(pages=3, policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    state = worker.open()
+    for value in range(16):
+        worker.append(state, [value])
+        worker.store()
+    assert state.absent(range(4)) == [0]
+    needed = [state.blocks[depth] for depth in range(1, 4)]
+    with pytest.raises(ResidentSetFull):
+        worker.machine.place([state.blocks[0]], needed)
+    assert state.absent(range(4)) == [0]
+    (page,) = worker.machine.place([state.blocks[0]], needed[:2])
+    assert state.absent(range(4)) == [0, 3]
+    worker.machine.placed(state.blocks[0], page, loaded=False)
+
+
+def test_a_truncation_that_finds_no_room_changes_nothing() -> None:
+    worker = Worker(pages=3, policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    state = grown(worker, 4)
+    worker.store()
+    fork = worker.machine.fork(state, worker.name())
+    other = worker.open()
+    worker.append(other, [5] * 5, ids=False)
+    worker.bring(state, range(1))
+    with pytest.raises(ResidentSetFull):
+        worker.truncate(fork, 2)
+    assert (fork.length, fork.sealed) == (4, 1) and worker.read(fork) == [0, 1, 2, 3]

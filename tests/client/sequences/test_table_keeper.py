@@ -171,3 +171,21 @@ def test_a_lease_is_renewed_while_a_sequence_is_open() -> None:
     teller.keeper.closed(state)
     teller.worker.machine.close(state)
     assert teller.sync() and teller.keeper.next_due() is None
+
+
+def test_a_fork_that_closes_before_it_is_told_of_leaves_nothing_behind() -> None:
+    teller = Teller()
+    parent = teller.worker.open()
+    teller.keeper.opened(parent)
+    teller.worker.append(parent, [1] * BLOCK)
+    teller.keeper.sealed(parent)
+    assert teller.sync()
+    child = teller.worker.machine.fork(parent, teller.worker.name())
+    teller.keeper.opened(child, parent)
+    teller.worker.machine.close(child)
+    teller.keeper.closed(child)
+    assert teller.sync()
+    teller.worker.truncate(parent, 0)
+    teller.keeper.cut(parent)
+    teller.open = [parent]
+    teller.check()

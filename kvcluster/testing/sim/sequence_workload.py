@@ -1,0 +1,142 @@
+"""What the users of open sequences do: open them from cached prompts, append, fork, cut, overwrite, read and close.
+
+One user does one thing after another with the sequences that it has opened; several users share a worker's resident
+set. What a user reads must be what it appended, or a block is lost, which a user answers by truncating or closing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import accumulate
+
+from kvcluster.testing.kernel import MS, Script
+from kvcluster.testing.sim.sequence_worker import OpenSequence, SequenceSurroundings, SequenceWorker
+from kvcluster.testing.sim.violation import require
+
+MOST_OPEN = 4
+"""Sequences that one user has open."""
+PROMPTS = 3
+PROMPT_TOKENS = 7
+BRANCHES = 4
+"""Different token ids that may follow at a position, so that workers make the same blocks."""
+
+
+def user(world: SequenceSurroundings, worker: SequenceWorker) -> Script:
+    """Uses sequences until the world says that work is over, and closes them."""
+    rng, load = world.sequence_rng, world.scenario.sequences
+    assert load is not None
+    mine: list[OpenSequence] = []
+    worker.users += 1
+    while world.working:
+        yield None, int(2 * load.think_ns * rng.random())
+        if world.working:
+            name = rng.choices(_NAMES, cum_weights=_WEIGHTS)[0] if mine else "open"
+            world.journal.add((world.kernel.now, worker.name, name, ()))
+            yield from _SCRIPTS[name](world, worker, mine)
+    for sequence in mine:
+        yield from _read_all(worker, sequence)
+        worker.close(sequence)
+        yield None, int(20 * MS * rng.random())
+    worker.users -= 1
+
+
+def _open(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
+    rng = world.sequence_rng
+    if len(mine) == MOST_OPEN:
+        worker.close(mine.pop(rng.randrange(MOST_OPEN)))
+    prompt = 1 + rng.randrange(PROMPTS)
+    tokens = [prompt] * (PROMPT_TOKENS if rng.random() < 0.8 else 0)
+    sequence = yield from worker.open_sequence(tokens, max_tokens=64)
+    rest = tokens[sequence.state.length :]
+    if not rest or (yield from worker.append(sequence, rest, with_ids=True)):
+        mine.append(sequence)
+    else:
+        worker.close(sequence)
+
+
+def _append(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
+    rng, sequence = world.sequence_rng, world.sequence_rng.choice(mine)
+    count = min(rng.choice((1, 1, 2, 3, 5)), sequence.state.max_tokens - sequence.state.length)
+    if count:
+        with_ids = rng.random() < 0.85
+        tokens = [100 + rng.randrange(BRANCHES)] * count if with_ids else worker.fresh(count)
+        if not (yield from worker.append(sequence, tokens, with_ids=with_ids)):
+            mine.remove(sequence)
+            worker.close(sequence)
+
+
+def _fork(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
+    child = worker.fork(world.sequence_rng.choice(mine))
+    if len(mine) == MOST_OPEN:
+        worker.close(mine.pop(world.sequence_rng.randrange(MOST_OPEN)))
+    mine.append(child)
+    yield from ()
+
+
+def _truncate(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
+    rng, sequence = world.sequence_rng, world.sequence_rng.choice(mine)
+    length = sequence.state.length
+    keep = rng.randint(max(0, length - 2), length) if rng.random() < 0.5 else rng.randint(0, length)
+    yield from worker.truncate(sequence, keep)
+
+
+def _write(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
+    rng, sequence = world.sequence_rng, world.sequence_rng.choice(mine)
+    length = sequence.state.length
+    if length:
+        written = yield from worker.write(sequence, rng.randrange(max(0, length - 6), length), worker.fresh(1)[0])
+        world.count("sequence", "overwritten" if written else "not overwritten")
+
+
+def _read(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
+    rng, sequence = world.sequence_rng, world.sequence_rng.choice(mine)
+    length = sequence.state.length
+    if not length:
+        return
+    position = rng.randrange(length)
+    lost = yield from _read_span(worker, sequence, position, rng.randint(1, length - position))
+    if lost is not None:
+        if rng.random() < 0.5 and (yield from worker.truncate(sequence, lost)):
+            return
+        mine.remove(sequence)
+        worker.close(sequence)
+
+
+def _close(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
+    worker.close(mine.pop(world.sequence_rng.randrange(len(mine))))
+    yield from ()
+
+
+def _read_all(worker: SequenceWorker, sequence: OpenSequence) -> Script:
+    """Reads a sequence a block at a time, until one is lost."""
+    step = worker.block_tokens
+    for position in range(0, sequence.state.length, step):
+        count = min(step, sequence.state.length - position)
+        if (yield from _read_span(worker, sequence, position, count)) is not None:
+            return
+
+
+def _read_span(worker: SequenceWorker, sequence: OpenSequence, position: int, count: int) -> Script:
+    """Reads tokens and judges them. Returns the position of a lost block, if there is one."""
+    expected = sequence.values[position : position + count]
+    got = yield from worker.read(sequence, position, count)
+    if isinstance(got, int):
+        return None if got < 0 else got
+    require(got == expected, f"tokens {position} to {position + count} of a sequence are not those that were appended")
+    worker.world.count("sequence", "read")
+    return None
+
+
+_SCRIPTS: dict[str, Callable[[SequenceSurroundings, SequenceWorker, list[OpenSequence]], Script]] = {
+    "open": _open,
+    "append": _append,
+    "fork": _fork,
+    "truncate": _truncate,
+    "write": _write,
+    "read": _read,
+    "close": _close,
+}
+_ERRANDS = {"open": 8, "append": 55, "fork": 8, "truncate": 8, "write": 3, "read": 20, "close": 5}
+_NAMES = list(_ERRANDS)
+_WEIGHTS = list(accumulate(_ERRANDS.values()))
+assert list(_SCRIPTS) == _NAMES
