@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcluster.attention import LayerPages, PageLayout, PageSpan, QueryRow, partial
+from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, partial
 from kvcluster.cli.bench.rounds import sweep_caches
 from kvcluster.core.codecs import Codec
 from kvcluster.core.spec import Group, Plane
@@ -59,7 +59,7 @@ class Context:
             pages.append(into)
             assert coder.encode(memoryview(page.view(-1).view(torch.uint8).numpy()), memoryview(into.numpy()), 1)
         random.shuffle(pages)
-        self.span = PageSpan(LayerPages.from_buffers(self.layout, pages, 0, which), 0, tokens)
+        self.span = PageSpan(PageAddresses.from_buffers(self.layout, pages, which), 0, tokens)
         both = values.permute(1, 3, 0, 2, 4).reshape(2, 1, KV_HEADS, -1, DIM)[:, :, :, :tokens]
         self.key, self.value = both[0].contiguous(), both[1].contiguous()
 
@@ -67,7 +67,7 @@ class Context:
 def attend(context: Context, positions: range, rows: int = 1, threads: int = 1) -> Work:
     """Returns the work of rows that share the context's span."""
     query = torch.randn(rows * len(positions), HEADS, DIM).bfloat16()
-    return lambda: partial(query, [QueryRow(positions, [context.span])] * rows, context.layout, threads=threads)
+    return lambda: partial(query, [QueryRow(positions, [context.span])] * rows, context.layout, 0, threads=threads)
 
 
 def flash_decode(context: Context, dtype: torch.dtype) -> Work:

@@ -57,7 +57,7 @@ struct AttentionKernels {
                   std::size_t width);
 };
 
-// Where one layer of the pages of a span lies.
+// Where the pages of a span lie.
 struct PageSpan {
     const std::int64_t* addresses;
     const std::int32_t* codecs;
@@ -65,6 +65,13 @@ struct PageSpan {
     std::int64_t position;
     std::int64_t tokens;
     std::int64_t stop() const { return position + tokens; }
+};
+
+// The layer of a call in the pages of one codec. Its shape has one plane where this is latent.
+struct CodedLayer {
+    std::int32_t codec;
+    LayerShape shape;
+    std::size_t offset;  // within a page
 };
 
 struct AttentionCall {
@@ -77,7 +84,7 @@ struct AttentionCall {
     Number number;
     std::size_t block_tokens, page_heads, key_dim, value_dim;
     std::size_t head_start, head_stop;
-    std::vector<std::pair<std::int32_t, LayerShape>> codecs;  // of one plane where this is latent
+    std::vector<CodedLayer> codecs;
 
     ScoreShape shape;
     std::int64_t window;  // 0: none

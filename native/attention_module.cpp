@@ -25,6 +25,7 @@ using Address = std::uintptr_t;
 using SpanArguments = std::tuple<Address, Address, std::size_t, std::int64_t, std::int64_t>;
 // number, block tokens, heads of a page, dims of key and value
 using ShapeArguments = std::tuple<int, std::size_t, std::size_t, std::size_t, std::size_t>;
+using CoderArguments = std::tuple<int, nb::object, std::size_t>;  // codec, coder, offset of the layer in a page
 using ScoringArguments = std::tuple<float, float, float, std::int64_t, bool>;  // scale, cap, 1 / cap, window, causal
 
 template <typename Value>
@@ -36,7 +37,7 @@ void expect(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(what);
 }
 
-void take_shape(AttentionCall& call, const ShapeArguments& shape, const std::vector<std::pair<int, nb::object>>& coders,
+void take_shape(AttentionCall& call, const ShapeArguments& shape, const std::vector<CoderArguments>& coders,
                 std::pair<std::size_t, std::size_t> heads) {
     const auto [number, block_tokens, page_heads, key_dim, value_dim] = shape;
     expect(number >= 0 && number < 3 && block_tokens && page_heads && key_dim && value_dim, "an empty page");
@@ -50,14 +51,14 @@ void take_shape(AttentionCall& call, const ShapeArguments& shape, const std::vec
     expect(heads.first < heads.second && heads.second <= page_heads, "heads that a page does not have");
     expect(call.query_heads && call.query_heads % (heads.second - heads.first) == 0, "query heads that make no groups");
     const std::size_t row = block_tokens * page_heads * (call.number == Number::kFloat32 ? 4 : 2);
-    for (const auto& [codec, coder] : coders) {
+    for (const auto& [codec, coder, offset] : coders) {
         const LayerShape& layer = shape_of(coder);
         const bool latent = layer.planes.size() == 1;
         expect(latent || layer.planes.size() == 2, "a layer of other planes");
         expect(layer.planes.front().raw_bytes == row * key_dim, "a plane of keys of another size");
         expect(latent ? value_dim <= key_dim : layer.planes.back().raw_bytes == row * value_dim,
                "a plane of values of another size");
-        call.codecs.emplace_back(codec, layer);
+        call.codecs.push_back({codec, layer, offset});
     }
 }
 
@@ -68,7 +69,7 @@ void take_spans(AttentionCall& call, const std::vector<SpanArguments>& spans) {
         const PageSpan span{at<const std::int64_t>(addresses), at<const std::int32_t>(codecs), pages, position, tokens};
         for (std::size_t page = 0; page < pages; page++) {
             bool known = false;
-            for (const auto& each : call.codecs) known = known || each.first == span.codecs[page];
+            for (const auto& each : call.codecs) known = known || each.codec == span.codecs[page];
             expect(known, "a codec without its coder");
         }
         call.spans.push_back(span);
@@ -92,7 +93,7 @@ void take_rows(AttentionCall& call, const std::vector<std::size_t>& starts,
 }
 
 void attend_to(Address query, Address positions, Address out, Address lse, std::size_t tokens, std::size_t query_heads,
-               const ShapeArguments& shape, const std::vector<std::pair<int, nb::object>>& coders,
+               const ShapeArguments& shape, const std::vector<CoderArguments>& coders,
                std::pair<std::size_t, std::size_t> heads, const ScoringArguments& scoring,
                std::pair<std::size_t, std::size_t> subtree, const std::vector<SpanArguments>& spans,
                const std::vector<std::size_t>& starts, const std::vector<std::vector<std::uint32_t>>& row_spans,

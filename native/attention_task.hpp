@@ -163,9 +163,10 @@ class TaskRunner {
                 const std::size_t rest = static_cast<std::size_t>(last - at);
                 const std::size_t count = std::min({call_.block_tokens - token, rest, kTokensAtOnce});
                 const auto found = std::find_if(call_.codecs.begin(), call_.codecs.end(),
-                                                [&](const auto& each) { return each.first == span.codecs[page]; });
-                pieces_.push_back({&segment, reinterpret_cast<const u8*>(span.addresses[page]), &found->second, token, count,
-                                   static_cast<std::size_t>(at - base), page == before});
+                                                [&](const CodedLayer& each) { return each.codec == span.codecs[page]; });
+                const u8* const layer = reinterpret_cast<const u8*>(span.addresses[page]) + found->offset;
+                pieces_.push_back({&segment, layer, &found->shape, token, count, static_cast<std::size_t>(at - base),
+                                   page == before});
                 before = page;
                 at += static_cast<i64>(count);
                 const bool joins = !runs_.empty() && pieces_[runs_.back().first].segment == &segment &&

@@ -1,14 +1,14 @@
 """Attention over KV pages where they lie: partial results with their log-sum-exp, and the merge (docs/attention.md)."""
 
 from kvcluster.attention.call import QueryRow
-from kvcluster.attention.page_span import LayerPages, PageLayout, PageSpan
+from kvcluster.attention.page_span import PageAddresses, PageLayout, PageSpan
 from kvcluster.attention.partial import Partial, merge, partial
 from kvcluster.attention.tree import CUT_TOKENS, ROOT, Subtree, subtrees
 
 __all__ = [
     "CUT_TOKENS",
     "ROOT",
-    "LayerPages",
+    "PageAddresses",
     "PageLayout",
     "PageSpan",
     "Partial",

@@ -57,11 +57,13 @@ class Scoring:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """`query` float32 `[tokens, heads, dim]`, contiguous; `positions` int64 `[tokens]`. Row i has the tokens from
-    `starts[i]` up to `starts[i + 1]` and the spans `row_spans[i]`, which are indices into `spans`. The query heads
-    belong to the heads `heads[0]` up to `heads[1]` of the pages, in equal groups. Only positions of `within` count."""
+    """One layer. `query` float32 `[tokens, heads, dim]`, contiguous; `positions` int64 `[tokens]`. Row i has the
+    tokens from `starts[i]` up to `starts[i + 1]` and the spans `row_spans[i]`, which are indices into `spans`. The
+    query heads belong to the heads `heads[0]` up to `heads[1]` of the pages, in equal groups. Only positions of
+    `within` count."""
 
     layout: PageLayout
+    layer: int
     query: Tensor
     positions: Tensor
     starts: tuple[int, ...]
@@ -79,6 +81,7 @@ class AttentionCall:
 
 def check_call(
     layout: PageLayout,
+    layer: int,
     query: Tensor,
     rows: Sequence[QueryRow],
     heads: tuple[int, int] | None,
@@ -86,6 +89,8 @@ def check_call(
     within: Subtree,
 ) -> AttentionCall:
     """Returns the call. Raises CallerError for what does not fit."""
+    if type(layer) is not int or not 0 <= layer < layout.layers:
+        raise CallerError(f"there is no layer {layer!r}; a page has {layout.layers}, counted from 0")
     start, stop = (0, layout.heads) if heads is None else heads
     if not 0 <= start < stop <= layout.heads:
         raise CallerError(f"heads {start} to {stop} are no range of the {layout.heads} heads of a page")
@@ -110,6 +115,7 @@ def check_call(
     spans, row_spans = _spans(layout, rows)
     return AttentionCall(
         layout,
+        layer,
         query.detach().float().contiguous(),
         torch.tensor(positions, dtype=torch.int64),
         tuple(starts),

@@ -40,7 +40,11 @@ def attend(kernels: Kernels, call: AttentionCall, threads: int) -> Result:
             layout.value_dim,
         ),
         coders=[
-            (int(kind), codec.coder(kind, layout.group, block_tokens=layout.block_tokens, heads=layout.heads))
+            (
+                int(kind),
+                codec.coder(kind, layout.group, block_tokens=layout.block_tokens, heads=layout.heads),
+                call.layer * layout.layer_bytes(kind),
+            )
             for kind in kinds
         ],
         heads=call.heads,

@@ -1,8 +1,9 @@
-"""Where the pages of one layer lie, and which positions of a sequence they hold.
+"""Where pages lie, and which positions of a sequence they hold.
 
 A `PageLayout` says what a page is: `[layers, planes, block_tokens, heads, dim]`, raw or encoded (core/codecs.py). A
-`LayerPages` names one layer of some pages by address and codec; it copies nothing, keeps their memory alive, and every
-address and size has been checked when it exists. A `PageSpan` places them in a sequence. None of them knows a query.
+`PageAddresses` names pages by address and codec; it copies nothing, keeps their memory alive, and every address and
+size has been checked when it exists. A `PageSpan` places them in a sequence. None of them knows a query or a layer:
+what is made for one layer of a step serves all.
 
 Pages that are written while attention reads them give wrong numbers; the caller holds a pin on pages that it borrowed.
 """
@@ -67,13 +68,16 @@ class PageLayout:
         """Bytes of one layer of a page."""
         return layer_bytes(codec, self.group, block_tokens=self.block_tokens, heads=self.heads)
 
+    def page_bytes(self, codec: Codec) -> int:
+        """Bytes of a page."""
+        return self.layers * self.layer_bytes(codec)
+
 
 @dataclass(frozen=True, eq=False)
-class LayerPages:
-    """One layer of some pages, in order. Made by `from_pool` or `from_buffers`, which check.
+class PageAddresses:
+    """Some pages, in order. Made by `from_pool` or `from_buffers`, which check.
 
-    `addresses`: int64 `[pages]`, of the layer's first byte; `codecs`: int32 `[pages]`; `keeps`: the owners of the
-    memory.
+    `addresses`: int64 `[pages]`, of the first byte; `codecs`: int32 `[pages]`; `keeps`: the owners of the memory.
     """
 
     layout: PageLayout
@@ -82,10 +86,9 @@ class LayerPages:
     keeps: tuple[object, ...]
 
     @classmethod
-    def from_pool(cls, layout: PageLayout, pool: Tensor, page_ids: Tensor, layer: int) -> LayerPages:
+    def from_pool(cls, layout: PageLayout, pool: Tensor, page_ids: Tensor) -> PageAddresses:
         """Raw pages `page_ids`, int32 `[pages]`, of a contiguous CPU tensor
         `[pages, layers, planes, block_tokens, heads, dim]`. Raises CallerError if these do not fit one another."""
-        _check_layer(layout, layer)
         planes = layout.group.planes
         shape = (layout.layers, len(planes), layout.block_tokens, layout.heads, layout.key.dim)
         if len({plane.dim for plane in planes}) > 1:
@@ -99,8 +102,7 @@ class LayerPages:
         ids = page_ids.long()
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < len(pool)):
             raise CallerError(f"a page id is outside the pool of {len(pool)} pages")
-        nbytes = layout.layer_bytes(Codec.RAW)
-        addresses = ids * (layout.layers * nbytes) + (pool.data_ptr() + layer * nbytes)
+        addresses = ids * layout.page_bytes(Codec.RAW) + pool.data_ptr()
         return cls(layout, addresses, torch.full((len(ids),), int(Codec.RAW), dtype=torch.int32), (pool,))
 
     @classmethod
@@ -108,24 +110,20 @@ class LayerPages:
         cls,
         layout: PageLayout,
         pages: Sequence[memoryview | Tensor],
-        layer: int,
         codecs: Codec | Sequence[Codec] = Codec.RAW,
-    ) -> LayerPages:
+    ) -> PageAddresses:
         """Each page is contiguous CPU memory of exactly a page's bytes in its codec; read-only memory will do. Raises
         CallerError if a size does not fit, or a memoryview has been released."""
-        _check_layer(layout, layer)
         each = [codecs] * len(pages) if isinstance(codecs, Codec) else list(codecs)
         if len(each) != len(pages):
             raise CallerError(f"there are {len(pages)} pages and {len(each)} codecs")
         owners = [_bytes_of(page) for page in pages]
         addresses = []
         for number, (owner, codec) in enumerate(zip(owners, each, strict=True)):
-            nbytes = layout.layer_bytes(codec)
-            if owner.numel() != layout.layers * nbytes:
-                raise CallerError(
-                    f"page {number} has {owner.numel()} bytes; in {codec.name.lower()} it has {layout.layers * nbytes}"
-                )
-            addresses.append(owner.data_ptr() + layer * nbytes)
+            nbytes = layout.page_bytes(codec)
+            if owner.numel() != nbytes:
+                raise CallerError(f"page {number} has {owner.numel()} bytes; in {codec.name.lower()} it has {nbytes}")
+            addresses.append(owner.data_ptr())
         numbers = torch.tensor([int(codec) for codec in each], dtype=torch.int32)
         return cls(layout, torch.tensor(addresses, dtype=torch.int64), numbers, tuple(owners))
 
@@ -137,9 +135,9 @@ class LayerPages:
         """The codecs that occur."""
         return frozenset(Codec(int(number)) for number in set(self.codecs.tolist()))
 
-    def part(self, start: int, stop: int) -> LayerPages:
+    def part(self, start: int, stop: int) -> PageAddresses:
         """Returns the pages from `start` up to `stop`."""
-        return LayerPages(self.layout, self.addresses[start:stop], self.codecs[start:stop], self.keeps)
+        return PageAddresses(self.layout, self.addresses[start:stop], self.codecs[start:stop], self.keeps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +149,7 @@ class PageSpan:
     CallerError if the pages hold fewer tokens, or a position is out of range.
     """
 
-    pages: LayerPages
+    pages: PageAddresses
     position: int
     tokens: int
 
@@ -187,11 +185,6 @@ class PageSpan:
                 found.append(PageSpan(self.pages.part(first, last), self.position + first * block, tokens))
             at = stop
         return found
-
-
-def _check_layer(layout: PageLayout, layer: int) -> None:
-    if not 0 <= layer < layout.layers:
-        raise CallerError(f"layer {layer} is outside the {layout.layers} layers of a page")
 
 
 def _bytes_of(page: memoryview | Tensor) -> Tensor:

@@ -43,6 +43,7 @@ def partial(
     query: Tensor,
     rows: Sequence[QueryRow],
     layout: PageLayout,
+    layer: int,
     *,
     scale: float | None = None,
     softcap: float | None = None,
@@ -52,7 +53,7 @@ def partial(
     within: Subtree = ROOT,
     threads: int = 1,
 ) -> Partial:
-    """Attends to pages where they lie.
+    """Attends to one layer of pages where they lie.
 
     `query` is `[tokens, heads, dim]` in any float dtype: the tokens of all rows, one row after the other. `scale`
     defaults to dim ** -0.5; the rest of the scoring is explained at `Scoring`. The query heads belong to the heads
@@ -64,7 +65,7 @@ def partial(
     if threads < 1:
         raise CallerError(f"threads is {threads}; it must be at least 1")
     scoring = Scoring(layout.key.dim**-0.5 if scale is None else scale, softcap, window, causal)
-    call = check_call(layout, query, rows, heads, scoring, within)
+    call = check_call(layout, layer, query, rows, heads, scoring, within)
     kernels = native.KERNELS
     return Partial(within, *(torch_attend(call) if kernels is None else native_attend(kernels, call, threads)))
 

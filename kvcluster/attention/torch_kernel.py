@@ -46,9 +46,11 @@ def attend(call: AttentionCall, fma: Fma = plain) -> Partial:
     return out, lse
 
 
-def read_layer(layout: PageLayout, address: int, codec: Codec) -> tuple[Tensor, Tensor]:
-    """Returns keys and values of one layer of a page, decoded: `[block_tokens, heads, dim]` in the planes' dtype."""
-    coded = memoryview(bytearray(ctypes.string_at(address, layout.layer_bytes(codec))))
+def read_layer(layout: PageLayout, layer: int, page: int, codec: Codec) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of one layer of the page at that address, decoded: `[block_tokens, heads, dim]` in the
+    planes' dtype."""
+    nbytes = layout.layer_bytes(codec)
+    coded = memoryview(bytearray(ctypes.string_at(page + layer * nbytes, nbytes)))
     raw = memoryview(bytearray(layout.layer_bytes(Codec.RAW)))
     TorchCoder(codec, layout.group, block_tokens=layout.block_tokens, heads=layout.heads).decode(coded, raw, 1)
     planes, at = [], 0
@@ -89,7 +91,8 @@ def _gather(call: AttentionCall, spans: list[PageSpan], cut: int) -> tuple[Tenso
         while first < last:
             page, token = divmod(first - span.position, block)
             count = min(block - token, last - first)
-            k, v = read_layer(layout, int(span.pages.addresses[page]), Codec(int(span.pages.codecs[page])))
+            address, codec = int(span.pages.addresses[page]), Codec(int(span.pages.codecs[page]))
+            k, v = read_layer(layout, call.layer, address, codec)
             into, of = slice(first - base, first - base + count), slice(token, token + count)
             key[into], value[into], there[into] = k[of, start:stop].float(), v[of, start:stop].float(), True
             first += count

@@ -87,7 +87,7 @@ def attend(
     tokens: int,
     query_heads: int,
     shape: tuple[int, int, int, int, int],
-    coders: list[tuple[int, object]],
+    coders: list[tuple[int, object, int]],
     heads: tuple[int, int],
     scoring: tuple[float, float, float, int, bool],
     subtree: tuple[int, int],
@@ -100,10 +100,10 @@ def attend(
 
     `query` float32 `[tokens, query_heads, key_dim]`, `positions` int64 `[tokens]`, `out` float32
     `[tokens, query_heads, value_dim]` and `lse` float32 `[tokens, query_heads]` are addresses. `shape`: the dtype (0
-    bfloat16, 1 float16, 2 float32), block tokens, heads of a page, dims of keys and values. `coders`: (codec, Coder).
-    `scoring`: scale, softcap and its reciprocal or 0, window or 0, causal. `subtree`: level, index. A span is (address
-    of int64 addresses, address of int32 codecs, pages, position, tokens). ValueError says what contradicts; addresses
-    are not checked here.
+    bfloat16, 1 float16, 2 float32), block tokens, heads of a page, dims of keys and values. `coders`: (codec, Coder,
+    offset of the layer in a page). `scoring`: scale, softcap and its reciprocal or 0, window or 0, causal. `subtree`:
+    level, index. A span is (address of int64 addresses, address of int32 codecs, pages, position, tokens). ValueError
+    says what contradicts; addresses are not checked here.
     """
 
 def merge_results(into: int, into_lse: int, right: int, right_lse: int, rows: int, width: int) -> None:

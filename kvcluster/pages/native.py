@@ -35,7 +35,7 @@ class Kernels(Protocol):
         tokens: int,
         query_heads: int,
         shape: tuple[int, int, int, int, int],
-        coders: list[tuple[int, object]],
+        coders: list[tuple[int, object, int]],
         heads: tuple[int, int],
         scoring: tuple[float, float, float, int, bool],
         subtree: tuple[int, int],

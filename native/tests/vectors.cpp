@@ -245,8 +245,9 @@ void check_attention(Reader& reader, const kvc::Kernels& kernels, const std::str
     const Bytes shape = reader.bytes(), query = reader.bytes();
     std::memcpy(&call.shape, shape.data(), sizeof call.shape);
     for (u64 codecs = reader.number(); codecs; codecs--) {
-        call.codecs.emplace_back(static_cast<std::int32_t>(reader.number()), kvc::LayerShape{});
-        for (u64 planes = reader.number(); planes; planes--) call.codecs.back().second.add(plane_of(reader));
+        const auto codec = static_cast<std::int32_t>(reader.number());
+        call.codecs.push_back({codec, kvc::LayerShape{}, reader.number()});
+        for (u64 planes = reader.number(); planes; planes--) call.codecs.back().shape.add(plane_of(reader));
     }
     std::vector<Bytes> pages(reader.number());
     for (Bytes& page : pages) page = reader.bytes();

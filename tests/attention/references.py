@@ -9,7 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from kvcluster.attention import LayerPages, PageLayout, PageSpan
+from kvcluster.attention import PageAddresses, PageLayout, PageSpan
 from kvcluster.attention.page_span import DTYPES
 from kvcluster.core.codecs import Codec
 from kvcluster.core.spec import Group, Plane
@@ -46,7 +46,7 @@ class Context:
         """The tokens from `start`, the first of a page, up to `stop`, from `position + start` on."""
         stop, block = len(self.key) if stop is None else stop, self.layout.block_tokens
         first, last = start // block, -(-stop // block)
-        pages = LayerPages.from_buffers(self.layout, self.pages[first:last], self.layer, self.codecs[first:last])
+        pages = PageAddresses.from_buffers(self.layout, self.pages[first:last], self.codecs[first:last])
         return PageSpan(pages, position + start, stop - start)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvcluster.attention import (
     CUT_TOKENS,
     ROOT,
-    LayerPages,
+    PageAddresses,
     PageSpan,
     Partial,
     QueryRow,
@@ -51,8 +51,8 @@ def test_bits_do_not_depend_on_how_spans_are_split(prefix: Context, blocks: list
     query, positions = queries(3), [TOKENS - 1, 1_000, 600]
     at = [0, *sorted({16 * block for block in blocks}), TOKENS]
     spans = [prefix.span(0, start, stop) for start, stop in itertools.pairwise(at)]
-    whole = partial(query, [QueryRow(positions, [prefix.span()])], LAYOUT, window=window)
-    assert_same(partial(query, [QueryRow(positions, spans)], LAYOUT, window=window), whole)
+    whole = partial(query, [QueryRow(positions, [prefix.span()])], LAYOUT, 1, window=window)
+    assert_same(partial(query, [QueryRow(positions, spans)], LAYOUT, 1, window=window), whole)
 
 
 @few
@@ -67,8 +67,8 @@ def test_bits_do_not_depend_on_the_other_rows_of_a_batch(
         for i, (count, tail) in enumerate(zip(tokens, tails, strict=True))
     ]
     each = [queries(count, i) for i, count in enumerate(tokens)]
-    made = partial(torch.cat([each[i] for i in order]), [rows[i] for i in order], LAYOUT, threads=2)
-    alone = [partial(each[i], [rows[i]], LAYOUT) for i in order]
+    made = partial(torch.cat([each[i] for i in order]), [rows[i] for i in order], LAYOUT, 1, threads=2)
+    alone = [partial(each[i], [rows[i]], LAYOUT, 1) for i in order]
     assert torch.equal(made.out, torch.cat([one.out for one in alone]))
     assert torch.equal(made.lse, torch.cat([one.lse for one in alone]))
 
@@ -86,19 +86,19 @@ def test_bits_do_not_depend_on_who_attends_to_which_subtree(
         for subtree in subtrees(start * CUT_TOKENS, stop * CUT_TOKENS)
     ]
     random.shuffle(found)  # type: ignore[attr-defined]
-    parts = [partial(query, rows, LAYOUT, within=subtree) for subtree in found]
+    parts = [partial(query, rows, LAYOUT, 1, within=subtree) for subtree in found]
     if early:  # one process merges what it has of a subtree first
         left = [part for part in parts if Subtree(2, 0).contains(part.subtree)]
         if sum(1 << part.subtree.level for part in left) == 4:
             parts = [merge(left), *(part for part in parts if part not in left)]
-    assert_same(merge(parts), partial(query, rows, LAYOUT))
+    assert_same(merge(parts), partial(query, rows, LAYOUT, 1))
 
 
 @pytest.mark.parametrize("threads", [2, 3, 16])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_bits_do_not_depend_on_the_number_of_threads(prefix: Context, threads: int, tokens: int) -> None:
     query, rows = queries(tokens), [QueryRow(range(TOKENS - tokens, TOKENS), [prefix.span()])]
-    assert_same(partial(query, rows, LAYOUT, threads=threads), partial(query, rows, LAYOUT))
+    assert_same(partial(query, rows, LAYOUT, 1, threads=threads), partial(query, rows, LAYOUT, 1))
 
 
 def test_bits_do_not_depend_on_the_memory_that_pages_lie_in() -> None:
@@ -112,40 +112,40 @@ def test_bits_do_not_depend_on_the_memory_that_pages_lie_in() -> None:
     odd = [memoryview(bytearray(b"x" + bytes(page)))[1:] for page in of.pages]
     places = [
         of.span().pages,
-        LayerPages.from_pool(layout, pool, ids, 1),
-        LayerPages.from_buffers(layout, odd, 1),
-        LayerPages.from_buffers(layout, [pool[number] for number in ids.tolist()], 1),
+        PageAddresses.from_pool(layout, pool, ids),
+        PageAddresses.from_buffers(layout, odd),
+        PageAddresses.from_buffers(layout, [pool[number] for number in ids.tolist()]),
     ]
-    made = [partial(query, [QueryRow([899, 530], [PageSpan(pages, 0, 900)])], layout) for pages in places]
+    made = [partial(query, [QueryRow([899, 530], [PageSpan(pages, 0, 900)])], layout, 1) for pages in places]
     for each in made[1:]:
         assert_same(each, made[0])
 
 
 def test_a_prefilled_token_has_the_bits_of_a_decoded_one(prefix: Context) -> None:
     query, positions = queries(70), range(1_500, 1_570)
-    prefill = partial(query, [QueryRow(positions, [prefix.span()])], LAYOUT)
+    prefill = partial(query, [QueryRow(positions, [prefix.span()])], LAYOUT, 1)
     for token in (0, 1, 33, 69):
         row = QueryRow([positions[token]], [prefix.span()])
-        decode = partial(query[token : token + 1], [row], LAYOUT)
+        decode = partial(query[token : token + 1], [row], LAYOUT, 1)
         assert torch.equal(decode.out[0], prefill.out[token])
         assert torch.equal(decode.lse[0], prefill.lse[token])
 
 
 def test_a_selection_of_pages_is_attended_to_as_if_the_others_were_not_there(prefix: Context) -> None:
     query, keep = queries(1), [0, 1, 2, 40, 41, 100, 143]
-    selected = partial(query, [QueryRow([TOKENS], prefix.span().select(keep))], LAYOUT)
+    selected = partial(query, [QueryRow([TOKENS], prefix.span().select(keep))], LAYOUT, 1)
     ends = [min(16 * page + 16, TOKENS) for page in keep]
     pieces = [prefix.span(0, 16 * page, end) for page, end in zip(keep, ends, strict=True)]
-    assert_same(partial(query, [QueryRow([TOKENS], pieces)], LAYOUT), selected)
+    assert_same(partial(query, [QueryRow([TOKENS], pieces)], LAYOUT, 1), selected)
     assert_same(
-        partial(query, [QueryRow([TOKENS], prefix.span().select(range(144)))], LAYOUT),
-        partial(query, [QueryRow([TOKENS], [prefix.span()])], LAYOUT),
+        partial(query, [QueryRow([TOKENS], prefix.span().select(range(144)))], LAYOUT, 1),
+        partial(query, [QueryRow([TOKENS], [prefix.span()])], LAYOUT, 1),
     )
 
 
 def test_merging_with_nothing_changes_no_bit(prefix: Context) -> None:
     query = queries(2)
     rows = [QueryRow([500, 511], [prefix.span()])]
-    first, second = (partial(query, rows, LAYOUT, within=Subtree(0, cut)) for cut in (0, 1))
-    assert_same(merge([second, first]), partial(query, rows, LAYOUT, within=ROOT))
+    first, second = (partial(query, rows, LAYOUT, 1, within=Subtree(0, cut)) for cut in (0, 1))
+    assert_same(merge([second, first]), partial(query, rows, LAYOUT, 1, within=ROOT))
     assert_same(merge([first]), first)

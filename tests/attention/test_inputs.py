@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvcluster.attention import ROOT, LayerPages, PageLayout, PageSpan, Partial, QueryRow, Subtree, merge, partial
+from kvcluster.attention import ROOT, PageAddresses, PageLayout, PageSpan, Partial, QueryRow, Subtree, merge, partial
 from kvcluster.core.codecs import Codec
 from kvcluster.core.spec import Group, Plane
 from kvcluster.errors import CallerError
@@ -18,7 +18,7 @@ from tests.attention.references import context, layout_of
 LAYOUT = layout_of()
 POOL = torch.zeros(4, 2, 2, 16, 2, 32, dtype=torch.bfloat16)
 IDS = torch.tensor([0, 3, 1], dtype=torch.int32)
-PAGES = LayerPages.from_pool(LAYOUT, POOL, IDS, 0)
+PAGES = PageAddresses.from_pool(LAYOUT, POOL, IDS)
 QUERY = torch.zeros(2, 4, 32)
 ROW = QueryRow([0, 1], [PageSpan(PAGES, 0, 48)])
 BUFFER = memoryview(bytearray(LAYOUT.layer_bytes(Codec.RAW) * 2))
@@ -35,7 +35,7 @@ def released() -> memoryview:
 
 
 def of_call(**changed: object) -> Callable[[], object]:
-    arguments: dict[str, object] = {"query": QUERY, "rows": [ROW], "layout": LAYOUT} | changed
+    arguments: dict[str, object] = {"query": QUERY, "rows": [ROW], "layout": LAYOUT, "layer": 1} | changed
     return lambda: partial(**arguments)  # type: ignore[arg-type]
 
 
@@ -48,19 +48,20 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "more values than a latent has": ("latent_values", lambda: PageLayout(group(K), 16, 2, 2, 33)),
     "heads that the group has not": ("heads", lambda: PageLayout(group(K, V), 16, 2, 3)),
     "no tokens in a block": ("block_tokens", lambda: PageLayout(group(K, V), 0, 2, 2)),
-    "a pool of another dtype": ("pool", lambda: LayerPages.from_pool(LAYOUT, POOL.float(), IDS, 0)),
-    "a pool of another shape": ("pool", lambda: LayerPages.from_pool(LAYOUT, POOL[:, :1], IDS, 0)),
-    "a pool with gaps": ("contiguous", lambda: LayerPages.from_pool(LAYOUT, POOL[::2], IDS[:1], 0)),
-    "wide page ids": ("int32", lambda: LayerPages.from_pool(LAYOUT, POOL, IDS.long(), 0)),
-    "a page id behind the pool": ("page id", lambda: LayerPages.from_pool(LAYOUT, POOL, IDS + 1, 0)),
-    "a negative page id": ("page id", lambda: LayerPages.from_pool(LAYOUT, POOL, IDS - 1, 0)),
-    "a layer that pages do not have": ("layer 2", lambda: LayerPages.from_pool(LAYOUT, POOL, IDS, 2)),
-    "a short page": ("bytes", lambda: LayerPages.from_buffers(LAYOUT, [BUFFER[:-1]], 0)),
-    "a raw page that is said to be q8": ("bytes", lambda: LayerPages.from_buffers(LAYOUT, [BUFFER], 0, Codec.Q8)),
-    "a codec too many": ("codecs", lambda: LayerPages.from_buffers(LAYOUT, [BUFFER], 0, [Codec.RAW] * 2)),
-    "released memory": ("memory", lambda: LayerPages.from_buffers(LAYOUT, [released()], 0)),
-    "memory with gaps": ("memory", lambda: LayerPages.from_buffers(LAYOUT, [BUFFER[::2]], 0)),
-    "a tensor with gaps": ("contiguous", lambda: LayerPages.from_buffers(LAYOUT, [POOL[0, :, :, ::2]], 0)),
+    "a pool of another dtype": ("pool", lambda: PageAddresses.from_pool(LAYOUT, POOL.float(), IDS)),
+    "a pool of another shape": ("pool", lambda: PageAddresses.from_pool(LAYOUT, POOL[:, :1], IDS)),
+    "a pool with gaps": ("contiguous", lambda: PageAddresses.from_pool(LAYOUT, POOL[::2], IDS[:1])),
+    "wide page ids": ("int32", lambda: PageAddresses.from_pool(LAYOUT, POOL, IDS.long())),
+    "a page id behind the pool": ("page id", lambda: PageAddresses.from_pool(LAYOUT, POOL, IDS + 1)),
+    "a negative page id": ("page id", lambda: PageAddresses.from_pool(LAYOUT, POOL, IDS - 1)),
+    "a layer that pages do not have": ("layer 2", of_call(layer=2)),
+    "a negative layer": ("layer -1", of_call(layer=-1)),
+    "a short page": ("bytes", lambda: PageAddresses.from_buffers(LAYOUT, [BUFFER[:-1]])),
+    "a raw page that is said to be q8": ("bytes", lambda: PageAddresses.from_buffers(LAYOUT, [BUFFER], Codec.Q8)),
+    "a codec too many": ("codecs", lambda: PageAddresses.from_buffers(LAYOUT, [BUFFER], [Codec.RAW] * 2)),
+    "released memory": ("memory", lambda: PageAddresses.from_buffers(LAYOUT, [released()])),
+    "memory with gaps": ("memory", lambda: PageAddresses.from_buffers(LAYOUT, [BUFFER[::2]])),
+    "a tensor with gaps": ("contiguous", lambda: PageAddresses.from_buffers(LAYOUT, [POOL[0, :, :, ::2]])),
     "more tokens than pages hold": ("hold", lambda: PageSpan(PAGES, 0, 49)),
     "a negative position": ("range", lambda: PageSpan(PAGES, -1, 4)),
     "a position behind all": ("range", lambda: PageSpan(PAGES, 512 << 31, 1)),
@@ -118,12 +119,12 @@ def test_pages_keep_their_memory_until_they_go() -> None:
     mapped = mmap.mmap(-1, len(of.pages[0]))
     mapped[:] = of.pages[0]
     view = memoryview(mapped)
-    pages = LayerPages.from_buffers(LAYOUT, [view], 1)
+    pages = PageAddresses.from_buffers(LAYOUT, [view])
     view.release()
     with pytest.raises(BufferError):
         mapped.close()
     rows = [QueryRow([3], [PageSpan(pages, 0, 16)])]
-    expected = partial(QUERY[:1] + 1, [QueryRow([3], [of.span()])], LAYOUT)
-    assert torch.equal(partial(QUERY[:1] + 1, rows, LAYOUT).out, expected.out)
+    expected = partial(QUERY[:1] + 1, [QueryRow([3], [of.span()])], LAYOUT, 1)
+    assert torch.equal(partial(QUERY[:1] + 1, rows, LAYOUT, 1).out, expected.out)
     del pages, rows
     mapped.close()

@@ -78,7 +78,7 @@ def planes_of(which: Codec, group: Group, tokens: int, heads: int) -> bytes:
     planes = []
     for plane in group.planes:
         how = CODINGS.index(coding(which, plane))
-        dtype = DTYPES.index(plane.dtype) if plane.dtype in DTYPES else 0
+        dtype = list(DTYPES).index(plane.dtype) if plane.dtype in DTYPES else 0
         raw = plane.nbytes(block_tokens=tokens, heads=heads)
         coded = plane_bytes(which, plane, block_tokens=tokens, heads=heads)
         planes.append(b"".join(map(number, (how, dtype, tokens, heads, plane.dim, raw, coded))))
@@ -185,13 +185,25 @@ def attention_case(layout: PageLayout, scoring: Scoring, seed: int) -> bytes:
     heads, positions = (0, layout.heads) if seed % 2 else (layout.heads - 1, layout.heads), [tokens + 20, 3, 511, 640]
     query = torch.randn(4, 3 * (heads[1] - heads[0]), layout.key.dim, generator=torch.Generator().manual_seed(seed))
     spans = [of.span(0, 0, half), of.span(13, half)]
-    call = check_call(layout, query, [QueryRow(positions, spans)], heads, scoring, [ROOT, Subtree(0, 0)][seed % 2])
+    call = check_call(layout, 1, query, [QueryRow(positions, spans)], heads, scoring, [ROOT, Subtree(0, 0)][seed % 2])
     cap, dim = scoring.softcap or 0.0, layout.key.dim
-    numbers = [DTYPES.index(layout.key.dtype), block, layout.heads, dim, layout.value_dim, *heads, *query.shape[:2]]
+    numbers = [
+        list(DTYPES).index(layout.key.dtype),
+        block,
+        layout.heads,
+        dim,
+        layout.value_dim,
+        *heads,
+        *query.shape[:2],
+    ]
     numbers += [call.within.level, call.within.index, scoring.window or 0, int(scoring.causal)]
-    coders = [number(codec) + planes_of(codec, layout.group, block, layout.heads) for codec in Codec]
-    first = [page[of.layer * len(page) // layout.layers :] for page in of.pages]
-    pages = [data(bytes(page)[: layout.layer_bytes(codec)]) for page, codec in zip(first, of.codecs, strict=True)]
+    coders = [
+        number(codec)
+        + number(call.layer * layout.layer_bytes(codec))
+        + planes_of(codec, layout.group, block, layout.heads)
+        for codec in Codec
+    ]
+    pages = [data(bytes(page)) for page in of.pages]
     places, at = list[int](), 0
     for span in spans:
         places += [at, len(span.pages), span.position, span.tokens]
