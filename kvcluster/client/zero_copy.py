@@ -1,7 +1,8 @@
 """Borrowing: reads a ticket's blocks in place in the arenas of this host's shards, without a copy.
 
-For callers that compute attention over pages in place. A page is available exactly as it lies or not at all: it is not
-looked for on another shard, decoded, gathered from several pages, or copied. Other pages can be loaded as usual.
+For callers that compute attention over pages in place. A page is available exactly as it lies, raw or encoded, or not
+at all: it is not looked for on another shard, decoded, gathered from several pages, or copied. Other pages can be
+loaded as usual.
 
 Bytes that are read in place can be verified only beforehand. The pin leases of the shards keep them unchanged; the
 borrower renews these while the blocks are open, but they may still end. So a result computed from them counts only
@@ -20,6 +21,7 @@ from kvcluster.client.pieces import Piece, Pieces, each, plan_pieces
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.validation import check_open
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import ReadRequest, ShardAddress, TicketBody
 from kvcluster.core.miss import Miss, MissReason
@@ -36,6 +38,11 @@ _RENEW_MS = 200
 
 Place = tuple[int, int]
 """A block and a group."""
+
+CodedView = tuple[memoryview, Codec]
+"""Bytes of a page, and how they are encoded."""
+
+_ENCODED = Miss(MissReason.LOSSY, "it lies there encoded, and what is borrowed is not decoded: load it")
 
 
 class BorrowedBlocks:
@@ -59,7 +66,7 @@ class BorrowedBlocks:
         parts: Sequence[Part | None],
         *,
         loans: Sequence[BorrowedPages],
-        views: Mapping[Place, memoryview],
+        views: Mapping[Place, CodedView],
         misses: Mapping[int, Miss],
         deadline: Callable[[float | None], Deadline],
         end: Callable[[BorrowedBlocks], object],
@@ -82,6 +89,12 @@ class BorrowedBlocks:
 
         After `close` the view is released: using it raises ValueError.
         """
+        found = self.coded_page(block, group)
+        return found[0] if found is not None and found[1] is Codec.RAW else None
+
+    def coded_page(self, block: int, group: int = 0) -> CodedView | None:
+        """Returns what `page` returns, or, if the page lies there encoded, its encoded bytes; with the codec
+        (docs/codecs.md). For attention that decodes as it reads."""
         self._part(block, group)
         return self._views.get((block, group))
 
@@ -99,11 +112,12 @@ class BorrowedBlocks:
             from kvcluster.client.tensors import page_tensor
         except ModuleNotFoundError:
             raise CallerError("without torch installed there are no tensors; use page(block)") from None
-        return page_tensor(self._spec, group, part, self._views.get((block, group)))
+        return page_tensor(self._spec, group, part, self.page(block, group))
 
     def why(self, block: int) -> Miss | None:
-        """Returns why not all of this block is available in place; None if it is. `shard_lost` also stands for a shard
-        that is not reached over shared memory; `part` for pages that do not hold exactly these heads and layers."""
+        """Returns why not all of this block is available in place, raw; None if it is. `shard_lost` also stands for a
+        shard that is not reached over shared memory; `part` for pages that do not hold exactly these heads and
+        layers."""
         self._check_block(block)
         return self._misses.get(block)
 
@@ -175,7 +189,7 @@ class Borrower:
         """As Client.borrow. Shards are asked one after another, none for longer than its share of the time."""
         pieces = plan_pieces(body, spec, self._parts)
         whole, misses = _whole_pages(pieces, self._parts)
-        views: dict[Place, memoryview] = {}
+        views: dict[Place, CodedView] = {}
         loans: list[BorrowedPages] = []
         with ExitStack() as stack:
             for asked, (shard, of_shard) in enumerate(whole.items()):
@@ -185,11 +199,12 @@ class Borrower:
                     misses = dict.fromkeys((piece.block for piece in of_shard), taken) | misses
                     continue
                 loans.append(taken)
-                for piece, view, miss in zip(of_shard, taken.views, taken.outcome, strict=True):
+                for piece, view, coded, miss in zip(of_shard, taken.views, taken.codecs, taken.outcome, strict=True):
                     if view is not None:
-                        views[piece.block, piece.group] = view
-                    elif miss is not None:
-                        misses.setdefault(piece.block, miss)
+                        views[piece.block, piece.group] = view, coded
+                    why = _ENCODED if coded is not Codec.RAW else miss
+                    if why is not None:
+                        misses.setdefault(piece.block, why)
                 self._report(shard, spec, body.namespace, of_shard, taken.outcome, share)
             blocks = BorrowedBlocks(
                 body,

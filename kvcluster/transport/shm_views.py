@@ -16,10 +16,11 @@ from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import ReadRequest
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError
-from kvcluster.pages import checksum, codec
+from kvcluster.pages import checksum
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.shm_control import ShmConnection, Turn
 from kvcluster.wire import shm_frames
@@ -43,8 +44,9 @@ class BorrowedPages:
     another computes.
 
     `outcome` is for each want None or its miss, CORRUPT if its bytes did not verify. `views` holds the wanted layers of
-    each, read-only, or None. An array or tensor made from a view keeps the memory mapped after the end, and shows
-    whatever is written there. Unless it is renewed, the lease ends `lease_ttl_ns` after the request.
+    each, read-only, or None; `codecs` how they are encoded. An array or tensor made from a view keeps the memory
+    mapped after the end, and shows whatever is written there. Unless it is renewed, the lease ends `lease_ttl_ns`
+    after the request.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class BorrowedPages:
         control: ShmConnection,
         outcome: Sequence[Miss | None],
         views: Sequence[memoryview | None],
+        codecs: Sequence[Codec],
         *,
         end: Callable[[], None],
     ) -> None:
         self.outcome = outcome
         self.views = views
+        self.codecs = codecs
         self.lease_ttl_ns = control.lease_ttl_ns
         self._control = control
         self._end = end
@@ -132,21 +136,17 @@ def borrow(
     """Asks for the pages and verifies them. `end` ends the exchange of `control` that this begins. Raises as a load."""
     outcome, places = control.ask_to_read(request, deadline)
     views: list[memoryview | None] = [None] * len(outcome)
+    codecs = [Codec.RAW] * len(outcome)
     left = iter(places.sums)
     for item, offset, layer_bytes, codec_id in zip(*places[:4], strict=True):
         want = request.wants[item]
         sums = tuple(itertools.islice(left, want.layer_stop - want.layer_start))
         deadline.check()
         control.renew(deadline)
-        if codec_id != codec.RAW:
-            outcome[item] = Miss(
-                MissReason.LOSSY, "it lies there encoded, and what is borrowed is not decoded: load it"
-            )
-            continue
         view = control.arena.view(offset + want.layer_start * layer_bytes, len(sums) * layer_bytes)
-        identity = checksum.identity(request.namespace, want.key, codec.RAW)
+        identity = checksum.identity(request.namespace, want.key, codec_id)
         if checksum.first_mismatch(identity, want.layer_start, sums, view) is None:
-            views[item] = view
+            views[item], codecs[item] = view, Codec(codec_id)
         else:
             outcome[item] = Miss(MissReason.CORRUPT)
-    return BorrowedPages(control, outcome, views, end=end)
+    return BorrowedPages(control, outcome, views, codecs, end=end)

@@ -20,6 +20,7 @@ from kvcluster.core.messages import Done, Drain, ReadRequest, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.page import Page
 from kvcluster.core.spec import LAST, Group, KVSpec, Part, Plane
+from kvcluster.pages.codec_torch import TorchCoder
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline, Streams
 from kvcluster.transport.memory import MemoryTransport
@@ -453,10 +454,20 @@ def test_an_encoded_page_is_not_lent_and_says_that_it_is_to_be_loaded(start: Sta
                     "lossy (it lies there encoded, and what is borrowed is not decoded: load it)"
                 )
                 assert blocks.page(block) is None and blocks.tensor(block) is None
+            decoded = [decode(*found) for block in range(BLOCKS) if (found := blocks.coded_page(block)) is not None]
             assert blocks.valid()
         into = room(BLOCKS, NUMBERS)
         assert borrower.begin_load(ticket, into).result().blocks == BLOCKS, "over shared memory"
         assert same(into, loaded(client))
+        assert b"".join(decoded) == bytes(into.view(torch.uint8).flatten().tolist()), "what is lent encoded says so"
+
+
+def decode(page: memoryview, codec: Codec) -> bytes:
+    group = NUMBERS.groups[0]
+    coder = TorchCoder(codec, group, block_tokens=NUMBERS.block_tokens, heads=group.heads)
+    raw = memoryview(bytearray(NUMBERS.page_bytes(0, NUMBERS.whole(0))))
+    coder.decode(memoryview(bytearray(page)), raw, len(group.layers))
+    return bytes(raw)
 
 
 # ------------------------------------------------------------------------------------------- several shards
