@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -77,12 +76,14 @@ class PageLayout:
 class PageAddresses:
     """Some pages, in order. Made by `from_pool` or `from_buffers`, which check.
 
-    `addresses`: int64 `[pages]`, of the first byte; `codecs`: int32 `[pages]`; `keeps`: the owners of the memory.
+    `addresses`: int64 `[pages]`, of the first byte; `codecs`: int32 `[pages]`; `kinds`: the codecs that occur, and
+    perhaps others; `keeps`: the owners of the memory.
     """
 
     layout: PageLayout
     addresses: Tensor
     codecs: Tensor
+    kinds: frozenset[Codec]
     keeps: tuple[object, ...]
 
     @classmethod
@@ -103,7 +104,8 @@ class PageAddresses:
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < len(pool)):
             raise CallerError(f"a page id is outside the pool of {len(pool)} pages")
         addresses = ids * layout.page_bytes(Codec.RAW) + pool.data_ptr()
-        return cls(layout, addresses, torch.full((len(ids),), int(Codec.RAW), dtype=torch.int32), (pool,))
+        codecs = torch.full((len(ids),), int(Codec.RAW), dtype=torch.int32)
+        return cls(layout, addresses, codecs, frozenset({Codec.RAW}), (pool,))
 
     @classmethod
     def from_buffers(
@@ -125,19 +127,14 @@ class PageAddresses:
                 raise CallerError(f"page {number} has {owner.numel()} bytes; in {codec.name.lower()} it has {nbytes}")
             addresses.append(owner.data_ptr())
         numbers = torch.tensor([int(codec) for codec in each], dtype=torch.int32)
-        return cls(layout, torch.tensor(addresses, dtype=torch.int64), numbers, tuple(owners))
+        return cls(layout, torch.tensor(addresses, dtype=torch.int64), numbers, frozenset(each), tuple(owners))
 
     def __len__(self) -> int:
         return len(self.addresses)
 
-    @cached_property
-    def kinds(self) -> frozenset[Codec]:
-        """The codecs that occur."""
-        return frozenset(Codec(int(number)) for number in set(self.codecs.tolist()))
-
     def part(self, start: int, stop: int) -> PageAddresses:
         """Returns the pages from `start` up to `stop`."""
-        return PageAddresses(self.layout, self.addresses[start:stop], self.codecs[start:stop], self.keeps)
+        return PageAddresses(self.layout, self.addresses[start:stop], self.codecs[start:stop], self.kinds, self.keeps)
 
 
 @dataclass(frozen=True, eq=False)

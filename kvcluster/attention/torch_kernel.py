@@ -46,11 +46,11 @@ def attend(call: AttentionCall, fma: Fma = plain) -> Partial:
     return out, lse
 
 
-def read_layer(layout: PageLayout, layer: int, page: int, codec: Codec) -> tuple[Tensor, Tensor]:
-    """Returns keys and values of one layer of the page at that address, decoded: `[block_tokens, heads, dim]` in the
+def read_layer(layout: PageLayout, layer: int, address: int, codec: Codec) -> tuple[Tensor, Tensor]:
+    """Returns keys and values of one layer of the page at `address`, decoded: `[block_tokens, heads, dim]` in the
     planes' dtype."""
     nbytes = layout.layer_bytes(codec)
-    coded = memoryview(bytearray(ctypes.string_at(page + layer * nbytes, nbytes)))
+    coded = memoryview(bytearray(ctypes.string_at(address + layer * nbytes, nbytes)))
     raw = memoryview(bytearray(layout.layer_bytes(Codec.RAW)))
     TorchCoder(codec, layout.group, block_tokens=layout.block_tokens, heads=layout.heads).decode(coded, raw, 1)
     planes, at = [], 0

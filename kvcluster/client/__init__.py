@@ -5,7 +5,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
-from kvcluster.client.sequences import Sequence, WindowPolicy
+from kvcluster.client.sequences import Sequence, SequenceBatch, WindowPolicy
 from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.zero_copy import BorrowedBlocks
@@ -19,6 +19,7 @@ __all__ = [
     "Pinned",
     "Prompt",
     "Sequence",
+    "SequenceBatch",
     "Stored",
     "Ticket",
     "Transfer",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from kvcluster.client.aio import awaitable
@@ -27,6 +28,7 @@ from kvcluster.client.prompt import Prompt, as_prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.sequences.opener import SequenceOpener
 from kvcluster.client.sequences.policy import WindowPolicy
+from kvcluster.client.sequences.resources import sequence_resources
 from kvcluster.client.sequences.sequence import Sequence as KVSequence
 from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.client.shard_connections import OpenTransport, ShardConnections
@@ -107,18 +109,21 @@ class Client:
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
         # Without a decoder, the coordinator must not promise this client an encoded page.
         self._accept = Loss[self._config.accept.upper()] if implementation() is not None else Loss.EXACT
-        self._sequences = SequenceOpener(
-            spec,
-            self.parts,
-            self._control,
-            self._tickets,
-            self._transfers,
+        resources = partial(
+            sequence_resources,
+            spec=spec,
+            parts=self.parts,
+            control=self._control,
+            tickets=self._tickets,
+            transfers=self._transfers,
+            borrower=self._borrower,
             flush_shards=self._shards.flush,
             accept=self._accept,
             holder=self._attempt().holder,
             config=self._config,
             deadline=self._deadline,
         )
+        self._sequences = SequenceOpener(spec, self._control, resources)
         self._closed = False
 
     def attach(self, deadline: Deadline) -> None:

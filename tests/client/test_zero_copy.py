@@ -103,6 +103,7 @@ class Desk:
         part: Part | Mapping[int, Part] | None = None,
         takes: tuple[str, ...] = TRANSPORTS,
         path: Opener = open_path,
+        **settings: Any,
     ) -> Client:
         def opener(shard: ShardAddress) -> Transport:
             host = self.cluster.shards[shard.shard]
@@ -112,7 +113,7 @@ class Desk:
             control = self.controls[-1]
             return AutoTransport(shard, control, openers, token=None, next_attempt=attempts, takes=takes, here="memory")
 
-        config = ClientConfig(deadline_ms=int(BOUND_S * 1e3))
+        config = ClientConfig(**{"deadline_ms": int(BOUND_S * 1e3), **settings})
         client = Client(self.cluster.port(), opener, spec, part=part, config=config)
         self._stack.callback(client.close)
         return client

@@ -1,6 +1,7 @@
-"""Sequences: the third level of the client. See sequence.py, which users see; machine.py decides, runner.py acts."""
+"""Sequences: KV that grows token by token in pages that forks share, and attention over it (docs/sequences.md)."""
 
+from kvcluster.client.sequences.batch import SequenceBatch
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.sequence import Sequence
 
-__all__ = ["Sequence", "WindowPolicy"]
+__all__ = ["Sequence", "SequenceBatch", "WindowPolicy"]

@@ -20,9 +20,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock, StoreState, release, retain
 from kvcluster.client.sequences.resident_pages import ResidentPages
-from kvcluster.client.sequences.state import ABSENT, SequenceState
+from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash, SequenceId
 from kvcluster.core.miss import Loss
@@ -98,7 +99,8 @@ class SequenceMachine:
         child = SequenceState(
             name, state.root, state.policy, block_tokens=self._block_tokens, max_tokens=state.max_tokens
         )
-        child.blocks, child.table = state.blocks.copy(), state.table[:]
+        child.blocks = state.blocks.copy()
+        child.table.copy_from(state.table)
         child.length, child.sealed, child.tokens = state.length, state.sealed, state.tokens[:]
         retain(child.tip)
         self._open[name] = child
@@ -113,38 +115,57 @@ class SequenceMachine:
 
     # ------------------------------------------------------------------------------------------------ growing
 
-    def begin_step(self, state: SequenceState, layer: int, tokens: int) -> tuple[list[TokenRun], list[PageCopy]]:
-        """Returns where this layer writes its next `tokens` tokens, and what is to be copied before. Raises CallerError
-        for a layer that has already appended in this step, or a number of tokens that differs from its other layers;
-        LimitError beyond `max_tokens`; ResidentSetFull."""
-        if layer in state.appended:
-            raise CallerError(f"layer {layer} has appended its tokens of this step already; call advance first")
-        if state.step not in (0, tokens):
-            raise CallerError(f"layer {layer} appends {tokens} tokens; the other layers of this step {state.step}")
-        copies = self.reserve(state, tokens) if not state.step else []
-        state.step = tokens
-        state.appended[layer] = None
-        return self.runs(state, state.length, tokens), copies
+    def begin_step(
+        self, states: Sequence[SequenceState], layer: int, tokens: Sequence[int]
+    ) -> tuple[list[TokenRun], list[PageCopy]]:
+        """Returns where this layer writes the next `tokens[i]` tokens of each sequence, in order, and what is to be
+        copied before. Raises CallerError for a layer that has already appended in this step, or a number of tokens that
+        differs from its other layers; LimitError beyond `max_tokens`; ResidentSetFull."""
+        for state, count in zip(states, tokens, strict=True):
+            if layer in state.appended:
+                raise CallerError(f"layer {layer} has appended its tokens of this step already; call advance first")
+            if state.step not in (0, count):
+                raise CallerError(f"layer {layer} appends {count} tokens; the other layers of this step {state.step}")
+        first_layer = [not state.step for state in states]
+        copies = self.reserve(
+            [state for state, first in zip(states, first_layer, strict=True) if first],
+            [count for count, first in zip(tokens, first_layer, strict=True) if first],
+        )
+        runs: list[TokenRun] = []
+        for state, count in zip(states, tokens, strict=True):
+            state.step = count
+            state.appended[layer] = None
+            runs += self.runs(state, state.length, count)
+        return runs, copies
 
-    def reserve(self, state: SequenceState, tokens: int) -> list[PageCopy]:
-        """Takes the pages that `tokens` more tokens need. Returns what is to be copied. Raises as begin_step."""
-        if state.length + tokens > state.max_tokens:
-            raise LimitError(
-                f"{state.length} tokens and {tokens} more exceed max_tokens={state.max_tokens}: truncate the sequence, "
-                "or open it with a larger max_tokens"
-            )
-        block_tokens, first = self._block_tokens, state.length // self._block_tokens
-        wanted = state.blocks_for(state.length + tokens) - len(state.blocks)
-        shared = state.length % block_tokens and state.blocks[first].shared and first == len(state.blocks) - 1
-        self._check_room(wanted + bool(shared))
-        copies = self._replace(state, first) if shared and tokens else []
-        for _ in range(wanted):
-            block = SequenceBlock(state.tip, self._take())
-            block.references = 1  # of the sequence, which no longer ends with the block before
-            if block.before is not None:
-                block.before.references -= 1
-            state.add(block)
+    def reserve(self, states: Sequence[SequenceState], tokens: Sequence[int]) -> list[PageCopy]:
+        """Takes the pages that `tokens[i]` more tokens of each sequence need. Returns what is to be copied. Raises
+        LimitError and ResidentSetFull."""
+        pages = 0
+        for state, count in zip(states, tokens, strict=True):
+            if state.length + count > state.max_tokens:
+                raise LimitError(
+                    f"{state.length} tokens and {count} more exceed max_tokens={state.max_tokens}: truncate the "
+                    "sequence, or open it with a larger max_tokens"
+                )
+            pages += max(0, state.blocks_for(state.length + count) - len(state.blocks)) + self._shares_tip(state, count)
+        self._check_room(pages)
+        copies: list[PageCopy] = []
+        for state, count in zip(states, tokens, strict=True):
+            if self._shares_tip(state, count):  # no longer, if a fork in this batch has just got a copy of its own
+                copies += self._replace(state, len(state.blocks) - 1)
+            while len(state.blocks) < state.blocks_for(state.length + count):
+                block = SequenceBlock(state.tip, self._take())
+                block.references = 1  # of the sequence, which no longer ends with the block before
+                if block.before is not None:
+                    block.before.references -= 1
+                state.add(block)
         return copies
+
+    def _shares_tip(self, state: SequenceState, tokens: int) -> bool:
+        """Whether so many more tokens begin in a block that others share."""
+        depth, kept = divmod(state.length, self._block_tokens)
+        return tokens > 0 and kept > 0 and depth == len(state.blocks) - 1 and state.blocks[depth].shared
 
     def runs(self, state: SequenceState, position: int, tokens: int) -> list[TokenRun]:
         """Returns where these tokens lie. All of their blocks must be in the resident set."""
@@ -160,20 +181,25 @@ class SequenceMachine:
 
     def advance(self, state: SequenceState, tokens: int | Sequence[int]) -> int:
         """Counts the tokens of this step, whose ids are given, or only their number. Returns how many blocks it sealed.
-        Raises CallerError if not all layers have appended as many, or for something that is no token id."""
-        ids = None if isinstance(tokens, int) else hashing.token_array(tokens)
+        Raises as check_advance."""
+        self.check_advance(state, tokens)
         count = tokens if isinstance(tokens, int) else len(tokens)
+        known = len(state.tokens) == state.length - state.sealed * self._block_tokens
+        if known and not isinstance(tokens, int):
+            state.tokens.extend(hashing.token_array(tokens))
+        state.length += count
+        self._end_step(state)
+        return self.seal(state)
+
+    def check_advance(self, state: SequenceState, tokens: int | Sequence[int]) -> None:
+        """Raises CallerError if not all layers have appended as many, or for something that is no token id."""
+        count = tokens if isinstance(tokens, int) else len(hashing.token_array(tokens))
         if len(state.appended) != self._layers or count != state.step:
             missing = [layer for layer in range(self._layers) if layer not in state.appended]
             raise CallerError(
                 f"advance names {count} tokens; this step has {state.step} in {len(state.appended)} of {self._layers} "
                 f"layers{f', not in layer {missing[0]}' if missing and state.step else ''}: append them to every layer"
             )
-        if ids is not None and len(state.tokens) == state.length - state.sealed * self._block_tokens:
-            state.tokens.extend(ids)
-        state.length += count
-        self._end_step(state)
-        return self.seal(state)
 
     def seal(self, state: SequenceState, *, all_full: bool = False) -> int:
         """Names the blocks that are due, or all full ones, and queues them to be stored. Returns their number."""

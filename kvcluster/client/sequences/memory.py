@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from kvcluster.client.layouts import Paged
+from kvcluster.client.sequences.blocks import PageNumber
 from kvcluster.client.sequences.machine import PageCopy, TokenRun
+from kvcluster.core.codecs import Codec
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError
 
@@ -37,6 +39,7 @@ class ResidentMemory:
             self.tensor = torch.empty(
                 (capacity, part.layers, self.planes, spec.block_tokens, part.heads, first.dim), dtype=self.dtype
             )
+        self._address, self._page_bytes = self.tensor.data_ptr(), self.tensor[0].nbytes
         self._layers = [self.tensor[:, layer] for layer in range(part.layers)]
 
     def check_layer(self, layer: int) -> None:
@@ -89,6 +92,17 @@ class ResidentMemory:
         """Copies pages, in this order."""
         for copy in copies:
             self.tensor[copy.target] = self.tensor[copy.source]
+
+    def address(self, page: PageNumber) -> int:
+        """Returns the address of a page."""
+        return self._address + page * self._page_bytes
+
+    def addresses(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns for entries of a block table, int32, the address of each page, int64, and its codec, int32; the
+        address is 0 if the block is absent."""
+        pages = entries.long()
+        addresses = torch.where(pages >= 0, pages * self._page_bytes + self._address, 0)
+        return addresses, torch.full_like(entries, int(Codec.RAW))
 
     def paged(self, pages: Sequence[int]) -> Paged:
         """Returns these pages as blocks of a paged cache, to be stored or loaded into."""

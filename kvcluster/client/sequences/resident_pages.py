@@ -16,6 +16,8 @@ class ResidentPages:
         assert capacity >= 1
         self.capacity = capacity
         self.peak = 0
+        self.frozen = False
+        """While it is set, no block gives up its page."""
         self._fresh = 0  # pages from here on have never been used: their memory need not exist yet
         self._free: list[int] = []
         self._spare: dict[SequenceBlock, None] = {}  # blocks with a page that they may give up, in that order
@@ -28,7 +30,7 @@ class ResidentPages:
     @property
     def available(self) -> int:
         """The number of pages that can be taken: those in use by no block, and those that a block may give up."""
-        return self.capacity - self.used + len(self._spare)
+        return self.capacity - self.used + (0 if self.frozen else len(self._spare))
 
     def take(self, given_up: list[SequenceBlock]) -> int:
         """Returns a page for a new block. There must be one available. A block that gives up its page for it is

@@ -1,35 +1,30 @@
-"""Carries out what the sequences of one client need of the cluster: block tables are kept up to date, sealed blocks are
-stored, absent ones loaded.
+"""Carries out what the sequences of one client need of the cluster without its user waiting: block tables are kept up
+to date, and sealed blocks are stored. Loads are made by the threads that need them (loads.py).
 
 One thread, started with the first sequence, synchronises tables and stores, so no step of an engine waits for either.
-Loads are made by the caller's thread, which needs their result. `lock` guards the machine and the pages; it is never
-held while a network is waited for, and `lock` is notified when a store has ended.
+`lock` guards the machine and the pages; it is never held during I/O, and is notified when a store has ended. Attention
+reads pages without it (`reading`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.memory import bind
-from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.machine import SequenceMachine, StoreBatch
-from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.table_keeper import TableKeeper
-from kvcluster.client.tickets import Tickets
 from kvcluster.client.transfer_queue import TransferQueue
-from kvcluster.core import hashing, limits
-from kvcluster.core.ids import BlockHash
-from kvcluster.core.messages import Need, SyncTables, TablesSynced
-from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core import hashing
+from kvcluster.core.messages import SyncTables, TablesSynced
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import KVClusterError, LostTokens, ResidentSetFull
+from kvcluster.errors import KVClusterError, ResidentSetFull
 from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
@@ -45,7 +40,7 @@ _SYNC_MS = 2_000
 
 
 class SequenceRunner:
-    """The thread of one client's sequences, and their loads. `accept`: the worst loss of a block that is loaded."""
+    """The thread of one client's sequences."""
 
     def __init__(
         self,
@@ -56,10 +51,8 @@ class SequenceRunner:
         memory: ResidentMemory,
         *,
         control: CoordinatorClient,
-        tickets: Tickets,
         transfers: TransferQueue,
         flush_shards: Callable[[Deadline], bool],
-        accept: Loss,
         store_ms: int,
     ) -> None:
         self.machine = machine
@@ -70,11 +63,17 @@ class SequenceRunner:
         self._private_spec = replace(spec, private=True)
         self._parts = parts
         self._control = control
-        self._tickets = tickets
         self._transfers = transfers
         self.flush_shards = flush_shards
-        self._accept = accept
         self._store_ms = store_ms
+        self.readers = 0
+        """Calls of attention that read the resident set now."""
+        self.sweep: Callable[[], None] = lambda: None
+        """Called by the thread after each synchronisation, without the lock."""
+        self.settle: Callable[[], bool] = lambda: False
+        """Called in the lock, while nothing reads, when the resident set is full: ends loads, whose pages may be used
+        for others then. Returns whether there was one."""
+        self._evicting = 0  # threads that wait until nothing reads
         self._storing = 0
         self._store_at = 0.0
         self._closed = False
@@ -107,6 +106,11 @@ class SequenceRunner:
             try:
                 return call()
             except ResidentSetFull:
+                if self.readers:
+                    self.wait_for_readers()
+                    continue
+                if self.settle():
+                    continue
                 for state in self.machine.seal_all():
                     self.keeper.sealed(state)
                 before = self.machine.pages.available
@@ -116,65 +120,32 @@ class SequenceRunner:
     def _more_pages(self, before: int) -> bool:
         return self.machine.pages.available > before
 
-    # ------------------------------------------------------------------------------------------------- loads
+    # ------------------------------------------------------------------------------------------------- reading
 
-    def bring(self, state: SequenceState, depths: Sequence[int], deadline: Deadline) -> None:
-        """Loads those of these blocks of a sequence that are absent into the resident set. Raises ResidentSetFull, or
-        LostTokens if one of them cannot be had."""
-        while True:
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within it no block gives up its page, so attention may read the resident set without the lock. A thread that
+        waits for a page goes before new readers."""
+        with self.lock:
+            self.lock.wait_for(lambda: not self._evicting or self._closed)
+            self.readers += 1
+            self.machine.pages.frozen = True
+        try:
+            yield
+        finally:
             with self.lock:
-                absent = [state.blocks[depth] for depth in state.absent(depths)]
-                absent = absent[: limits.BLOCKS_PER_CALL]
-                if not absent:
-                    return
-                beside = [state.blocks[depth] for depth in depths if state.blocks[depth].page is not None]
-                pages = self.with_room(partial(self.machine.place, absent, beside), deadline)
-            loaded, miss = 0, None
-            try:
-                loaded, miss = self._load(absent, pages, deadline)
-            finally:
-                with self.lock:
-                    for at, (block, page) in enumerate(zip(absent, pages, strict=True)):
-                        self.machine.placed(block, page, loaded=at < loaded)
-            if miss is not None:
-                position = absent[loaded].depth * self._spec.block_tokens
-                raise LostTokens(position, f"the block at token {position} of this sequence is lost: {miss}")
+                self.readers -= 1
+                self.machine.pages.frozen = bool(self.readers)
+                self.lock.notify_all()
 
-    def find(self, names: Sequence[BlockHash], deadline: Deadline) -> list[Loss]:
-        """Returns the loss of each leading block of these that the cluster has."""
-        losses: list[Loss] = []
-        need = Need(self._parts, self._accept)
-        for first in range(0, len(names), limits.BLOCKS_PER_CALL):
-            hashes = names[first : first + limits.BLOCKS_PER_CALL]
-            with self._tickets.prepare(self._spec, hashes, need, deadline, hold=False) as ticket:
-                for run in ticket.body.runs:
-                    sources = [source for of_group in run.plan if of_group for source in of_group]
-                    losses += [max((source.loss for source in sources), default=Loss.EXACT)] * run.count
-                if ticket.blocks < len(hashes):
-                    break
-        return losses
-
-    def _load(
-        self, blocks: Sequence[SequenceBlock], pages: Sequence[int], deadline: Deadline
-    ) -> tuple[int, Miss | None]:
-        """Returns how many leading blocks were loaded, and why not the next one."""
-        need = Need(self._parts, max(self._accept, *(block.loss for block in blocks)))
-        done = 0
-        while done < len(blocks):
-            private = blocks[done].private
-            count = next((at for at, block in enumerate(blocks[done:]) if block.private != private), len(blocks) - done)
-            names = [block.name for block in blocks[done : done + count] if block.name is not None]
-            spec = self._private_spec if private else self._spec
-            with self._tickets.prepare(spec, names, need, deadline, hold=True) as ticket:
-                if not ticket.blocks:
-                    return done, ticket.miss or Miss(MissReason.NEVER_SEEN)
-                into = self.memory.paged(pages[done : done + ticket.blocks])
-                bound = bind(into, spec, self._parts, ticket.blocks, writable=True)
-                loaded = self._transfers.load(ticket.body, 0, bound, spec, deadline).result()
-                done += loaded.blocks
-                if loaded.blocks < count:
-                    return done, loaded.miss or ticket.miss or Miss(MissReason.NEVER_SEEN)
-        return done, None
+    def wait_for_readers(self) -> None:
+        """Waits until nothing reads. Called in the lock."""
+        self._evicting += 1
+        try:
+            self.lock.wait_for(lambda: not self.readers)
+        finally:
+            self._evicting -= 1
+            self.lock.notify_all()
 
     # ------------------------------------------------------------------------------------------------ the thread
 
@@ -200,6 +171,7 @@ class SequenceRunner:
                     continue
             if sync is not None:
                 self._sync(sync)
+                self.sweep()
             if batch is not None:
                 self._store(batch)
         while (sync := self.keeper.next_sync(time.monotonic_ns() + 10**12)) is not None and sync.changes:

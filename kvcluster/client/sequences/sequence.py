@@ -3,6 +3,7 @@
     seq = client.sequence(prompt)            # begins with the cached prefix: seq.length tokens are there already
     seq.append(layer, k, v)                  # [tokens, kv_heads, head_dim], for every layer
     seq.advance(token_ids)                   # now they count
+    out = seq.attend(layer, q)               # each token of q sees all up to itself, wherever they lie
     k, v = seq.read(layer, 0, seq.length)
     draft = seq.fork(); seq.truncate(n); seq.close()
 
@@ -22,16 +23,17 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
 from kvcluster.client.validation import kind_of
 from kvcluster.core.ids import SEQUENCE_BYTES, SequenceId
 from kvcluster.errors import CallerError
-from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kvcluster.client.sequences.batch_attention import BatchAttention
+    from kvcluster.client.sequences.resources import SequenceResources
 
 R = TypeVar("R")
 
@@ -45,12 +47,12 @@ class Sequence:
     """One sequence of a client. Made by `client.sequence`; a context manager. One thread at a time may use a sequence;
     several sequences of one client may be used by several threads."""
 
-    def __init__(
-        self, runner: SequenceRunner, state: SequenceState, deadline: Callable[[float | None], Deadline]
-    ) -> None:
-        self._runner = runner
+    def __init__(self, resources: SequenceResources, state: SequenceState) -> None:
+        self.resources = resources
         self._state = state
-        self._deadline = deadline
+        self._runner = resources.runner
+        self._deadline = resources.deadline
+        self._attention: BatchAttention | None = None
 
     # ---------------------------------------------------------------------------------------- what it is
 
@@ -97,11 +99,11 @@ class Sequence:
         `capacity`; ResidentSetFull if the resident set has no page and gets none by the deadline. Nothing is changed
         then.
         """
-        state, values = self._checked(), [k] if v is None else [k, v]
+        state, values = self.checked(), [k] if v is None else [k, v]
         runner = self._runner
         with runner.lock:
             tokens = runner.memory.checked(layer, values)
-            runs, copies = self._room(lambda: runner.machine.begin_step(state, layer, tokens))
+            runs, copies = self._room(lambda: runner.machine.begin_step([state], layer, [tokens]))
             runner.memory.copy(copies)
             runner.memory.write(layer, runs, values)
 
@@ -111,11 +113,7 @@ class Sequence:
 
         Raises CallerError if not every layer has appended as many tokens, or for something that is no token id.
         """
-        state = self._checked()
-        to_list = getattr(token_ids, "tolist", None)
-        ids = token_ids if to_list is None else to_list()
-        if isinstance(ids, bool) or (isinstance(ids, int) and ids < 0):
-            raise CallerError(f"advance got {ids!r}; expected token ids, or their number")
+        state, ids = self.checked(), checked_ids(token_ids)
         with self._runner.lock:
             if self._runner.machine.advance(state, ids):
                 self._runner.keeper.sealed(state)
@@ -130,38 +128,89 @@ class Sequence:
     def reserve(self, tokens: int) -> None:
         """Takes the pages that `tokens` more tokens need, so that appending them cannot fail for want of room. Raises
         as `append`."""
-        state = self._checked()
+        state = self.checked()
         _check_number("reserve", tokens)
         with self._runner.lock:
-            self._runner.memory.copy(self._room(lambda: self._runner.machine.reserve(state, tokens)))
+            self._runner.memory.copy(self._room(lambda: self._runner.machine.reserve([state], [tokens])))
 
     # ------------------------------------------------------------------------------------ reading and overwriting
 
     def read(self, layer: int, position: int, tokens: int = 1, *, deadline_ms: float | None = None) -> list[Tensor]:
         """Returns a copy of `tokens` tokens of one layer from `position` on: `[tokens, kv_heads, head_dim]` for each
         plane. Raises CallerError for positions that it does not have; ResidentSetFull; LostTokens."""
-        state = self._checked()
+        state = self.checked()
         self._check_range(layer, position, tokens, state.length + (state.step if layer in state.appended else 0))
-        self._bring(position, tokens, deadline_ms)
-        with self._runner.lock:
-            return self._runner.memory.read(layer, self._runner.machine.runs(state, position, tokens))
+        runner = self._runner
+        return self._with_blocks(
+            position,
+            tokens,
+            deadline_ms,
+            lambda: runner.memory.read(layer, runner.machine.runs(state, position, tokens)),
+        )
 
     def write(self, layer: int, position: int, k: Tensor, v: Tensor | None = None) -> None:
         """Overwrites tokens of one layer from `position` on, as `append`. Their blocks, and all blocks after them, are
         this sequence's own from now on. Raises as `append` and `read`."""
-        state, values = self._checked(), [k] if v is None else [k, v]
+        state, values = self.checked(), [k] if v is None else [k, v]
         runner = self._runner
         tokens = runner.memory.checked(layer, values)
         self._check_range(layer, position, tokens, state.length)
         if not tokens:
             return
-        self._bring(position, state.length - position, None)
-        with runner.lock:
-            copies = self._room(lambda: runner.machine.own(state, position))
-            runner.memory.copy(copies)
+
+        def overwrite() -> None:
+            runner.memory.copy(runner.machine.own(state, position))
             runner.memory.write(layer, runner.machine.runs(state, position, tokens), values)
             runner.keeper.cut(state)
             runner.wake()
+
+        self._with_blocks(position, state.length - position, None, overwrite)
+
+    def load(self, position: int = 0, tokens: int | None = None, *, deadline_ms: float | None = None) -> None:
+        """Loads `tokens` tokens from `position` on, by default all behind it, into the resident set, where they stay
+        until their pages are needed for others. Raises as `read`."""
+        state = self.checked()
+        tokens = state.length - position if tokens is None else tokens
+        self._check_range(0, position, tokens, state.length)
+        self._with_blocks(position, tokens, deadline_ms, lambda: None)
+
+    # ----------------------------------------------------------------------------------------------- attention
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        latent_values: int | None = None,
+        threads: int = 1,
+        deadline_ms: float | None = None,
+    ) -> Tensor:
+        """Attends with the last tokens that this layer has, those of the present step included: `query` is
+        `[tokens, heads, head_dim]` for the last `tokens` of them, each of which sees all tokens up to itself. Returns
+        `[tokens, heads, head_dim]` in the query's dtype, computed in float32.
+
+        Pages are read where they lie: in the resident set, or in shards of this host, raw or encoded. Others are loaded
+        into the resident set, and the next layer is on its way while this one is attended to. The bits of the result do
+        not depend on where pages lie (docs/attention.md).
+
+        `scale` defaults to head_dim ** -0.5; `softcap`, `window` and learned `sinks`, `[heads]`, are explained there.
+        Of a latent plane (MLA) the first `latent_values` channels are the values, so the result has as many.
+
+        Raises CallerError for a query that does not fit; ResidentSetFull if tokens have to be loaded and find no room;
+        LostTokens if the cluster has lost some, or they do not come by the deadline.
+        """
+        from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
+
+        state = self.checked()
+        if self._attention is None:
+            self._attention = BatchAttention([state], self.resources)
+        counts = [len(query)] if getattr(query, "shape", ()) else [0]
+        scores = Scores(scale, softcap, window, sinks, latent_values)
+        return self._attention.attend(layer, query, counts, scores, threads, self._deadline(deadline_ms))
 
     # ------------------------------------------------------------------------------------ cutting and sharing
 
@@ -169,16 +218,16 @@ class Sequence:
         """Keeps the first `tokens` tokens, and drops those of the present step. Within the tail nothing but this
         process takes part; a sealed block that is cut is loaded if it has left the resident set. Raises CallerError
         if there are fewer tokens; ResidentSetFull; LostTokens. Nothing is changed then."""
-        state, runner = self._checked(), self._runner
+        state, runner = self.checked(), self._runner
         _check_number("truncate", tokens)
-        with runner.lock:
-            cut = runner.machine.unsealed_by(state, tokens) if tokens <= state.length else []
-        if cut:
-            runner.bring(state, [block.depth for block in cut], self._deadline(deadline_ms))
-        with runner.lock:
-            runner.memory.copy(self._room(lambda: runner.machine.truncate(state, tokens)))
+
+        def cut() -> None:
+            runner.memory.copy(runner.machine.truncate(state, tokens))
             runner.keeper.cut(state)
             runner.wake()
+
+        cuts_block = tokens < state.length and tokens % state.block_tokens > 0
+        self._with_blocks(tokens, int(cuts_block), deadline_ms, cut)
 
     def reset(self) -> None:
         """Drops all tokens."""
@@ -187,17 +236,17 @@ class Sequence:
     def fork(self) -> Sequence:
         """Returns another sequence with the same tokens, which shares their pages. Either may be changed without a
         change to the other. Raises CallerError in the middle of a step."""
-        state, runner = self._checked(), self._runner
+        state, runner = self.checked(), self._runner
         with runner.lock:
             child = runner.machine.fork(state, random_name())
             runner.keeper.opened(child, state)
             runner.wake()
-        return Sequence(runner, child, self._deadline)
+        return Sequence(self.resources, child)
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Seals all full blocks, the tail's included, and waits until they are stored and other workers find them.
         Returns False if the deadline comes first or a store has failed."""
-        state, runner, deadline = self._checked(), self._runner, self._deadline(deadline_ms)
+        state, runner, deadline = self.checked(), self._runner, self._deadline(deadline_ms)
         with runner.lock:
             if runner.machine.seal(state, all_full=True):
                 runner.keeper.sealed(state)
@@ -221,7 +270,8 @@ class Sequence:
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _checked(self) -> SequenceState:
+    def checked(self) -> SequenceState:
+        """Returns its state. Raises CallerError if it is closed."""
         if self._state.closed:
             raise CallerError("this sequence is closed")
         return self._state
@@ -229,12 +279,19 @@ class Sequence:
     def _room(self, call: Callable[[], R]) -> R:
         return self._runner.with_room(call, self._deadline(None))
 
-    def _bring(self, position: int, tokens: int, deadline_ms: float | None) -> None:
-        if tokens:
-            block_tokens = self._state.block_tokens
-            span = range(position // block_tokens, (position + tokens - 1) // block_tokens + 1)
-            if self._state.absent(span):
-                self._runner.bring(self._state, span, self._deadline(deadline_ms))
+    def _with_blocks(self, position: int, tokens: int, deadline_ms: float | None, call: Callable[[], R]) -> R:
+        """Returns `call()`, made in the lock while all blocks of these tokens are in the resident set. While it raises
+        ResidentSetFull it is made again, as `_room` does."""
+        state, first = self._state, position // self._state.block_tokens
+        span = range(first, first + state.blocks_for(position % state.block_tokens + tokens) if tokens else first)
+        deadline = self._deadline(deadline_ms)
+        while True:
+            if state.absent(span):
+                self.resources.loads.bring(state, span, deadline)
+            with self._runner.lock:
+                made = self._runner.with_room(lambda: None if state.absent(span) else (call(),), deadline)
+                if made is not None:
+                    return made[0]
 
     def _check_range(self, layer: int, position: int, tokens: int, length: int) -> None:
         _check_number("position", position)
@@ -247,3 +304,12 @@ class Sequence:
 def _check_number(what: str, value: Any) -> None:
     if type(value) is not int or value < 0:
         raise CallerError(f"{what} is {value!r} ({kind_of(value)}); expected a number of tokens, 0 or more")
+
+
+def checked_ids(token_ids: Any) -> int | Tokens[int]:
+    """Returns token ids, or their number, as given to `advance`. Raises CallerError for something else."""
+    to_list = getattr(token_ids, "tolist", None)
+    ids: int | Tokens[int] = token_ids if to_list is None else to_list()
+    if isinstance(ids, bool) or (isinstance(ids, int) and ids < 0):
+        raise CallerError(f"advance got {ids!r}; expected token ids, or their number")
+    return ids

@@ -13,12 +13,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+from kvcluster.client.sequences.block_table import ABSENT, BlockTable
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.core.ids import BlockHash, SequenceId
-
-ABSENT = -1
-"""The entry of a block table for a block that is not in the resident set."""
 
 
 class SequenceState:
@@ -33,7 +31,7 @@ class SequenceState:
         self.block_tokens = block_tokens
         self.max_tokens = max_tokens
         self.blocks: list[SequenceBlock] = []
-        self.table = array("i")
+        self.table = BlockTable(self.blocks_for(max_tokens))
         self.length = 0
         self.step = 0
         self.appended: dict[int, None] = {}
@@ -80,7 +78,7 @@ class SequenceState:
     def cut(self, blocks: int) -> None:
         """Keeps the first `blocks` blocks of the table."""
         del self.blocks[blocks:]
-        del self.table[blocks:]
+        self.table.cut(blocks)
 
     def absent(self, span: Iterable[int]) -> list[int]:
         """Returns those of these blocks that are not in the resident set."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.blocks import StoreState
-from kvcluster.client.sequences.state import ABSENT, SequenceState
+from kvcluster.client.sequences.state import SequenceState
 
 
 @dataclass(frozen=True, slots=True)

@@ -205,7 +205,7 @@ class SequenceWorker(Worker):
         """Appends tokens to every layer and counts them. Returns False if there is no room."""
         state, machine = sequence.state, self.machine
         for layer in range(self.layers):
-            begun = yield from self._with_room(lambda at=layer: machine.begin_step(state, at, len(tokens)))  # type: ignore[misc]
+            begun = yield from self._with_room(lambda at=layer: machine.begin_step([state], at, [len(tokens)]))  # type: ignore[misc]
             if begun is None:
                 return False
             runs, copies = begun

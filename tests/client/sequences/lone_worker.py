@@ -45,7 +45,7 @@ class Worker:
 
     def append(self, state: SequenceState, values: list[int], *, ids: bool = True) -> None:
         for layer in range(LAYERS):
-            runs, copies = self.machine.begin_step(state, layer, len(values))
+            runs, copies = self.machine.begin_step([state], layer, [len(values)])
             self.copy(copies)
             slots = [(run.page, run.first + at) for run in runs for at in range(run.tokens)]
             for (page, slot), value in zip(slots, values, strict=True):

@@ -250,16 +250,19 @@ def test_blocks_computed_over_a_lossy_prefix_have_its_loss() -> None:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "a layer twice": (lambda w, s: [w.machine.begin_step(s, 0, 1) for _ in range(2)], "already"),
-    "layers of different lengths": (lambda w, s: [w.machine.begin_step(s, n, 1 + n) for n in (0, 1)], "other layers"),
+    "a layer twice": (lambda w, s: [w.machine.begin_step([s], 0, [1]) for _ in range(2)], "already"),
+    "layers of different lengths": (
+        lambda w, s: [w.machine.begin_step([s], n, [1 + n]) for n in (0, 1)],
+        "other layers",
+    ),
     "advance before every layer has appended": (
-        lambda w, s: (w.machine.begin_step(s, 0, 1), w.machine.advance(s, [1])),
+        lambda w, s: (w.machine.begin_step([s], 0, [1]), w.machine.advance(s, [1])),
         "layer 1",
     ),
     "advance of nothing": (lambda w, s: w.machine.advance(s, [1]), "append them"),
-    "a fork within a step": (lambda w, s: (w.machine.begin_step(s, 0, 1), w.machine.fork(s, w.name())), "middle"),
+    "a fork within a step": (lambda w, s: (w.machine.begin_step([s], 0, [1]), w.machine.fork(s, w.name())), "middle"),
     "a truncation beyond the end": (lambda w, s: w.machine.truncate(s, 7), "has 6"),
-    "more than max_tokens": (lambda w, s: w.machine.begin_step(s, 0, 15), "max_tokens=20"),
+    "more than max_tokens": (lambda w, s: w.machine.begin_step([s], 0, [15]), "max_tokens=20"),
 }
 
 
@@ -279,7 +282,7 @@ def test_a_token_id_that_does_not_fit_leaves_the_step_open() -> None:
     worker = Worker()
     state = grown(worker, 2)
     for layer in range(LAYERS):
-        worker.machine.begin_step(state, layer, 1)
+        worker.machine.begin_step([state], layer, [1])
     with pytest.raises(CallerError, match="token ids"):
         worker.machine.advance(state, [2**32])
     assert state.length == 2

@@ -1,0 +1,106 @@
+"""A batch of sequences: a step of all of them in one call, as engines decode.
+
+batch = SequenceBatch([first, second])
+batch.append(layer, k, v)                # one token of each, or `tokens` of them, row after row
+out = batch.attend(layer, q)             # pages that rows share are read once
+batch.advance([[5], [9]])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from typing import TYPE_CHECKING
+
+from kvcluster.client.sequences.sequence import Sequence, checked_ids
+from kvcluster.errors import CallerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvcluster.client.sequences.batch_attention import BatchAttention
+
+
+class SequenceBatch:
+    """Different sequences of one client, as the rows of each call. One thread at a time may use it or any of its
+    sequences. Raises CallerError for no sequence, one twice, or sequences of two clients."""
+
+    def __init__(self, sequences: Tokens[Sequence]) -> None:
+        self.sequences = tuple(sequences)
+        if not self.sequences or any(not isinstance(sequence, Sequence) for sequence in self.sequences):
+            raise CallerError("a batch needs at least one sequence, each made by client.sequence")
+        self._resources = self.sequences[0].resources
+        if any(sequence.resources is not self._resources for sequence in self.sequences):
+            raise CallerError("the sequences of a batch must be of one client")
+        if len(dict.fromkeys(self.sequences)) < len(self.sequences):
+            raise CallerError("a sequence is named twice in one batch: fork it")
+        self._runner = self._resources.runner
+        self._attention: BatchAttention | None = None
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def append(self, layer: int, k: Tensor, v: Tensor | None = None, *, tokens: Tokens[int] | None = None) -> None:
+        """As Sequence.append for each row: `k` and `v` are `[tokens, kv_heads, head_dim]` with the tokens of all rows,
+        one row after another: `tokens[i]` of row i, by default equally many. If it raises, no row has changed."""
+        states, runner = [sequence.checked() for sequence in self.sequences], self._runner
+        values = [k] if v is None else [k, v]
+        with runner.lock:
+            total = runner.memory.checked(layer, values)
+            counts = self._counts(total, tokens)
+            runs, copies = runner.with_room(
+                lambda: runner.machine.begin_step(states, layer, counts), self._resources.deadline(None)
+            )
+            runner.memory.copy(copies)
+            runner.memory.write(layer, runs, values)
+
+    def advance(self, token_ids: Tokens[int | Tokens[int]]) -> None:
+        """As Sequence.advance for each row: the token ids, or the number of tokens, of row i are `token_ids[i]`. If it
+        raises, no row has changed."""
+        states, runner = [sequence.checked() for sequence in self.sequences], self._runner
+        ids = [checked_ids(each) for each in token_ids]
+        if len(ids) != len(states):
+            raise CallerError(f"advance got {len(ids)} rows; the batch has {len(states)}")
+        with runner.lock:
+            for state, each in zip(states, ids, strict=True):
+                runner.machine.check_advance(state, each)
+            sealed = [state for state, each in zip(states, ids, strict=True) if runner.machine.advance(state, each)]
+            for state in sealed:
+                runner.keeper.sealed(state)
+            if sealed:
+                runner.wake()
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        *,
+        tokens: Tokens[int] | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        latent_values: int | None = None,
+        threads: int = 1,
+        deadline_ms: float | None = None,
+    ) -> Tensor:
+        """As Sequence.attend for each row: `query` is `[tokens, heads, head_dim]` with the tokens of all rows, one row
+        after another: `tokens[i]` of row i, by default equally many."""
+        from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
+
+        states = [sequence.checked() for sequence in self.sequences]
+        if self._attention is None:
+            self._attention = BatchAttention(states, self._resources)
+        counts = self._counts(len(query), tokens)
+        scores = Scores(scale, softcap, window, sinks, latent_values)
+        return self._attention.attend(layer, query, counts, scores, threads, self._resources.deadline(deadline_ms))
+
+    def _counts(self, total: int, tokens: Tokens[int] | None) -> list[int]:
+        rows = len(self.sequences)
+        if tokens is None:
+            if total % rows:
+                raise CallerError(f"{total} tokens are not equally many for {rows} rows: name the `tokens` of each")
+            return [total // rows] * rows
+        counts = list(tokens)
+        if len(counts) != rows or sum(counts) != total or any(type(count) is not int or count < 0 for count in counts):
+            raise CallerError(f"tokens is {counts}; expected {rows} numbers that add up to {total}")
+        return counts

@@ -1,0 +1,72 @@
+"""The block table of a sequence: for each of its blocks the page of the resident set that holds it, at an address that
+never changes.
+
+Kernels and CUDA graphs read the entries as int32 while the sequence grows, so memory for the longest table is reserved
+at once. What is never used takes none: the operating system provides each part when it is first written.
+"""
+
+from __future__ import annotations
+
+import mmap
+from array import array
+from collections.abc import Iterator
+
+ABSENT = -1
+"""The entry of a block that is not in the resident set."""
+
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+class BlockTable:
+    """At most `capacity` entries, of which `len` are in use; those behind them are ABSENT or 0. `memory` has all of
+    them, as int32."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        mapped = mmap.mmap(-1, max(1, capacity) * 4, flags=_PRIVATE)
+        self.memory = memoryview(mapped).cast("i")
+        self._length = 0
+        self._changed: int | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, at: int) -> int:
+        if not 0 <= at < self._length:
+            raise IndexError(at)
+        return self.memory[at]
+
+    def __setitem__(self, at: int, entry: int) -> None:
+        assert 0 <= at < self._length
+        self.memory[at] = entry
+        self._touch(at)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.memory[: self._length])
+
+    def append(self, entry: int) -> None:
+        self.memory[self._length] = entry
+        self._touch(self._length)
+        self._length += 1
+
+    def cut(self, length: int) -> None:
+        """Keeps the first `length` entries."""
+        if length < self._length:
+            self.memory[length : self._length] = array("i", [ABSENT]) * (self._length - length)
+            self._touch(length)
+            self._length = length
+
+    def copy_from(self, other: BlockTable) -> None:
+        """Takes all entries of another table, as long as this one may be."""
+        self.memory[: len(other)] = other.memory[: len(other)]
+        self._length = len(other)
+        self._touch(0)
+
+    def changed_from(self) -> int | None:
+        """Returns the first entry that may have changed since this was called last, None if none has."""
+        changed, self._changed = self._changed, None
+        return changed
+
+    def _touch(self, at: int) -> None:
+        if self._changed is None or at < self._changed:
+            self._changed = at

@@ -1,0 +1,236 @@
+"""Brings blocks of sequences that are not in the resident set to where they can be used.
+
+`bring` loads them into the resident set and waits for them. `provide` makes them attendable: pages of this host's
+shards are borrowed, and read where they lie, raw or encoded, without a page of the resident set; all others are loaded
+into it layer by layer, so that the next layer is on its way while one is attended to.
+
+Loads are begun and awaited by the threads that need them. The lock of the runner is never held during I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+from kvcluster.client.memory import bind
+from kvcluster.client.sequences.absent_blocks import AbsentBlocks, BlockFetch
+from kvcluster.client.sequences.blocks import SequenceBlock
+from kvcluster.client.sequences.runner import SequenceRunner
+from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.tickets import Ticket, Tickets
+from kvcluster.client.transfer_queue import TransferQueue
+from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.messages import Need
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import KVClusterError, LostTokens
+from kvcluster.transport.base import Deadline
+
+_TRIES = 3
+"""Loads of one block that may fail, one after the other, before it counts as lost."""
+
+
+class SequenceLoads:
+    """The loans and loads of one client's sequences. `accept`: the worst loss of a block that is used. Thread-safe."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        parts: tuple[Part | None, ...],
+        runner: SequenceRunner,
+        *,
+        tickets: Tickets,
+        transfers: TransferQueue,
+        borrower: Borrower,
+        accept: Loss,
+    ) -> None:
+        self._spec = spec
+        self._private_spec = replace(spec, private=True)
+        self._parts = parts
+        self._runner = runner
+        self._tickets = tickets
+        self._transfers = transfers
+        self._borrower = borrower
+        self._accept = accept
+        self.absent = AbsentBlocks()  # used under the runner's lock
+
+    def find(self, names: Sequence[BlockHash], deadline: Deadline) -> list[Loss]:
+        """Returns the loss of each leading block of these that the cluster has."""
+        losses: list[Loss] = []
+        need = Need(self._parts, self._accept)
+        for first in range(0, len(names), limits.BLOCKS_PER_CALL):
+            hashes = names[first : first + limits.BLOCKS_PER_CALL]
+            with self._tickets.prepare(self._spec, hashes, need, deadline, hold=False) as ticket:
+                for run in ticket.body.runs:
+                    sources = [source for of_group in run.plan if of_group for source in of_group]
+                    losses += [max((source.loss for source in sources), default=Loss.EXACT)] * run.count
+                if ticket.blocks < len(hashes):
+                    break
+        return losses
+
+    def bring(self, state: SequenceState, depths: Sequence[int], deadline: Deadline) -> None:
+        """Loads those of these blocks of a sequence that are absent into the resident set, and waits for them. Raises
+        ResidentSetFull, or LostTokens if one of them cannot be had."""
+        failed = 0
+        while True:
+            with self._runner.lock:
+                absent = [state.blocks[depth] for depth in state.absent(depths)]
+                if not absent:
+                    return
+                beside = [state.blocks[depth] for depth in depths if state.blocks[depth].page is not None]
+                begun = {self.absent.fetched[block][1]: None for block in absent if block in self.absent.fetched}
+                new = [block for block in absent if block not in self.absent.fetched]
+            if new:
+                self._provide(new, beside, deadline, lend=False)
+            for fetch in begun:
+                failed += not self.finish(fetch, deadline)
+            if failed >= _TRIES:
+                raise self._lost(absent[0], Miss(MissReason.DEADLINE, "its loads failed"))
+
+    def provide_prefix(self, state: SequenceState, deadline: Deadline) -> None:
+        """As `provide` for all blocks of a sequence that was just opened, but takes no page that holds a block: what
+        finds no room is loaded when it is needed."""
+        self._provide(state.blocks, (), deadline, lend=True, only_free=True)
+
+    def provide(self, blocks: Sequence[SequenceBlock], beside: Sequence[SequenceBlock], deadline: Deadline) -> None:
+        """Borrows absent blocks, or begins to load them. `beside`: resident blocks that are needed with them. Raises
+        ResidentSetFull, or LostTokens if one of them cannot be had."""
+        self._provide(blocks, beside, deadline, lend=True)
+
+    def finish(self, fetch: BlockFetch, deadline: Deadline) -> bool:
+        """Waits for a load to end, at most until the deadline. What was loaded is in the resident set then. Returns
+        whether all was loaded. Raises as Transfer.result."""
+        if not fetch.transfer.wait_ended(deadline):
+            return False
+        loaded = _loaded_blocks(fetch)
+        with self._runner.lock:
+            if loaded < len(fetch.blocks):
+                self._runner.wait_for_readers()
+            if fetch in self.absent.fetches:
+                self._settle(fetch, loaded)
+        return fetch.transfer.result().blocks == len(fetch.blocks)
+
+    def valid(self, loan: BorrowedBlocks) -> bool:
+        """Whether what was read of a loan counts. If not, its blocks are absent."""
+        if loan.valid():
+            return True
+        with self._runner.lock:
+            self.absent.lost(loan)
+        return False
+
+    def sweep(self) -> None:
+        """Returns loans that are not used any more, and ends loads that have ended. Does nothing while attention
+        reads."""
+        with self._runner.lock:
+            if self._runner.readers:
+                return
+            self.settle()
+            ended = self.absent.sweep()
+        for loan in ended:
+            loan.close()
+
+    def settle(self) -> bool:
+        """Puts what has been loaded into the resident set. Returns whether a load had ended. Called in the lock, while
+        nothing reads."""
+        ended = [fetch for fetch in self.absent.fetches if fetch.transfer.done()]
+        for fetch in ended:
+            self._settle(fetch, _loaded_blocks(fetch))
+        return bool(ended)
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _provide(
+        self,
+        blocks: Sequence[SequenceBlock],
+        beside: Sequence[SequenceBlock],
+        deadline: Deadline,
+        *,
+        lend: bool,
+        only_free: bool = False,
+    ) -> None:
+        left = list(blocks)
+        while left:
+            private = left[0].private
+            count = next((at for at, block in enumerate(left) if block.private != private), len(left))
+            count = min(count, limits.BLOCKS_PER_CALL)
+            chunk, left = left[:count], left[count:]
+            spec = self._private_spec if private else self._spec
+            ticket = self._prepare(spec, chunk, deadline)
+            chunk, rest = chunk[: ticket.blocks], chunk[ticket.blocks :]
+            others = self._borrow(spec, chunk, ticket, deadline) if lend else chunk
+            if len(others) < len(chunk):
+                ticket.release()
+                self._provide(others, beside, deadline, lend=False, only_free=only_free)
+            elif only_free and not self._fits(len(chunk)):
+                ticket.release()
+            else:
+                self._fetch(spec, chunk, beside, ticket, deadline)
+            left = rest + left
+
+    def _prepare(self, spec: KVSpec, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Ticket:
+        """Returns a ticket for some leading blocks of these, at least one. Raises LostTokens."""
+        names = [block.name for block in blocks if block.name is not None]
+        need = Need(self._parts, max(self._accept, *(block.loss for block in blocks)))
+        ticket = self._tickets.prepare(spec, names, need, deadline, hold=True)
+        if not ticket.blocks:
+            ticket.release()
+            raise self._lost(blocks[0], ticket.miss or Miss(MissReason.NEVER_SEEN))
+        return ticket
+
+    def _borrow(
+        self, spec: KVSpec, blocks: Sequence[SequenceBlock], ticket: Ticket, deadline: Deadline
+    ) -> list[SequenceBlock]:
+        """Borrows what can be borrowed, and returns the other blocks."""
+        loan = self._borrower.borrow(ticket.body, spec, deadline)
+        with self._runner.lock:
+            others = self.absent.lend(blocks, loan)
+        if len(others) == len(blocks):
+            loan.close()
+        return others
+
+    def _fetch(
+        self,
+        spec: KVSpec,
+        blocks: Sequence[SequenceBlock],
+        beside: Sequence[SequenceBlock],
+        ticket: Ticket,
+        deadline: Deadline,
+    ) -> None:
+        """Begins to load blocks of a ticket into pages of the resident set, and releases the ticket when that ends."""
+        runner = self._runner
+        try:
+            with runner.lock:
+                pages = runner.with_room(partial(runner.machine.place, blocks, beside), deadline)
+        except BaseException:
+            ticket.release()
+            raise
+        bound = bind(runner.memory.paged(pages), spec, self._parts, len(blocks), writable=True)
+        transfer = self._transfers.load(ticket.body, 0, bound, spec, deadline)
+        with runner.lock:
+            self.absent.fetch(BlockFetch(blocks, pages, transfer, ticket))
+
+    def _fits(self, blocks: int) -> bool:
+        with self._runner.lock:
+            pages = self._runner.machine.pages
+            return blocks <= pages.capacity - pages.used
+
+    def _settle(self, fetch: BlockFetch, loaded: int) -> None:
+        self.absent.fetch_ended(fetch)
+        for at, (block, page) in enumerate(zip(fetch.blocks, fetch.pages, strict=True)):
+            self._runner.machine.placed(block, page, loaded=at < loaded)
+        fetch.ticket.release()
+
+    def _lost(self, block: SequenceBlock, miss: Miss) -> LostTokens:
+        position = block.depth * self._spec.block_tokens
+        return LostTokens(position, f"the block at token {position} of this sequence is lost: {miss}")
+
+
+def _loaded_blocks(fetch: BlockFetch) -> int:
+    """Returns the number of leading blocks that a load, which has ended, has loaded."""
+    try:
+        return fetch.transfer.result().blocks
+    except KVClusterError:
+        return 0

@@ -1,0 +1,121 @@
+"""The address and codec of each page of one sequence, as attention takes them, kept up to date with its block table.
+
+Only what has changed in the table is written again, so a step costs the same at any length.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kvcluster.attention import PageAddresses, PageLayout, PageSpan
+from kvcluster.client.sequences.absent_blocks import AbsentBlocks, BlockFetch
+from kvcluster.client.sequences.blocks import SequenceBlock
+from kvcluster.client.sequences.memory import ResidentMemory
+from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.zero_copy import BorrowedBlocks
+from kvcluster.core.codecs import Codec
+
+_NOWHERE = 0  # the address of a page that is not there
+
+
+class PageMap:
+    """One sequence's pages. Used under the lock of the sequences; the spans that it makes are read without."""
+
+    def __init__(self, state: SequenceState, memory: ResidentMemory, absent: AbsentBlocks) -> None:
+        self.version = 0
+        """Counts the changes of addresses."""
+        self.loans: tuple[BorrowedBlocks, ...] = ()
+        self.fetches: tuple[BlockFetch, ...] = ()
+        self._state = state
+        self._memory = memory
+        self._absent = absent
+        self._generation = absent.generation
+        self._length = 0
+        self._holes = False  # whether some address may be _NOWHERE
+        self._lent: dict[int, SequenceBlock] = {}  # depths whose page is borrowed
+        self._fetched: dict[int, SequenceBlock] = {}  # depths whose page is being loaded
+        self._addresses = torch.zeros(0, dtype=torch.int64)
+        self._codecs = torch.zeros(0, dtype=torch.int32)
+        self._kinds = frozenset({Codec.RAW})
+        self._keeps: tuple[object, ...] = (memory.tensor,)
+        self._span: tuple[tuple[int, PageLayout, int, int], PageAddresses] | None = None
+
+    def missing(self, first: int, stop: int) -> list[SequenceBlock]:
+        """Brings the addresses up to date, and returns those of the blocks from depth `first` up to `stop` that are
+        nowhere."""
+        state, changed = self._state, self._state.table.changed_from()
+        if self._generation != self._absent.generation:
+            self._generation, changed = self._absent.generation, 0
+        if changed is not None:
+            self._write(changed)
+        if not self._holes:
+            return []
+        holes = (self._addresses[first:stop] == _NOWHERE).nonzero().flatten()
+        depths = [first + at for at in holes.tolist()]
+        found = [depth for depth in depths if self._find(depth)]
+        if found:
+            self._changed()
+        return [state.blocks[depth] for depth in depths if self._addresses[depth] == _NOWHERE] if depths else []
+
+    def resident(self, first: int, stop: int) -> list[SequenceBlock]:
+        """Returns the blocks from depth `first` up to `stop` that have a page of the resident set."""
+        return [block for block in self._state.blocks[first:stop] if block.page is not None]
+
+    def span(self, layout: PageLayout, first: int, stop: int, tokens: int) -> PageSpan:
+        """Returns the blocks from depth `first` up to `stop` as far as they lie before position `tokens`."""
+        key = (self.version, layout, first, stop)
+        if self._span is None or self._span[0] != key:
+            at = slice(first, stop)
+            self._span = key, PageAddresses(layout, self._addresses[at], self._codecs[at], self._kinds, self._keeps)
+        position = first * self._state.block_tokens
+        return PageSpan(self._span[1], position, min(tokens, stop * self._state.block_tokens) - position)
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _write(self, first: int) -> None:
+        """Writes the addresses from depth `first` on."""
+        table, stop = self._state.table, len(self._state.table)
+        if stop > len(self._addresses):
+            room = max(64, 2 * len(self._addresses), stop)
+            self._addresses = torch.cat([self._addresses, self._addresses.new_zeros(room - len(self._addresses))])
+            self._codecs = torch.cat([self._codecs, self._codecs.new_zeros(room - len(self._codecs))])
+        for depths in (self._lent, self._fetched):
+            for depth in [depth for depth in depths if depth >= first]:
+                del depths[depth]
+        if not first:
+            self._kinds = frozenset({Codec.RAW})
+        if first < stop:
+            addresses, codecs = self._memory.addresses(torch.frombuffer(table.memory, dtype=torch.int32)[first:stop])
+            self._addresses[first:stop] = addresses
+            self._codecs[first:stop] = codecs
+            nowhere = (addresses == _NOWHERE).nonzero().flatten().tolist()
+            self._holes = self._holes or bool(nowhere)
+            for at in nowhere:
+                self._find(first + at)
+            self._kinds |= {codec for codec in Codec if bool((self._codecs[first:stop] == int(codec)).any())}
+        self._changed()
+
+    def _find(self, depth: int) -> bool:
+        """Writes the address of an absent block, if it is somewhere."""
+        block = self._state.blocks[depth]
+        if block in self._absent.lent:
+            page = self._absent.lent[block]
+            self._addresses[depth], self._codecs[depth] = page.memory.data_ptr(), page.codec
+            self._kinds |= {page.codec}
+            self._lent[depth] = block
+        elif block in self._absent.fetched:
+            self._addresses[depth] = self._memory.address(self._absent.fetched[block][0])
+            self._codecs[depth] = Codec.RAW
+            self._fetched[depth] = block
+        else:
+            return False
+        return True
+
+    def _changed(self) -> None:
+        self.version += 1
+        if not (self._lent or self._fetched or self.loans or self.fetches):
+            return
+        lent = [self._absent.lent[block] for block in self._lent.values()]
+        self.loans = tuple({page.loan: None for page in lent})
+        self.fetches = tuple({self._absent.fetched[block][1]: None for block in self._fetched.values()})
+        self._keeps = (self._memory.tensor, *(page.memory for page in lent))

@@ -1,0 +1,96 @@
+"""What all sequences of one client share, and how it is made with the first of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.sequences.machine import SequenceMachine
+from kvcluster.client.sequences.resident_pages import ResidentPages
+from kvcluster.client.sequences.runner import SequenceRunner
+from kvcluster.client.sequences.table_keeper import TableKeeper
+from kvcluster.client.tickets import Tickets
+from kvcluster.client.transfer_queue import TransferQueue
+from kvcluster.client.zero_copy import Borrower
+from kvcluster.config import ClientConfig
+from kvcluster.core.ids import HASH_BYTES, Holder
+from kvcluster.core.miss import Loss
+from kvcluster.core.spec import Group, KVSpec, Part
+from kvcluster.errors import CallerError
+from kvcluster.transport.base import Deadline
+
+if TYPE_CHECKING:
+    from kvcluster.client.sequences.loads import SequenceLoads
+
+_SYNC_INTERVAL_NS = 500_000_000
+"""Changes of tables are collected for this long: a worker asks the coordinator twice a second at most."""
+
+
+@dataclass(frozen=True)
+class SequenceResources:
+    """`part`: what of the group this client holds. `deadline` makes that of one call out of its `deadline_ms`."""
+
+    runner: SequenceRunner
+    loads: SequenceLoads
+    group: Group
+    part: Part
+    deadline: Callable[[float | None], Deadline]
+
+
+def sequence_resources(
+    now: Deadline,
+    *,
+    spec: KVSpec,
+    parts: tuple[Part | None, ...],
+    control: CoordinatorClient,
+    tickets: Tickets,
+    transfers: TransferQueue,
+    borrower: Borrower,
+    flush_shards: Callable[[Deadline], bool],
+    accept: Loss,
+    holder: Holder,
+    config: ClientConfig,
+    deadline: Callable[[float | None], Deadline],
+) -> SequenceResources:
+    """Returns the resources of one client's sequences, for which it asks the coordinator until the deadline `now`.
+    Raises CallerError if sequences cannot have this spec, or no page fits into `resident_bytes`, or without torch; as
+    CoordinatorClient.attach."""
+    part = parts[0]
+    if len(spec.groups) != 1 or part is None:
+        raise CallerError("sequences need a spec with one group of layers, of which this client holds a part")
+    try:
+        from kvcluster.client.sequences.loads import SequenceLoads
+        from kvcluster.client.sequences.memory import ResidentMemory
+    except ModuleNotFoundError:
+        raise CallerError("sequences are kept in torch tensors: install torch") from None
+    capacity = _capacity(config.resident_bytes, spec.page_bytes(0, part))
+    machine = SequenceMachine(
+        ResidentPages(capacity),
+        lambda: os.urandom(HASH_BYTES),
+        block_tokens=spec.block_tokens,
+        layers=part.layers,
+        run_blocks=control.attach(spec, now).run_blocks,
+    )
+    runner = SequenceRunner(
+        spec,
+        parts,
+        machine,
+        TableKeeper(holder, interval_ns=_SYNC_INTERVAL_NS),
+        ResidentMemory(spec, part, capacity),
+        control=control,
+        transfers=transfers,
+        flush_shards=flush_shards,
+        store_ms=config.deadline_ms,
+    )
+    loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
+    runner.sweep, runner.settle = loads.sweep, loads.settle
+    return SequenceResources(runner, loads, spec.groups[0], part, deadline)
+
+
+def _capacity(resident_bytes: int, page_bytes: int) -> int:
+    if resident_bytes < page_bytes:
+        raise CallerError(f"resident_bytes={resident_bytes} holds no page of {page_bytes} bytes: raise it")
+    return resident_bytes // page_bytes
