@@ -16,7 +16,6 @@ never changes: the writer gets a copy.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,17 +23,11 @@ from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock, StoreState, release, retain
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.store_queue import StoreBatch, StoreQueue
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash, SequenceId
 from kvcluster.core.miss import Loss
-from kvcluster.core.placement import run_start
 from kvcluster.errors import CallerError, LimitError, ResidentSetFull
-
-STORE_BLOCKS = 256
-"""Blocks of one store: 512 MiB of Llama 3 8B's."""
-
-STORE_TRIES = 3
-"""Stores of one block that may fail. After that it stays in the resident set until its sequence drops it."""
 
 
 class PageCopy(NamedTuple):
@@ -52,17 +45,6 @@ class TokenRun(NamedTuple):
     tokens: int
 
 
-class StoreBatch(NamedTuple):
-    """Consecutive sealed blocks to be stored. `names` are their own, behind those of the blocks before them: of the one
-    before, and of all back to the first of its run of placement. `start` is the depth of the first name."""
-
-    blocks: tuple[SequenceBlock, ...]
-    names: tuple[BlockHash, ...]
-    start: int
-    private: bool
-    loss: Loss
-
-
 class SequenceMachine:
     """The open sequences of one client. `random_id` returns a new random id of 32 bytes for a private block."""
 
@@ -73,9 +55,8 @@ class SequenceMachine:
         self._random_id = random_id
         self._block_tokens = block_tokens
         self._layers = layers
-        self._run_blocks = run_blocks
+        self._stores = StoreQueue(run_blocks, self._may_give_up, self._released)
         self._open: dict[SequenceId, SequenceState] = {}
-        self._to_store: deque[SequenceBlock] = deque()  # each has a reference of this queue
 
     # ----------------------------------------------------------------------------------- opening and closing
 
@@ -209,8 +190,7 @@ class SequenceMachine:
             private = state.private()
             if block.name is None:
                 self._name(state, block, private=private)
-                retain(block)
-                self._to_store.append(block)
+                self._stores.add(block)
             del state.tokens[: self._block_tokens]
             if private:
                 del state.tokens[:]
@@ -294,34 +274,12 @@ class SequenceMachine:
         self._may_give_up(block)
 
     def next_store(self) -> StoreBatch | None:
-        """Returns the next blocks to be stored, the longest waiting first; None if there are none."""
-        batch: list[SequenceBlock] = []
-        while self._to_store and len(batch) < STORE_BLOCKS:
-            block = self._to_store[0]
-            if batch and (
-                block.before is not batch[-1] or (block.private, block.loss) != (batch[0].private, batch[0].loss)
-            ):
-                break
-            self._to_store.popleft()
-            if block.private and not block.shared:  # its sequence has dropped it: nothing else can find it
-                release(block, self._released)
-                continue
-            block.stored = StoreState.STORING
-            batch.append(block)
-        return self._batch(batch) if batch else None
+        """Returns the next blocks to be stored; None if there are none."""
+        return self._stores.next()
 
     def stored(self, batch: StoreBatch, *, committed: bool) -> None:
         """A store has ended: the cluster has all of its blocks, or not all of them, and it is tried again."""
-        for block in batch.blocks:
-            block.stored = StoreState.YES if committed else StoreState.NO
-            if not committed:
-                block.failures += 1
-                if block.failures < STORE_TRIES:
-                    self._to_store.append(block)
-                    continue
-            elif block.shared:
-                self._may_give_up(block)
-            release(block, self._released)
+        self._stores.ended(batch, committed=committed)
 
     def seal_all(self) -> list[SequenceState]:
         """Seals all full blocks of all sequences, so that they can be stored and give up their pages. Returns the
@@ -340,7 +298,7 @@ class SequenceMachine:
     @property
     def waiting(self) -> int:
         """The number of blocks that wait to be stored."""
-        return len(self._to_store)
+        return len(self._stores)
 
     def check(self) -> None:
         """Asserts that tables, blocks and pages agree."""
@@ -356,7 +314,7 @@ class SequenceMachine:
                 assert (block.name is not None) or depth >= state.sealed
                 assert block.page is not None or block.stored is StoreState.YES, "the only copy of a block is lost"
                 seen[block] = None
-        for block in self._to_store:
+        for block in self._stores.blocks:
             while block.before is not None and block not in seen:
                 seen[block] = None
                 block = block.before
@@ -378,19 +336,6 @@ class SequenceMachine:
 
     def _is_sink(self, state: SequenceState, block: SequenceBlock) -> bool:
         return block.depth * self._block_tokens < state.policy.sink_tokens
-
-    def _batch(self, blocks: list[SequenceBlock]) -> StoreBatch:
-        first = blocks[0]
-        run = run_start(first.depth, self._run_blocks)
-        context: list[SequenceBlock] = []
-        before = first.before
-        while before is not None and (not context or context[-1].depth > run):
-            context.append(before)
-            before = before.before
-        named = [*reversed(context), *blocks]
-        names = tuple(block.name for block in named if block.name is not None)
-        assert len(names) == len(named), "a block without a name before a sealed one"
-        return StoreBatch(tuple(blocks), names, named[0].depth, first.private, first.loss)
 
     def _take_back(self, state: SequenceState) -> list[PageCopy]:
         """Makes the last block one that may be written. Returns what is to be copied."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.memory import bind
-from kvcluster.client.sequences.machine import SequenceMachine, StoreBatch
+from kvcluster.client.sequences.machine import SequenceMachine
+from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.core import hashing

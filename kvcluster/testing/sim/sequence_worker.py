@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from kvcluster.client.sequences.blocks import SequenceBlock
-from kvcluster.client.sequences.machine import SequenceMachine, StoreBatch
+from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash, Holder, NamespaceId, SequenceId

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 
-from kvcluster.client.sequences.machine import PageCopy, SequenceMachine, StoreBatch
+from kvcluster.client.sequences.machine import PageCopy, SequenceMachine
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
 from kvcluster.core.miss import Loss
