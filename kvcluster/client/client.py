@@ -42,8 +42,8 @@ from kvcluster.client.validation import (
     check_first,
     check_hashes,
     check_loss,
-    check_max_tokens,
     check_open,
+    check_tokens,
     check_tokens_of,
     kind_of,
     parts_of,
@@ -350,19 +350,28 @@ class Client:
         prompt: Prompt | Sequence[int] = (),
         *,
         max_tokens: int = limits.TOKENS_PER_SEQUENCE,
+        drop_oldest: bool = False,
         policy: WindowPolicy | None = None,
         deadline_ms: float | None = None,
     ) -> KVSequence:
         """Opens a sequence, which begins with the cached prefix of `prompt`: its `length` tokens need not be computed.
 
         Its KV is kept in this client's resident set (`ClientConfig.resident_bytes`), and by `policy` leaves it for the
-        cluster; None means WindowPolicy(). It takes at most `max_tokens` tokens. If the coordinator does not
+        cluster; None means WindowPolicy(). It takes at most `max_tokens` tokens; with `drop_oldest` it takes more, and
+        keeps that many: the oldest behind the policy's sinks are dropped, positions stay, and what is made from then on
+        is its own. If the coordinator does not
         answer, it begins empty. Raises CallerError if the spec has several groups, or planes that no tensor holds, or
         without torch; Unreachable if the coordinator has never answered this client.
         """
-        check_max_tokens(max_tokens)
+        check_tokens("max_tokens", max_tokens)
         deadline = self._call(deadline_ms)
-        return self._sequences.open(as_prompt(prompt), max_tokens, policy or WindowPolicy(), deadline)
+        opened = as_prompt(prompt), max_tokens, policy or WindowPolicy(), deadline
+        return self._sequences.open(*opened, drop_oldest=drop_oldest)
+
+    def prewarm_resident(self, tokens: int, *, deadline_ms: float | None = None) -> None:
+        """Has the operating system provide memory for `tokens` tokens of open sequences now, as far as `resident_bytes`
+        goes, so that the first steps do not wait for it. Raises as `sequence`."""
+        self._sequences.prewarm(check_tokens("tokens", tokens), self._call(deadline_ms))
 
     def resident(self) -> ResidentUse:
         """Returns what the open sequences of this client take of its memory."""

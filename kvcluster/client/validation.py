@@ -67,10 +67,11 @@ def pin_terms(ttl_s: float, replicas: int) -> tuple[int, int]:
     return int(ttl_s * 1e9), replicas
 
 
-def check_max_tokens(max_tokens: int) -> None:
-    """Raises CallerError if a sequence cannot have that many tokens."""
-    if type(max_tokens) is not int or not 1 <= max_tokens <= limits.TOKENS_PER_SEQUENCE:
-        raise CallerError(f"max_tokens is {max_tokens!r}; expected 1 to {limits.TOKENS_PER_SEQUENCE}")
+def check_tokens(name: str, tokens: int) -> int:
+    """Returns a number of tokens. Raises CallerError if no sequence can have that many."""
+    if type(tokens) is not int or not 1 <= tokens <= limits.TOKENS_PER_SEQUENCE:
+        raise CallerError(f"{name} is {tokens!r}; expected 1 to {limits.TOKENS_PER_SEQUENCE}")
+    return tokens
 
 
 def check_deadline_ms(deadline_ms: float) -> float:

@@ -61,13 +61,7 @@ class SequenceBatch:
         if len(ids) != len(states):
             raise CallerError(f"advance got {len(ids)} rows; the batch has {len(states)}")
         with runner.lock:
-            for state, each in zip(states, ids, strict=True):
-                runner.machine.check_advance(state, each)
-            sealed = [state for state, each in zip(states, ids, strict=True) if runner.machine.advance(state, each)]
-            for state in sealed:
-                runner.keeper.sealed(state)
-            if sealed:
-                runner.wake()
+            runner.advance(states, ids, self._resources.deadline(None))
 
     def attend(
         self,

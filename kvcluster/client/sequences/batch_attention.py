@@ -37,10 +37,9 @@ class Scores(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """The blocks from depth `first` up to `stop` of a sequence of `visible` tokens, for its last `queries` tokens."""
+    """A sequence of `visible` tokens, whose last `queries` attend to the blocks of these ranges of depths."""
 
-    first: int
-    stop: int
+    depths: tuple[range, ...]
     visible: int
     queries: int
 
@@ -113,7 +112,9 @@ class BatchAttention:
         if queries > visible:
             raise CallerError(f"{queries} tokens attend, and layer {layer} has {visible}: append them first")
         first = 0 if window is None else max(0, visible - queries - window + 1) // state.block_tokens
-        return _Row(first, state.blocks_for(visible) if queries else first, visible, queries)
+        stop, dropped = state.blocks_for(visible) if queries else first, state.dropped
+        depths = range(first, min(stop, dropped.start)), range(max(first, dropped.stop), stop)
+        return _Row(tuple(each for each in depths if each), visible, queries)
 
     def _provide(self, rows: Sequence[_Row], layer: int, deadline: Deadline) -> None:
         """Has absent blocks lent or loaded, and waits until what is being loaded has this layer."""
@@ -121,9 +122,11 @@ class BatchAttention:
             missing = self._missing(rows)
             beside = self._beside(rows) if missing else []
         if missing:
-            self._loads.provide(missing, beside, deadline)
+            loss = self._loads.provide(missing, beside, deadline)
             with self._runner.lock:
                 self._missing(rows)
+                for state in self._states:
+                    state.loss = max(state.loss, loss)
         with self._runner.lock:
             fetches = self._fetches()
         for fetch in fetches:
@@ -133,13 +136,16 @@ class BatchAttention:
     def _missing(self, rows: Sequence[_Row]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
         for pages, row in zip(self._maps, rows, strict=True):
-            found.update(dict.fromkeys(pages.missing(row.first, row.stop)))
+            for depths in row.depths:
+                found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
         return [*found]
 
     def _beside(self, rows: Sequence[_Row]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
         for state, row in zip(self._states, rows, strict=True):
-            found.update((block, None) for block in state.blocks[row.first : row.stop] if block.page is not None)
+            for depths in row.depths:
+                blocks = state.blocks[depths.start : depths.stop]
+                found.update((block, None) for block in blocks if block.page is not None)
         return [*found]
 
     def _fetches(self) -> list[BlockFetch]:
@@ -155,7 +161,11 @@ class BatchAttention:
         """Returns the rows of the call: those of the last one if nothing has changed."""
         key = (layout, window, *rows, *(pages.version for pages in self._maps))
         if self._made[0] != key:
-            each = [RowBlocks(state.blocks, row.first, row.stop) for state, row in zip(self._states, rows, strict=True)]
+            each = [
+                RowBlocks(at, self._states[at].blocks, depths.start, depths.stop)
+                for at, row in enumerate(rows)
+                for depths in row.depths
+            ]
             spans: list[list[PageSpan]] = [[] for _ in rows]
             for shared in shared_spans(each):
                 tokens = max(rows[row].visible for row in shared.rows)

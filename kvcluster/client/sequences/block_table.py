@@ -1,5 +1,5 @@
 """The block table of a sequence: for each of its blocks the page of the resident set that holds it, at an address that
-never changes.
+never changes. An entry is the number of a raw page, ABSENT, or below it the slot of an encoded page.
 
 Kernels and CUDA graphs read the entries as int32 while the sequence grows, so memory for the longest table is reserved
 at once. What is never used takes none: the operating system provides each part when it is first written.
@@ -10,11 +10,61 @@ from __future__ import annotations
 import mmap
 from array import array
 from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvcluster.core.codecs import Codec
+from kvcluster.core.miss import Loss
 
 ABSENT = -1
 """The entry of a block that is not in the resident set."""
 
+
+CODED = (Codec.Q8, Codec.Q4)
+"""The codecs that entries below ABSENT stand for, by turns."""
+
+
+class CodedPage(NamedTuple):
+    """A slot of the resident set that holds an encoded page."""
+
+    codec: Codec
+    slot: int
+
+    @property
+    def entry(self) -> int:
+        """Its entry in a block table, below ABSENT."""
+        return -2 - (len(CODED) * self.slot + CODED.index(self.codec))
+
+
+def coded_page(entry: int) -> CodedPage | None:
+    """Returns the slot that an entry of a block table stands for; None for a raw page, or ABSENT."""
+    if entry >= ABSENT:
+        return None
+    slot, codec = divmod(-2 - entry, len(CODED))
+    return CodedPage(CODED[codec], slot)
+
+
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+def loss_of(entry: int) -> Loss:
+    """Returns what the page of an entry has lost by its encoding."""
+    coded = coded_page(entry)
+    return coded.codec.loss if coded is not None else Loss.EXACT
+
+
+class PageCopy(NamedTuple):
+    """Copy a page of the resident set, raw or encoded, to the raw page `target`. `source` is an entry."""
+
+    source: int
+    target: int
+
+
+class TokenRun(NamedTuple):
+    """`tokens` tokens that lie in one page, from its token `first` on."""
+
+    entry: int
+    first: int
+    tokens: int
 
 
 class BlockTable:

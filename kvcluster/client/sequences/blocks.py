@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
+from kvcluster.client.sequences.block_table import CodedPage
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss
 
@@ -34,20 +35,23 @@ class SequenceBlock:
 
     `depth` counts the blocks before it. `page` is its page in the resident set, None if it is not there. `name` is the
     block hash once it is sealed, a random id if it is `private`, None before. `tokens` are the token ids that it was
-    sealed with, as little-endian uint32; empty if private. `loss` is that of its KV. A `sink` never leaves the resident
-    set.
+    sealed with, as little-endian uint32; empty if private. `loss` is that of its KV. `coded` is its encoded form in the
+    resident set. While it `stays`, it does not give up its page. A block is `dropped` once no sequence attends to it
+    any more: it may be nowhere.
     """
 
     __slots__ = (
         "before",
+        "coded",
         "depth",
+        "dropped",
         "failures",
         "loss",
         "name",
         "page",
         "private",
         "references",
-        "sink",
+        "stays",
         "stored",
         "tokens",
     )
@@ -61,7 +65,9 @@ class SequenceBlock:
         self.tokens = b""
         self.loss: Loss = Loss.EXACT if before is None else before.loss
         self.stored = StoreState.NO
-        self.sink = False
+        self.stays = False
+        self.dropped = False
+        self.coded: CodedPage | None = None
         self.failures = 0  # stores of it that failed
         self.references = 0
         if before is not None:

@@ -84,7 +84,9 @@ class SequenceLoads:
                 begun = {self.absent.fetched[block][1]: None for block in absent if block in self.absent.fetched}
                 new = [block for block in absent if block not in self.absent.fetched]
             if new:
-                self._provide(new, beside, deadline, lend=False)
+                loss = self._provide(new, beside, deadline, lend=False)
+                with self._runner.lock:
+                    state.loss = max(state.loss, loss)
             for fetch in begun:
                 failed += not self.finish(fetch, deadline)
             if failed >= _TRIES:
@@ -93,12 +95,12 @@ class SequenceLoads:
     def provide_prefix(self, state: SequenceState, deadline: Deadline) -> None:
         """As `provide` for all blocks of a sequence that was just opened, but takes no page that holds a block: what
         finds no room is loaded when it is needed."""
-        self._provide(state.blocks, (), deadline, lend=True, only_free=True)
+        state.loss = max(state.loss, self._provide(state.blocks, (), deadline, lend=True, only_free=True))
 
-    def provide(self, blocks: Sequence[SequenceBlock], beside: Sequence[SequenceBlock], deadline: Deadline) -> None:
-        """Borrows absent blocks, or begins to load them. `beside`: resident blocks that are needed with them. Raises
-        ResidentSetFull, or LostTokens if one of them cannot be had."""
-        self._provide(blocks, beside, deadline, lend=True)
+    def provide(self, blocks: Sequence[SequenceBlock], beside: Sequence[SequenceBlock], deadline: Deadline) -> Loss:
+        """Borrows absent blocks, or begins to load them. `beside`: resident blocks that are needed with them. Returns
+        the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them cannot be had."""
+        return self._provide(blocks, beside, deadline, lend=True)
 
     def finish(self, fetch: BlockFetch, deadline: Deadline) -> bool:
         """Waits for a load to end, at most until the deadline. What was loaded is in the resident set then. Returns
@@ -150,8 +152,8 @@ class SequenceLoads:
         *,
         lend: bool,
         only_free: bool = False,
-    ) -> None:
-        left = list(blocks)
+    ) -> Loss:
+        left, loss = list(blocks), Loss.EXACT
         while left:
             private = left[0].private
             count = next((at for at, block in enumerate(left) if block.private != private), len(left))
@@ -159,6 +161,7 @@ class SequenceLoads:
             chunk, left = left[:count], left[count:]
             spec = self._private_spec if private else self._spec
             ticket = self._prepare(spec, chunk, deadline)
+            loss = max(loss, ticket.loss)
             chunk, rest = chunk[: ticket.blocks], chunk[ticket.blocks :]
             others = self._borrow(spec, chunk, ticket, deadline) if lend else chunk
             if len(others) < len(chunk):
@@ -169,6 +172,7 @@ class SequenceLoads:
             else:
                 self._fetch(spec, chunk, beside, ticket, deadline)
             left = rest + left
+        return loss
 
     def _prepare(self, spec: KVSpec, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Ticket:
         """Returns a ticket for some leading blocks of these, at least one. Raises LostTokens."""

@@ -2,7 +2,7 @@
 stored, shared, copied and given up. Pure: it knows no memory, no clock and no thread.
 
     open, fork, truncate, close                  what the caller does with a sequence
-    begin_step, advance                          how it grows: every layer appends, then all tokens count
+    begin_step, advance, encode                  how it grows: every layer appends, then all tokens count
     own                                          how it is overwritten
     place, placed                                how absent blocks come back into the resident set
     next_store, stored                           how sealed blocks reach the cluster, in batches, in their order
@@ -16,33 +16,21 @@ never changes: the writer gets a copy.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-from kvcluster.client.sequences.block_table import ABSENT
+from kvcluster.client.sequences.block_table import ABSENT, PageCopy, TokenRun, coded_page, loss_of
 from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock, StoreState, release, retain
+from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.store_queue import StoreBatch, StoreQueue
+from kvcluster.client.sequences.window import Encoding, ResidentWindow
 from kvcluster.core import hashing
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, SequenceId
 from kvcluster.core.miss import Loss
-from kvcluster.errors import CallerError, LimitError, ResidentSetFull
-
-
-class PageCopy(NamedTuple):
-    """Copy a page of the resident set to another."""
-
-    source: int
-    target: int
-
-
-class TokenRun(NamedTuple):
-    """`tokens` tokens that lie in one page, from slot `first` of it on."""
-
-    page: PageNumber
-    first: int
-    tokens: int
+from kvcluster.errors import CallerError, ResidentSetFull
 
 
 class SequenceMachine:
@@ -55,8 +43,9 @@ class SequenceMachine:
         self._random_id = random_id
         self._block_tokens = block_tokens
         self._layers = layers
-        self._stores = StoreQueue(run_blocks, self._may_give_up, self._released)
+        self._stores = StoreQueue(run_blocks, self._may_give_up, self._free_page, self._released)
         self._open: dict[SequenceId, SequenceState] = {}
+        self._window = ResidentWindow(pages, self._open)
 
     # ----------------------------------------------------------------------------------- opening and closing
 
@@ -67,10 +56,11 @@ class SequenceMachine:
         for name, tokens, loss in cached:
             tip = SequenceBlock(tip, None)
             tip.name, tip.tokens, tip.loss, tip.stored = name, tokens, max(loss, tip.loss), StoreState.YES
-            tip.sink = self._is_sink(state, tip)
+            tip.stays = self._is_sink(state, tip)
             state.add(tip)
         state.sealed = len(cached)
-        state.length = len(cached) * self._block_tokens
+        state.length, state.encoded = len(cached) * self._block_tokens, len(cached)
+        state.loss = tip.loss if tip is not None else Loss.EXACT
         retain(tip)
         self._open[state.name] = state
 
@@ -78,11 +68,17 @@ class SequenceMachine:
         """Opens another sequence with the same tokens. Raises CallerError in the middle of a step."""
         self._between_steps(state, "fork")
         child = SequenceState(
-            name, state.root, state.policy, block_tokens=self._block_tokens, max_tokens=state.max_tokens
+            name,
+            state.root,
+            state.policy,
+            block_tokens=self._block_tokens,
+            max_tokens=state.max_tokens,
+            drop_oldest=state.drop_oldest,
         )
         child.blocks = state.blocks.copy()
         child.table.copy_from(state.table)
         child.length, child.sealed, child.tokens = state.length, state.sealed, state.tokens[:]
+        child.encoded, child.dropped, child.loss = state.encoded, state.dropped, state.loss
         retain(child.tip)
         self._open[name] = child
         return child
@@ -117,26 +113,29 @@ class SequenceMachine:
             state.step = count
             state.appended[layer] = None
             runs += self.runs(state, state.length, count)
+            if state.loss is not Loss.EXACT:
+                for block in state.blocks[state.length // self._block_tokens :]:
+                    block.loss = max(block.loss, state.loss)
         return runs, copies
 
     def reserve(self, states: Sequence[SequenceState], tokens: Sequence[int]) -> list[PageCopy]:
         """Takes the pages that `tokens[i]` more tokens of each sequence need. Returns what is to be copied. Raises
         LimitError and ResidentSetFull."""
-        pages = 0
-        for state, count in zip(states, tokens, strict=True):
-            if state.length + count > state.max_tokens:
-                raise LimitError(
-                    f"{state.length} tokens and {count} more exceed max_tokens={state.max_tokens}: truncate the "
-                    "sequence, or open it with a larger max_tokens"
-                )
+        drops = [self._window.drops(state, count) for state, count in zip(states, tokens, strict=True)]
+        pages = freed = 0
+        for state, count, blocks in zip(states, tokens, drops, strict=True):
             pages += max(0, state.blocks_for(state.length + count) - len(state.blocks)) + self._shares_tip(state, count)
-        self._check_room(pages)
+            freed += self._window.freed_bytes(state, blocks) if blocks else 0
+        self._check_room(pages, freed_bytes=freed)
         copies: list[PageCopy] = []
-        for state, count in zip(states, tokens, strict=True):
+        for state, count, blocks in zip(states, tokens, drops, strict=True):
+            if blocks:
+                self._window.drop(state, blocks)
             if self._shares_tip(state, count):  # no longer, if a fork in this batch has just got a copy of its own
                 copies += self._replace(state, len(state.blocks) - 1)
             while len(state.blocks) < state.blocks_for(state.length + count):
                 block = SequenceBlock(state.tip, self._take())
+                block.stays = state.policy.coding is not Codec.RAW
                 block.references = 1  # of the sequence, which no longer ends with the block before
                 if block.before is not None:
                     block.before.references -= 1
@@ -160,27 +159,52 @@ class SequenceMachine:
             tokens -= count
         return runs
 
-    def advance(self, state: SequenceState, tokens: int | Sequence[int]) -> int:
-        """Counts the tokens of this step, whose ids are given, or only their number. Returns how many blocks it sealed.
-        Raises as check_advance."""
-        self.check_advance(state, tokens)
-        count = tokens if isinstance(tokens, int) else len(tokens)
-        known = len(state.tokens) == state.length - state.sealed * self._block_tokens
-        if known and not isinstance(tokens, int):
-            state.tokens.extend(hashing.token_array(tokens))
-        state.length += count
-        self._end_step(state)
-        return self.seal(state)
+    def advance(self, states: Sequence[SequenceState], tokens: Sequence[int | Sequence[int]]) -> list[SequenceState]:
+        """Counts the tokens of this step, whose ids are given for each sequence, or only their number. Returns the
+        sequences of which blocks were sealed; `encode` has to follow. Raises CallerError if not all layers have
+        appended as many, or for something that is no token id; ResidentSetFull."""
+        nbytes = 0
+        ids: list[array[int] | None] = []
+        for state, given in zip(states, tokens, strict=True):
+            ids.append(None if isinstance(given, int) else hashing.token_array(given))
+            self._check_advance(state, given if isinstance(given, int) else len(given))
+            nbytes += self._window.nbytes(state, state.step)
+        self._check_bytes(nbytes)
+        for state, known in zip(states, ids, strict=True):
+            if known is not None and len(state.tokens) == state.length - state.sealed * self._block_tokens:
+                state.tokens.extend(known)
+            state.length += state.step
+            self._end_step(state)
+        return [state for state in states if self.seal(state)]
 
-    def check_advance(self, state: SequenceState, tokens: int | Sequence[int]) -> None:
-        """Raises CallerError if not all layers have appended as many, or for something that is no token id."""
-        count = tokens if isinstance(tokens, int) else len(hashing.token_array(tokens))
+    def _check_advance(self, state: SequenceState, count: int) -> None:
         if len(state.appended) != self._layers or count != state.step:
             missing = [layer for layer in range(self._layers) if layer not in state.appended]
             raise CallerError(
                 f"advance names {count} tokens; this step has {state.step} in {len(state.appended)} of {self._layers} "
                 f"layers{f', not in layer {missing[0]}' if missing and state.step else ''}: append them to every layer"
             )
+
+    def encode(self, state: SequenceState) -> list[Encoding]:
+        """Returns what is to be encoded after `advance`. `encoded` has to be called with each."""
+        given_up: list[SequenceBlock] = []
+        encodings = self._window.encode(state, given_up)
+        self._gone(given_up)
+        return encodings
+
+    def encoded(self, state: SequenceState, encoding: Encoding, *, succeeded: bool) -> None:
+        """A block was encoded. If it cannot be, it stays raw."""
+        self._window.encoded(state, encoding, succeeded=succeeded)
+
+    def set_policy(self, state: SequenceState, policy: WindowPolicy) -> None:
+        """Changes the policy. It applies to what leaves the tail from now on."""
+        if state.policy.coding is Codec.RAW:
+            left = max(0, state.length - policy.tail_tokens) // self._block_tokens
+            state.encoded = max(state.encoded, left)
+        state.policy = policy
+        for block in state.blocks[state.encoded :] if policy.coding is not Codec.RAW else ():
+            block.stays = True
+            self.pages.must_keep(block)
 
     def seal(self, state: SequenceState, *, all_full: bool = False) -> int:
         """Names the blocks that are due, or all full ones, and queues them to be stored. Returns their number."""
@@ -190,7 +214,8 @@ class SequenceMachine:
             private = state.private()
             if block.name is None:
                 self._name(state, block, private=private)
-                self._stores.add(block)
+                if block.page is not None:  # else it was dropped, or is there encoded: it is never stored
+                    self._stores.add(block)
             del state.tokens[: self._block_tokens]
             if private:
                 del state.tokens[:]
@@ -198,6 +223,15 @@ class SequenceMachine:
         return count
 
     # ------------------------------------------------------------------------------------ cutting, overwriting
+
+    def check_kept(self, state: SequenceState, first: int, stop: int, what: str) -> None:
+        """Raises CallerError if some of the tokens from position `first` up to `stop` were dropped."""
+        dropped = state.dropped_tokens
+        if first < dropped.stop and stop > dropped.start:
+            raise CallerError(
+                f"cannot {what} here: tokens {dropped.start} to {dropped.stop} were dropped: the sequence was opened "
+                f"with drop_oldest and max_tokens={state.max_tokens}"
+            )
 
     def unsealed_by(self, state: SequenceState, tokens: int) -> list[SequenceBlock]:
         """Returns the block that a truncation to `tokens` tokens would cut, if it is absent: it was sealed for this
@@ -211,11 +245,12 @@ class SequenceMachine:
         copied. Raises CallerError if there are fewer tokens; ResidentSetFull."""
         if not 0 <= tokens <= state.length:
             raise CallerError(f"cannot truncate to {tokens} tokens: the sequence has {state.length}")
+        self.check_kept(state, tokens, tokens, "truncate")
         depth, kept = divmod(tokens, self._block_tokens)
         cut_off = state.blocks[depth:] if kept and tokens < state.length else []
         assert not cut_off or state.table[depth] != ABSENT, "fetch it first"
         # A fork that has all of the block that is cut may seal it later, and give up its page: so it is copied.
-        if any(block.shared for block in cut_off):
+        if cut_off and (any(block.shared for block in cut_off) or cut_off[0].page is None):
             self._check_room(1, cut_off[:1])
         tip = state.blocks[state.blocks_for(tokens) - 1] if tokens else None
         if depth < state.sealed:
@@ -236,14 +271,15 @@ class SequenceMachine:
         """Prepares the token at `position` to be overwritten: its block, and every block behind it, is this sequence's
         alone, and unsealed. All of them must be in the resident set. Returns what is to be copied. Raises
         ResidentSetFull."""
+        self.check_kept(state, position, state.length, "overwrite")
         depth = position // self._block_tokens
         suffix = state.blocks[depth:]
         if any(block.shared for block in suffix):
             copies = self._replace(state, depth)
         else:
-            copies = []
-            for block in suffix:
-                self._unseal(block)
+            self._check_room(sum(block.page is None for block in suffix), suffix)
+            copies = [copy for at in range(depth, len(state.blocks)) for copy in self._unseal(state, at)]
+        state.encoded = min(state.encoded, depth)
         if depth < state.sealed:
             state.sealed = depth
             del state.tokens[:]
@@ -288,7 +324,7 @@ class SequenceMachine:
 
     def is_stored(self, state: SequenceState) -> bool:
         """Whether the cluster has all sealed blocks of a sequence."""
-        return all(block.stored is StoreState.YES for block in state.blocks[: state.sealed])
+        return all(block.stored is StoreState.YES or block.dropped for block in state.blocks[: state.sealed])
 
     @property
     def sequences(self) -> int:
@@ -310,9 +346,11 @@ class SequenceMachine:
             )
             for depth, block in enumerate(state.blocks):
                 assert block.depth == depth and block.before is (state.blocks[depth - 1] if depth else None)
-                assert state.table[depth] == (ABSENT if block.page is None else block.page)
+                raw = ABSENT if block.page is None or depth in state.dropped else block.page
+                assert state.table[depth] == (block.coded.entry if block.coded and state.table[depth] < ABSENT else raw)
                 assert (block.name is not None) or depth >= state.sealed
-                assert block.page is not None or block.stored is StoreState.YES, "the only copy of a block is lost"
+                there = block.page is not None or block.coded is not None or block.dropped
+                assert there or block.stored is StoreState.YES, "the only copy of a block is lost"
                 seen[block] = None
         for block in self._stores.blocks:
             while block.before is not None and block not in seen:
@@ -321,12 +359,14 @@ class SequenceMachine:
             seen[block] = None
         held = [block.page for block in seen if block.page is not None]
         assert len(dict.fromkeys(held)) == len(held) <= self.pages.used, "two blocks in one page"
+        coded = [block.coded for block in seen if block.coded is not None]
+        assert len(dict.fromkeys(coded)) == len(coded), "two blocks in one slot"
 
     # ------------------------------------------------------------------------------------------- helpers
 
     def _name(self, state: SequenceState, block: SequenceBlock, *, private: bool) -> None:
         block.private = private
-        block.sink = self._is_sink(state, block)
+        block.stays = block.stays or self._is_sink(state, block)
         if private:
             block.name = BlockHash(self._random_id())
             return
@@ -339,26 +379,28 @@ class SequenceMachine:
 
     def _take_back(self, state: SequenceState) -> list[PageCopy]:
         """Makes the last block one that may be written. Returns what is to be copied."""
+        state.encoded = min(state.encoded, len(state.blocks) - 1)
         if state.blocks[-1].shared:
             return self._replace(state, len(state.blocks) - 1)
-        self._unseal(state.blocks[-1])
-        return []
+        return self._unseal(state, len(state.blocks) - 1)
 
     def _replace(self, state: SequenceState, depth: int) -> list[PageCopy]:
         """Replaces the blocks from `depth` on by unsealed ones that only this sequence refers to. Returns what is to be
         copied. Raises ResidentSetFull."""
         suffix, old = state.blocks[depth:], state.tip
+        entries = [state.table[at] for at in range(depth, len(state.blocks))]
         for block in suffix:
             self.pages.must_keep(block)
         try:
             self._check_room(len(suffix))
             copies: list[PageCopy] = []
             state.cut(depth)
-            for block in suffix:
+            for block, entry in zip(suffix, entries, strict=True):
                 fresh = SequenceBlock(state.tip, self._take())
-                assert block.page is not None and fresh.page is not None
-                fresh.loss = block.loss
-                copies.append(PageCopy(block.page, fresh.page))
+                assert entry != ABSENT and fresh.page is not None
+                fresh.loss = max(block.loss, loss_of(entry))
+                fresh.stays = state.policy.coding is not Codec.RAW
+                copies.append(PageCopy(entry, fresh.page))
                 state.add(fresh)
             retain(state.tip)
         finally:
@@ -367,39 +409,68 @@ class SequenceMachine:
         release(old, self._released)
         return copies
 
-    def _unseal(self, block: SequenceBlock) -> None:
-        """Takes the name of a block that one sequence alone refers to, so that it may be written."""
+    def _unseal(self, state: SequenceState, depth: int) -> list[PageCopy]:
+        """Takes the name of a block that one sequence alone refers to, and its encoded form, so that it may be written.
+        Returns what is to be copied."""
+        block, copies = state.blocks[depth], list[PageCopy]()
         self.pages.must_keep(block)
         block.name, block.private, block.tokens, block.stored, block.failures = None, False, b"", StoreState.NO, 0
+        block.stays = state.policy.coding is not Codec.RAW
+        if coded_page(state.table[depth]) is not None:
+            block.page = self._take() if block.page is None else block.page
+            copies.append(PageCopy(state.table[depth], block.page))
+            block.loss = max(block.loss, loss_of(state.table[depth]))
+            state.table[depth] = block.page
+        self._free_coded(block)
+        return copies
+
+    def _free_coded(self, block: SequenceBlock) -> None:
+        if block.coded is not None:
+            self.pages.free(block.coded.slot, block.coded.codec)
+            block.coded = None
 
     def _may_give_up(self, block: SequenceBlock) -> None:
-        if block.stored is StoreState.YES and block.page is not None and not block.sink:
+        if block.stored is StoreState.YES and block.page is not None and not block.stays:
             self.pages.may_give_up(block)
 
-    def _check_room(self, pages: int, beside: Sequence[SequenceBlock] = ()) -> None:
+    def _check_room(self, pages: int, beside: Sequence[SequenceBlock] = (), *, freed_bytes: int = 0) -> None:
         """Raises ResidentSetFull unless so many pages are available, without those of the blocks `beside`."""
-        available = self.pages.available - sum(self.pages.may_go(block) for block in beside)
-        if pages > available:
+        beside_bytes = sum(self.pages.may_go(block) for block in beside) * self.pages.page_bytes
+        self._check_bytes(pages * self.pages.page_bytes + beside_bytes - freed_bytes)
+
+    def _check_bytes(self, nbytes: int) -> None:
+        available = self.pages.available_bytes
+        if nbytes > max(0, available):
             raise ResidentSetFull(
-                f"{pages} more pages are needed, and {available} of the {self.pages.capacity} of the "
-                "resident set are available: close sequences, or open the client with a larger resident_bytes"
+                f"{nbytes} more bytes are needed, and {available} of the resident set, which has "
+                f"{self.pages.capacity} pages of {self.pages.page_bytes}, are available: close sequences, or open the "
+                "client with a larger resident_bytes"
             )
 
     def _take(self) -> int:
         given_up: list[SequenceBlock] = []
         page = self.pages.take(given_up)
+        self._gone(given_up)
+        return page
+
+    def _gone(self, given_up: Sequence[SequenceBlock]) -> None:
         for block in given_up:
             block.page = None
             self._tell(block, ABSENT)
-        return page
 
     def _tell(self, block: SequenceBlock, page: PageNumber) -> None:
-        """Writes the page of a block into the tables of all sequences that have it."""
+        """Writes the page of a block into the tables of all sequences that use it raw."""
+        depth = block.depth
         for state in self._open.values():
-            if block.depth < len(state.blocks) and state.blocks[block.depth] is block:
-                state.table[block.depth] = page
+            there = depth < len(state.blocks) and state.blocks[depth] is block and depth not in state.dropped
+            if there and coded_page(state.table[depth]) is None:
+                state.table[depth] = page
 
     def _released(self, block: SequenceBlock) -> None:
+        self._free_coded(block)
+        self._free_page(block)
+
+    def _free_page(self, block: SequenceBlock) -> None:
         if block.page is not None:
             self.pages.must_keep(block)
             self.pages.free(block.page)

@@ -11,7 +11,7 @@ from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.sequence import Sequence, random_name
 from kvcluster.client.sequences.state import SequenceState
-from kvcluster.client.sequences.statistics import ResidentUse
+from kvcluster.client.sequences.statistics import ResidentUse, resident_use
 from kvcluster.client.validation import check_open
 from kvcluster.core import hashing
 from kvcluster.core.spec import KVSpec
@@ -35,7 +35,9 @@ class SequenceOpener:
         self._resources: SequenceResources | None = None
         self._closed = False
 
-    def open(self, prompt: Prompt, max_tokens: int, policy: WindowPolicy, deadline: Deadline) -> Sequence:
+    def open(
+        self, prompt: Prompt, max_tokens: int, policy: WindowPolicy, deadline: Deadline, *, drop_oldest: bool
+    ) -> Sequence:
         """As Client.sequence."""
         spec = self._spec
         if prompt.extra_keys or prompt.adapter not in (None, spec.adapter):
@@ -47,7 +49,14 @@ class SequenceOpener:
         resources = self._started(deadline)
         runner, loads = resources.runner, resources.loads
         root = hashing.root(namespace, prompt.salt)
-        state = SequenceState(random_name(), root, policy, block_tokens=spec.block_tokens, max_tokens=max_tokens)
+        state = SequenceState(
+            random_name(),
+            root,
+            policy,
+            block_tokens=spec.block_tokens,
+            max_tokens=max_tokens,
+            drop_oldest=drop_oldest,
+        )
         ids = prompt.token_ids[:max_tokens]
         hashes = hashing.chain(root, ids, spec.block_tokens)
         losses = loads.find(hashes, deadline) if hashes else []
@@ -64,21 +73,19 @@ class SequenceOpener:
             sequence.truncate(lost.position)
         return sequence
 
+    def prewarm(self, tokens: int, deadline: Deadline) -> None:
+        """As Client.prewarm_resident."""
+        runner = self._started(deadline).runner
+        with runner.lock:
+            runner.memory.touch(runner.machine.pages.prewarm(-(-tokens // self._spec.block_tokens)))
+
     def use(self) -> ResidentUse:
         """Returns what all open sequences take; nothing before the first."""
         if self._resources is None:
-            return ResidentUse(0, 0, 0, 0, 0, 0)
-        runner = self._resources.runner
+            return ResidentUse(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        runner, loads = self._resources.runner, self._resources.loads
         with runner.lock:
-            machine, pages = runner.machine, runner.machine.pages
-            return ResidentUse(
-                pages.capacity,
-                pages.used,
-                pages.peak,
-                runner.memory.tensor[0].nbytes,
-                machine.sequences,
-                runner.stores_pending,
-            )
+            return resident_use(runner.machine, len(loads.absent.lent), runner.stores_pending)
 
     def close(self) -> None:
         """Ends the thread of the sequences. They must not be used any more."""

@@ -16,6 +16,7 @@ from kvcluster.client.tickets import Tickets
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.zero_copy import Borrower
 from kvcluster.config import ClientConfig
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import HASH_BYTES, Holder
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Group, KVSpec, Part
@@ -24,6 +25,7 @@ from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
     from kvcluster.client.sequences.loads import SequenceLoads
+    from kvcluster.client.sequences.memory import ResidentMemory
 
 _SYNC_INTERVAL_NS = 500_000_000
 """Changes of tables are collected for this long: a worker asks the coordinator twice a second at most."""
@@ -66,9 +68,9 @@ def sequence_resources(
         from kvcluster.client.sequences.memory import ResidentMemory
     except ModuleNotFoundError:
         raise CallerError("sequences are kept in torch tensors: install torch") from None
-    capacity = _capacity(config.resident_bytes, spec.page_bytes(0, part))
+    memory = ResidentMemory(spec, part, _capacity(config.resident_bytes, spec.page_bytes(0, part)))
     machine = SequenceMachine(
-        ResidentPages(capacity),
+        resident_pages(memory),
         lambda: os.urandom(HASH_BYTES),
         block_tokens=spec.block_tokens,
         layers=part.layers,
@@ -79,7 +81,7 @@ def sequence_resources(
         parts,
         machine,
         TableKeeper(holder, interval_ns=_SYNC_INTERVAL_NS),
-        ResidentMemory(spec, part, capacity),
+        memory,
         control=control,
         transfers=transfers,
         flush_shards=flush_shards,
@@ -88,6 +90,12 @@ def sequence_resources(
     loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
     runner.sweep, runner.settle = loads.sweep, loads.settle
     return SequenceResources(runner, loads, spec.groups[0], part, deadline)
+
+
+def resident_pages(memory: ResidentMemory) -> ResidentPages:
+    """Returns the numbers of the pages and slots of this memory."""
+    sizes: dict[Codec, int] = {codec: nbytes for codec, nbytes in memory.stride_bytes.items() if codec is not Codec.RAW}
+    return ResidentPages(len(memory.tensor), memory.stride_bytes[Codec.RAW], sizes, memory.unback)
 
 
 def _capacity(resident_bytes: int, page_bytes: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.memory import bind
 from kvcluster.client.sequences.machine import SequenceMachine
+from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.transfer_queue import TransferQueue
@@ -117,6 +118,21 @@ class SequenceRunner:
                 before = self.machine.pages.available
                 if not self.wait_for_stores(partial(self._more_pages, before), deadline):
                     raise
+
+    def advance(
+        self, states: Sequence[SequenceState], tokens: Sequence[int | Sequence[int]], deadline: Deadline
+    ) -> None:
+        """Counts the tokens of a step of these sequences, and encodes what leaves their tails. Raises as
+        SequenceMachine.advance; ResidentSetFull as `with_room`."""
+        sealed = self.with_room(lambda: self.machine.advance(states, tokens), deadline)
+        for state in states:
+            for encoding in self.machine.encode(state):
+                succeeded = self.memory.encode(encoding.page, encoding.into)
+                self.machine.encoded(state, encoding, succeeded=succeeded)
+        for state in sealed:
+            self.keeper.sealed(state)
+        if sealed:
+            self.wake()
 
     def _more_pages(self, before: int) -> bool:
         return self.machine.pages.available > before

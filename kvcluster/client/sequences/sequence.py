@@ -23,6 +23,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
 from kvcluster.client.validation import kind_of
@@ -72,8 +73,40 @@ class Sequence:
 
     @property
     def capacity(self) -> int:
-        """The most tokens that it may have (`max_tokens`)."""
+        """The most tokens that it may have, or keep if it drops the oldest (`max_tokens`)."""
         return self._state.max_tokens
+
+    @property
+    def dropped(self) -> range:
+        """The positions that were dropped, to make room: they are not attended to. Empty without `drop_oldest`."""
+        return self._state.dropped_tokens
+
+    @property
+    def policy(self) -> WindowPolicy:
+        """What stays in the resident set, and how. May be set at any time; it applies to tokens that leave the tail
+        from then on."""
+        return self._state.policy
+
+    @policy.setter
+    def policy(self, policy: WindowPolicy) -> None:
+        if not isinstance(policy, WindowPolicy):
+            raise CallerError(f"policy is {policy!r}; expected a WindowPolicy")
+        with self._runner.lock:
+            self._runner.machine.set_policy(self.checked(), policy)
+
+    @property
+    def block_table(self) -> Tensor:
+        """The page of `resident_pages` that holds each block, int32, in memory that is never moved and is updated in
+        place: negative for a block that is not there as a raw page. What lies behind the last block means nothing."""
+        import torch
+
+        return torch.frombuffer(self._state.table.memory, dtype=torch.int32)
+
+    @property
+    def resident_pages(self) -> Tensor:
+        """The resident set of the client, `[pages, layers, planes, block_tokens, heads, dim]`, in memory that is never
+        moved. It must not be written."""
+        return self._runner.memory.tensor
 
     @property
     def sealed(self) -> int:
@@ -109,15 +142,15 @@ class Sequence:
 
     def advance(self, token_ids: int | Tokens[int]) -> None:
         """Makes the tokens of this step count. Blocks whose token ids are given can be found by other workers; if only
-        their number is given, they and all blocks after them stay this sequence's own.
+        their number is given, they and all blocks after them stay this sequence's own. Blocks that leave the tail are
+        encoded, if the policy says so.
 
-        Raises CallerError if not every layer has appended as many tokens, or for something that is no token id.
+        Raises CallerError if not every layer has appended as many tokens, or for something that is no token id;
+        ResidentSetFull. Nothing is changed then.
         """
         state, ids = self.checked(), checked_ids(token_ids)
         with self._runner.lock:
-            if self._runner.machine.advance(state, ids):
-                self._runner.keeper.sealed(state)
-                self._runner.wake()
+            self._runner.advance([state], [ids], self._deadline(None))
 
     def update(self, layer: int, k: Tensor, v: Tensor | None = None) -> list[Tensor]:
         """Appends as `append`, and returns all K and V of the layer, the new tokens included: `[length, kv_heads,
@@ -157,6 +190,7 @@ class Sequence:
         self._check_range(layer, position, tokens, state.length)
         if not tokens:
             return
+        runner.machine.check_kept(state, position, state.length, "overwrite")
 
         def overwrite() -> None:
             runner.memory.copy(runner.machine.own(state, position))
@@ -226,6 +260,7 @@ class Sequence:
             runner.keeper.cut(state)
             runner.wake()
 
+        runner.machine.check_kept(state, min(tokens, state.length), tokens, "truncate")
         cuts_block = tokens < state.length and tokens % state.block_tokens > 0
         self._with_blocks(tokens, int(cuts_block), deadline_ms, cut)
 
@@ -299,6 +334,7 @@ class Sequence:
         self._runner.memory.check_layer(layer)
         if position + tokens > length:
             raise CallerError(f"tokens {position} to {position + tokens} are not all there: layer {layer} has {length}")
+        self._runner.machine.check_kept(self._state, position, position + tokens, "read or write")
 
 
 def _check_number(what: str, value: Any) -> None:

@@ -22,38 +22,37 @@ class SharedSpan(NamedTuple):
 
 
 class RowBlocks(NamedTuple):
-    """A row's blocks from depth `first` up to `stop`, out of those of its sequence."""
+    """The blocks of a row from depth `first` up to `stop`, out of those of its sequence."""
 
+    row: int
     blocks: Sequence[SequenceBlock]
     first: int
     stop: int
 
 
-def shared_spans(rows: Sequence[RowBlocks]) -> list[SharedSpan]:
-    """Returns spans that cover each row's blocks once. Those of a row ascend in the order in which they are returned.
-    Rows that begin at different depths share nothing."""
+def shared_spans(ranges: Sequence[RowBlocks]) -> list[SharedSpan]:
+    """Returns spans that cover each range once. `ranges` has those of a row in ascending order; so do the spans that
+    are returned. Ranges that begin at different depths share nothing."""
     spans: list[SharedSpan] = []
-    left: list[tuple[int, list[int]]] = []
-    begins: dict[int, list[int]] = {}
-    for row, blocks in enumerate(rows):
-        if blocks.first < blocks.stop:
-            begins.setdefault(blocks.first, []).append(row)
-    left += begins.items()
+    begins: dict[int, list[RowBlocks]] = {}
+    for each in ranges:
+        begins.setdefault(each.first, []).append(each)
+    left = sorted(begins.items(), reverse=True)
     while left:
         depth, members = left.pop()
-        same: dict[SequenceBlock, list[int]] = {}
-        for row in members:
-            if depth < rows[row].stop:
-                same.setdefault(rows[row].blocks[depth], []).append(row)
+        same: dict[SequenceBlock, list[RowBlocks]] = {}
+        for each in members:
+            if depth < each.stop:
+                same.setdefault(each.blocks[depth], []).append(each)
         for together in same.values():
-            stop = min(_shared_until(rows[together[0]], rows[row], depth) for row in together)
-            spans.append(SharedSpan(depth, stop, tuple(together)))
+            stop = min(_shared_until(together[0], each, depth) for each in together)
+            spans.append(SharedSpan(depth, stop, tuple(each.row for each in together)))
             left.append((stop, together))
-    return spans
+    return sorted(spans)
 
 
 def _shared_until(one: RowBlocks, other: RowBlocks, depth: int) -> int:
-    """Returns the depth up to which two rows, which share the block at `depth`, have the same blocks."""
+    """Returns the depth up to which two ranges, which share the block at `depth`, have the same blocks."""
     low, high = depth + 1, min(one.stop, other.stop)
     if one is other or one.blocks[high - 1] is other.blocks[high - 1]:
         return high

@@ -4,6 +4,10 @@ decides nothing about others.
 `length` counts the tokens that `advance` has confirmed. The tokens of the present step, which every layer appends
 before that, lie behind them: `step` is their number, and `appended` names the layers that have them.
 
+The blocks from depth `dropped.start` up to `dropped.stop` are not attended to any more. Those before depth `encoded`
+have left the tail: they are encoded, if the policy says so. `loss` is the worst of what the tokens that come next are
+computed from.
+
 The first `sealed` blocks have their names and never change. `tokens` are the token ids behind them; they end early, at
 the first token that was advanced without an id or overwritten, and are not kept behind a private block.
 """
@@ -16,14 +20,23 @@ from collections.abc import Iterable
 from kvcluster.client.sequences.block_table import ABSENT, BlockTable
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.policy import WindowPolicy
+from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, SequenceId
+from kvcluster.core.miss import Loss
 
 
 class SequenceState:
     """See the module. `table` has the page of every block, ABSENT for those that have none, up to `blocks_used`."""
 
     def __init__(
-        self, name: SequenceId, root: BlockHash, policy: WindowPolicy, *, block_tokens: int, max_tokens: int
+        self,
+        name: SequenceId,
+        root: BlockHash,
+        policy: WindowPolicy,
+        *,
+        block_tokens: int,
+        max_tokens: int,
+        drop_oldest: bool = False,
     ) -> None:
         self.name = name
         self.root = root
@@ -31,11 +44,15 @@ class SequenceState:
         self.block_tokens = block_tokens
         self.max_tokens = max_tokens
         self.blocks: list[SequenceBlock] = []
-        self.table = BlockTable(self.blocks_for(max_tokens))
+        self.drop_oldest = drop_oldest
+        self.table = BlockTable(self.blocks_for(limits.TOKENS_PER_SEQUENCE if drop_oldest else max_tokens))
         self.length = 0
         self.step = 0
         self.appended: dict[int, None] = {}
         self.sealed = 0
+        self.encoded = 0
+        self.dropped = range(0)
+        self.loss = Loss.EXACT
         self.tokens = array("I")
         self.closed = False
 
@@ -52,9 +69,14 @@ class SequenceState:
         assert name is not None
         return name
 
+    @property
+    def dropped_tokens(self) -> range:
+        """The positions that were dropped."""
+        return range(self.dropped.start * self.block_tokens, self.dropped.stop * self.block_tokens)
+
     def private(self) -> bool:
         """Whether the next block to be sealed is private: one before it is, or not all of its token ids are known."""
-        if self.sealed and self.blocks[self.sealed - 1].private:
+        if self.dropped or (self.sealed and self.blocks[self.sealed - 1].private):
             return True
         return len(self.tokens) < self.block_tokens
 
@@ -64,7 +86,9 @@ class SequenceState:
 
     def sealable(self, *, all_full: bool = False) -> int:
         """Returns how many blocks may be sealed now: full ones before the tail, or, if `all_full`, all full ones. None
-        before there are `migration_tokens` of them."""
+        before there are `migration_tokens` of them, or if others were dropped: these need not leave the worker."""
+        if self.dropped and not all_full:
+            return 0
         tail = 0 if all_full else self.policy.tail_tokens
         full = max(0, self.length - tail) // self.block_tokens - self.sealed
         batch = 1 if all_full else max(1, self.policy.migration_tokens // self.block_tokens)
@@ -79,6 +103,9 @@ class SequenceState:
         """Keeps the first `blocks` blocks of the table."""
         del self.blocks[blocks:]
         self.table.cut(blocks)
+        self.encoded = min(self.encoded, blocks)
+        if blocks <= self.dropped.start:
+            self.dropped = range(0)
 
     def absent(self, span: Iterable[int]) -> list[int]:
         """Returns those of these blocks that are not in the resident set."""

@@ -4,45 +4,81 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcluster.client.sequences.block_table import ABSENT
+from kvcluster.client.sequences.block_table import ABSENT, CODED
 from kvcluster.client.sequences.blocks import StoreState
+from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.state import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceUse:
-    """One sequence, in tokens: all, those of sealed blocks, of blocks that the cluster has, of blocks in the resident
-    set, and of blocks that are private."""
+    """One sequence, in tokens: all, those of sealed blocks, of blocks that the cluster has, of blocks that are in the
+    resident set, those of them that are encoded there, of private blocks, and dropped ones."""
 
     tokens: int
     sealed: int
     stored: int
     resident: int
+    encoded: int
     private: int
+    dropped: int
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentUse:
-    """The resident set of a client: its pages, those in use, the most that ever were; the bytes of a page; the open
-    sequences; and the blocks that wait to be stored."""
+    """The resident set of a client. Of raw pages: how many it may have, those in use, the most that ever were, and the
+    bytes of one. Encoded pages, and their bytes. Pages borrowed from shards, which are not in it. The open sequences,
+    and the blocks that wait to be stored."""
 
     pages: int
     pages_used: int
     pages_peak: int
     page_bytes: int
+    encoded_pages: int
+    encoded_bytes: int
+    borrowed_pages: int
     sequences: int
     blocks_waiting: int
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes in use, raw and encoded."""
+        return self.pages_used * self.page_bytes + self.encoded_bytes
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller encoded pages are than raw ones; 1.0 if there are none."""
+        return self.encoded_pages * self.page_bytes / self.encoded_bytes if self.encoded_bytes else 1.0
 
 
 def sequence_use(state: SequenceState) -> SequenceUse:
     """Returns what one sequence takes."""
     blocks, whole = state.blocks, state.block_tokens
     sizes = [min(whole, max(0, state.length - depth * whole)) for depth in range(len(blocks))]
-    pairs = [*zip(blocks, sizes, strict=True)]
+    of_block, of_entry = [*zip(blocks, sizes, strict=True)], [*zip(state.table, sizes, strict=True)]
     return SequenceUse(
         state.length,
         state.sealed * whole,
-        sum(size for block, size in pairs if block.stored is StoreState.YES),
-        sum(size for page, size in zip(state.table, sizes, strict=True) if page != ABSENT),
-        sum(size for block, size in pairs if block.private),
+        sum(size for block, size in of_block if block.stored is StoreState.YES),
+        sum(size for entry, size in of_entry if entry != ABSENT),
+        sum(size for entry, size in of_entry if entry < ABSENT),
+        sum(size for block, size in of_block if block.private),
+        len(state.dropped_tokens),
+    )
+
+
+def resident_use(machine: SequenceMachine, borrowed: int, waiting: int) -> ResidentUse:
+    """Returns what all sequences take; `borrowed` pages, and `waiting` blocks to be stored."""
+    pages = machine.pages
+    slots = {codec: pages.coded(codec) for codec in CODED}
+    return ResidentUse(
+        pages.capacity,
+        pages.used,
+        pages.peak,
+        pages.page_bytes,
+        sum(slots.values()),
+        sum(count * pages.nbytes(codec) for codec, count in slots.items()),
+        borrowed,
+        machine.sequences,
+        waiting,
     )

@@ -31,16 +31,18 @@ class StoreBatch(NamedTuple):
 
 class StoreQueue:
     """Each block has a reference of this queue, from `add` until its store has ended. `stored` is called with a block
-    that the cluster has now, `released` as by `release`."""
+    that the cluster has now, `unneeded` with one that is not stored after all, `released` as by `release`."""
 
     def __init__(
         self,
         run_blocks: int,
         stored: Callable[[SequenceBlock], object],
+        unneeded: Callable[[SequenceBlock], object],
         released: Callable[[SequenceBlock], object],
     ) -> None:
         self._run_blocks = run_blocks
         self._stored = stored
+        self._unneeded = unneeded
         self._released = released
         self._waiting: deque[SequenceBlock] = deque()
 
@@ -67,7 +69,8 @@ class StoreQueue:
             ):
                 break
             self._waiting.popleft()
-            if block.private and not block.shared:  # its sequence has dropped it: nothing else can find it
+            if block.private and (block.dropped or not block.shared):  # nothing can find it any more
+                self._unneeded(block)
                 release(block, self._released)
                 continue
             block.stored = StoreState.STORING
@@ -80,7 +83,9 @@ class StoreQueue:
             block.stored = StoreState.YES if committed else StoreState.NO
             if not committed:
                 block.failures += 1
-                if block.failures < STORE_TRIES:
+                if block.private and block.dropped:
+                    self._unneeded(block)
+                elif block.failures < STORE_TRIES:
                     self._waiting.append(block)
                     continue
             elif block.shared:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvcluster.client.sequences.machine import PageCopy, TokenRun
+from kvcluster.client.sequences.block_table import PageCopy, TokenRun
 
 NEVER_WRITTEN = -1
 
@@ -22,7 +22,7 @@ class ResidentNumbers:
         numbers = iter(values)
         for run in runs:
             for slot in range(run.first, run.first + run.tokens):
-                self._numbers[run.page, layer, slot] = next(numbers)
+                self._numbers[run.entry, layer, slot] = next(numbers)
 
     def fill(self, page_index: int, values: Sequence[int]) -> None:
         """Writes the tokens of a block to all layers of a page, as a load does."""
@@ -39,7 +39,7 @@ class ResidentNumbers:
 
     def read(self, runs: Iterable[TokenRun]) -> list[int]:
         """Returns the numbers of consecutive tokens, as `page` does."""
-        return [self.page(run.page)[slot] for run in runs for slot in range(run.first, run.first + run.tokens)]
+        return [self.page(run.entry)[slot] for run in runs for slot in range(run.first, run.first + run.tokens)]
 
     def page(self, index: int) -> tuple[int, ...]:
         """Returns the numbers of a page; NEVER_WRITTEN for a token whose layers differ."""

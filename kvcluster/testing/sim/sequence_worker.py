@@ -214,7 +214,7 @@ class SequenceWorker(Worker):
             self.memory.write(layer, runs, tokens)
             if self.world.later.random() < 0.1:
                 yield None, MS
-        machine.advance(state, list(tokens) if with_ids else len(tokens))
+        machine.advance([state], [list(tokens) if with_ids else len(tokens)])
         if with_ids and sequence.ids == len(sequence.values):
             sequence.ids += len(tokens)
         sequence.values += tokens

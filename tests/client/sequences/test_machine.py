@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.blocks import StoreState
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.state import SequenceState
@@ -23,7 +25,8 @@ class Sequences(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.worker = Worker(policy=WindowPolicy(tail_tokens=3, migration_tokens=2 * BLOCK, sink_tokens=BLOCK))
+        policy = WindowPolicy(tail_tokens=3, migration_tokens=2 * BLOCK, sink_tokens=BLOCK)
+        self.worker = Worker(policy=policy, max_tokens=7 * BLOCK)
         self.lists: list[tuple[SequenceState, list[int]]] = []
         self.value = itertools.count(1)
 
@@ -31,20 +34,36 @@ class Sequences(RuleBasedStateMachine):
         return self.lists[data.draw(st.integers(0, len(self.lists) - 1))]
 
     @precondition(lambda self: len(self.lists) < 4)
-    @rule()
-    def open(self) -> None:
-        self.lists.append((self.worker.open(), []))
+    @rule(drop_oldest=st.booleans(), codec=st.sampled_from(["raw", "q8", "q4"]))
+    def open(self, drop_oldest: bool, codec: str) -> None:
+        state = self.worker.open(drop_oldest=drop_oldest)
+        self.worker.machine.set_policy(state, replace(state.policy, codec=codec))
+        self.lists.append((state, []))
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data(), codec=st.sampled_from(["raw", "q8", "q4"]), tail=st.integers(0, 9))
+    def change_policy(self, data: st.DataObject, codec: str, tail: int) -> None:
+        state, _ = self.draw(data)
+        self.worker.machine.set_policy(state, replace(state.policy, codec=codec, tail_tokens=tail))
 
     @precondition(lambda self: self.lists)
     @rule(data=st.data(), count=st.integers(1, 9), ids=st.booleans(), repeats=st.booleans())
     def append(self, data: st.DataObject, count: int, ids: bool, repeats: bool) -> None:
         state, values = self.draw(data)
         new = [7] * count if repeats else [next(self.value) for _ in range(count)]
-        before = (state.length, list(state.table))
+        before = (state.length, list(state.table), state.dropped)
         try:
             self.worker.append(state, new, ids=ids)
         except ResidentSetFull:
-            assert (state.length, list(state.table)[: len(before[1])]) == before
+            if not state.step:
+                assert (state.length, list(state.table)[: len(before[1])], state.dropped) == before
+            elif data.draw(st.booleans()):  # every layer has it, but what leaves the tail finds no room
+                self.worker.truncate(state, state.length)
+            else:
+                self.close_one(state, values)
+            return
+        except LimitError:
+            assert not state.drop_oldest and len(values) + count > state.max_tokens
             return
         values += new
 
@@ -59,9 +78,13 @@ class Sequences(RuleBasedStateMachine):
     def truncate(self, data: st.DataObject) -> None:
         state, values = self.draw(data)
         tokens = data.draw(st.integers(0, len(values)))
+        dropped = state.dropped_tokens
         try:
             self.worker.truncate(state, tokens)
         except ResidentSetFull:
+            return
+        except CallerError:
+            assert dropped.start < tokens < dropped.stop
             return
         del values[tokens:]
 
@@ -75,12 +98,17 @@ class Sequences(RuleBasedStateMachine):
                 self.worker.write(state, position, value := next(self.value))
             except ResidentSetFull:
                 return
+            except CallerError:
+                assert position < state.dropped_tokens.stop
+                return
             values[position] = value
 
     @precondition(lambda self: self.lists)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
-        state, values = self.draw(data)
+        self.close_one(*self.draw(data))
+
+    def close_one(self, state: SequenceState, values: list[int]) -> None:
         self.lists.remove((state, values))
         self.worker.machine.close(state)
 
@@ -97,7 +125,7 @@ class Sequences(RuleBasedStateMachine):
     def read(self, data: st.DataObject) -> None:
         state, values = self.draw(data)
         try:
-            assert self.worker.read(state) == values
+            assert self.worker.read(state) == kept(state, values)
         except ResidentSetFull:
             return
 
@@ -107,15 +135,18 @@ class Sequences(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for state, values in self.lists:
-            resident = [depth for depth in range(len(state.blocks)) if state.table[depth] >= 0]
-            for depth in resident:
-                content = [self.worker.memory[0, state.table[depth], slot] for slot in range(BLOCK)]
+            for depth, entry in enumerate(state.table):
                 expected = values[depth * BLOCK : (depth + 1) * BLOCK]
-                assert content[: len(expected)] == expected
+                assert entry == ABSENT or self.worker.content(entry)[: len(expected)] == expected
+            assert len(values) - len(state.dropped_tokens) <= state.max_tokens
             self.worker.machine.close(state)
         while self.worker.store() is not None:
             pass
-        assert self.worker.pages.used == 0 and not self.worker.machine.waiting
+        assert self.worker.pages.used_bytes == 0 and not self.worker.machine.waiting
+
+
+def kept(state: SequenceState, values: list[int]) -> list[int]:
+    return [value for position, value in enumerate(values) if position not in state.dropped_tokens]
 
 
 TestSequences = Sequences.TestCase
@@ -256,10 +287,10 @@ BAD: dict[str, tuple[Any, str]] = {
         "other layers",
     ),
     "advance before every layer has appended": (
-        lambda w, s: (w.machine.begin_step([s], 0, [1]), w.machine.advance(s, [1])),
+        lambda w, s: (w.machine.begin_step([s], 0, [1]), w.machine.advance([s], [[1]])),
         "layer 1",
     ),
-    "advance of nothing": (lambda w, s: w.machine.advance(s, [1]), "append them"),
+    "advance of nothing": (lambda w, s: w.machine.advance([s], [[1]]), "append them"),
     "a fork within a step": (lambda w, s: (w.machine.begin_step([s], 0, [1]), w.machine.fork(s, w.name())), "middle"),
     "a truncation beyond the end": (lambda w, s: w.machine.truncate(s, 7), "has 6"),
     "more than max_tokens": (lambda w, s: w.machine.begin_step([s], 0, [15]), "max_tokens=20"),
@@ -284,9 +315,9 @@ def test_a_token_id_that_does_not_fit_leaves_the_step_open() -> None:
     for layer in range(LAYERS):
         worker.machine.begin_step([state], layer, [1])
     with pytest.raises(CallerError, match="token ids"):
-        worker.machine.advance(state, [2**32])
+        worker.machine.advance([state], [[2**32]])
     assert state.length == 2
-    worker.machine.advance(state, [3])
+    worker.machine.advance([state], [[3]])
     assert state.length == 3
 
 

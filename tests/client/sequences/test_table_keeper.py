@@ -138,7 +138,7 @@ def test_a_table_is_told_in_messages_of_bounded_size() -> None:
     teller.keeper.opened(state)
     for layer in range(2):
         teller.worker.machine.begin_step([state], layer, [BLOCK * (limits.BLOCKS_PER_CALL * 2 + 7)])
-    teller.worker.machine.advance(state, range(state.step))
+    teller.worker.machine.advance([state], [range(state.step)])
     teller.keeper.sealed(state)
     sizes = []
     while (message := teller.keeper.next_sync(teller.now + SECOND)) is not None:
