@@ -1,4 +1,4 @@
-"""`kvcluster bench lookup | transfer | codec | tiers | trace`: reproducible measurements.
+"""`kvcluster bench lookup | transfer | codec | tiers | attend | trace`: reproducible measurements.
 
 Each prints the setting it ran in. Times are printed as ratios within one run, since machines differ and are noisy: the
 measured code and its baseline take turns, and their medians are compared. A trace is replayed only for counts.
@@ -66,6 +66,13 @@ def add(commands: Any) -> None:
         quick="3 rounds of 32 pages, 60 stores",
     )
     option("--disk-dir", type=Path, help="folder on the drive to measure (default: a temporary folder)")
+    option = kind(
+        "attend",
+        _attend,
+        "measure attention over the pages of sequences",
+        quick="3 rounds over 1,024 tokens, prefill of 64",
+    )
+    _add_attend(option)
     _add_trace(kind("trace", _trace, "replay a request trace for hit rates by tier and codec"))
 
 
@@ -95,6 +102,16 @@ def _add_transfer(option: Callable[..., object]) -> None:
         metavar="PYTHON",
         help="Python in whose environment the peers are installed (default: this one)",
     )
+    option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
+
+
+def _add_attend(option: Callable[..., object]) -> None:
+    option("--tokens", type=positive, nargs="+", metavar="N", help="tokens of context (default 1024 8192 65536)")
+    option("--rounds", type=positive, metavar="N", help="rounds of each measurement (default 11)")
+    option("--model", default="llama-3-8b", help="llama-3-8b, llama-3-70b or deepseek-v3 (default llama-3-8b)")
+    option("--threads", type=positive, default=2, metavar="N", help="threads of the row with several (default 2)")
+    option("--forks", type=positive, default=8, metavar="N", help="forks of the row with several (default 8)")
+    option("--prefill", type=positive, metavar="N", help="query tokens of prefill (default 512)")
     option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
 
 
@@ -179,6 +196,26 @@ def _tiers(options: argparse.Namespace) -> int:
     rounds, blocks, stores = (3, 32, 60) if options.quick else (9, 64, 200)
     return _report(
         options, table, measuring.measure, rounds=rounds, blocks=blocks, stores=stores, folder=options.disk_dir
+    )
+
+
+def _attend(options: argparse.Namespace) -> int:
+    with needs("cluster", "ray", "torch"):
+        from kvcluster.cli.bench.attend import measuring, table
+        from kvcluster.cli.bench.specs import MODELS
+    if options.model not in MODELS:
+        raise ConfigError(f"--model {options.model}: expected one of {', '.join(MODELS)}")
+    quick = options.quick
+    return _report(
+        options,
+        table,
+        measuring.measure,
+        rounds=options.rounds or (3 if quick else 11),
+        tokens=sorted(set(options.tokens or ([1_024] if quick else [1_024, 8_192, 65_536]))),
+        name=options.model,
+        threads=options.threads,
+        forks=options.forks,
+        prefill=options.prefill or (64 if quick else 512),
     )
 
 

@@ -1,0 +1,1 @@
+"""`kvcluster bench attend`: measures attention over the pages of sequences, beside what else computes the same."""

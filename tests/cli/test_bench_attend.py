@@ -1,0 +1,63 @@
+"""`kvcluster bench attend`: what it measures is what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvcluster
+from kvcluster.cli.bench.attend import baselines, table
+from kvcluster.cli.bench.attend.contexts import Context, model
+from kvcluster.cli.main import main
+from kvcluster.testing import MemoryCluster
+
+PNG = b"\x89PNG"
+
+
+def test_it_prints_and_draws_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = tmp_path / "picture.png"
+    arguments = ["--quick", "--rounds", "1", "--tokens", "256", "64", "--forks", "3", "--plot", str(drawn)]
+    assert main(["bench", "attend", "--json", *arguments]) == 0
+    assert drawn.read_bytes().startswith(PNG)
+    figures = json.loads(capsys.readouterr().out)
+    assert [context["tokens"] for context in figures["contexts"]] == [64, 256]
+    for context in figures["contexts"]:
+        assert context["raw_bytes"] == context["tokens"] * 4_096
+        ways = [row["way"] for row in context["rows"]]
+        assert ways == [
+            "reading the raw KV",
+            *(f"sequence, {form}" for form in ("raw", "q8", "q4", "borrowed", "raw, 2 threads", "raw, 3 forks")),
+            *(f"torch flash, {form}" for form in ("bfloat16", "float32", "pages gathered")),
+            *(f"transformers {form}" for form in ("DynamicCache", "QuantizedCache, fp8")),
+        ]
+        assert all(row["ms"] > 0 and row["gb_per_s"] > 0 for row in context["rows"])
+    assert figures["prefill"]["context"] == 64 and len(figures["prefill"]["rows"]) == 3
+    assert any("3 forks" in line for line in table.lines(figures))
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "deepseek-v3"])
+def test_the_ways_compute_the_same(name: str) -> None:
+    of, tokens = model(name), 96
+    values = of.values(tokens)
+    query = of.query(1)
+    with MemoryCluster(device_bytes="8MiB", config={"client": {"resident_bytes": "8MiB"}}) as cluster:
+        client = cluster.client(of.spec)
+        sequence = Context(client, of, tokens, "raw", values).sequence
+        ours = sequence.attend(0, query, latent_values=of.latent_values).float()
+        assert sequence.length == tokens and isinstance(sequence, kvcluster.Sequence)
+    key, value = (plane.transpose(0, 1)[None].float() for plane in (values[0], values[-1]))
+    step = query.float().view(1, of.heads, -1, of.dim)
+    theirs = torch.nn.functional.scaled_dot_product_attention(step, key, value)
+    assert torch.allclose(ours.flatten(), theirs.view(of.query_heads, -1)[:, : ours.shape[-1]].flatten(), atol=2e-2)
+    flash = baselines.flash(of, values, torch.float32)()
+    assert isinstance(flash, tuple) and flash[0].shape == theirs.shape
+
+
+@pytest.mark.parametrize(("option", "named"), [(["--model", "gpt"], "deepseek-v3"), (["--tokens", "0"], "--tokens")])
+def test_wrong_options_are_refused_by_name(option: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(["bench", "attend", *option]))
+    assert ended.value.code and named in capsys.readouterr().err
