@@ -37,15 +37,7 @@ def add(commands: Any) -> None:
         parser.set_defaults(run=run)
         return parser.add_argument
 
-    option = kind("lookup", _lookup, "measure the prefix index, and lookups over gRPC")
-    option(
-        "--blocks",
-        type=positive,
-        nargs="+",
-        default=[10_000, 100_000, 1_000_000, 2_000_000],
-        metavar="N",
-        help="sizes of the index in blocks (default 10000 100000 1000000 2000000)",
-    )
+    _add_lookup(kind("lookup", _lookup, "measure the prefix index, and lookups over gRPC"))
     option = kind(
         "transfer", _transfer, "measure loads and stores over every path", quick="3 rounds of 32 MiB, one client"
     )
@@ -66,14 +58,20 @@ def add(commands: Any) -> None:
         quick="3 rounds of 32 pages, 60 stores",
     )
     option("--disk-dir", type=Path, help="folder on the drive to measure (default: a temporary folder)")
-    option = kind(
-        "attend",
-        _attend,
-        "measure attention over the pages of sequences",
-        quick="3 rounds over 1,024 tokens, prefill of 64",
-    )
-    _add_attend(option)
+    quick = "3 rounds over 1,024 tokens, prefill of 64"
+    _add_attend(kind("attend", _attend, "measure attention over the pages of sequences", quick=quick))
     _add_trace(kind("trace", _trace, "replay a request trace for hit rates by tier and codec"))
+
+
+def _add_lookup(option: Callable[..., object]) -> None:
+    option(
+        "--blocks",
+        type=positive,
+        nargs="+",
+        default=[10_000, 100_000, 1_000_000, 2_000_000],
+        metavar="N",
+        help="sizes of the index in blocks (default 10000 100000 1000000 2000000)",
+    )
 
 
 def _add_transfer(option: Callable[..., object]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcluster.cli.bench.attend.contexts import Model
+from kvcluster.cli.bench.attend.contexts import ModelLayer
 
 Step = Callable[[], object]
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -20,7 +20,7 @@ def read(nbytes: int) -> Step:
     return torch.zeros(nbytes // 8, dtype=torch.int64).sum
 
 
-def flash(of: Model, values: list[Tensor], dtype: torch.dtype) -> Step:
+def flash(of: ModelLayer, values: list[Tensor], dtype: torch.dtype) -> Step:
     """torch's flash kernel over one tensor of K and one of V. The query heads of a group are folded into the query's
     length, as decoding allows."""
     key, value = _joined(of, values, dtype)
@@ -28,7 +28,7 @@ def flash(of: Model, values: list[Tensor], dtype: torch.dtype) -> Step:
     return lambda: _flash(query, key, value)
 
 
-def gathered(of: Model, values: list[Tensor]) -> Step:
+def gathered(of: ModelLayer, values: list[Tensor]) -> Step:
     """The same, out of pages: they are gathered into tensors first."""
     block = of.spec.block_tokens
     tokens = len(values[0]) // block * block
@@ -43,7 +43,7 @@ def gathered(of: Model, values: list[Tensor]) -> Step:
     return step
 
 
-def cached(of: Model, values: list[Tensor], layer: Any) -> Step:
+def cached(of: ModelLayer, values: list[Tensor], layer: Any) -> Step:
     """A layer of a transformers cache, which gets the token and returns all keys and values, and torch's attention over
     them, as its models do. Of latent KV all channels are values."""
     k, v = (plane.transpose(0, 1)[None] for plane in (values[0], values[-1]))
@@ -58,7 +58,7 @@ def cached(of: Model, values: list[Tensor], layer: Any) -> Step:
     return step
 
 
-def flash_prefill(of: Model, values: list[Tensor], tokens: int, dtype: torch.dtype) -> Step:
+def flash_prefill(of: ModelLayer, values: list[Tensor], tokens: int, dtype: torch.dtype) -> Step:
     """torch's flash kernel for the last `tokens` tokens, under a mask that hides later positions."""
     key, value = (each.repeat_interleave(of.query_heads // of.heads, 1) for each in _joined(of, values, dtype))
     query = of.query(tokens).to(dtype).transpose(0, 1)[None]
@@ -68,6 +68,6 @@ def flash_prefill(of: Model, values: list[Tensor], tokens: int, dtype: torch.dty
     return lambda: _flash(query, key, value, 0.0, False, attn_mask=mask)
 
 
-def _joined(of: Model, values: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _joined(of: ModelLayer, values: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     key, value = (plane.transpose(0, 1)[None].to(dtype).contiguous() for plane in (values[0], values[-1]))
     return key, value

@@ -20,7 +20,7 @@ _EAGER = kvcluster.WindowPolicy(tail_tokens=16, migration_tokens=16)
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelLayer:
     """One layer of a well-known model. `latent_values` is None for models without latent KV."""
 
     name: str
@@ -53,17 +53,17 @@ class Model:
         return [torch.randn(tokens, self.heads, self.dim).bfloat16() for _ in range(self.planes)]
 
 
-def model(name: str) -> Model:
+def model(name: str) -> ModelLayer:
     """Returns one layer of a model of MODELS."""
     whole = MODELS[name]
     group = replace(whole.groups[0], layers=(0,))
-    return Model(name, replace(whole, groups=(group,)), QUERY_HEADS[name], LATENT_VALUES.get(name))
+    return ModelLayer(name, replace(whole, groups=(group,)), QUERY_HEADS[name], LATENT_VALUES.get(name))
 
 
 class Context:
     """A sequence of `tokens` tokens, encoded by `codec` where it is not "raw", and its KV as tensors."""
 
-    def __init__(self, client: Client, of: Model, tokens: int, codec: str, values: list[Tensor]) -> None:
+    def __init__(self, client: Client, of: ModelLayer, tokens: int, codec: str, values: list[Tensor]) -> None:
         self.model = of
         self.values = values
         self.sequence = client.sequence(

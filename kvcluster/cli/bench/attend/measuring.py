@@ -14,7 +14,7 @@ import torch
 
 import kvcluster
 from kvcluster.cli.bench.attend import baselines
-from kvcluster.cli.bench.attend.contexts import Context, Model, borrowed, model
+from kvcluster.cli.bench.attend.contexts import Context, ModelLayer, borrowed, model
 from kvcluster.cli.bench.report import progress
 from kvcluster.cli.bench.rounds import interleaved, sweep_caches
 from kvcluster.client import Client
@@ -47,7 +47,7 @@ def measure(*, rounds: int, tokens: Sequence[int], name: str, threads: int, fork
     }
 
 
-def _decode(cluster: Any, of: Model, tokens: int, rounds: int, threads: int, forks: int) -> dict[str, Any]:
+def _decode(cluster: Any, of: ModelLayer, tokens: int, rounds: int, threads: int, forks: int) -> dict[str, Any]:
     progress(f"{tokens:,} tokens")
     nbytes, values = tokens * of.token_bytes, of.values(tokens)
     with cluster.client(of.spec) as client, cluster.client(of.spec) as other:
@@ -84,7 +84,7 @@ def _forked(context: Context, forks: int) -> baselines.Step:
     return step
 
 
-def _transformers(of: Model, values: list[torch.Tensor]) -> dict[str, baselines.Step]:
+def _transformers(of: ModelLayer, values: list[torch.Tensor]) -> dict[str, baselines.Step]:
     """Returns nothing without transformers."""
     try:
         from transformers.cache_utils import DynamicLayer, Fp8QuantizedLayer
@@ -94,7 +94,7 @@ def _transformers(of: Model, values: list[torch.Tensor]) -> dict[str, baselines.
     return {name: baselines.cached(of, values, layer) for name, layer in layers.items()}
 
 
-def _prefill(client: Client, of: Model, context: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+def _prefill(client: Client, of: ModelLayer, context: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
     progress(f"prefill of {tokens:,} tokens")
     values = of.values(context)
     sequence = Context(client, of, context, "raw", values).sequence
