@@ -1,4 +1,4 @@
-"""`kvcluster bench lookup | transfer | codec | tiers | attend | trace`: reproducible measurements.
+"""`kvcluster bench lookup | transfer | codec | tiers | attend | sequences | trace`: reproducible measurements.
 
 Each prints the setting it ran in. Times are printed as ratios within one run, since machines differ and are noisy: the
 measured code and its baseline take turns, and their medians are compared. A trace is replayed only for counts.
@@ -60,6 +60,8 @@ def add(commands: Any) -> None:
     option("--disk-dir", type=Path, help="folder on the drive to measure (default: a temporary folder)")
     quick = "3 rounds over 1,024 tokens, prefill of 64"
     _add_attend(kind("attend", _attend, "measure attention over the pages of sequences", quick=quick))
+    quick = "1,024 and 4,096 tokens, 20 calls each"
+    _add_sequences(kind("sequences", _sequences, "measure a sequence as it grows to a million tokens", quick=quick))
     _add_trace(kind("trace", _trace, "replay a request trace for hit rates by tier and codec"))
 
 
@@ -110,6 +112,19 @@ def _add_attend(option: Callable[..., object]) -> None:
     option("--threads", type=positive, default=2, metavar="N", help="threads of the row with several (default 2)")
     option("--forks", type=positive, default=8, metavar="N", help="forks of the row with several (default 8)")
     option("--prefill", type=positive, metavar="N", help="query tokens of prefill (default 512)")
+    option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
+
+
+def _add_sequences(option: Callable[..., object]) -> None:
+    option(
+        "--tokens",
+        type=positive,
+        nargs="+",
+        metavar="N",
+        help="lengths at which calls are measured, 1024 or more (default 1024 4096 16384 65536 262144 1048576)",
+    )
+    option("--calls", type=positive, metavar="N", help="calls of each measurement (default 100)")
+    option("--decoded", type=positive, metavar="N", help="tokens decoded to count calls (default 4096)")
     option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
 
 
@@ -214,6 +229,23 @@ def _attend(options: argparse.Namespace) -> int:
         threads=options.threads,
         forks=options.forks,
         prefill=options.prefill or (64 if quick else 512),
+    )
+
+
+def _sequences(options: argparse.Namespace) -> int:
+    with needs("cluster", "ray", "torch"):
+        from kvcluster.cli.bench.sequences import measuring, table
+    quick = options.quick
+    tokens = sorted(set(options.tokens or ([1_024, 4_096] if quick else [4**n for n in range(5, 11)])))
+    if tokens[0] < 1_024:
+        raise ConfigError("--tokens: each must be at least 1024, the window that is attended to")
+    return _report(
+        options,
+        table,
+        measuring.measure,
+        tokens=tokens,
+        calls=max(2, options.calls or (20 if quick else 100)),
+        decoded=options.decoded or (512 if quick else 4_096),
     )
 
 

@@ -1,4 +1,4 @@
-"""Draws figures as grouped horizontal bars: rows of panels, all on one picture."""
+"""Draws figures as grouped horizontal bars or as curves: rows of panels, all on one picture."""
 
 from __future__ import annotations
 
@@ -7,28 +7,47 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from kvcluster.cli.bench.report import Panel
+from kvcluster.cli.bench.report import Curves, Panel
 
 _SHADES = ("#1f4e79", "#5b9bd5", "#c55a11", "#bdd7ee")
+_MARKS = "os^vDPX*"
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a figure is read where a line crosses it
 _DPI = 120
 
 
-def draw(title: str, rows: Sequence[Sequence[Panel]], file: str) -> None:
+def draw(title: str, rows: Sequence[Sequence[Panel | Curves]], file: str) -> None:
     """Writes a PNG. The panels of a row have the same labels, and share one legend. Raises OSError if it cannot write
     the file."""
-    heights = [1.2 + 0.24 * len(row[0].labels) * len(row[0].series) for row in rows]
+    heights = [_height(row[0]) for row in rows]
     figure = Figure(figsize=(4 + 4 * max(map(len, rows)), 0.5 + sum(heights)), layout="constrained", dpi=_DPI)
     parts = figure.subfigures(len(rows), 1, squeeze=False, height_ratios=heights)[:, 0]
     for part, row in zip(parts, rows, strict=True):
         grid = part.subplots(1, len(row), squeeze=False, sharey=True)[0]
         for axes, panel in zip(grid, row, strict=True):
-            _draw_panel(axes, panel)
-        grid[0].invert_yaxis()  # shared: the first label stands on top
+            if isinstance(panel, Curves):
+                _draw_curves(axes, panel)
+            else:
+                _draw_panel(axes, panel)
+        if isinstance(row[0], Panel):
+            grid[0].invert_yaxis()  # shared: the first label stands on top
         if len(row[0].series) > 1:
             part.legend(*grid[0].get_legend_handles_labels(), loc="outside right upper")
     figure.suptitle(title)
     figure.savefig(file, format="png")
+
+
+def _height(panel: Panel | Curves) -> float:
+    return 5.0 if isinstance(panel, Curves) else 1.2 + 0.24 * len(panel.labels) * len(panel.series)
+
+
+def _draw_curves(axes: Axes, panel: Curves) -> None:
+    for number, (name, values) in enumerate(panel.series.items()):
+        mark = _MARKS[number % len(_MARKS)]
+        axes.loglog(panel.at, values, color=f"C{number % 10}", marker=mark, markersize=4, linewidth=1, label=name)
+    axes.set_title(panel.title, fontsize="medium")
+    axes.set_xlabel(panel.across)
+    axes.set_ylabel(panel.unit)
+    axes.grid(alpha=0.3)
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:

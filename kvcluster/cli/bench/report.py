@@ -38,6 +38,17 @@ class Panel:
     series: Mapping[str, Sequence[float]]
 
 
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """A diagram with a curve for each series, both axes logarithmic. Every series has a value for each of `at`."""
+
+    title: str
+    unit: str
+    across: str
+    at: Sequence[float]
+    series: Mapping[str, Sequence[float]]
+
+
 def size_text(nbytes: int) -> str:
     """65536 -> "64 KiB", 2097152 -> "2 MiB", 1124352 -> "1.07 MiB"."""
     return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"

@@ -1,0 +1,1 @@
+"""`kvcluster bench sequences`: measures what a sequence costs as it grows to a million tokens."""
