@@ -101,6 +101,7 @@ def test_a_second_wish_is_remembered_until_its_time(monkeypatch: pytest.MonkeyPa
     wishes: list[int] = []
     with published(buffer_batches=1, on_behind=lambda: wishes.append(1)) as publisher:
         publisher.publish(effect(1))
+        eventually(lambda: publisher.counters()["batches"] == 2)  # before that nothing is missing
         for asked in range(1, 3):
             replayed(publisher.replay_endpoint)
             eventually(lambda asked=asked: len(wishes) == asked)  # type: ignore[misc]

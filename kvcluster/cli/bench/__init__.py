@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +270,8 @@ def _report(options: argparse.Namespace, view: Any, measure: Callable[..., dict[
     """Measures, and prints and draws the figures. `view` is a module with `lines`, and with `panels` for `--plot`."""
     file = getattr(options, "plot", None)
     draw = _drawing(file) if file else None  # first, so that what is missing is reported before the measurement
-    figures = {"setting": setting(), **measure(**arguments)}
+    with redirect_stdout(sys.stderr):  # Ray prints there what happens to its workers; only figures belong on ours
+        figures = {"setting": setting(), **measure(**arguments)}
     if draw:
         draw(*view.panels(figures), file)
     if options.json:
