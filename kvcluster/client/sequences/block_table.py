@@ -3,12 +3,17 @@ never changes. An entry is the number of a raw page, ABSENT, or below it the slo
 
 Kernels and CUDA graphs read the entries as int32 while the sequence grows, so memory for the longest table is reserved
 at once. What is never used takes none: the operating system provides each part when it is first written.
+
+Several readers may mirror a table (page_map.py). Each remembers the `version` up to which it has read, and asks from
+where on the table has changed since. The answer comes from a stack of changes, of which both versions and entries
+ascend: a change removes those above it that began later, because a reader that missed them reads from here on anyway.
 """
 
 from __future__ import annotations
 
 import mmap
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -75,8 +80,11 @@ class BlockTable:
         self.capacity = capacity
         mapped = mmap.mmap(-1, max(1, capacity) * 4, flags=_PRIVATE)
         self.memory = memoryview(mapped).cast("i")
+        self.version = 0
+        """Counts the changes."""
         self._length = 0
-        self._changed: int | None = None
+        self._versions: list[int] = []  # of the stack of changes
+        self._firsts: list[int] = []  # the lowest entry of each
 
     def __len__(self) -> int:
         return self._length
@@ -112,11 +120,15 @@ class BlockTable:
         self._length = len(other)
         self._touch(0)
 
-    def changed_from(self) -> int | None:
-        """Returns the first entry that may have changed since this was called last, None if none has."""
-        changed, self._changed = self._changed, None
-        return changed
+    def changed_since(self, version: int) -> int | None:
+        """Returns the first entry that may have changed after this version, None if none has."""
+        at = bisect_right(self._versions, version)
+        return self._firsts[at] if at < len(self._firsts) else None
 
     def _touch(self, at: int) -> None:
-        if self._changed is None or at < self._changed:
-            self._changed = at
+        while self._firsts and self._firsts[-1] >= at:
+            self._firsts.pop()
+            self._versions.pop()
+        self.version += 1
+        self._versions.append(self.version)
+        self._firsts.append(at)

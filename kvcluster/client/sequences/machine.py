@@ -45,7 +45,7 @@ class SequenceMachine:
         self._layers = layers
         self._stores = StoreQueue(run_blocks, self._may_give_up, self._free_page, self._released)
         self._open: dict[SequenceId, SequenceState] = {}
-        self._window = ResidentWindow(pages, self._open)
+        self._window = ResidentWindow(pages)
 
     # ----------------------------------------------------------------------------------- opening and closing
 
@@ -54,7 +54,7 @@ class SequenceMachine:
         None of them is in the resident set."""
         tip: SequenceBlock | None = None
         for name, tokens, loss in cached:
-            tip = SequenceBlock(tip, None)
+            tip = SequenceBlock(tip, None, state.family)
             tip.name, tip.tokens, tip.loss, tip.stored = name, tokens, max(loss, tip.loss), StoreState.YES
             tip.stays = self._is_sink(state, tip)
             state.add(tip)
@@ -63,6 +63,7 @@ class SequenceMachine:
         state.loss = tip.loss if tip is not None else Loss.EXACT
         retain(tip)
         self._open[state.name] = state
+        state.family.join(state)
 
     def fork(self, state: SequenceState, name: SequenceId) -> SequenceState:
         """Opens another sequence with the same tokens. Raises CallerError in the middle of a step."""
@@ -81,11 +82,14 @@ class SequenceMachine:
         child.encoded, child.dropped, child.loss = state.encoded, state.dropped, state.loss
         retain(child.tip)
         self._open[name] = child
+        child.family = state.family
+        child.family.join(child)
         return child
 
     def close(self, state: SequenceState) -> None:
         """Closes a sequence. Its public blocks that wait to be stored still will be."""
         del self._open[state.name]
+        state.family.leave(state)
         state.closed = True
         release(state.tip, self._released)
         state.cut(0)
@@ -134,7 +138,7 @@ class SequenceMachine:
             if self._shares_tip(state, count):  # no longer, if a fork in this batch has just got a copy of its own
                 copies += self._replace(state, len(state.blocks) - 1)
             while len(state.blocks) < state.blocks_for(state.length + count):
-                block = SequenceBlock(state.tip, self._take())
+                block = SequenceBlock(state.tip, self._take(), state.family)
                 block.stays = state.policy.coding is not Codec.RAW
                 block.references = 1  # of the sequence, which no longer ends with the block before
                 if block.before is not None:
@@ -396,7 +400,7 @@ class SequenceMachine:
             copies: list[PageCopy] = []
             state.cut(depth)
             for block, entry in zip(suffix, entries, strict=True):
-                fresh = SequenceBlock(state.tip, self._take())
+                fresh = SequenceBlock(state.tip, self._take(), state.family)
                 assert entry != ABSENT and fresh.page is not None
                 fresh.loss = max(block.loss, loss_of(entry))
                 fresh.stays = state.policy.coding is not Codec.RAW
@@ -461,7 +465,7 @@ class SequenceMachine:
     def _tell(self, block: SequenceBlock, page: PageNumber) -> None:
         """Writes the page of a block into the tables of all sequences that use it raw."""
         depth = block.depth
-        for state in self._open.values():
+        for state in block.family:
             there = depth < len(state.blocks) and state.blocks[depth] is block and depth not in state.dropped
             if there and coded_page(state.table[depth]) is None:
                 state.table[depth] = page

@@ -30,7 +30,7 @@ class PageMap:
         self._memory = memory
         self._absent = absent
         self._generation = absent.generation
-        self._length = 0
+        self._read = 0  # the version of the table up to which the addresses are those of its entries
         self._holes = False  # whether some address may be _NOWHERE
         self._lent: dict[int, SequenceBlock] = {}  # depths whose page is borrowed
         self._fetched: dict[int, SequenceBlock] = {}  # depths whose page is being loaded
@@ -43,7 +43,8 @@ class PageMap:
     def missing(self, first: int, stop: int) -> list[SequenceBlock]:
         """Brings the addresses up to date, and returns those of the blocks from depth `first` up to `stop` that are
         nowhere."""
-        state, changed = self._state, self._state.table.changed_from()
+        state, changed = self._state, self._state.table.changed_since(self._read)
+        self._read = state.table.version
         if self._generation != self._absent.generation:
             self._generation, changed = self._absent.generation, 0
         if changed is not None:

@@ -6,7 +6,7 @@ before that, lie behind them: `step` is their number, and `appended` names the l
 
 The blocks from depth `dropped.start` up to `dropped.stop` are not attended to any more. Those before depth `encoded`
 have left the tail: they are encoded, if the policy says so. `loss` is the worst of what the tokens that come next are
-computed from.
+computed from. Forks of one another have one `family`.
 
 The first `sealed` blocks have their names and never change. `tokens` are the token ids behind them; they end early, at
 the first token that was advanced without an id or overwritten, and are not kept behind a private block.
@@ -19,6 +19,7 @@ from collections.abc import Iterable
 
 from kvcluster.client.sequences.block_table import ABSENT, BlockTable
 from kvcluster.client.sequences.blocks import SequenceBlock
+from kvcluster.client.sequences.family import SequenceFamily
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, SequenceId
@@ -45,6 +46,7 @@ class SequenceState:
         self.max_tokens = max_tokens
         self.blocks: list[SequenceBlock] = []
         self.drop_oldest = drop_oldest
+        self.family: SequenceFamily[SequenceState] = SequenceFamily()
         self.table = BlockTable(self.blocks_for(limits.TOKENS_PER_SEQUENCE if drop_oldest else max_tokens))
         self.length = 0
         self.step = 0

@@ -11,7 +11,7 @@ out. What it makes from then on depends on what it dropped, so it is private.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvcluster.client.sequences.block_table import ABSENT, CodedPage, coded_page
@@ -20,7 +20,6 @@ from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import SequenceId
 from kvcluster.errors import LimitError
 
 _DROPS = 16
@@ -36,11 +35,10 @@ class Encoding(NamedTuple):
 
 
 class ResidentWindow:
-    """Encodes and drops blocks of the open sequences `states`, which share `pages`."""
+    """Encodes and drops blocks of the sequences that share `pages`."""
 
-    def __init__(self, pages: ResidentPages, states: Mapping[SequenceId, SequenceState]) -> None:
+    def __init__(self, pages: ResidentPages) -> None:
         self._pages = pages
-        self._states = states
 
     # ------------------------------------------------------------------------------------------- encoding
 
@@ -162,10 +160,11 @@ class ResidentWindow:
     def _next_drop(state: SequenceState) -> int:
         return state.dropped.stop if state.dropped else state.blocks_for(state.policy.sink_tokens)
 
-    def _others(self, state: SequenceState, depth: int) -> Iterator[SequenceState]:
+    @staticmethod
+    def _others(state: SequenceState, depth: int) -> Iterator[SequenceState]:
         """Yields the other sequences that have the block and attend to it."""
         block = state.blocks[depth]
-        for other in self._states.values():
+        for other in state.family:
             there = depth < len(other.blocks) and other.blocks[depth] is block
             if there and other is not state and depth not in other.dropped:
                 yield other

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvcluster.client.sequences.block_table import PageCopy, TokenRun
+from kvcluster.client.sequences.block_table import CodedPage, PageCopy, TokenRun, coded_page
+from kvcluster.client.sequences.window import Encoding
 
 NEVER_WRITTEN = -1
 
@@ -16,6 +17,7 @@ class ResidentNumbers:
         self._block_tokens = block_tokens
         self._layers = layers
         self._numbers: dict[tuple[int, int, int], int] = {}  # by page, layer and slot
+        self._coded: dict[CodedPage, tuple[int, ...]] = {}
 
     def write(self, layer: int, runs: Iterable[TokenRun], values: Iterable[int]) -> None:
         """Writes consecutive tokens of one layer to where they lie."""
@@ -29,24 +31,30 @@ class ResidentNumbers:
         for layer in range(self._layers):
             self.write(layer, [TokenRun(page_index, 0, len(values))], values)
 
+    def encode(self, encoding: Encoding) -> bool:
+        """Encodes a page, without loss."""
+        self._coded[encoding.into] = self.page(encoding.page)
+        return True
+
     def copy(self, copies: Iterable[PageCopy]) -> None:
         """Copies pages, in this order."""
         for copy in copies:
-            for layer in range(self._layers):
-                for slot in range(self._block_tokens):
-                    number = self._numbers.get((copy.source, layer, slot), NEVER_WRITTEN)
-                    self._numbers[copy.target, layer, slot] = number
+            self.fill(copy.target, self.page(copy.source))
 
     def read(self, runs: Iterable[TokenRun]) -> list[int]:
         """Returns the numbers of consecutive tokens, as `page` does."""
         return [self.page(run.entry)[slot] for run in runs for slot in range(run.first, run.first + run.tokens)]
 
-    def page(self, index: int) -> tuple[int, ...]:
-        """Returns the numbers of a page; NEVER_WRITTEN for a token whose layers differ."""
+    def page(self, entry: int) -> tuple[int, ...]:
+        """Returns the numbers of the page of an entry of a block table; NEVER_WRITTEN for a token whose layers
+        differ."""
+        coded = coded_page(entry)
+        if coded is not None:
+            return self._coded[coded]
         held: list[int] = []
         for slot in range(self._block_tokens):
             layers = dict.fromkeys(
-                self._numbers.get((index, layer, slot), NEVER_WRITTEN) for layer in range(self._layers)
+                self._numbers.get((entry, layer, slot), NEVER_WRITTEN) for layer in range(self._layers)
             )
             held.append(next(iter(layers)) if len(layers) == 1 else NEVER_WRITTEN)
         return tuple(held)

@@ -34,7 +34,8 @@ FAULTS = (
 @dataclass(frozen=True, slots=True)
 class SequenceLoad:
     """Workers with open sequences. Each has `users` that do something every `think_ns` on average, and a resident set
-    of so many pages; its tables are told every `sync_ns`."""
+    of so many pages; its tables are told every `sync_ns`. Every other sequence keeps `keep_tokens` tokens and drops the
+    oldest ones, if that is not None."""
 
     workers: int
     users: int
@@ -42,6 +43,7 @@ class SequenceLoad:
     policy: WindowPolicy
     sync_ns: int
     think_ns: int
+    keep_tokens: int | None
 
 
 SEQUENCES = 0.25
@@ -117,8 +119,9 @@ def draw(rng: random.Random, later: random.Random) -> Scenario:
     return replace(scenario, config=replace(config, coordinator=replace(config.coordinator, eviction_policy=policy)))
 
 
-def with_sequences(scenario: Scenario, rng: random.Random) -> Scenario:
-    """Returns the scenario with workers that hold open sequences, in a share of the seeds."""
+def with_sequences(scenario: Scenario, rng: random.Random, windows: random.Random) -> Scenario:
+    """Returns the scenario with workers that hold open sequences, in a share of the seeds. `windows` draws how their
+    windows are encoded and what they drop."""
     if rng.random() >= SEQUENCES:
         return scenario
     block_tokens = 2
@@ -130,9 +133,11 @@ def with_sequences(scenario: Scenario, rng: random.Random) -> Scenario:
             tail_tokens=rng.choice((0, 2, 4)),
             migration_tokens=rng.choice((1, 2, 3)) * block_tokens,
             sink_tokens=rng.choice((0, 0, 1)),
+            codec=windows.choice(("raw", "raw", "q8", "q4")),
         ),
         sync_ns=rng.choice((50, 100, 200)) * MS,
         think_ns=rng.choice((20, 50, 100)) * MS,
+        keep_tokens=windows.choice((None, 12, 16)),
     )
     ttl_ms = rng.choice((1_500, 3_000))
     config = scenario.config

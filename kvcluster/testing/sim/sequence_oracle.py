@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.block_tables import Owner
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
@@ -131,12 +132,11 @@ class SequenceOracle:
         step = worker.block_tokens
         for sequence in worker.sequences.values():
             state = sequence.state
-            for depth, page in enumerate(state.table):
+            for depth, entry in enumerate(state.table):
                 values = tuple(sequence.values[depth * step : (depth + 1) * step])
-                if page >= 0:
-                    require(
-                        worker.memory.page(page)[: len(values)] == values, "a page of a sequence holds something else"
-                    )
+                if entry != ABSENT:
+                    held = worker.memory.page(entry)[: len(values)]
+                    require(held == values, "a page of a sequence holds something else")
 
     # --------------------------------------------------------------------------------- coordinators
 

@@ -20,6 +20,7 @@ from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.core import hashing
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, Holder, NamespaceId, SequenceId
 from kvcluster.core.messages import SyncTables, TablesSynced
 from kvcluster.core.miss import Loss
@@ -34,6 +35,9 @@ from kvcluster.testing.sim.stores import Store
 from kvcluster.testing.sim.worker import Worker, WorkerSurroundings
 
 R = TypeVar("R")
+
+_PAGE_BYTES, _CODED_BYTES = 8, {Codec.Q8: 5, Codec.Q4: 3}
+"""Of a page, raw and encoded, as far as the resident set counts them."""
 
 POLL_NS = 20 * MS
 """The time between two looks of a script that waits for work or for room."""
@@ -96,10 +100,11 @@ class SequenceWorker(Worker):
         self.model = model
         self.root = content.root(model)
         self.policy_of_sequences = load.policy
+        self.keep_tokens = load.keep_tokens
         self.layers = model.whole()[0][1].layers
         self.block_tokens = model.spec.block_tokens
         self.machine = SequenceMachine(
-            ResidentPages(load.resident_pages),
+            ResidentPages(load.resident_pages, _PAGE_BYTES, _CODED_BYTES),
             self._random_id,
             block_tokens=self.block_tokens,
             layers=self.layers,
@@ -183,8 +188,14 @@ class SequenceWorker(Worker):
         names = content.named(self.model, tokens)
         losses: list[Loss] = (yield from find_prefix(self, self.model, names)) if names else []
         step = self.block_tokens
+        name, drops = self._name(), self.keep_tokens is not None and self._made % 2 == 0
         state = SequenceState(
-            self._name(), self.root, self.policy_of_sequences, block_tokens=step, max_tokens=max_tokens
+            name,
+            self.root,
+            self.policy_of_sequences,
+            block_tokens=step,
+            max_tokens=self.keep_tokens if drops and self.keep_tokens else max_tokens,
+            drop_oldest=drops,
         )
         cached = [
             (names[at], hashing.token_bytes(tokens[at * step : (at + 1) * step]), loss)
@@ -214,7 +225,15 @@ class SequenceWorker(Worker):
             self.memory.write(layer, runs, tokens)
             if self.world.later.random() < 0.1:
                 yield None, MS
-        machine.advance([state], [list(tokens) if with_ids else len(tokens)])
+        ids = list(tokens) if with_ids else len(tokens)
+        if (yield from self._with_room(lambda: machine.advance([state], [ids]))) is None:
+            machine.truncate(state, state.length)
+            return False
+        for encoding in machine.encode(state):
+            machine.encoded(state, encoding, succeeded=self.memory.encode(encoding))
+            self.world.count("sequence", "encoded")
+        if state.dropped:
+            self.world.count("sequence", "dropped tokens")
         if with_ids and sequence.ids == len(sequence.values):
             sequence.ids += len(tokens)
         sequence.values += tokens

@@ -56,7 +56,9 @@ def _open(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSe
 
 def _append(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
     rng, sequence = world.sequence_rng, world.sequence_rng.choice(mine)
-    count = min(rng.choice((1, 1, 2, 3, 5)), sequence.state.max_tokens - sequence.state.length)
+    state, count = sequence.state, rng.choice((1, 1, 2, 3, 5))
+    if not state.drop_oldest:
+        count = min(count, state.max_tokens - state.length)
     if count:
         with_ids = rng.random() < 0.85
         tokens = [100 + rng.randrange(BRANCHES)] * count if with_ids else worker.fresh(count)
@@ -77,14 +79,16 @@ def _truncate(world: SequenceSurroundings, worker: SequenceWorker, mine: list[Op
     rng, sequence = world.sequence_rng, world.sequence_rng.choice(mine)
     length = sequence.state.length
     keep = rng.randint(max(0, length - 2), length) if rng.random() < 0.5 else rng.randint(0, length)
-    yield from worker.truncate(sequence, keep)
+    gone = sequence.state.dropped_tokens
+    yield from worker.truncate(sequence, gone.stop if keep in gone[1:] else keep)
 
 
 def _write(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
     rng, sequence = world.sequence_rng, world.sequence_rng.choice(mine)
     length = sequence.state.length
-    if length:
-        written = yield from worker.write(sequence, rng.randrange(max(0, length - 6), length), worker.fresh(1)[0])
+    position = rng.randrange(max(0, length - 6), length) if length else 0
+    if length and position >= sequence.state.dropped_tokens.stop:
+        written = yield from worker.write(sequence, position, worker.fresh(1)[0])
         world.count("sequence", "overwritten" if written else "not overwritten")
 
 
@@ -94,7 +98,11 @@ def _read(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSe
     if not length:
         return
     position = rng.randrange(length)
-    lost = yield from _read_span(worker, sequence, position, rng.randint(1, length - position))
+    count, gone = rng.randint(1, length - position), sequence.state.dropped_tokens
+    if position in gone:
+        return
+    count = min(count, gone.start - position) if position < gone.start else count
+    lost = yield from _read_span(worker, sequence, position, count)
     if lost is not None:
         if rng.random() < 0.5 and (yield from worker.truncate(sequence, lost)):
             return
@@ -112,6 +120,8 @@ def _read_all(worker: SequenceWorker, sequence: OpenSequence) -> Script:
     step = worker.block_tokens
     for position in range(0, sequence.state.length, step):
         count = min(step, sequence.state.length - position)
+        if position in sequence.state.dropped_tokens:
+            continue
         if (yield from _read_span(worker, sequence, position, count)) is not None:
             return
 

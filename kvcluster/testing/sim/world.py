@@ -44,7 +44,9 @@ class SimulatedWorld:
         self.rng = rng = random.Random(seed)
         self.later = random.Random(f"{seed}, drawn later")
         self.sequence_rng = random.Random(f"{seed}, sequences")
-        self.scenario = drawn = scenario.with_sequences(scenario.draw(rng, self.later), self.sequence_rng)
+        self.scenario = drawn = scenario.with_sequences(
+            scenario.draw(rng, self.later), self.sequence_rng, random.Random(f"{seed}, windows")
+        )
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
         self.faults: Counter[str] = Counter()

@@ -214,6 +214,18 @@ def test_rows_of_a_batch_have_the_bits_that_each_has_alone(cluster: MemoryCluste
             assert torch.equal(batch.attend(0, query, tokens=tokens, window=window), torch.cat(each))
 
 
+def test_a_sequence_and_a_batch_that_has_it_both_see_what_is_appended(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = grown(client, list(range(8)))
+        batch = kvcluster.SequenceBatch([one.sequence])
+        check(one)
+        for step in range(6):
+            one.append([step] * BLOCK, seed=step)
+            query = asked(1)
+            assert torch.equal(batch.attend(0, query), expected(one, 0, query))
+            check(one)
+
+
 def test_a_row_that_cannot_step_leaves_all_others_as_they_were(start: Start) -> None:
     with small(start, 9).client(SPEC) as client:
         one, two = grown(client, [1, 2, 3]), Grown(client.sequence(max_tokens=4), made(0, 0), made(0, 0))
