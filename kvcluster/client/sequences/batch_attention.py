@@ -8,11 +8,12 @@ may be taken away while it is read is asked for afterwards, and the call is repe
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from torch import Tensor
 
-from kvcluster.attention import PageLayout, PageSpan, QueryRow, merge, partial
+from kvcluster.attention import PageLayout, PageSpan, Partial, QueryRow, merge, partial
 from kvcluster.client.sequences.absent_blocks import BlockFetch
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.page_map import PageMap
@@ -70,30 +71,47 @@ class BatchAttention:
             self._group, self._states[0].block_tokens, self._part.layers, self._part.heads, scores.latent_values
         )
         for _ in range(_TRIES):
-            self._provide(rows, layer, deadline)
-            with self._runner.reading():
-                with self._runner.lock:
-                    ready = not self._missing(rows) and all(self._has(fetch, layer) for fetch in self._fetches())
-                    made = self._query_rows(layout, rows, scores.window) if ready else []
-                    loans = {loan: None for each in self._maps for loan in each.loans}
-                if not ready:
-                    continue
-                result = partial(
-                    query,
-                    made,
-                    layout,
-                    layer,
-                    scale=scores.scale,
-                    softcap=scores.softcap,
-                    window=scores.window,
-                    threads=threads,
-                )
-            if not [loan for loan in loans if not self._loads.valid(loan)]:
+            with self._runner.lock:
+                missing = self._missing(rows)
+            with self._runner.holding(self._blocks(rows)) if missing else nullcontext():
+                result = self._read(rows, layout, layer, query, scores, threads, deadline)
+            if result is not None:
                 out = result if scores.sinks is None else merge([result], sinks=scores.sinks)
                 return out.out.to(query.dtype)
         raise LostTokens(0, "the pages of this sequence are taken away again and again while attention reads them")
 
     # ------------------------------------------------------------------------------------------- helpers
+
+    def _read(
+        self,
+        rows: Sequence[_Row],
+        layout: PageLayout,
+        layer: int,
+        query: Tensor,
+        scores: Scores,
+        threads: int,
+        deadline: Deadline,
+    ) -> Partial | None:
+        """Attends. Returns None if a page was taken away before or while it was read."""
+        self._provide(rows, layer, deadline)
+        with self._runner.reading():
+            with self._runner.lock:
+                ready = not self._missing(rows) and all(self._has(fetch, layer) for fetch in self._fetches())
+                made = self._query_rows(layout, rows, scores.window) if ready else []
+                loans = {loan: None for each in self._maps for loan in each.loans}
+            if not ready:
+                return None
+            result = partial(
+                query,
+                made,
+                layout,
+                layer,
+                scale=scores.scale,
+                softcap=scores.softcap,
+                window=scores.window,
+                threads=threads,
+            )
+        return None if [loan for loan in loans if not self._loads.valid(loan)] else result
 
     def _check(self, query: Tensor, queries: Sequence[int]) -> None:
         if len(queries) != len(self._states) or any(type(count) is not int or count < 0 for count in queries):
@@ -120,9 +138,8 @@ class BatchAttention:
         """Has absent blocks lent or loaded, and waits until what is being loaded has this layer."""
         with self._runner.lock:
             missing = self._missing(rows)
-            beside = self._beside(rows) if missing else []
         if missing:
-            loss = self._loads.provide(missing, beside, deadline)
+            loss = self._loads.provide(missing, deadline)
             with self._runner.lock:
                 self._missing(rows)
                 for state in self._states:
@@ -140,12 +157,11 @@ class BatchAttention:
                 found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
         return [*found]
 
-    def _beside(self, rows: Sequence[_Row]) -> list[SequenceBlock]:
+    def _blocks(self, rows: Sequence[_Row]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
         for state, row in zip(self._states, rows, strict=True):
             for depths in row.depths:
-                blocks = state.blocks[depths.start : depths.stop]
-                found.update((block, None) for block in blocks if block.page is not None)
+                found.update(dict.fromkeys(state.blocks[depths.start : depths.stop]))
         return [*found]
 
     def _fetches(self) -> list[BlockFetch]:

@@ -72,19 +72,19 @@ class SequenceLoads:
         return losses
 
     def bring(self, state: SequenceState, depths: Sequence[int], deadline: Deadline) -> None:
-        """Loads those of these blocks of a sequence that are absent into the resident set, and waits for them. Raises
-        ResidentSetFull, or LostTokens if one of them cannot be had."""
+        """Loads those of these blocks of a sequence that are absent into the resident set, and waits for them. The
+        caller holds all of them (SequenceRunner.holding). Raises ResidentSetFull, or LostTokens if one of them cannot
+        be had."""
         failed = 0
         while True:
             with self._runner.lock:
                 absent = [state.blocks[depth] for depth in state.absent(depths)]
                 if not absent:
                     return
-                beside = [state.blocks[depth] for depth in depths if state.blocks[depth].page is not None]
                 begun = {self.absent.fetched[block][1]: None for block in absent if block in self.absent.fetched}
                 new = [block for block in absent if block not in self.absent.fetched]
             if new:
-                loss = self._provide(new, beside, deadline, lend=False)
+                loss = self._provide(new, deadline, lend=False)
                 with self._runner.lock:
                     state.loss = max(state.loss, loss)
             for fetch in begun:
@@ -95,12 +95,12 @@ class SequenceLoads:
     def provide_prefix(self, state: SequenceState, deadline: Deadline) -> None:
         """As `provide` for all blocks of a sequence that was just opened, but takes no page that holds a block: what
         finds no room is loaded when it is needed."""
-        state.loss = max(state.loss, self._provide(state.blocks, (), deadline, lend=True, only_free=True))
+        state.loss = max(state.loss, self._provide(state.blocks, deadline, lend=True, only_free=True))
 
-    def provide(self, blocks: Sequence[SequenceBlock], beside: Sequence[SequenceBlock], deadline: Deadline) -> Loss:
-        """Borrows absent blocks, or begins to load them. `beside`: resident blocks that are needed with them. Returns
-        the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them cannot be had."""
-        return self._provide(blocks, beside, deadline, lend=True)
+    def provide(self, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Loss:
+        """Borrows absent blocks, or begins to load them. The caller holds them, and those that are needed with them.
+        Returns the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them cannot be had."""
+        return self._provide(blocks, deadline, lend=True)
 
     def finish(self, fetch: BlockFetch, deadline: Deadline) -> bool:
         """Waits for a load to end, at most until the deadline. What was loaded is in the resident set then. Returns
@@ -147,7 +147,6 @@ class SequenceLoads:
     def _provide(
         self,
         blocks: Sequence[SequenceBlock],
-        beside: Sequence[SequenceBlock],
         deadline: Deadline,
         *,
         lend: bool,
@@ -166,11 +165,11 @@ class SequenceLoads:
             others = self._borrow(spec, chunk, ticket, deadline) if lend else chunk
             if len(others) < len(chunk):
                 ticket.release()
-                self._provide(others, beside, deadline, lend=False, only_free=only_free)
+                self._provide(others, deadline, lend=False, only_free=only_free)
             elif only_free and not self._fits(len(chunk)):
                 ticket.release()
             else:
-                self._fetch(spec, chunk, beside, ticket, deadline)
+                self._fetch(spec, chunk, ticket, deadline)
             left = rest + left
         return loss
 
@@ -199,7 +198,6 @@ class SequenceLoads:
         self,
         spec: KVSpec,
         blocks: Sequence[SequenceBlock],
-        beside: Sequence[SequenceBlock],
         ticket: Ticket,
         deadline: Deadline,
     ) -> None:
@@ -207,7 +205,7 @@ class SequenceLoads:
         runner = self._runner
         try:
             with runner.lock:
-                pages = runner.with_room(partial(runner.machine.place, blocks, beside), deadline)
+                pages = runner.with_room(partial(runner.machine.place, blocks), deadline)
         except BaseException:
             ticket.release()
             raise

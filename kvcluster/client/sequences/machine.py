@@ -282,7 +282,7 @@ class SequenceMachine:
             copies = self._replace(state, depth)
         else:
             self._check_room(sum(block.page is None for block in suffix), suffix)
-            copies = [copy for at in range(depth, len(state.blocks)) for copy in self._unseal(state, at)]
+            copies = self._unseal(state, depth)
         state.encoded = min(state.encoded, depth)
         if depth < state.sealed:
             state.sealed = depth
@@ -292,17 +292,21 @@ class SequenceMachine:
 
     # ------------------------------------------------------------------------------- out of the set and back
 
-    def place(self, blocks: Sequence[SequenceBlock], beside: Sequence[SequenceBlock] = ()) -> list[int]:
-        """Takes a page for each of these absent blocks, into which the caller loads them. The blocks `beside`, which
-        are needed with them, keep their pages. Raises ResidentSetFull."""
-        for block in beside:
-            self.pages.must_keep(block)
-        try:
-            self._check_room(len(blocks))
-            return [self._take() for _ in blocks]
-        finally:
-            for block in beside:
-                self._may_give_up(block)
+    def place(self, blocks: Sequence[SequenceBlock]) -> list[int]:
+        """Takes a page for each of these absent blocks, into which the caller loads them. Raises ResidentSetFull."""
+        self._check_room(len(blocks))
+        return [self._take() for _ in blocks]
+
+    def hold(self, blocks: Sequence[SequenceBlock]) -> None:
+        """Has blocks keep their pages, or those that they will get, until `let_go`: they are needed together."""
+        for block in blocks:
+            self.pages.hold(block)
+
+    def let_go(self, blocks: Sequence[SequenceBlock]) -> None:
+        """Withdraws a `hold` of these blocks."""
+        for block in blocks:
+            self.pages.let_go(block)
+            self._may_give_up(block)
 
     def placed(self, block: SequenceBlock, page: PageNumber, *, loaded: bool) -> None:
         """The load of a placed block has ended: it is in the resident set, or its page is free again."""
@@ -414,18 +418,22 @@ class SequenceMachine:
         return copies
 
     def _unseal(self, state: SequenceState, depth: int) -> list[PageCopy]:
-        """Takes the name of a block that one sequence alone refers to, and its encoded form, so that it may be written.
-        Returns what is to be copied."""
-        block, copies = state.blocks[depth], list[PageCopy]()
-        self.pages.must_keep(block)
-        block.name, block.private, block.tokens, block.stored, block.failures = None, False, b"", StoreState.NO, 0
-        block.stays = state.policy.coding is not Codec.RAW
-        if coded_page(state.table[depth]) is not None:
-            block.page = self._take() if block.page is None else block.page
-            copies.append(PageCopy(state.table[depth], block.page))
-            block.loss = max(block.loss, loss_of(state.table[depth]))
-            state.table[depth] = block.page
-        self._free_coded(block)
+        """Takes the names of the blocks from `depth` on, to which one sequence alone refers, and their encoded forms,
+        so that they may be written. There must be room. Returns what is to be copied."""
+        suffix, copies = state.blocks[depth:], list[PageCopy]()
+        for block in suffix:
+            self.pages.must_keep(block)  # first, so that none of them gives up its page for another
+        for at, block in enumerate(suffix, depth):
+            block.name, block.private, block.tokens, block.stored, block.failures = None, False, b"", StoreState.NO, 0
+            block.stays = state.policy.coding is not Codec.RAW
+            entry = state.table[at]
+            if coded_page(entry) is not None:
+                block.page = self._take() if block.page is None else block.page
+                copies.append(PageCopy(entry, block.page))
+                block.loss = max(block.loss, loss_of(entry))
+                state.table[at] = block.page
+        for block in suffix:  # last, so that no slot loses its memory before it was copied
+            self._free_coded(block)
         return copies
 
     def _free_coded(self, block: SequenceBlock) -> None:

@@ -67,6 +67,7 @@ class ResidentPages:
         self._pools.update((codec, _Pool(nbytes)) for codec, nbytes in (coded_bytes or {}).items())
         self._spare: dict[SequenceBlock, None] = {}  # blocks with a page that they may give up, in that order
         self._spare_first: dict[SequenceBlock, None] = {}
+        self._held: dict[SequenceBlock, int] = {}
 
     @property
     def used(self) -> int:
@@ -129,8 +130,10 @@ class ResidentPages:
         return backed
 
     def may_give_up(self, block: SequenceBlock) -> None:
-        """Allows a block to give up its page, after all others that may."""
+        """Allows a block to give up its page, after all others that may. Does nothing while the block is held."""
         assert block.page is not None
+        if block in self._held:
+            return
         self.must_keep(block)
         (self._spare if block.coded is None else self._spare_first)[block] = None
 
@@ -142,6 +145,22 @@ class ResidentPages:
     def may_go(self, block: SequenceBlock) -> bool:
         """Whether `may_give_up` holds of a block."""
         return block in self._spare or block in self._spare_first
+
+    @property
+    def holding(self) -> bool:
+        """Whether a block is held."""
+        return bool(self._held)
+
+    def hold(self, block: SequenceBlock) -> None:
+        """Has a block keep its page, or the one that it will get, until `let_go` was called as often."""
+        self._held[block] = self._held.get(block, 0) + 1
+        self.must_keep(block)
+
+    def let_go(self, block: SequenceBlock) -> None:
+        """Withdraws a `hold`. The caller then allows the block to give up its page, if it may."""
+        self._held[block] -= 1
+        if not self._held[block]:
+            del self._held[block]
 
     def check(self) -> None:
         """Asserts that pages are counted once."""

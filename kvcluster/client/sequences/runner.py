@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.memory import bind
+from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.store_queue import StoreBatch
@@ -75,6 +76,8 @@ class SequenceRunner:
         self.settle: Callable[[], bool] = lambda: False
         """Called in the lock, while nothing reads, when the resident set is full: ends loads, whose pages may be used
         for others then. Returns whether there was one."""
+        self._turn = threading.Lock()
+        self._holder = 0  # the thread that has it
         self._evicting = 0  # threads that wait until nothing reads
         self._storing = 0
         self._store_at = 0.0
@@ -110,6 +113,9 @@ class SequenceRunner:
             except ResidentSetFull:
                 if self.readers:
                     self.wait_for_readers()
+                    continue
+                if self.machine.pages.holding and self._holder != threading.get_ident():
+                    self.lock.wait_for(lambda: not self.machine.pages.holding)
                     continue
                 if self.settle():
                     continue
@@ -154,6 +160,22 @@ class SequenceRunner:
                 self.readers -= 1
                 self.machine.pages.frozen = bool(self.readers)
                 self.lock.notify_all()
+
+    @contextmanager
+    def holding(self, blocks: Sequence[SequenceBlock]) -> Iterator[None]:
+        """Within it these blocks keep the pages that they have and get, so what brings them all together succeeds. One
+        thread at a time: two that each hold what the other needs would wait for ever. Others that need a page wait."""
+        with self._turn:
+            with self.lock:
+                self._holder = threading.get_ident()
+                self.machine.hold(blocks)
+            try:
+                yield
+            finally:
+                with self.lock:
+                    self.machine.let_go(blocks)
+                    self._holder = 0
+                    self.lock.notify_all()
 
     def wait_for_readers(self) -> None:
         """Waits until nothing reads. Called in the lock."""

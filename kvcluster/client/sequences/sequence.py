@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcluster.client.sequences.policy import WindowPolicy
@@ -321,12 +322,15 @@ class Sequence:
         span = range(first, first + state.blocks_for(position % state.block_tokens + tokens) if tokens else first)
         deadline = self._deadline(deadline_ms)
         while True:
-            if state.absent(span):
-                self.resources.loads.bring(state, span, deadline)
-            with self._runner.lock:
-                made = self._runner.with_room(lambda: None if state.absent(span) else (call(),), deadline)
-                if made is not None:
-                    return made[0]
+            away = bool(state.absent(span))
+            blocks = [state.blocks[depth] for depth in span] if away else []
+            with self._runner.holding(blocks) if away else nullcontext():
+                if away:
+                    self.resources.loads.bring(state, span, deadline)
+                with self._runner.lock:
+                    made = self._runner.with_room(lambda: None if state.absent(span) else (call(),), deadline)
+            if made is not None:
+                return made[0]
 
     def _check_range(self, layer: int, position: int, tokens: int, length: int) -> None:
         _check_number("position", position)

@@ -314,12 +314,15 @@ class SequenceWorker(Worker):
         if there is no room for them."""
         state, span = sequence.state, list(depths)
         while absent := [state.blocks[depth] for depth in state.absent(span)]:
+            needed = [state.blocks[depth] for depth in span]
+            self.machine.hold(needed)
             try:
-                beside = [state.blocks[depth] for depth in span if state.blocks[depth].page is not None]
-                pages = self.machine.place(absent, beside)
+                pages = self.machine.place(absent)
             except ResidentSetFull:
                 self.world.count("sequence", "read refused")
                 return -1
+            finally:
+                self.machine.let_go(needed)
             loaded = yield from load_blocks(self, self.model, absent)
             for at, (block, page) in enumerate(zip(absent, pages, strict=True)):
                 if at < loaded:

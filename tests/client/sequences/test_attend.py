@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -276,3 +277,36 @@ def test_what_does_not_fit_is_refused_by_name(cluster: MemoryCluster, what: str)
         one.sequence.close()
         with pytest.raises(CallerError, match="closed"):
             one.sequence.attend(0, asked(1))
+
+
+def test_threads_of_one_client_take_one_anothers_pages_and_no_bit_is_wrong(start: Start) -> None:
+    """Each thread's sequence alone fits the resident set; together they have to give up pages all the time."""
+    with small(start, 14).client(SPEC) as client:
+        shared = grown(client, TOKENS[:20])
+        assert shared.sequence.flush()
+        failures: list[BaseException] = []
+
+        def use(number: int) -> None:
+            try:
+                one = Grown(shared_fork[number], shared.k, shared.v)
+                for step in range(25):
+                    one.append([100 * number + step] * 3, seed=1_000 * number + step)
+                    check(one)
+                    if step % 5 == 4:
+                        one.sequence.truncate(17)
+                        one.k, one.v = one.k[:, :17], one.v[:, :17]
+                        check(one, window=6)
+                one.check()
+                one.sequence.close()
+            except BaseException as failed:
+                failures.append(failed)
+
+        shared_fork = [shared.sequence.fork() for _ in range(3)]
+        threads = [threading.Thread(target=use, args=[number]) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        check(shared)

@@ -363,11 +363,14 @@ def test_blocks_that_are_needed_together_do_not_give_up_pages_for_one_another() 
         worker.store()
     assert state.absent(range(4)) == [0]
     needed = [state.blocks[depth] for depth in range(1, 4)]
+    worker.machine.hold(needed)
     with pytest.raises(ResidentSetFull):
-        worker.machine.place([state.blocks[0]], needed)
+        worker.machine.place([state.blocks[0]])
     assert state.absent(range(4)) == [0]
-    (page,) = worker.machine.place([state.blocks[0]], needed[:2])
+    worker.machine.let_go(needed[2:])
+    (page,) = worker.machine.place([state.blocks[0]])
     assert state.absent(range(4)) == [0, 3]
+    worker.machine.let_go(needed[:2])
     worker.machine.placed(state.blocks[0], page, loaded=False)
 
 
@@ -382,3 +385,20 @@ def test_a_truncation_that_finds_no_room_changes_nothing() -> None:
     with pytest.raises(ResidentSetFull):
         worker.truncate(fork, 2)
     assert (fork.length, fork.sealed) == (4, 1) and worker.read(fork) == [0, 1, 2, 3]
+
+
+def test_encoded_blocks_that_are_overwritten_under_pressure_are_decoded_first() -> None:
+    policy = WindowPolicy(tail_tokens=0, migration_tokens=BLOCK, codec="q8")
+    worker = Worker(pages=12, policy=policy)
+    state = grown(worker, 8 * BLOCK)
+    while worker.store() is not None:
+        pass
+    worker.policy = WindowPolicy(tail_tokens=0, migration_tokens=BLOCK)
+    other = grown(worker, 5 * BLOCK)
+    while worker.store() is not None:
+        pass
+    assert [block.page for block in state.blocks].count(None) >= 1, "the raw pages of encoded blocks went first"
+    worker.write(state, 1, 99)
+    assert worker.read(state) == [0, 99, *range(2, 8 * BLOCK)]
+    worker.machine.check()
+    assert worker.read(other) == list(range(5 * BLOCK))
