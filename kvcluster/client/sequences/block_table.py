@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvcluster.client.sequences.page_memory import PRIVATE
 from kvcluster.core.codecs import Codec
 from kvcluster.core.miss import Loss
 
@@ -48,9 +49,6 @@ def coded_page(entry: int) -> CodedPage | None:
     return CodedPage(CODED[codec], slot)
 
 
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-
-
 def loss_of(entry: int) -> Loss:
     """Returns what the page of an entry has lost by its encoding."""
     coded = coded_page(entry)
@@ -78,7 +76,7 @@ class BlockTable:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        mapped = mmap.mmap(-1, max(1, capacity) * 4, flags=_PRIVATE)
+        mapped = mmap.mmap(-1, max(1, capacity) * 4, flags=PRIVATE)
         self.memory = memoryview(mapped).cast("i")
         self.version = 0
         """Counts the changes."""

@@ -6,6 +6,10 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
+"""The last is MAP_NORESERVE, which Python 3.13 names: what is never touched is not counted against the machine's
+memory."""
+
 _WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14 and later
 
 
@@ -16,7 +20,7 @@ class PageMemory:
         self.nbytes = nbytes
         self._stride = stride_bytes
         count = budget_bytes // stride_bytes
-        self._mapped = mmap.mmap(-1, max(1, count) * self._stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapped = mmap.mmap(-1, max(1, count) * self._stride, flags=PRIVATE)
         self.view = memoryview(self._mapped)
 
     def page(self, number: int) -> memoryview:
