@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core import limits
-from kvcluster.core.ids import Holder, SequenceId
+from kvcluster.core.ids import Epoch, Holder, SequenceId
 from kvcluster.core.messages import SyncTables, TableChange, TablesSynced
 
 
@@ -51,6 +51,7 @@ class TableKeeper:
         self._under_way: SyncTables | None = None
         self._next_at = 0
         self._renew_at: int | None = None
+        self._epoch: Epoch | None = None  # of the coordinator that answered last
 
     def __len__(self) -> int:
         return len(self._known)
@@ -127,7 +128,10 @@ class TableKeeper:
             if name in self._known:  # its table is as before that message; the next blocks that are sealed tell it anew
                 self._known[name].told = min(self._known[name].told, keep[name])
                 self._known[name].stale = True
-        for name in [*self._known] if answer.forgotten else answer.reopen:
+        # Another coordinator may have forgotten all in an answer that was lost.
+        forgotten = answer.forgotten or self._epoch not in (None, answer.epoch)
+        self._epoch = answer.epoch
+        for name in [*self._known] if forgotten else answer.reopen:
             if name in self._known:
                 self._forget(name)
         self._under_way = None

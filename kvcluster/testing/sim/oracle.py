@@ -35,7 +35,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.page import PageState
-from kvcluster.core.tiers import FASTEST, STAGING
+from kvcluster.core.tiers import FASTEST
 from kvcluster.testing.kernel import Kernel
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.memory import UNIT_BYTES
@@ -120,8 +120,6 @@ class Oracle:
 
     def _gave_way(self, shard: ShardProcess) -> None:
         """A page that is gone without an order must have been replaced by one of less loss."""
-        if STAGING not in shard.core.pool.allocators:
-            return
         for place in self._vanished(shard):
             slot, _ = shard.ready.pop(place)
             others = (shard.core.pool.on(tier, place[0], place[1]) for tier in shard.core.pool.allocators)

@@ -189,3 +189,25 @@ def test_a_fork_that_closes_before_it_is_told_of_leaves_nothing_behind() -> None
     teller.keeper.cut(parent)
     teller.open = [parent]
     teller.check()
+
+
+def test_tables_that_another_coordinator_forgot_in_an_answer_that_was_lost_are_told_to_it() -> None:
+    teller = Teller()
+    state, idle = teller.worker.open(), teller.worker.open()
+    teller.open = [state, idle]
+    for each in teller.open:
+        teller.keeper.opened(each)
+        teller.worker.append(each, [1] * BLOCK)
+        teller.keeper.sealed(each)
+    old, new = teller.coordinator, LoneCoordinator(expected=1, epoch=101)
+    assert teller.sync()
+    teller.worker.append(state, [2] * BLOCK)
+    teller.keeper.sealed(state)
+    teller.coordinator = new
+    assert not teller.sync(reply_lost=True)
+    teller.coordinator = old
+    assert teller.sync()
+    teller.coordinator = new
+    teller.worker.append(state, [2] * BLOCK)
+    teller.keeper.sealed(state)
+    teller.check()
