@@ -328,16 +328,15 @@ class SequenceMachine:
     def seal_all(self) -> list[SequenceState]:
         """Seals all full blocks of all sequences, so that they can be stored and give up their pages. Returns the
         sequences of which some were sealed."""
-        return [state for state in self._open.values() if self.seal(state, all_full=True)]
+        return [state for state in self.open_states() if self.seal(state, all_full=True)]
 
     def is_stored(self, state: SequenceState) -> bool:
         """Whether the cluster has all sealed blocks of a sequence."""
         return all(block.stored is StoreState.YES or block.dropped for block in state.blocks[: state.sealed])
 
-    @property
-    def sequences(self) -> int:
-        """The number of open sequences."""
-        return len(self._open)
+    def open_states(self) -> list[SequenceState]:
+        """Returns the open sequences."""
+        return [*self._open.values()]
 
     @property
     def waiting(self) -> int:

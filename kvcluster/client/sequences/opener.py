@@ -88,12 +88,17 @@ class SequenceOpener:
             return resident_use(runner.machine, len(loads.absent.lent), runner.stores_pending)
 
     def close(self) -> None:
-        """Ends the thread of the sequences. They must not be used any more."""
+        """Closes all sequences, and ends their thread."""
         with self._lock:
             self._closed = True
             resources = self._resources
         if resources is not None:
-            resources.runner.close()
+            runner = resources.runner
+            with runner.lock:
+                for state in runner.machine.open_states():
+                    runner.keeper.closed(state)
+                    runner.machine.close(state)
+            runner.close()
 
     def _started(self, deadline: Deadline) -> SequenceResources:
         with self._lock:

@@ -79,6 +79,6 @@ def resident_use(machine: SequenceMachine, borrowed: int, waiting: int) -> Resid
         sum(slots.values()),
         sum(count * pages.nbytes(codec) for codec, count in slots.items()),
         borrowed,
-        machine.sequences,
+        len(machine.open_states()),
         waiting,
     )

@@ -219,6 +219,19 @@ def test_tables_are_told_again_to_a_coordinator_that_restarts(cluster: MemoryClu
         one.check()
 
 
+def test_a_client_that_is_closed_closes_its_sequences(cluster: MemoryCluster) -> None:
+    client = cluster.client(SPEC)
+    one = grown(client, list(range(8)))
+    one.append(8, seed=3)
+    fork = one.sequence.fork()
+    assert one.sequence.flush()
+    cluster.wait_until(lambda: claimed(cluster) == 4)
+    client.close()
+    assert claimed(cluster) == 0 and one.sequence.closed and fork.closed
+    with pytest.raises(CallerError, match="closed"):
+        one.sequence.read(0, 0)
+
+
 MISUSE = {
     "a layer that is not there": lambda s, k: s.append(2, k, k),
     "one tensor for two planes": lambda s, k: s.append(0, k),
