@@ -125,7 +125,7 @@ class TableKeeper:
                 self._known.pop(change.sequence, None)
         keep = {change.sequence: change.keep for change in self._under_way.changes}
         for name in answer.refused:
-            if name in self._known:  # its table is as before that message; the next blocks that are sealed tell it anew
+            if name in self._known:  # its table is as before that message; the next blocks that are sealed tell it again
                 self._known[name].told = min(self._known[name].told, keep[name])
                 self._known[name].stale = True
         # Another coordinator may have forgotten all in an answer that was lost.
