@@ -124,8 +124,8 @@ class TableKeeper:
             if change.closed:
                 self._known.pop(change.sequence, None)
         keep = {change.sequence: change.keep for change in self._under_way.changes}
-        for name in answer.refused:
-            if name in self._known:  # its table is as before that message; the next blocks that are sealed tell it again
+        for name in answer.refused:  # its table is as before that message; the next sealed blocks tell it again
+            if name in self._known:
                 self._known[name].told = min(self._known[name].told, keep[name])
                 self._known[name].stale = True
         # Another coordinator may have forgotten all in an answer that was lost.
