@@ -7,6 +7,7 @@ changes behaviour. Durations are integer milliseconds, sizes integer bytes or te
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -284,7 +285,7 @@ def _coordinator_rules(c: CoordinatorConfig) -> Iterator[_Rule]:
         c.eviction_policy in POLICIES,
         f"coordinator.eviction_policy must be one of {', '.join(POLICIES)}, not {c.eviction_policy!r}",
     )
-    yield c.q4_error_budget >= 0, "coordinator.q4_error_budget must not be negative"
+    yield 0 <= c.q4_error_budget < math.inf, "coordinator.q4_error_budget must be a number of at least 0"
     yield c.host_raw_blocks >= 0, "coordinator.host_raw_blocks must not be negative"
     yield c.promote_loads >= 1, "coordinator.promote_loads must be at least 1"
 

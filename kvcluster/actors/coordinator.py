@@ -34,7 +34,7 @@ class CoordinatorActor:
         self._host = CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process)
         gate = Gate(authenticator(config.server, secret))
         handlers = unary_handlers(COORDINATOR, gate, self._host.ask, _FOR_SHARDS, operators=_FOR_OPERATORS)
-        self._server = GrpcServer(handlers, config.server.host, config.server.port, config.server.threads)
+        self._server = GrpcServer(handlers, gate, config.server.host, config.server.port, config.server.threads)
         self._garbage = GarbageKeeper()
         self._garbage.start()
         self._host.start()

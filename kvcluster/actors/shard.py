@@ -45,7 +45,7 @@ class ShardActor:
         gate = Gate(auth)
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, Handler] = {}
-        self._server = GrpcServer(handlers, reachable_host(config.server.host), 0, config.server.threads)
+        self._server = GrpcServer(handlers, gate, reachable_host(config.server.host), 0, config.server.threads)
         self._host = ShardHost(
             ShardId(shard),
             Epoch(time.time_ns()),

@@ -105,7 +105,7 @@ class EventEmitter:
     def __init__(self) -> None:
         self._streams: dict[NamespaceId, EventStream] = {}
         self._pending: dict[NamespaceId, _Pending] = {}
-        self._tokens: dict[BlockHash, tuple[int, ...]] = {}
+        self._tokens: dict[tuple[NamespaceId, BlockHash], tuple[int, ...]] = {}
         self._retelling: list[tuple[NamespaceId, Iterator[Told]]] = []
 
     @property
@@ -122,10 +122,12 @@ class EventEmitter:
         self._streams.pop(space, None)
         self._pending.pop(space, None)
 
-    def remember(self, hashes: Sequence[BlockHash], tokens: Sequence[int], block_tokens: int) -> None:
+    def remember(
+        self, space: NamespaceId, hashes: Sequence[BlockHash], tokens: Sequence[int], block_tokens: int
+    ) -> None:
         """Remembers the token ids of blocks that are about to be stored; the oldest are forgotten first."""
         for at, block in enumerate(hashes):
-            self._tokens.setdefault(block, tuple(tokens[at * block_tokens : (at + 1) * block_tokens]))
+            self._tokens.setdefault((space, block), tuple(tokens[at * block_tokens : (at + 1) * block_tokens]))
         while len(self._tokens) > limits.TOKEN_BLOCKS_REMEMBERED:
             del self._tokens[next(iter(self._tokens))]
 
@@ -135,7 +137,7 @@ class EventEmitter:
         for tier in Tier:
             bit = 1 << tier
             if record.tiers & bit and not before & bit:
-                pending.stored(tier, record, self._tokens.pop(record.hash, ()))
+                pending.stored(tier, record, self._tokens.pop((space, record.hash), ()))
             elif before & bit and not record.tiers & bit:
                 pending.removed(tier, record)
 

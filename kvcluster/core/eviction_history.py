@@ -1,14 +1,17 @@
 """The eviction history: a bounded memory of lost blocks, so that `explain` can say "evicted 40 s ago".
 
-It is a table of fixed size, allocated once. A block's hash selects its cell; a later loss overwrites an earlier one in
-the same cell. A fingerprint is eight bytes of the hash. Two blocks with the same fingerprint can make an explanation
-wrong, but never a byte of KV.
+It is a table of fixed size, allocated once. A fingerprint selects the cell of a block; a later loss overwrites an
+earlier one in the same cell. A fingerprint is eight bytes of a digest of the namespace and the hash, so a hash that a
+tenant chooses is not explained by what another tenant lost. Two blocks with the same fingerprint can make an
+explanation wrong, but never a byte of KV.
 """
 
 from __future__ import annotations
 
+import hashlib
+
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash
+from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 
 _REASONS = (MissReason.EVICTED, MissReason.SHARD_LOST, MissReason.CORRUPT)
@@ -16,7 +19,7 @@ _REASON_BITS = 2
 
 
 class EvictionHistory:
-    """Block hash -> when its last copy was lost, and how: evicted, corrupt, or with its shard."""
+    """Namespace and block hash -> when its last copy was lost, and how: evicted, corrupt, or with its shard."""
 
     def __init__(self, capacity: int = limits.EVICTED_FINGERPRINTS) -> None:
         self._capacity = capacity
@@ -24,26 +27,26 @@ class EvictionHistory:
         # above the reason plus one in the two lowest bits, so that 0 means an empty cell.
         self._cells = memoryview(bytearray(16 * capacity)).cast("Q")
 
-    def add(self, block: BlockHash, now: int, reason: MissReason) -> None:
-        cell, fingerprint = self._find(block)
+    def add(self, space: NamespaceId, block: BlockHash, now: int, reason: MissReason) -> None:
+        cell, fingerprint = self._find(space, block)
         self._cells[cell] = fingerprint
         self._cells[cell + 1] = now << _REASON_BITS | _REASONS.index(reason) + 1
 
-    def forget(self, block: BlockHash) -> None:
+    def forget(self, space: NamespaceId, block: BlockHash) -> None:
         """Forgets a block that is cached again."""
-        cell, fingerprint = self._find(block)
+        cell, fingerprint = self._find(space, block)
         if self._cells[cell] == fingerprint:
             self._cells[cell + 1] = 0
 
-    def why(self, block: BlockHash, now: int) -> Miss | None:
+    def why(self, space: NamespaceId, block: BlockHash, now: int) -> Miss | None:
         """Returns the miss for a lost block, with its age in whole seconds; None if the block is not remembered."""
-        cell, fingerprint = self._find(block)
+        cell, fingerprint = self._find(space, block)
         lost_at, reason = divmod(self._cells[cell + 1], 1 << _REASON_BITS)
         if self._cells[cell] != fingerprint or not reason:
             return None
         return Miss(_REASONS[reason - 1], f"{(now - lost_at) // 1_000_000_000} s ago")
 
-    def _find(self, block: BlockHash) -> tuple[int, int]:
+    def _find(self, space: NamespaceId, block: BlockHash) -> tuple[int, int]:
         """Returns the index of this block's cell, and its fingerprint."""
-        fingerprint = int.from_bytes(block[:8], "big")
+        fingerprint = int.from_bytes(hashlib.blake2b(block, digest_size=8, key=space).digest(), "big")
         return 2 * (fingerprint % self._capacity), fingerprint

@@ -209,6 +209,10 @@ STREAMS = 256
 """Connections that a shard keeps open besides those of gRPC; each has a thread. Two for each of a hundred workers, and
 some more."""
 
+CALLS_WAITING = 1_024
+"""gRPC calls of one tenant that wait for one of its threads at one server: its workers make a few each. One more is
+refused."""
+
 POLICIES = 64
 """Settings of the tiers in one message: many times the number that exist."""
 

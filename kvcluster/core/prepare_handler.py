@@ -11,7 +11,7 @@ from functools import cache
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.coordinator_state import MS, CoordinatorState
-from kvcluster.core.ids import Attempt, BlockHash
+from kvcluster.core.ids import Attempt, BlockHash, Tenant
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
@@ -98,7 +98,7 @@ class PrepareHandler:
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
         emitter = state.emitter if not space.spec.private else None
         if emitter is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
-            emitter.remember(m.hashes, m.tokens, space.spec.block_tokens)
+            emitter.remember(space.id, m.hashes, m.tokens, space.spec.block_tokens)
         # Each page is planned separately: a worker may write several parts of one group, and all of them must be
         # present.
         askings = [NeedPlanner(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]
@@ -142,6 +142,8 @@ class PrepareHandler:
         return [Answer(request.call, Explained(tuple(fates)))]
 
     def renew(self, request: Request[RenewTicket], now: int) -> list[Effect]:
+        if not self._owns(request.tenant, request.question.attempt):
+            return [Answer(request.call, Done(False))]
         ticket = self._state.tickets.renew(request.question.attempt, now)
         space = self._state.directory.known(ticket.space) if ticket is not None else None
         if ticket is not None and space is not None:
@@ -149,7 +151,8 @@ class PrepareHandler:
         return [Answer(request.call, Done(ticket is not None))]
 
     def end(self, request: Request[EndTicket], now: int) -> list[Effect]:
-        ticket = self._state.tickets.end(request.question.attempt)
+        owns = self._owns(request.tenant, request.question.attempt)
+        ticket = self._state.tickets.end(request.question.attempt) if owns else None
         if ticket is None:
             self._state.counters["late"] += 1
         else:
@@ -160,13 +163,19 @@ class PrepareHandler:
         for ticket in self._state.tickets.end_expired(now):
             self._release(ticket)
 
+    def _owns(self, tenant: Tenant, attempt: Attempt) -> bool:
+        """Whether this attempt's ticket is about a namespace of this tenant, or one that is gone."""
+        ticket = self._state.tickets.get(attempt)
+        space = self._state.directory.known(ticket.space) if ticket is not None else None
+        return space is None or space.tenant == tenant
+
     def _why_absent(self, space: CoordinatorNamespace, block: BlockHash, now: int) -> Miss:
         """Returns the reason why there is no record of this block."""
         if self._state.rebuilding:
             return Miss(MissReason.REBUILDING)
         if self._state.tickets.writing(space.id, block):
             return Miss(MissReason.PENDING)
-        return self._state.evicted.why(block, now) or Miss(MissReason.NEVER_SEEN)
+        return self._state.evicted.why(space.id, block, now) or Miss(MissReason.NEVER_SEEN)
 
     def _release(self, ticket: IssuedTicket) -> None:
         space = self._state.directory.known(ticket.space)

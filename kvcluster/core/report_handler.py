@@ -162,7 +162,7 @@ class ReportHandler:
                 return
             block, record = self._purged[-1].popitem()
             if state.directory.record(record.space, block) is None:
-                state.evicted.add(block, now, MissReason.EVICTED)
+                state.evicted.add(record.space, block, now, MissReason.EVICTED)
 
     def sweep_some(self, now: int) -> None:
         """Removes lost shards from some records. Blocks that are left with fewer copies are to be replicated again."""
@@ -182,7 +182,7 @@ class ReportHandler:
             before = record.copies
             left -= len(before.entries) // COPIES_SWEPT
             if space.index.sweep(record):
-                state.evicted.add(record.hash, now, MissReason.SHARD_LOST)
+                state.evicted.add(space.id, record.hash, now, MissReason.SHARD_LOST)
                 space.pinned.pop(record.hash, None)
             elif slot is not None:
                 self._replicator.repair(space, record, before, slot)
@@ -257,7 +257,7 @@ class ReportHandler:
             return  # the page was stored before a purge that the shard has not carried out yet
         state.counters["committed_pages"] += 1
         state.tickets.written((space.id, key.hash, key.group, key.part))
-        state.evicted.forget(key.hash)
+        state.evicted.forget(event.namespace, key.hash)
         # A new block gets the stamp of its parent: if it were fresher, it would outlive the chain that it is useless
         # without.
         parent = space.index.get(event.parent)
@@ -280,7 +280,9 @@ class ReportHandler:
         if record is not None and not record.copies.on(member.slot, event.tier):
             member.cold[event.tier].remove(record)
         if gone:
-            state.evicted.add(key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED)
+            state.evicted.add(
+                event.namespace, key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED
+            )
             space.pinned.pop(key.hash, None)
         elif record is not None and not record.copies.holds(member.slot, key.group, key.part):
             if event.corrupt:

@@ -57,9 +57,14 @@ class Authenticator:
         self._internal = digest(internal_secret)
 
     @property
+    def tenants(self) -> int:
+        """How many tenants have credentials, the cluster's own shards left out. At least 1."""
+        return max(1, len(set(self._tenants.values()))) if self._tenants is not None else 1
+
+    @property
     def one_tenant(self) -> bool:
         """Whether all callers, except the cluster's own shards, belong to one tenant."""
-        return self._tenants is None or len(set(self._tenants.values())) == 1
+        return self.tenants == 1
 
     def caller(self, token: str | None) -> Caller:
         """Returns the caller of this token. Raises CredentialError if the token is missing or unknown."""
@@ -108,7 +113,7 @@ def parse_tokens(text: str) -> Tokens:
     """Parses the text of a token file. Raises ConfigError that names the faulty line."""
     tenants: dict[str, Tenant] = {}
     operators = set()
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         line = line.strip()
         if not line or line.startswith("#"):
             continue

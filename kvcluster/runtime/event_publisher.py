@@ -116,6 +116,7 @@ class EventPublisher:
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._pub.set(zmq.SNDHWM, SENT_BATCHES)
+        self._pub.set(zmq.MAXMSGSIZE, _REQUEST_BYTES)  # a subscription is kept for as long as its connection lasts
         self._router = self._context.socket(zmq.ROUTER) if self.replay_endpoint else None
         try:
             self.endpoint = _bind(self._pub, self.endpoint, "events.endpoint")

@@ -23,7 +23,7 @@ class Served:
         handlers = unary_handlers(
             COORDINATOR, gate, self._ask, frozenset({"Report", "Inventory"}), operators=frozenset({"Drain"})
         )
-        self._server = GrpcServer(handlers, "127.0.0.1", 0, threads=4)
+        self._server = GrpcServer(handlers, gate, "127.0.0.1", 0, threads=4)
         self._server.start()
         self.address = self._server.address
 

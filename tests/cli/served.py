@@ -39,9 +39,9 @@ class Served:
         gate = Gate(authenticator)
         self._coordinator = CoordinatorHost(Epoch(time.time_ns()), config, on_end=lambda leave: None)
         front = unary_handlers(COORDINATOR, gate, self._coordinator.ask, frozenset({"Report", "Inventory"}))
-        self._front = GrpcServer(front, host, 0, threads=8)
+        self._front = GrpcServer(front, gate, host, 0, threads=8)
         handlers: dict[str, Handler] = {}
-        self._back = GrpcServer(handlers, host, 0, threads=8)
+        self._back = GrpcServer(handlers, gate, host, 0, threads=8)
         self._shard = ShardHost(
             ShardId("shard-0"),
             Epoch(time.time_ns()),

@@ -77,7 +77,7 @@ class Served:
         host.inspect(tell)
 
     def _serve(self, handlers: Any) -> GrpcServer:
-        server = GrpcServer(handlers, "127.0.0.1", 0, threads=4)
+        server = GrpcServer(handlers, Gate(self.auth), "127.0.0.1", 0, threads=4)
         server.start()
         self._closing.append(lambda: server.close(grace_s=0))
         return server
@@ -291,7 +291,7 @@ def test_where_nothing_listens_it_says_what_to_do(
 
 
 def test_where_something_else_listens_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = GrpcServer({}, "127.0.0.1", 0, threads=2)
+    server = GrpcServer({}, Gate(Authenticator(None, "secret")), "127.0.0.1", 0, threads=2)
     server.start()
     try:
         found = examine(server.address, None)

@@ -24,10 +24,10 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored
-from kvcluster.testing.core_stepper import Build
+from kvcluster.testing.core_stepper import Build, build_request
 from kvcluster.testing.event_picture import EventPicture, indexed
 from tests.core.lone_coordinator import LoneCoordinator, Voice
-from tests.core.samples import OURS, SPEC, WHOLE, attempt, chain, key, ours, pages, root
+from tests.core.samples import OURS, SPEC, THEIRS, WHOLE, attempt, chain, key, ours, pages, root
 
 CHAIN = chain(6)
 
@@ -147,6 +147,18 @@ def test_token_ids_that_a_store_told_come_with_its_commit_and_once() -> None:
     voice.report(gone(CHAIN[2]))
     voice.report(*pages(CHAIN)[2:3])
     assert outsider.heard[-1].events == (BlocksStored(Tier.DEVICE, CHAIN[1], CHAIN[2:3]),)
+
+
+def test_token_ids_that_another_tenant_told_are_not_told_of_ours() -> None:
+    coordinator, voice, outsider = published()
+    theirs = coordinator.ask(Attached, build_request(Attach(SPEC), THEIRS)).namespace
+    tokens = tuple(range(100, 106))
+    store = PrepareStore(attempt(1), 0, root(), CHAIN[0], CHAIN[:3], ((0, WHOLE),), tokens=tokens)
+    coordinator.ask(StoreGrant, build_request(store, THEIRS, theirs))
+    second = PrepareStore(attempt(2), 0, root(), CHAIN[0], CHAIN[:3], ((0, WHOLE),), tokens=tuple(range(200, 206)))
+    coordinator.ask(StoreGrant, ours(second, SPEC.namespace(OURS)))
+    voice.report(*pages(CHAIN[:3]))
+    assert outsider.heard[-1].events == (BlocksStored(Tier.DEVICE, None, CHAIN[:3], tuple(range(200, 206))),)
 
 
 def test_token_ids_of_other_blocks_than_the_stores_are_passed_over() -> None:

@@ -12,6 +12,10 @@ from kvcluster.core.messages import (
     Attach,
     Attached,
     Decision,
+    Done,
+    EndTicket,
+    Explain,
+    Explained,
     LoadGrant,
     Need,
     PageEvent,
@@ -22,6 +26,7 @@ from kvcluster.core.messages import (
     PurgedEvent,
     Refused,
     RefusedKind,
+    RenewTicket,
     Run,
     Source,
     StoreGrant,
@@ -30,6 +35,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Part
+from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_coordinator import (
     BLOCKS,
     FORK,
@@ -53,6 +59,7 @@ from tests.core.samples import (
     RIGHT,
     SECOND,
     SPEC,
+    THEIRS,
     WHOLE,
     attempt,
     gone,
@@ -182,6 +189,25 @@ def test_a_ticket_ends_once() -> None:
     assert [end_ticket(coordinator, attempt(1)) for _ in range(2)] == [True, False]
     assert coordinator.counter("late") == 1
     assert not renew_ticket(coordinator, attempt(1))
+
+
+def test_only_the_tenant_of_a_ticket_renews_and_ends_it() -> None:
+    coordinator, _ = LoneCoordinator.serving()
+    coordinator.store(attempt(1), BLOCKS)
+    for question in (RenewTicket(attempt(1)), EndTicket(attempt(1))):
+        assert coordinator.ask(Done, build_request(question, THEIRS)) == Done(False)
+    assert renew_ticket(coordinator, attempt(1))
+    assert end_ticket(coordinator, attempt(1))
+
+
+def test_what_another_tenant_lost_explains_none_of_ours() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS))
+    voice.report(*(gone(block) for block in BLOCKS))
+    theirs = coordinator.ask(Attached, build_request(Attach(SPEC), THEIRS)).namespace
+    asked = Explain(tuple(BLOCKS), whole())
+    fates = coordinator.ask(Explained, build_request(asked, THEIRS, theirs)).fates
+    assert {fate.miss for fate in fates} == {Miss(MissReason.NEVER_SEEN)}
+    assert coordinator.explain(BLOCKS)[0].miss != Miss(MissReason.NEVER_SEEN)
 
 
 def test_renewing_a_ticket_spares_its_blocks_for_as_long_again() -> None:

@@ -151,7 +151,7 @@ def over_grpc(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]
         READ: grpc.unary_stream_rpc_method_handler(spoiled_read, identity, identity),
         WRITE: grpc.stream_stream_rpc_method_handler(spoiled_write, identity, identity),
     }
-    server = GrpcServer(unary_handlers(SHARD, gate, host.ask) | spoiled, "127.0.0.1", 0, threads=8)
+    server = GrpcServer(unary_handlers(SHARD, gate, host.ask) | spoiled, gate, "127.0.0.1", 0, threads=8)
     server.start()
     try:
         yield lambda shard: GrpcPages(server.address, None)

@@ -104,6 +104,12 @@ def test_a_bad_token_file_is_told_by_line(text: str, says: str) -> None:
         parse_tokens(text)
 
 
+@pytest.mark.parametrize("within", ["\u2028", "\x0b", "\x0c", "\x1c", "\x85"])
+def test_only_a_line_feed_ends_a_line(within: str) -> None:
+    text = f"# was:{within}sha256:{digest('revoked')} me operator\nsha256:{DIGEST} me"
+    assert parse_tokens(text).tenants == {DIGEST: "me"}
+
+
 def test_one_tenant_may_have_several_tokens() -> None:
     text = f"sha256:{digest('old')} me\nsha256:{digest('new')} me"
     assert list(parse_tokens(text).tenants.values()) == ["me", "me"]

@@ -246,3 +246,24 @@ def test_close_leaves_neither_thread_nor_port() -> None:
     publisher.publish(effect(2))
     with published(endpoint=publisher.endpoint, replay=publisher.replay_endpoint, first_sequence=time.time_ns()):
         pass
+
+
+def test_a_subscription_longer_than_any_topic_ends_its_connection() -> None:
+    with published() as publisher:
+        host, port = publisher.endpoint.removeprefix("tcp://").rsplit(":", 1)
+        context = zmq.Context()
+        watching = context.socket(zmq.SUB)
+        watching.set(zmq.LINGER, 0)
+        watching.set(zmq.RECONNECT_STOP, zmq.RECONNECT_STOP_CONN_REFUSED)
+        monitor = watching.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            watching.set(zmq.SUBSCRIBE, bytes(2**14))
+            watching.connect(f"tcp://{host}:{port}")
+            assert monitor.poll(10_000), "the publisher keeps a subscription of 16 KiB"
+        finally:
+            watching.disable_monitor()
+            watching.close()
+            context.destroy()
+        with subscribed(publisher) as subscriber:
+            publisher.publish(effect(1))
+            heard(subscriber)

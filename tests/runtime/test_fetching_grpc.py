@@ -88,7 +88,7 @@ def served(**config: object) -> Iterator[Served]:
         gate = Gate(Authenticator({}, SECRET))
         handlers = unary_handlers(SHARD, gate, source.ask, shared=frozenset({"Suspect"}))
         handlers |= page_handlers(hanging, lambda context: gate.caller(context).tenant)
-        server = GrpcServer(handlers, "127.0.0.1", 0, threads=4)
+        server = GrpcServer(handlers, gate, "127.0.0.1", 0, threads=4)
         server.start()
 
         def open_source(address: ShardAddress) -> GrpcPages:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 
 from kvcluster.core import limits
@@ -45,12 +47,14 @@ from kvcluster.errors import (
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.transport.rpc import Connection
+from kvcluster.transport.rpc import Connection, identity
 from kvcluster.wire.methods import COORDINATOR, SHARD
 
 HOST = "127.0.0.1"
 BOUND_S = 20.0
 SECRET = "between the actors"
+OPEN = Gate(Authenticator(None, SECRET))
+"""A gate that admits all, so that the handlers behind it authenticate on their own."""
 CALL = CallId(7)
 SPEC = KVSpec.uniform(
     model="m", weights="sha256:1", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16", block_tokens=1
@@ -70,8 +74,8 @@ def soon() -> Deadline:
 
 
 @contextmanager
-def connected(handlers: dict[str, Handler], token: str | None = None) -> Iterator[Connection]:
-    server = GrpcServer(handlers, HOST, 0, threads=4)
+def connected(handlers: dict[str, Handler], token: str | None = None, gate: Gate = OPEN) -> Iterator[Connection]:
+    server = GrpcServer(handlers, gate, HOST, 0, threads=4)
     server.start()
     connection = Connection(server.address, token)
     try:
@@ -277,16 +281,16 @@ def test_a_port_where_something_listens_is_a_config_error() -> None:
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}.*--port"):
-            GrpcServer({}, HOST, port, threads=2)
+            GrpcServer({}, OPEN, HOST, port, threads=2)
 
 
 def test_two_servers_never_share_a_port() -> None:
-    first = GrpcServer({}, HOST, 0, threads=2)
+    first = GrpcServer({}, OPEN, HOST, 0, threads=2)
     first.start()
     with pytest.raises(ConfigError, match=str(first.port)):
-        GrpcServer({}, HOST, first.port, threads=2)
+        GrpcServer({}, OPEN, HOST, first.port, threads=2)
     first.close()
-    again = GrpcServer({}, HOST, first.port, threads=2)
+    again = GrpcServer({}, OPEN, HOST, first.port, threads=2)
     assert again.port == first.port, "the port is free when its server has closed"
     again.close()
 
@@ -294,11 +298,11 @@ def test_two_servers_never_share_a_port() -> None:
 @pytest.mark.parametrize("host", ["192.0.2.1", ""])
 def test_an_address_that_is_not_of_this_machine_is_a_config_error(host: str) -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
-        GrpcServer({}, host, 0, threads=2)
+        GrpcServer({}, OPEN, host, 0, threads=2)
 
 
 def test_a_server_that_was_closed_is_gone() -> None:
-    server = GrpcServer(shard_methods(lambda build, wait_s: Done()), HOST, 0, threads=2)
+    server = GrpcServer(shard_methods(lambda build, wait_s: Done()), OPEN, HOST, 0, threads=2)
     server.start()
     connection = Connection(server.address, None)
     connection.wait_ready(soon())
@@ -327,7 +331,7 @@ def test_closing_does_not_wait_for_questions_without_an_answer() -> None:
         except Unavailable as trouble:
             troubles.append(trouble)
 
-    server = GrpcServer(shard_methods(ask), HOST, 0, threads=2)
+    server = GrpcServer(shard_methods(ask), OPEN, HOST, 0, threads=2)
     server.start()
     connection = Connection(server.address, None)
     thread = threading.Thread(target=worker)
@@ -346,3 +350,84 @@ def test_a_connection_that_was_closed_is_trouble_and_no_crash() -> None:
         connection.close()
         with pytest.raises(Unavailable, match="closed"):
             connection.ask(SHARD["Ping"], None, soon())
+
+
+# ---------------------------------------------------------------------------------------- strangers and tenants
+
+
+TENANTS = {digest("mine"): Tenant("me"), digest("yours"): Tenant("you")}
+
+
+@contextmanager
+def headers_only(address: str, token: str | None, count: int) -> Iterator[None]:
+    """Calls of a unary method whose message is never sent."""
+    with grpc.insecure_channel(address) as channel:
+        flush = channel.stream_unary(SHARD["Flush"].path, request_serializer=identity, response_deserializer=identity)
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        stop = threading.Event()
+
+        def messages() -> Iterator[bytes]:
+            stop.wait(BOUND_S)
+            yield from ()
+
+        calls = [flush.future(messages(), metadata=metadata, timeout=BOUND_S) for _ in range(count)]
+        try:
+            yield
+        finally:
+            stop.set()
+            for call in calls:
+                call.cancel()
+
+
+@pytest.mark.parametrize("token", [None, "unknown", "yours"])
+def test_calls_without_a_message_take_no_thread_from_another_tenant(token: str | None) -> None:
+    gate = Gate(Authenticator(TENANTS, SECRET))
+    handlers = unary_handlers(SHARD, gate, lambda build, wait_s: Done())
+    with connected(handlers, "mine", gate) as mine, headers_only(mine.address, token, 64):
+        for _ in range(16):
+            assert mine.ask(SHARD["Flush"], FLUSH, soon()) == Done()
+
+
+def test_a_stranger_is_refused_before_its_message_is_read() -> None:
+    gate = Gate(Authenticator(TENANTS, SECRET))
+    with connected({SHARD["Flush"].path: unread()}, None, gate) as stranger, pytest.raises(CredentialError):
+        stranger.ask(SHARD["Flush"], FLUSH, soon())
+
+
+def unread() -> Handler:
+    def handle(data: bytes, context: object) -> bytes:
+        raise AssertionError("the message was read")
+
+    return grpc.unary_unary_rpc_method_handler(handle, identity, identity)
+
+
+def test_a_tenant_with_too_many_calls_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CALLS_WAITING", 0)
+    gate = Gate(Authenticator(TENANTS, SECRET))
+    began, go = threading.Semaphore(0), threading.Event()
+
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+        if build(CALL).tenant == "you":
+            began.release()
+            go.wait(BOUND_S)
+        return Done()
+
+    handlers = unary_handlers(SHARD, gate, ask)
+    with connected(handlers, "yours", gate) as yours, ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(yours.ask, SHARD["Flush"], FLUSH, soon()) for _ in range(4)]
+        for _ in running:
+            assert began.acquire(timeout=BOUND_S)
+        with pytest.raises(Unavailable, match="too many calls"):
+            yours.ask(SHARD["Flush"], FLUSH, soon())
+        mine = Connection(yours.address, "mine")
+        assert mine.ask(SHARD["Flush"], FLUSH, soon()) == Done()
+        mine.close()
+        go.set()
+        assert [call.result() for call in running] == [Done()] * 4
+
+
+def test_the_cluster_s_own_calls_do_not_wait_for_a_tenant_s() -> None:
+    gate = Gate(Authenticator(TENANTS, SECRET))
+    handlers = unary_handlers(SHARD, gate, lambda build, wait_s: Done(), shared=frozenset({"Flush"}))
+    with connected(handlers, SECRET, gate) as shard, headers_only(shard.address, "yours", 64):
+        assert shard.ask(SHARD["Flush"], FLUSH, soon()) == Done()

@@ -475,7 +475,7 @@ class Served:
         gate = Gate(auth)
         handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
         self.epoch = Epoch(0)
-        self.grpc = GrpcServer(handlers, "127.0.0.1", 0, threads=8)
+        self.grpc = GrpcServer(handlers, gate, "127.0.0.1", 0, threads=8)
         self.tcp = TcpServer(host, lambda token: auth.caller(token).tenant, "127.0.0.1")
         self.grpc.start()
         self.tcp.start()

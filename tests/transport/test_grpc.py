@@ -19,7 +19,7 @@ from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError, LimitError, ProtocolError, Unreachable
 from kvcluster.pages import codec
-from kvcluster.runtime.auth import digest
+from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
 from kvcluster.testing.conformance import NetworkClaims, TransportConformance, Wire, World, open_world
 from kvcluster.testing.conformance.content import (
@@ -51,7 +51,7 @@ class Served:
     def __init__(self, host: PageHost) -> None:
         gate = Gate(authenticator())
         handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
-        self._server = GrpcServer(handlers, HOST, 0, threads=8)
+        self._server = GrpcServer(handlers, gate, HOST, 0, threads=8)
         self._server.start()
         self.address = self._server.address
 
@@ -340,7 +340,9 @@ def serving(streams: dict[str, list[bytes]]) -> Iterator[GrpcPages]:
         kind = grpc.unary_stream_rpc_method_handler if path == READ else grpc.stream_stream_rpc_method_handler
         return kind(answer, identity, identity)
 
-    server = GrpcServer({path: handler(path) for path in streams}, HOST, 0, threads=2)
+    server = GrpcServer(
+        {path: handler(path) for path in streams}, Gate(Authenticator(None, SECRET)), HOST, 0, threads=2
+    )
     server.start()
     transport = GrpcPages(server.address, None)
     try:

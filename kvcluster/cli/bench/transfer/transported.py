@@ -172,7 +172,7 @@ def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
         gate = Gate(Authenticator(None, os.urandom(16).hex()))
         handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda _: _TENANT)
         servers: dict[str, Any] = {
-            "grpc": GrpcServer(handlers, "127.0.0.1", 0, threads=16),
+            "grpc": GrpcServer(handlers, gate, "127.0.0.1", 0, threads=16),
             "tcp": TcpServer(host, lambda _: _TENANT, "127.0.0.1"),
             "shm": ShmServer(host, lambda _: _TENANT),
         }

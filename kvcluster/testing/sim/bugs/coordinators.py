@@ -204,7 +204,7 @@ def tokens_of_another() -> list[Patch]:
     """KV events give the token ids of the first block of a store for all of its blocks."""
     original = EventEmitter.remember
 
-    def remember(self: EventEmitter, hashes: Any, tokens: Any, block_tokens: int) -> None:
-        original(self, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens)
+    def remember(self: EventEmitter, space: Any, hashes: Any, tokens: Any, block_tokens: int) -> None:
+        original(self, space, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens)
 
     return [(EventEmitter, "remember", remember)]
