@@ -206,8 +206,14 @@ WORDS_BYTES = 4_096
 """The error message that a stream sends before it ends."""
 
 STREAMS = 256
-"""Connections that a shard keeps open besides those of gRPC; each has a thread. Two for each of a hundred workers, and
-some more."""
+"""Connections of one tenant that a shard keeps open besides those of gRPC; each has a thread. Two for each of a hundred
+workers, and some more."""
+
+STREAMS_IN_ALL = 4 * STREAMS
+"""As STREAMS, of all tenants: no three of them can shut out a fourth."""
+
+STREAMS_UNKNOWN = 64
+"""Connections whose credential has not arrived yet. It follows within a round trip, so more are strangers'."""
 
 CALLS_WAITING = 1_024
 """gRPC calls of one tenant that wait for one of its threads at one server: its workers make a few each. One more is

@@ -1,10 +1,11 @@
 """The listening side of framed sockets: accepts connections, reads each one's credential, and serves it on its own
 thread.
 
-It knows nothing of pages: `serve` decides what is done with a connection. At most limits.STREAMS connections are open
-at once; one more gets an error and is closed. A connection that does not send its credential within HELLO_S is closed
-as well, so that an unknown process costs little. An error raised by `serve` ends its connection, and is sent to the
-other side if possible.
+It knows nothing of pages: `serve` decides what is done with a connection. A tenant has at most limits.STREAMS
+connections at once, and all have at most limits.STREAMS_IN_ALL; one more gets an error and is closed. Connections whose
+credential is not known yet are counted separately: at most limits.STREAMS_UNKNOWN, of which a further one ends the
+oldest, and each for at most HELLO_S. So a stranger shuts out no caller whose credential arrives in time. An error
+raised by `serve` ends its connection, and is sent to the other side if possible.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import math
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -96,6 +98,8 @@ class Listener:
         self._serve = serve
         self._name = name
         self._links: dict[FramedSocket, threading.Thread] = {}
+        self._unknown: dict[FramedSocket, None] = {}  # those of _links whose credential has not arrived, oldest first
+        self._held: Counter[Tenant] = Counter()
         self._lock = threading.Lock()
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name=f"kvcluster-{name}", daemon=True)
@@ -145,15 +149,15 @@ class Listener:
     def _begin(self, link: FramedSocket) -> None:
         thread = threading.Thread(target=self._run, args=(link,), name=f"kvcluster-{self._name}-link", daemon=True)
         with self._lock:
-            full = len(self._links) >= limits.STREAMS
-            if not full and not self._closed:
+            if not self._closed:
+                if len(self._unknown) >= limits.STREAMS_UNKNOWN:
+                    oldest = next(iter(self._unknown))
+                    del self._unknown[oldest]
+                    oldest.shut()
                 self._links[link] = thread
+                self._unknown[link] = None
                 thread.start()
                 return
-        if full:
-            log.warning("%s has reached its limit of %d connections", self._name, limits.STREAMS)
-            lost = Unavailable(Miss(MissReason.SHARD_LOST, f"this shard has {limits.STREAMS} connections already"))
-            link.fail(lost, Deadline.after_ms(_LAST_MESSAGE_MS))
         link.close()
 
     def _run(self, link: FramedSocket) -> None:
@@ -171,6 +175,7 @@ class Listener:
         finally:
             with self._lock:
                 del self._links[link]
+                self._unknown.pop(link, None)
             link.close()
 
     def _handle(self, link: FramedSocket) -> None:
@@ -180,4 +185,24 @@ class Listener:
             token = body.decode() or None
         except UnicodeDecodeError:
             raise ProtocolError("the token is not UTF-8") from None
-        self._serve(link, self._tenant_of(token))
+        tenant = self._tenant_of(token)
+        self._count(link, tenant)
+        try:
+            self._serve(link, tenant)
+        finally:
+            with self._lock:
+                self._held[tenant] -= 1
+                if not self._held[tenant]:
+                    del self._held[tenant]
+
+    def _count(self, link: FramedSocket, tenant: Tenant) -> None:
+        """Counts a connection as this tenant's. Raises Unavailable if the limit of the tenant or of all is reached."""
+        with self._lock:
+            self._unknown.pop(link, None)
+            if self._held[tenant] < limits.STREAMS and self._held.total() < limits.STREAMS_IN_ALL:
+                self._held[tenant] += 1
+                return
+            held = self._held[tenant]
+        log.warning("%s has reached its limit of connections; this tenant has %d", self._name, held)
+        why = f"this shard has {held} connections of this tenant already, or {limits.STREAMS_IN_ALL} in all"
+        raise Unavailable(Miss(MissReason.SHARD_LOST, why))

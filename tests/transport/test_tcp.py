@@ -227,8 +227,22 @@ def test_a_shard_keeps_so_many_connections_and_says_so_to_one_more(
 ) -> None:
     monkeypatch.setattr(limits, "STREAMS", 2)
     with Raw(world), Raw(world), Raw(world, hello=False) as third:
+        third.send(Kind.HELLO, token(ONE).encode())
         said = third.refusal()
-    assert "2 connections already" in str(said)
+    assert "2 connections of this tenant already" in str(said)
+
+
+def test_connections_without_a_credential_shut_out_no_other_and_the_oldest_ends(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "STREAMS", 2)
+    monkeypatch.setattr(limits, "STREAMS_UNKNOWN", 2)
+    content = Content.of(world, 1, 1, 8)
+    with Raw(world, hello=False) as oldest, Raw(world, hello=False), Raw(world, hello=False):
+        assert oldest.is_closed()
+        transport = world.open()
+        store(transport, content)
+        assert load(transport, content) == [None]
 
 
 # --------------------------------------------------------------------------------------- what else may stand there
