@@ -15,7 +15,7 @@ from kvcluster.core.messages import Leave
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
-from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.transport.rpc import host_and_port
 from kvcluster.wire.methods import COORDINATOR
 
@@ -32,9 +32,9 @@ class CoordinatorActor:
 
     def __init__(self, config: Config, secret: str) -> None:
         self._host = CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process)
-        gate = Gate(authenticator(config.server, secret))
-        handlers = unary_handlers(COORDINATOR, gate, self._host.ask, _FOR_SHARDS, operators=_FOR_OPERATORS)
-        self._server = GrpcServer(handlers, gate, config.server.host, config.server.port, config.server.threads)
+        handlers = unary_handlers(COORDINATOR, self._host.ask, _FOR_SHARDS, operators=_FOR_OPERATORS)
+        server = config.server
+        self._server = GrpcServer(handlers, authenticator(server, secret), server.host, server.port, server.threads)
         self._garbage = GarbageKeeper()
         self._garbage.start()
         self._host.start()

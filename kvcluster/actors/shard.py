@@ -9,22 +9,21 @@ import socket
 import threading
 import time
 
-import grpc
 import ray
 
 from kvcluster.actors.addresses import reachable_host
 from kvcluster.actors.coordinator import end_process
 from kvcluster.config import Config
-from kvcluster.core.ids import Epoch, ShardId, Tenant
+from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
 from kvcluster.runtime.auth import authenticator
-from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport
 from kvcluster.transport.grpc_pages import page_handlers
-from kvcluster.transport.rpc import Connection
+from kvcluster.transport.rpc import Connection, RpcHandler
 from kvcluster.wire.methods import COORDINATOR, SHARD
 
 log = logging.getLogger(__name__)
@@ -42,10 +41,9 @@ class ShardActor:
         self._takes = config.server.transports
         self._next_attempt = own_attempts()
         auth = authenticator(config.server, secret)
-        gate = Gate(auth)
         # The server is bound before the core exists, because the core needs to know its own address.
-        handlers: dict[str, Handler] = {}
-        self._server = GrpcServer(handlers, gate, reachable_host(config.server.host), 0, config.server.threads)
+        handlers: dict[str, RpcHandler] = {}
+        self._server = GrpcServer(handlers, auth, reachable_host(config.server.host), 0, config.server.threads)
         self._host = ShardHost(
             ShardId(shard),
             Epoch(time.time_ns()),
@@ -57,11 +55,8 @@ class ShardActor:
             on_end=self._leave,
         )
 
-        def tenant_of(context: grpc.ServicerContext) -> Tenant:
-            return gate.caller(context).tenant
-
-        handlers.update(unary_handlers(SHARD, gate, self._host.ask, shared=_ALSO_FOR_SHARDS))
-        handlers.update(page_handlers(self._host, tenant_of))
+        handlers.update(unary_handlers(SHARD, self._host.ask, shared=_ALSO_FOR_SHARDS))
+        handlers.update(page_handlers(self._host))
         self._paths = serve_paths(self._host, auth, config.server, self._server.host)
         self._server.start()
         self._host.start(self._paths.offers)

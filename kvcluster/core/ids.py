@@ -21,6 +21,17 @@ Tenant = NewType("Tenant", str)
 CLUSTER = Tenant("")
 """The tenant of requests from a shard of this cluster, which acts for every tenant. No client credential maps to it."""
 
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The caller that a credential identifies. `internal`: a shard of this cluster, which acts for all tenants.
+    `operator`: may make calls that affect all tenants."""
+
+    tenant: Tenant
+    internal: bool = False
+    operator: bool = False
+
+
 ShardId = NewType("ShardId", str)
 """A shard's name. It stays the same across restarts; the epoch counts those."""
 

@@ -15,27 +15,16 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcluster.config import ServerConfig
 from kvcluster.core import limits
-from kvcluster.core.ids import CLUSTER, Tenant
+from kvcluster.core.ids import CLUSTER, Caller, Tenant
 from kvcluster.errors import ConfigError, CredentialError
 
 DEFAULT_TENANT = Tenant("default")
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+({_TENANT.pattern})(\s+operator)?")
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The caller that a credential identifies. `internal`: a shard of this cluster, which acts for all tenants.
-    `operator`: may make calls that affect all tenants."""
-
-    tenant: Tenant
-    internal: bool = False
-    operator: bool = False
 
 
 class Tokens(NamedTuple):

@@ -19,20 +19,19 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import Caller, Tenant
 from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError
-from kvcluster.runtime.auth import Authenticator, Caller
+from kvcluster.runtime.auth import Authenticator
 from kvcluster.transport.base import Unavailable
-from kvcluster.transport.rpc import SERVER_OPTIONS, host_and_port, identity, status_of
+from kvcluster.transport.rpc import SERVER_OPTIONS, RpcHandler, host_and_port, identity, status_of
 from kvcluster.wire.methods import Method
 
 log = logging.getLogger(__name__)
 
-Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
+_GrpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Ask = Callable[[Callable[[Any], Any], float], Reply]
 T = TypeVar("T")
-_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _LONGEST_S = 60.0
 """The longest deadline of a call, and that of a caller without one: no thread waits for ever."""
 
@@ -69,39 +68,49 @@ class _Threads(ThreadPoolExecutor):
 
 
 class _Table(grpc.GenericRpcHandler):
-    """Looks methods up by path, and authenticates the call. gRPC asks it before it reads a message or takes a thread.
+    """Looks methods up by path, and authenticates the call. gRPC asks it, from one thread, before it reads a message or
+    takes a thread.
 
     A refused call is answered on a thread that serves nothing else. As a stream it does not wait for its message.
     """
 
-    def __init__(self, handlers: Mapping[str, Handler], gate: Gate, threads: int) -> None:
+    def __init__(self, handlers: Mapping[str, RpcHandler], authenticator: Authenticator, threads: int) -> None:
+        self.refusing = _Threads(1, "kvcluster-rpc-refuse")
         self._handlers = handlers
-        self._gate = gate
-        self._share = max(_FEWEST_THREADS, min(threads, _SHARES * threads // gate.tenants))
-        self._tenants: dict[Tenant, _Threads] = {}
-        self._refusing = _Threads(1, "kvcluster-rpc-refuse")
+        self._authenticator = authenticator
+        self._most = threads
+        self._threads: dict[Tenant, _Threads] = {}
+        self._bound: dict[tuple[str, Caller], _GrpcHandler] = {}
 
-    def service(self, details: grpc.HandlerCallDetails) -> Handler | None:
+    def service(self, details: grpc.HandlerCallDetails) -> _GrpcHandler | None:
         handler = self._handlers.get(details.method)
         if handler is None:
             return None
         try:
-            tenant = self._gate.caller_of(details.invocation_metadata).tenant
+            caller = self._authenticator.caller(_token(details.invocation_metadata))
         except CredentialError as error:
             return self._refuse(grpc.StatusCode.UNAUTHENTICATED, str(error))
-        # gRPC calls this from one thread only.
-        threads = self._tenants.get(tenant)
-        if threads is None:
-            threads = self._tenants[tenant] = _Threads(self._share, "kvcluster-rpc")
+        threads = self._threads_of(caller.tenant)
         if threads.full:
             return self._refuse(grpc.StatusCode.UNAVAILABLE, "too many calls with this token's tenant are under way")
-        return _on(handler, threads)
+        name = details.method, caller
+        bound = self._bound.get(name)
+        if bound is None:
+            bound = self._bound[name] = _on(threads, handler.kind, partial(handler.serve, caller))
+        return bound
 
     def close(self) -> None:
-        for threads in (*self._tenants.values(), self._refusing):
+        for threads in (*self._threads.values(), self.refusing):
             threads.shutdown(wait=False)
 
-    def _refuse(self, code: grpc.StatusCode, why: str) -> Handler | None:
+    def _threads_of(self, tenant: Tenant) -> _Threads:
+        threads = self._threads.get(tenant)
+        if threads is None:
+            share = max(_FEWEST_THREADS, min(self._most, _SHARES * self._most // self._authenticator.tenants))
+            threads = self._threads[tenant] = _Threads(share, "kvcluster-rpc")
+        return threads
+
+    def _refuse(self, code: grpc.StatusCode, why: str) -> _GrpcHandler | None:
         """Returns a handler that answers with this status. None, which gRPC answers without a thread, if too many
         refusals wait."""
 
@@ -109,35 +118,46 @@ class _Table(grpc.GenericRpcHandler):
             context.abort(code, why)
             raise AssertionError("abort raises")
 
-        if self._refusing.full:
-            return None
-        return _on(grpc.stream_stream_rpc_method_handler(refuse, identity, identity), self._refusing)
+        return None if self.refusing.full else _on(self.refusing, "stream_stream", refuse)
 
 
-def _on(handler: Handler, threads: ThreadPoolExecutor) -> Handler:
-    """Returns this handler on these threads. gRPC finds them as an attribute of the function that it calls."""
-    kind = next(kind for kind in _KINDS if getattr(handler, kind))
-    behavior: Any = partial(getattr(handler, kind))
-    behavior.experimental_thread_pool = threads
-    make: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
+def _on(threads: ThreadPoolExecutor, kind: str, serve: Callable[..., Any]) -> _GrpcHandler:
+    """Returns gRPC's handler that serves on these threads. It finds them as an attribute of the function it calls."""
+
+    def behavior(request: Any, context: grpc.ServicerContext) -> Any:
+        return serve(request, context)
+
+    behavior.experimental_thread_pool = threads  # type: ignore[attr-defined]
+    make: Callable[..., _GrpcHandler] = getattr(grpc, f"{kind}_rpc_method_handler")
     return make(behavior, identity, identity)
 
 
-class GrpcServer:
-    """Listens on `host:port` until `close`. Port 0 takes a free port; the attribute `port` is the actual one. `threads`
-    are the most of one tenant: it gets fewer where there are many. Raises ConfigError if it cannot listen."""
+def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    token = None
+    for key, value in metadata:
+        if key == "authorization" and str(value).startswith("Bearer "):
+            token = str(value)[len("Bearer ") :]
+    return token
 
-    def __init__(self, handlers: Mapping[str, Handler], gate: Gate, host: str, port: int, threads: int) -> None:
-        self._table = _Table(handlers, gate, threads)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvcluster-rpc-unused")
-        self._server = grpc.server(self._pool, handlers=[self._table], options=SERVER_OPTIONS)
+
+class GrpcServer:
+    """Listens on `host:port` until `close`. Port 0 takes a free port; `port` is the actual one. `handlers`
+    may be filled until `start`. `threads` are the most of one tenant: it gets fewer where there are many. Raises
+    ConfigError if it cannot listen."""
+
+    def __init__(
+        self, handlers: Mapping[str, RpcHandler], authenticator: Authenticator, host: str, port: int, threads: int
+    ) -> None:
+        self._table = _Table(handlers, authenticator, threads)
+        # The pool that is given to gRPC serves only handlers that name no other: there are none.
+        self._server = grpc.server(self._table.refusing, handlers=[self._table], options=SERVER_OPTIONS)
         self.host = host
         try:
             self.port = self._server.add_insecure_port(host_and_port(host, port))
         except RuntimeError:
             self.port = 0
         if self.port == 0:
-            self._close_threads()
+            self._table.close()
             raise ConfigError(
                 f"cannot listen on {host}:{port}: the port is in use, or the address is not this machine's. "
                 "Choose another port with --port (0 takes a free one)"
@@ -156,50 +176,17 @@ class GrpcServer:
         A thread that still waits for an answer ends when its driver is closed, which the caller does next.
         """
         self._server.stop(grace_s).wait()
-        self._close_threads()
-
-    def _close_threads(self) -> None:
         self._table.close()
-        self._pool.shutdown(wait=False)
-
-
-class Gate:
-    """Turns the metadata of a call into its caller."""
-
-    def __init__(self, authenticator: Authenticator) -> None:
-        self._authenticator = authenticator
-
-    @property
-    def tenants(self) -> int:
-        """How many tenants have credentials; at least 1."""
-        return self._authenticator.tenants
-
-    def caller_of(self, metadata: Iterable[tuple[str, str | bytes]]) -> Caller:
-        """Returns the caller whom this metadata names. Raises CredentialError if the credential is not known."""
-        token = None
-        for key, value in metadata:
-            if key == "authorization" and str(value).startswith("Bearer "):
-                token = str(value)[len("Bearer ") :]
-        return self._authenticator.caller(token)
-
-    def caller(self, context: grpc.ServicerContext) -> Caller:
-        """Returns the caller. Aborts the call if the credential is not known."""
-        try:
-            return self.caller_of(context.invocation_metadata())
-        except CredentialError as error:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
-            raise  # abort has raised already; a type checker does not know that
 
 
 def unary_handlers(
     methods: Mapping[str, Method],
-    gate: Gate,
     ask: Ask,
     internal: frozenset[str] = frozenset(),
     *,
     operators: frozenset[str] = frozenset(),
     shared: frozenset[str] = frozenset(),
-) -> dict[str, Handler]:
+) -> dict[str, RpcHandler]:
     """Returns a handler for each method, by its path.
 
     Only shards of the cluster may call the methods named in `internal`; shards and workers those in `shared`; workers
@@ -216,17 +203,13 @@ def unary_handlers(
             )
         return None
 
-    return {
-        method.path: grpc.unary_unary_rpc_method_handler(_unary(method, gate, ask, why_not), identity, identity)
-        for method in methods.values()
-    }
+    return {method.path: RpcHandler("unary_unary", _unary(method, ask, why_not)) for method in methods.values()}
 
 
 def _unary(
-    method: Method, gate: Gate, ask: Ask, why_not: Callable[[str, Caller], str | None]
-) -> Callable[[bytes, grpc.ServicerContext], bytes]:
-    def handle(data: bytes, context: grpc.ServicerContext) -> bytes:
-        caller = gate.caller(context)
+    method: Method, ask: Ask, why_not: Callable[[str, Caller], str | None]
+) -> Callable[[Caller, bytes, grpc.ServicerContext], bytes]:
+    def handle(caller: Caller, data: bytes, context: grpc.ServicerContext) -> bytes:
         refusal = why_not(method.name, caller)
         if refusal is not None:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)

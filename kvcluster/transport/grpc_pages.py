@@ -8,14 +8,14 @@ frames of about 1 MiB (wire/frames.py); gRPC requires them as `bytes`, so each s
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import grpc
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Epoch, NamespaceId, Tenant
+from kvcluster.core.ids import Caller, Epoch, NamespaceId
 from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
@@ -46,7 +46,7 @@ from kvcluster.transport.base import (
     Unavailable,
 )
 from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
-from kvcluster.transport.rpc import Connection, identity, status_of
+from kvcluster.transport.rpc import Connection, RpcHandler, status_of
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
 from kvcluster.wire import frames
@@ -167,16 +167,13 @@ def _unless_refused(answer: T | Refused) -> T:
 # ------------------------------------------------------------------------------------------- server
 
 
-def page_handlers(
-    host: PageHost, tenant_of: Callable[[grpc.ServicerContext], Tenant]
-) -> dict[str, grpc.RpcMethodHandler[bytes, bytes]]:
-    """The shard's side of `Read` and `Write`, for a threaded server. `tenant_of` authenticates or aborts."""
+def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
+    """The shard's side of `Read` and `Write`, for a threaded server."""
 
-    def read(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        tenant = tenant_of(context)
+    def read(caller: Caller, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             request = frames.decode_read_request(data)
-            with ReadSession(host, tenant, request, stop=context.cancel) as session:
+            with ReadSession(host, caller.tenant, request, stop=context.cancel) as session:
                 yield frames.encode_read_head(session.outcome)
                 for batch in session.frames(limits.FRAME_BYTES):
                     yield frames.pack(batch)
@@ -185,13 +182,12 @@ def page_handlers(
         except (Unavailable, KVClusterError) as error:
             context.abort(status_of(error), str(error))
 
-    def write(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        tenant = tenant_of(context)
+    def write(caller: Caller, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             request = frames.decode_write_request(next(messages, b""))
             # The server must not wait for room longer than the worker does: a server thread would be busy for nothing.
             request = replace(request, wait_ns=int(min(request.wait_ns, context.time_remaining() * 1e9)))
-            with WriteSession(host, tenant, request, stop=context.cancel) as session:
+            with WriteSession(host, caller.tenant, request, stop=context.cancel) as session:
                 yield frames.encode_write_head(session.outcome)
                 for message in messages:
                     session.alive()
@@ -204,6 +200,6 @@ def page_handlers(
             context.abort(status_of(error), str(error))
 
     return {
-        READ: grpc.unary_stream_rpc_method_handler(read, identity, identity),
-        WRITE: grpc.stream_stream_rpc_method_handler(write, identity, identity),
+        READ: RpcHandler("unary_stream", read),
+        WRITE: RpcHandler("stream_stream", write),
     }

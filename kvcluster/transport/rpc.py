@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 
 from kvcluster.core import limits
-from kvcluster.core.ids import NamespaceId
+from kvcluster.core.ids import Caller, NamespaceId
 from kvcluster.core.messages import Reply
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import (
@@ -48,6 +48,14 @@ SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]
 def identity(data: bytes) -> bytes:
     """The serialiser of messages that are bytes already."""
     return data
+
+
+class RpcHandler(NamedTuple):
+    """Serves one method: `serve` gets the caller, the request (or an iterator over requests) and the context, and
+    returns the reply (or yields replies). `kind` is gRPC's name of the combination, such as "unary_stream"."""
+
+    kind: str
+    serve: Callable[[Caller, Any, grpc.ServicerContext], Any]
 
 
 class Connection:

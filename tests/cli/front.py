@@ -8,7 +8,7 @@ from kvcluster.cli.main import main
 from kvcluster.core.ids import CallId
 from kvcluster.core.messages import CoordinatorQuestion, Reply, Request
 from kvcluster.runtime.auth import Authenticator, digest
-from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.testing import MemoryCluster
 from kvcluster.wire.methods import COORDINATOR
 
@@ -19,11 +19,11 @@ class Served:
     def __init__(self, cluster: MemoryCluster) -> None:
         self.cluster = cluster
         self.tenants = {digest(name): name for name in ("default", "other", "operator")}
-        gate = Gate(Authenticator(self.tenants, "secret", frozenset({digest("operator")})))  # type: ignore[arg-type]
+        auth = Authenticator(self.tenants, "secret", frozenset({digest("operator")}))  # type: ignore[arg-type]
         handlers = unary_handlers(
-            COORDINATOR, gate, self._ask, frozenset({"Report", "Inventory"}), operators=frozenset({"Drain"})
+            COORDINATOR, self._ask, frozenset({"Report", "Inventory"}), operators=frozenset({"Drain"})
         )
-        self._server = GrpcServer(handlers, gate, "127.0.0.1", 0, threads=4)
+        self._server = GrpcServer(handlers, auth, "127.0.0.1", 0, threads=4)
         self._server.start()
         self.address = self._server.address
 

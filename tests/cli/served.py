@@ -11,18 +11,17 @@ import sys
 import time
 from typing import Any
 
-import grpc
-
 from kvcluster.config import load
-from kvcluster.core.ids import CLUSTER, Epoch, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, Epoch, ShardId
 from kvcluster.core.messages import Inventory, Offer, Offers, Reply, Report
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
-from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.grpc_pages import page_handlers
+from kvcluster.transport.rpc import RpcHandler
 from kvcluster.transport.tcp_pages import TcpServer
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from tests.runtime.hosts import no_source
@@ -36,12 +35,11 @@ class Served:
         quick = {"device_bytes": "32MiB", "report_interval_ms": 20, "report_retry_ms": 5, "scrub_bytes": 0, **shard}
         config = load(overrides={"shards": 1, "shard": quick})
         authenticator = Authenticator(None, "between the actors")
-        gate = Gate(authenticator)
         self._coordinator = CoordinatorHost(Epoch(time.time_ns()), config, on_end=lambda leave: None)
-        front = unary_handlers(COORDINATOR, gate, self._coordinator.ask, frozenset({"Report", "Inventory"}))
-        self._front = GrpcServer(front, gate, host, 0, threads=8)
-        handlers: dict[str, Handler] = {}
-        self._back = GrpcServer(handlers, gate, host, 0, threads=8)
+        front = unary_handlers(COORDINATOR, self._coordinator.ask, frozenset({"Report", "Inventory"}))
+        self._front = GrpcServer(front, authenticator, host, 0, threads=8)
+        handlers: dict[str, RpcHandler] = {}
+        self._back = GrpcServer(handlers, authenticator, host, 0, threads=8)
         self._shard = ShardHost(
             ShardId("shard-0"),
             Epoch(time.time_ns()),
@@ -53,14 +51,11 @@ class Served:
             on_end=lambda leave: None,
         )
 
-        def tenant_of(context: grpc.ServicerContext) -> Tenant:
-            return gate.caller(context).tenant
-
         self._tcp = TcpServer(self._shard, lambda token: authenticator.caller(token).tenant, host)
         offered = () if shard_at else (Offer("tcp", self._tcp.address),)
         self._offers = Offers(self._shard.core.epoch, offered)
-        handlers.update(unary_handlers(SHARD, gate, self._shard.ask))
-        handlers.update(page_handlers(self._shard, tenant_of))
+        handlers.update(unary_handlers(SHARD, self._shard.ask))
+        handlers.update(page_handlers(self._shard))
         self.coordinator, self.shard = self._front.address, self._back.address
 
     def __enter__(self) -> Served:

@@ -22,7 +22,7 @@ from kvcluster.core.messages import PROTOCOL_VERSION, CoordinatorQuestion, Offer
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError
 from kvcluster.runtime.auth import Authenticator, digest
-from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.testing import MemoryCluster
@@ -44,15 +44,14 @@ class Served:
     def __init__(self, cluster: MemoryCluster) -> None:
         self.cluster = cluster
         self.auth = Authenticator({digest("default"): Tenant("default")}, "secret")
-        gate = Gate(self.auth)
         self._closing: list[Callable[[], object]] = []
-        self.coordinator = self._serve(unary_handlers(COORDINATOR, gate, self._ask))
+        self.coordinator = self._serve(unary_handlers(COORDINATOR, self._ask))
         self.address = self.coordinator.address
         self.shards: dict[str, GrpcServer] = {}
         self.tcp: dict[str, TcpServer] = {}
         for name, host in cluster.shards.items():
-            handlers = unary_handlers(SHARD, gate, host.ask)
-            handlers |= page_handlers(host, lambda context: gate.caller(context).tenant)
+            handlers = unary_handlers(SHARD, host.ask)
+            handlers |= page_handlers(host)
             self.shards[name] = self._serve(handlers)
             self._offer(name, host)
         known = {server.address for server in self.shards.values()}
@@ -77,7 +76,7 @@ class Served:
         host.inspect(tell)
 
     def _serve(self, handlers: Any) -> GrpcServer:
-        server = GrpcServer(handlers, Gate(self.auth), "127.0.0.1", 0, threads=4)
+        server = GrpcServer(handlers, self.auth, "127.0.0.1", 0, threads=4)
         server.start()
         self._closing.append(lambda: server.close(grace_s=0))
         return server
@@ -291,7 +290,7 @@ def test_where_nothing_listens_it_says_what_to_do(
 
 
 def test_where_something_else_listens_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = GrpcServer({}, Gate(Authenticator(None, "secret")), "127.0.0.1", 0, threads=2)
+    server = GrpcServer({}, Authenticator(None, "secret"), "127.0.0.1", 0, threads=2)
     server.start()
     try:
         found = examine(server.address, None)

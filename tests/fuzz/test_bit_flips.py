@@ -20,13 +20,13 @@ import torch
 
 from kvcluster.client.client import Client
 from kvcluster.config import ClientConfig
-from kvcluster.core.ids import ShardId
+from kvcluster.core.ids import Caller, ShardId
 from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import MissReason
 from kvcluster.core.page import Page
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import DEFAULT_TENANT, Authenticator
-from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.split_transport import Over
@@ -34,7 +34,7 @@ from kvcluster.transport.base import Deadline, Transport
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.rpc import identity
+from kvcluster.transport.rpc import RpcHandler
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
@@ -137,21 +137,21 @@ Way = Callable[[ShardAddress], Transport]
 @contextmanager
 def over_grpc(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
     """A server whose Read and Write go over two wires."""
-    gate = Gate(Authenticator(None, "internal"))
-    pages = page_handlers(host, lambda context: gate.caller(context).tenant)
-    read, write = pages[READ].unary_stream, pages[WRITE].stream_stream
+    auth = Authenticator(None, "internal")
+    pages = page_handlers(host)
+    read, write = pages[READ].serve, pages[WRITE].serve
 
-    def spoiled_read(data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        return map(to_reader.carry, read(to_shard.carry(data), context))
+    def spoiled_read(caller: Caller, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        return map(to_reader.carry, read(caller, to_shard.carry(data), context))
 
-    def spoiled_write(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        return map(to_reader.carry, write(map(to_shard.carry, messages), context))
+    def spoiled_write(caller: Caller, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        return map(to_reader.carry, write(caller, map(to_shard.carry, messages), context))
 
     spoiled = {
-        READ: grpc.unary_stream_rpc_method_handler(spoiled_read, identity, identity),
-        WRITE: grpc.stream_stream_rpc_method_handler(spoiled_write, identity, identity),
+        READ: RpcHandler("unary_stream", spoiled_read),
+        WRITE: RpcHandler("stream_stream", spoiled_write),
     }
-    server = GrpcServer(unary_handlers(SHARD, gate, host.ask) | spoiled, gate, "127.0.0.1", 0, threads=8)
+    server = GrpcServer(unary_handlers(SHARD, host.ask) | spoiled, auth, "127.0.0.1", 0, threads=8)
     server.start()
     try:
         yield lambda shard: GrpcPages(server.address, None)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from kvcluster.core.ids import Attempt, CallId, ShardId
 from kvcluster.core.messages import PageSlot, PullOrder, Reply, Request, ShardAddress, ShardQuestion
 from kvcluster.runtime.auth import Authenticator
-from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.wire.methods import SHARD
@@ -85,10 +85,10 @@ def served(**config: object) -> Iterator[Served]:
     others, told = Coordinator(), Coordinator()
     with shard(others, name="source") as source:
         hanging = Hanging(source)
-        gate = Gate(Authenticator({}, SECRET))
-        handlers = unary_handlers(SHARD, gate, source.ask, shared=frozenset({"Suspect"}))
-        handlers |= page_handlers(hanging, lambda context: gate.caller(context).tenant)
-        server = GrpcServer(handlers, gate, "127.0.0.1", 0, threads=4)
+        auth = Authenticator({}, SECRET)
+        handlers = unary_handlers(SHARD, source.ask, shared=frozenset({"Suspect"}))
+        handlers |= page_handlers(hanging)
+        server = GrpcServer(handlers, auth, "127.0.0.1", 0, threads=4)
         server.start()
 
         def open_source(address: ShardAddress) -> GrpcPages:

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CLUSTER, Attempt, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import CLUSTER, Attempt, Caller, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
@@ -45,20 +45,21 @@ from kvcluster.errors import (
     Unreachable,
 )
 from kvcluster.runtime.auth import Authenticator, digest
-from kvcluster.runtime.server import Gate, GrpcServer, Handler, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.transport.rpc import Connection, identity
+from kvcluster.transport.rpc import Connection, RpcHandler, identity
 from kvcluster.wire.methods import COORDINATOR, SHARD
 
 HOST = "127.0.0.1"
 BOUND_S = 20.0
 SECRET = "between the actors"
-OPEN = Gate(Authenticator(None, SECRET))
-"""A gate that admits all, so that the handlers behind it authenticate on their own."""
+OPEN = Authenticator(None, SECRET)
+"""Admits all callers as operators of one tenant."""
 CALL = CallId(7)
 SPEC = KVSpec.uniform(
     model="m", weights="sha256:1", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16", block_tokens=1
 )
+TENANTS = {digest("mine"): Tenant("me"), digest("yours"): Tenant("you")}
 INFO = ShardInfo(ShardId("shard-0"), Epoch(1), "", "", 0, 0, 0, 0)
 REPORT = Report(INFO, Epoch(0), first=1)
 FLUSH = Flush(wait_ns=1)
@@ -74,8 +75,10 @@ def soon() -> Deadline:
 
 
 @contextmanager
-def connected(handlers: dict[str, Handler], token: str | None = None, gate: Gate = OPEN) -> Iterator[Connection]:
-    server = GrpcServer(handlers, gate, HOST, 0, threads=4)
+def connected(
+    handlers: dict[str, RpcHandler], token: str | None = None, auth: Authenticator = OPEN
+) -> Iterator[Connection]:
+    server = GrpcServer(handlers, auth, HOST, 0, threads=4)
     server.start()
     connection = Connection(server.address, token)
     try:
@@ -85,9 +88,8 @@ def connected(handlers: dict[str, Handler], token: str | None = None, gate: Gate
         server.close(grace_s=0)
 
 
-def shard_methods(ask: Ask, tenants: dict[str, Tenant] | None = None) -> dict[str, Handler]:
-    hashed = None if tenants is None else {digest(token): tenant for token, tenant in tenants.items()}
-    return unary_handlers(SHARD, Gate(Authenticator(hashed, SECRET)), ask)
+def shard_methods(ask: Ask) -> dict[str, RpcHandler]:
+    return unary_handlers(SHARD, ask)
 
 
 def fails(error: BaseException) -> Ask:
@@ -107,7 +109,7 @@ def test_a_question_is_asked_in_the_name_of_its_credential() -> None:
         asked.append(build(CALL))
         return AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
 
-    with connected(shard_methods(ask, {"a token": Tenant("me")}), "a token") as connection:
+    with connected(shard_methods(ask), "mine", Authenticator(TENANTS, SECRET)) as connection:
         answer = connection.ask(SHARD["Attach"], AttachShard(SPEC), soon())
     assert asked == [Request(CALL, Tenant("me"), None, AttachShard(SPEC))]
     assert answer == AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
@@ -147,15 +149,14 @@ def test_a_ping_is_answered_without_asking_the_core() -> None:
 @pytest.mark.parametrize("token", [None, "another", SECRET])
 def test_strangers_and_actors_are_no_tenants(token: str | None) -> None:
     with (
-        connected(shard_methods(fails(AssertionError()), {"a token": Tenant("me")}), token) as connection,
+        connected(shard_methods(fails(AssertionError())), token, Authenticator(TENANTS, SECRET)) as connection,
         pytest.raises(CredentialError),
     ):
         connection.ask(SHARD["Flush"], FLUSH, soon())
 
 
 def test_reports_are_for_the_shards_of_the_cluster_alone() -> None:
-    gate = Gate(Authenticator(None, SECRET))
-    handlers = unary_handlers(COORDINATOR, gate, lambda build, wait_s: ReportAck(Epoch(1), 0), frozenset({"Report"}))
+    handlers = unary_handlers(COORDINATOR, lambda build, wait_s: ReportAck(Epoch(1), 0), frozenset({"Report"}))
     with connected(handlers, SECRET) as shard:
         assert shard.ask(COORDINATOR["Report"], REPORT, soon()) == ReportAck(Epoch(1), 0)
         with pytest.raises(CredentialError, match="GetStatus"):
@@ -166,30 +167,29 @@ def test_reports_are_for_the_shards_of_the_cluster_alone() -> None:
 
 def test_what_touches_every_tenant_is_for_operators_alone() -> None:
     tenants = {digest("mine"): Tenant("me"), digest("my boss's"): Tenant("me")}
-    gate = Gate(Authenticator(tenants, SECRET, frozenset({digest("my boss's")})))
+    auth = Authenticator(tenants, SECRET, frozenset({digest("my boss's")}))
     asked = []
 
     def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
         asked.append(build(CALL).question)
         return Done()
 
-    handlers = unary_handlers(COORDINATOR, gate, ask, operators=frozenset({"Drain"}))
-    with connected(handlers, "mine") as worker:
+    handlers = unary_handlers(COORDINATOR, ask, operators=frozenset({"Drain"}))
+    with connected(handlers, "mine", auth) as worker:
         with pytest.raises(CredentialError, match=r"Drain is for operators.*kvcluster token --tenant NAME --operator"):
             worker.ask(COORDINATOR["Drain"], DRAIN, soon())
         assert worker.ask(COORDINATOR["EndTicket"], TICKET_END, soon()) == Done(), "all else is for every worker"
-    with connected(handlers, SECRET) as shard, pytest.raises(CredentialError, match="Drain is not for this"):
+    with connected(handlers, SECRET, auth) as shard, pytest.raises(CredentialError, match="Drain is not for this"):
         shard.ask(COORDINATOR["Drain"], DRAIN, soon())
     assert asked == [TICKET_END]
-    with connected(handlers, "my boss's") as operator:
+    with connected(handlers, "my boss's", auth) as operator:
         assert operator.ask(COORDINATOR["Drain"], DRAIN, soon()) == Done()
         assert operator.ask(COORDINATOR["EndTicket"], TICKET_END, soon()) == Done()
     assert asked == [TICKET_END, DRAIN, TICKET_END]
 
 
 def test_without_a_token_file_every_client_is_an_operator() -> None:
-    gate = Gate(Authenticator(None, SECRET))
-    handlers = unary_handlers(COORDINATOR, gate, lambda build, wait_s: Done(), operators=frozenset({"Drain"}))
+    handlers = unary_handlers(COORDINATOR, lambda build, wait_s: Done(), operators=frozenset({"Drain"}))
     with connected(handlers) as client:
         assert client.ask(COORDINATOR["Drain"], DRAIN, soon()) == Done()
 
@@ -201,11 +201,11 @@ def test_what_is_shared_is_asked_by_workers_and_by_shards_which_speak_for_all() 
         asked.append(build(CALL))
         return Done()
 
-    gate = Gate(Authenticator({digest("a token"): Tenant("me")}, SECRET))
-    handlers = unary_handlers(SHARD, gate, ask, shared=frozenset({"Suspect"}))
-    with connected(handlers, "a token") as worker:
+    auth = Authenticator({digest("a token"): Tenant("me")}, SECRET)
+    handlers = unary_handlers(SHARD, ask, shared=frozenset({"Suspect"}))
+    with connected(handlers, "a token", auth) as worker:
         worker.ask(SHARD["Suspect"], SUSPECT, soon(), SPACE)
-    with connected(handlers, SECRET) as shard:
+    with connected(handlers, SECRET, auth) as shard:
         shard.ask(SHARD["Suspect"], SUSPECT, soon(), SPACE)
         with pytest.raises(CredentialError, match="Flush is not for this"):
             shard.ask(SHARD["Flush"], FLUSH, soon())
@@ -247,7 +247,7 @@ def test_a_question_that_is_malformed_never_comes_near_the_core() -> None:
 
 def test_an_answer_that_is_malformed_is_a_protocol_error() -> None:
     method = replace(SHARD["Flush"], encode_reply=lambda reply: b"\xff\xff\xff")
-    handlers = unary_handlers({"Flush": method}, Gate(Authenticator(None, SECRET)), lambda build, wait_s: Done())
+    handlers = unary_handlers({"Flush": method}, lambda build, wait_s: Done())
     with connected(handlers) as connection, pytest.raises(ProtocolError):
         connection.ask(SHARD["Flush"], FLUSH, soon())
 
@@ -255,7 +255,7 @@ def test_an_answer_that_is_malformed_is_a_protocol_error() -> None:
 def test_an_answer_of_another_kind_is_a_protocol_error() -> None:
     method = replace(SHARD["Flush"], encode_reply=lambda reply: SHARD["Attach"].encode_reply(attached))
     attached = AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
-    handlers = unary_handlers({"Flush": method}, Gate(Authenticator(None, SECRET)), lambda build, wait_s: attached)
+    handlers = unary_handlers({"Flush": method}, lambda build, wait_s: attached)
     with connected(handlers) as connection, pytest.raises(ProtocolError, match="AttachedShard"):
         connection.ask(SHARD["Flush"], FLUSH, soon())
 
@@ -355,9 +355,6 @@ def test_a_connection_that_was_closed_is_trouble_and_no_crash() -> None:
 # ---------------------------------------------------------------------------------------- strangers and tenants
 
 
-TENANTS = {digest("mine"): Tenant("me"), digest("yours"): Tenant("you")}
-
-
 @contextmanager
 def headers_only(address: str, token: str | None, count: int) -> Iterator[None]:
     """Calls of a unary method whose message is never sent."""
@@ -381,29 +378,29 @@ def headers_only(address: str, token: str | None, count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("token", [None, "unknown", "yours"])
 def test_calls_without_a_message_take_no_thread_from_another_tenant(token: str | None) -> None:
-    gate = Gate(Authenticator(TENANTS, SECRET))
-    handlers = unary_handlers(SHARD, gate, lambda build, wait_s: Done())
-    with connected(handlers, "mine", gate) as mine, headers_only(mine.address, token, 64):
+    auth = Authenticator(TENANTS, SECRET)
+    handlers = unary_handlers(SHARD, lambda build, wait_s: Done())
+    with connected(handlers, "mine", auth) as mine, headers_only(mine.address, token, 64):
         for _ in range(16):
             assert mine.ask(SHARD["Flush"], FLUSH, soon()) == Done()
 
 
 def test_a_stranger_is_refused_before_its_message_is_read() -> None:
-    gate = Gate(Authenticator(TENANTS, SECRET))
-    with connected({SHARD["Flush"].path: unread()}, None, gate) as stranger, pytest.raises(CredentialError):
+    auth = Authenticator(TENANTS, SECRET)
+    with connected({SHARD["Flush"].path: unread()}, None, auth) as stranger, pytest.raises(CredentialError):
         stranger.ask(SHARD["Flush"], FLUSH, soon())
 
 
-def unread() -> Handler:
-    def handle(data: bytes, context: object) -> bytes:
+def unread() -> RpcHandler:
+    def handle(caller: Caller, data: bytes, context: object) -> bytes:
         raise AssertionError("the message was read")
 
-    return grpc.unary_unary_rpc_method_handler(handle, identity, identity)
+    return RpcHandler("unary_unary", handle)
 
 
 def test_a_tenant_with_too_many_calls_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CALLS_WAITING", 0)
-    gate = Gate(Authenticator(TENANTS, SECRET))
+    auth = Authenticator(TENANTS, SECRET)
     began, go = threading.Semaphore(0), threading.Event()
 
     def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
@@ -412,8 +409,8 @@ def test_a_tenant_with_too_many_calls_is_refused_and_no_other(monkeypatch: pytes
             go.wait(BOUND_S)
         return Done()
 
-    handlers = unary_handlers(SHARD, gate, ask)
-    with connected(handlers, "yours", gate) as yours, ThreadPoolExecutor(4) as pool:
+    handlers = unary_handlers(SHARD, ask)
+    with connected(handlers, "yours", auth) as yours, ThreadPoolExecutor(4) as pool:
         running = [pool.submit(yours.ask, SHARD["Flush"], FLUSH, soon()) for _ in range(4)]
         for _ in running:
             assert began.acquire(timeout=BOUND_S)
@@ -427,7 +424,7 @@ def test_a_tenant_with_too_many_calls_is_refused_and_no_other(monkeypatch: pytes
 
 
 def test_the_cluster_s_own_calls_do_not_wait_for_a_tenant_s() -> None:
-    gate = Gate(Authenticator(TENANTS, SECRET))
-    handlers = unary_handlers(SHARD, gate, lambda build, wait_s: Done(), shared=frozenset({"Flush"}))
-    with connected(handlers, SECRET, gate) as shard, headers_only(shard.address, "yours", 64):
+    auth = Authenticator(TENANTS, SECRET)
+    handlers = unary_handlers(SHARD, lambda build, wait_s: Done(), shared=frozenset({"Flush"}))
+    with connected(handlers, SECRET, auth) as shard, headers_only(shard.address, "yours", 64):
         assert shard.ask(SHARD["Flush"], FLUSH, soon()) == Done()

@@ -23,7 +23,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, ConfigError, CredentialError, ProtocolError
 from kvcluster.runtime.auth import Authenticator, digest
-from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.testing.conformance import TransportConformance, World, open_world
 from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, Stop, load, read, store
 from kvcluster.testing.conformance.world import ONE, TWO, Pause, soon
@@ -472,10 +472,9 @@ class Served:
 
     def __init__(self, host: PageHost) -> None:
         auth = Authenticator({digest(f"token of {tenant}"): tenant for tenant in (ONE, TWO)}, "secret")
-        gate = Gate(auth)
-        handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
+        handlers = unary_handlers(SHARD, host.ask) | page_handlers(host)
         self.epoch = Epoch(0)
-        self.grpc = GrpcServer(handlers, gate, "127.0.0.1", 0, threads=8)
+        self.grpc = GrpcServer(handlers, auth, "127.0.0.1", 0, threads=8)
         self.tcp = TcpServer(host, lambda token: auth.caller(token).tenant, "127.0.0.1")
         self.grpc.start()
         self.tcp.start()

@@ -14,13 +14,13 @@ import grpc
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Tenant
+from kvcluster.core.ids import Caller, Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError, LimitError, ProtocolError, Unreachable
 from kvcluster.pages import codec
 from kvcluster.runtime.auth import Authenticator, digest
-from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.testing.conformance import NetworkClaims, TransportConformance, Wire, World, open_world
 from kvcluster.testing.conformance.content import (
     Content,
@@ -36,7 +36,7 @@ from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, u
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
-from kvcluster.transport.rpc import Connection, identity
+from kvcluster.transport.rpc import Connection, RpcHandler, identity
 from kvcluster.wire import frames
 from kvcluster.wire.frames import Record
 from kvcluster.wire.methods import SHARD
@@ -49,9 +49,9 @@ class Served:
     """A server before a shard, on loopback, with a token for each tenant."""
 
     def __init__(self, host: PageHost) -> None:
-        gate = Gate(authenticator())
-        handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda c: gate.caller(c).tenant)
-        self._server = GrpcServer(handlers, gate, HOST, 0, threads=8)
+        auth = authenticator()
+        handlers = unary_handlers(SHARD, host.ask) | page_handlers(host)
+        self._server = GrpcServer(handlers, auth, HOST, 0, threads=8)
         self._server.start()
         self.address = self._server.address
 
@@ -330,19 +330,16 @@ def test_a_foreign_grpc_server_is_recognised() -> None:
 def serving(streams: dict[str, list[bytes]]) -> Iterator[GrpcPages]:
     """A server that answers Read and Write with these messages, whatever is asked."""
 
-    def handler(path: str) -> grpc.RpcMethodHandler:
-        def answer(request: object, context: grpc.ServicerContext) -> Iterator[bytes]:
+    def handler(path: str) -> RpcHandler:
+        def answer(caller: Caller, request: object, context: grpc.ServicerContext) -> Iterator[bytes]:
             for number, message in enumerate(streams[path]):
                 if path == WRITE and number == 0:
                     next(request)  # type: ignore[call-overload]
                 yield message
 
-        kind = grpc.unary_stream_rpc_method_handler if path == READ else grpc.stream_stream_rpc_method_handler
-        return kind(answer, identity, identity)
+        return RpcHandler("unary_stream" if path == READ else "stream_stream", answer)
 
-    server = GrpcServer(
-        {path: handler(path) for path in streams}, Gate(Authenticator(None, SECRET)), HOST, 0, threads=2
-    )
+    server = GrpcServer({path: handler(path) for path in streams}, Authenticator(None, SECRET), HOST, 0, threads=2)
     server.start()
     transport = GrpcPages(server.address, None)
     try:

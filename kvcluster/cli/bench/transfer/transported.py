@@ -21,7 +21,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.errors import KVClusterError
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.auth import Authenticator
-from kvcluster.runtime.server import Gate, GrpcServer, unary_handlers
+from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.testing.cluster import MemoryCluster
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import DataPath, Deadline, run_to_completion
@@ -169,10 +169,10 @@ def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
     }
     with MemoryCluster(device_bytes=room, config=quiet) as cluster:
         (host,) = cluster.shards.values()
-        gate = Gate(Authenticator(None, os.urandom(16).hex()))
-        handlers = unary_handlers(SHARD, gate, host.ask) | page_handlers(host, lambda _: _TENANT)
+        handlers = unary_handlers(SHARD, host.ask) | page_handlers(host)
+        admit_all = Authenticator(None, os.urandom(16).hex())
         servers: dict[str, Any] = {
-            "grpc": GrpcServer(handlers, gate, "127.0.0.1", 0, threads=16),
+            "grpc": GrpcServer(handlers, admit_all, "127.0.0.1", 0, threads=16),
             "tcp": TcpServer(host, lambda _: _TENANT, "127.0.0.1"),
             "shm": ShmServer(host, lambda _: _TENANT),
         }
