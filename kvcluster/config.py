@@ -49,8 +49,8 @@ _Rule = tuple[bool, str]
 class CoordinatorConfig:
     """`hold_ms`: time for which promised blocks are spared from eviction.
     `low_free`, `high_free`: if less than `low_free` of its bytes is free, a shard evicts until `high_free` is.
-    `pinned_share`: maximum share of all bytes for pins.
-    `sequence_share`: maximum share of all bytes for the blocks of each tenant's open sequences.
+    `pinned_share`: share of all bytes that one tenant alone may pin. Several get less each (core/shares.py).
+    `sequence_share`: likewise, for the blocks of open sequences.
     `sequence_ttl_ms`: a worker that is silent for this long has its sequences closed.
     `private_grace_ms`: time for which private pages that no sequence claims are kept, for workers to claim them.
     `hot_loads`: a run of blocks loaded this often within `hot_window_ms` gets `hot_replicas` replicas in all.

@@ -19,10 +19,10 @@ from __future__ import annotations
 from enum import Enum
 
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, Holder, NamespaceId, SequenceId, Tenant
+from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId, Tenant
 from kvcluster.core.messages import TableChange
+from kvcluster.core.shares import Owner, Shares
 
-Owner = tuple[Tenant, Holder]
 ClaimedName = tuple[NamespaceId, BlockHash]
 
 
@@ -76,21 +76,21 @@ class _BlockTable:
 
 
 class BlockTables:
-    """All open sequences, by owner."""
+    """All open sequences, by owner. `share` (shares.py): of all bytes, for the blocks that a tenant claims alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
         no_claims = Claims(NamespaceId(b""), Tenant(""), private=False, block_bytes=0, block_tokens=1)
         self._root = _Node(BlockHash(b""), None, no_claims)
         self._tables: dict[Owner, dict[SequenceId, _BlockTable]] = {}  # never an empty one
         self._claims: dict[NamespaceId, Claims] = {}
-        self._bytes: dict[Tenant, int] = {}  # claimed
+        self._bytes = Shares(0, share)  # claimed
         self._released: list[_Node] = []  # chains to be released, each from its last node on
-        self._open = 0
+        self._shares = Shares(limits.SEQUENCES)
         self._claimed = 0
-        self._nodes = 0
+        self._nodes = Shares(limits.TABLE_BLOCKS)
 
     def __len__(self) -> int:
-        return self._open
+        return self._shares.total
 
     @property
     def claimed_blocks(self) -> int:
@@ -118,7 +118,7 @@ class BlockTables:
 
     def claimed_bytes(self, tenant: Tenant) -> int:
         """Returns the raw bytes of the tenant's claimed blocks, each counted once."""
-        return self._bytes.get(tenant, 0)
+        return self._bytes.held(tenant)
 
     def claims_in(
         self, space: NamespaceId, tenant: Tenant, *, private: bool, block_bytes: int, block_tokens: int
@@ -128,17 +128,19 @@ class BlockTables:
         return known or Claims(space, tenant, private=private, block_bytes=block_bytes, block_tokens=block_tokens)
 
     def change(
-        self, owner: Owner, m: TableChange, public: Claims, private: Claims | None, *, most_bytes: int | None
+        self, owner: Owner, m: TableChange, public: Claims, private: Claims | None, *, capacity_bytes: int | None
     ) -> Outcome:
-        """Makes one change, of a sequence with blocks in these namespaces. `most_bytes`: what the tenant may claim.
+        """Makes one change, of a sequence with blocks in these namespaces. `capacity_bytes`: all bytes, None
+        if they are not known yet.
 
         Returns UNKNOWN if the table is not known as `keep` and `parent` say, and LIMIT if the change would exceed
-        `most_bytes` or a limit of limits.py.
+        the tenant's share of them, or a limit of limits.py.
         """
         own = self._tables.get(owner, {})
         if m.closed:
             if m.sequence in own:
                 self._drop(own.pop(m.sequence))
+                self._shares.remove(owner[0])
                 if not own:
                     del self._tables[owner]
             return Outcome.DONE
@@ -150,7 +152,7 @@ class BlockTables:
             if private is None:
                 return Outcome.LIMIT
             added.append((private, m.blocks[len(m.blocks) - m.private :]))
-        if not self._admits(own, m, added, most_bytes):
+        if not self._admits(owner, m, added, capacity_bytes):
             return Outcome.LIMIT
         old = own.get(m.sequence)
         tip = base
@@ -162,9 +164,11 @@ class BlockTables:
         tip.refs += 1
         own[m.sequence] = _BlockTable(public.space, tip)
         self._tables[owner] = own
-        self._open += 1
-        self._nodes += len(m.blocks)
-        if old is not None:
+        if m.blocks:
+            self._nodes.add(owner[0], len(m.blocks))
+        if old is None:
+            self._shares.add(owner[0])
+        else:
             self._drop(old)
         return Outcome.DONE
 
@@ -173,22 +177,28 @@ class BlockTables:
         own = self._tables.pop(owner, {})
         for table in own.values():
             self._drop(table)
+        if own:
+            self._shares.remove(owner[0], len(own))
         return len(own)
 
     def release_some(self, most: int) -> tuple[int, list[ClaimedName]]:
         """Releases at most so many nodes that nothing refers to. Returns their number, and the private blocks that have
         lost their last claim."""
         done = 0
+        released: dict[Tenant, int] = {}
         unclaimed: list[ClaimedName] = []
         while self._released and done < most:
             node = self._released.pop()
             done += 1
+            tenant = node.claims.tenant
+            released[tenant] = released.get(tenant, 0) + 1
             if self._unclaim(node.hash, node.claims) and node.claims.private:
                 unclaimed.append((node.claims.space, node.hash))
             node.parent.refs -= 1
             if not node.parent.refs and node.parent is not self._root:
                 self._released.append(node.parent)
-        self._nodes -= done
+        for tenant, count in released.items():
+            self._nodes.remove(tenant, count)
         return done, unclaimed
 
     def check(self) -> None:
@@ -213,12 +223,12 @@ class BlockTables:
             counts[name] = counts.get(name, 0) + 1
         known = {(claims.space, block): n for claims in self._claims.values() for block, n in claims.counts.items()}
         assert counts == known, "claims were counted wrongly"
-        assert (self._nodes, self._claimed, self._open) == (len(refs), len(known), len(tips))
+        assert (self._nodes.total, self._claimed, self._shares.total) == (len(refs), len(known), len(tips))
         assert all(self._tables.values()) and all(claims.counts for claims in self._claims.values())
         owed: dict[Tenant, int] = {}
         for claims in self._claims.values():
             owed[claims.tenant] = owed.get(claims.tenant, 0) + len(claims.counts) * claims.block_bytes
-        assert owed == self._bytes, "bytes were counted wrongly"
+        assert owed == {tenant: self._bytes.held(tenant) for tenant in owed}, "bytes were counted wrongly"
 
     # ------------------------------------------------------------------------------------------ one table
 
@@ -236,27 +246,29 @@ class BlockTables:
 
     def _admits(
         self,
-        own: dict[SequenceId, _BlockTable],
+        owner: Owner,
         m: TableChange,
         added: list[tuple[Claims, tuple[BlockHash, ...]]],
-        most_bytes: int | None,
+        capacity_bytes: int | None,
     ) -> bool:
         """Whether a change that adds these blocks stays within all limits."""
-        public = added[0][0]
-        if m.sequence not in own and (len(own) >= limits.SEQUENCES_PER_HOLDER or self._open >= limits.SEQUENCES):
+        public, own = added[0][0], self._tables.get(owner, {})
+        if m.sequence not in own and (len(own) >= limits.SEQUENCES_PER_HOLDER or self._shares.full(owner[0])):
             return False
         if (m.keep + len(m.blocks)) * public.block_tokens > limits.TOKENS_PER_SEQUENCE:
             return False
-        if self._nodes + len(m.blocks) > limits.TABLE_BLOCKS:
+        if self._nodes.full(owner[0], len(m.blocks)):
             return False
         new = sum(
             claims.block_bytes * sum(block not in claims.counts for block in dict.fromkeys(blocks))
             for claims, blocks in added
         )
-        return most_bytes is None or not new or self.claimed_bytes(public.tenant) + new <= most_bytes
+        if capacity_bytes is None or not new:
+            return True
+        self._bytes.most = capacity_bytes
+        return not self._bytes.full(public.tenant, new)
 
     def _drop(self, table: _BlockTable) -> None:
-        self._open -= 1
         table.tip.refs -= 1
         if not table.tip.refs and table.tip is not self._root:
             self._released.append(table.tip)
@@ -269,7 +281,7 @@ class BlockTables:
         if not count:
             self._claimed += 1
             self._claims[claims.space] = claims
-            self._bytes[claims.tenant] = self._bytes.get(claims.tenant, 0) + claims.block_bytes
+            self._bytes.add(claims.tenant, claims.block_bytes)
 
     def _unclaim(self, block: BlockHash, claims: Claims) -> bool:
         """Returns True if that was the block's last claim."""
@@ -279,11 +291,9 @@ class BlockTables:
             return False
         del claims.counts[block]
         self._claimed -= 1
-        self._bytes[claims.tenant] -= claims.block_bytes
+        self._bytes.remove(claims.tenant, claims.block_bytes)
         if not claims.counts:
             del self._claims[claims.space]
-        if not self._bytes[claims.tenant]:
-            del self._bytes[claims.tenant]
         return True
 
 

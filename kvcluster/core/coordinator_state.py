@@ -54,7 +54,7 @@ class CoordinatorState:
         self._policy = POLICIES[config.eviction_policy]
         self.directory = NamespaceTable(self.book, tombstones, emitter, counts_uses=self._policy.counts_uses)
         self.members = Membership(membership_ttl_ms * MS, self.book, self._queue)
-        self.tables = BlockTables()
+        self.tables = BlockTables(config.sequence_share)
         self.eraser = Eraser(config.private_grace_ms * MS, self.directory, self.book, self.tables)
         self.tickets = TicketBook(config.ticket_ttl_ms * MS)
         self.evicted = EvictionHistory()

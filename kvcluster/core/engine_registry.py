@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages.engines import EngineInfo
+from kvcluster.core.shares import Shares
 
 
 @dataclass(slots=True)
@@ -33,15 +34,17 @@ class EngineRegistry:
     def __init__(self, ttl_ns: int) -> None:
         self.ttl_ns = ttl_ns
         self._known: dict[tuple[Tenant, str], _Known] = {}
+        self._shares = Shares(limits.ENGINES)
 
     def register(self, tenant: Tenant, info: EngineInfo, now: int) -> str | None:
-        """Returns the weights that this engine is to cache under, "" if no operator has set them; None if the limit of
-        engines is reached."""
+        """Returns the weights that this engine is to cache under, "" if no operator has set them; None if the tenant
+        has reached the limit of engines."""
         self._forget_silent(now)
         known = self._known.get((tenant, info.engine))
         if known is None:
-            if len(self._known) >= limits.ENGINES:
+            if self._shares.full(tenant):
                 return None
+            self._shares.add(tenant)
             known = self._known[tenant, info.engine] = _Known(info, now)
         known.info, known.seen_at = info, now
         return known.weights if info.private and known.withdrawn == info.withdrawn else ""
@@ -71,3 +74,4 @@ class EngineRegistry:
         silent = [key for key, known in self._known.items() if now - known.seen_at > self.ttl_ns]
         for key in silent:
             del self._known[key]
+            self._shares.remove(key[0])

@@ -21,6 +21,7 @@ from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, Tier
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.shares import Shares
 
 BATCH = 64
 """Victims taken from the queue at a time, until their bytes suffice."""
@@ -85,18 +86,19 @@ class Evictor:
                 member.cold[order.tier].push(record)
 
     def pin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash], until: int, capacity: int, now: int) -> int:
-        """Pins the leading blocks that are cached and fit the share of `capacity` bytes that pins may take. Returns the
-        number pinned."""
-        room = int(self._pinned_share * capacity) - self._pinned_bytes(now)
+        """Pins the leading blocks that are cached and fit the tenant's share of `capacity` bytes. Returns the number
+        pinned."""
+        pinned = self._pinned_bytes(capacity, now)
         count = 0
         for block in blocks:
             record = space.index.get(block)
             if record is None:
                 break
             if block not in space.pinned:
-                room -= self._directory.bytes_on(record)
-                if room < 0:
+                nbytes = self._directory.bytes_on(record)
+                if pinned.full(space.tenant, nbytes):
                     break
+                pinned.add(space.tenant, nbytes)
             space.pinned[block] = until
             count += 1
         return count
@@ -117,14 +119,14 @@ class Evictor:
         assert space is not None, "a record of a namespace that is not known"
         return record.held_until > now or space.pinned.get(record.hash, 0) > now
 
-    def _pinned_bytes(self, now: int) -> int:
-        """Returns the bytes that are pinned now; forgets pins that have expired."""
-        total = 0
+    def _pinned_bytes(self, capacity: int, now: int) -> Shares:
+        """Returns the bytes of `capacity` that are pinned now; forgets pins that have expired."""
+        pinned = Shares(capacity, self._pinned_share)
         for space in self._directory:
             for block, until in list(space.pinned.items()):
                 record = space.index.get(block)
                 if until <= now or record is None:
                     del space.pinned[block]
                 else:
-                    total += self._directory.bytes_on(record)
-        return total
+                    pinned.add(space.tenant, self._directory.bytes_on(record))
+        return pinned

@@ -15,8 +15,9 @@ from collections.abc import Iterable
 from enum import Enum
 
 from kvcluster.core import limits
-from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, ShardId
+from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, Epoch, Holder, ShardId, Tenant
 from kvcluster.core.page import Page
+from kvcluster.core.shares import HolderShares, Owner
 
 
 class LeaseKind(Enum):
@@ -29,9 +30,12 @@ class LeaseKind(Enum):
 class Lease:
     """The pages that an attempt reads or writes. `pages` has one entry per requested page, None if it was refused."""
 
-    __slots__ = ("attempt", "expires_at", "kind", "pages")
+    __slots__ = ("attempt", "expires_at", "kind", "pages", "tenant")
 
-    def __init__(self, attempt: Attempt, kind: LeaseKind, pages: list[Page | None], expires_at: int) -> None:
+    def __init__(
+        self, attempt: Attempt, kind: LeaseKind, pages: list[Page | None], expires_at: int, tenant: Tenant
+    ) -> None:
+        self.tenant = tenant
         self.attempt = attempt
         self.kind = kind
         self.pages = pages
@@ -62,7 +66,7 @@ class LeaseBook:
         self.ttl_ns = ttl_ns
         self._running: dict[Attempt, Lease] = {}  # in order of expiry
         self._revoked: dict[Attempt, Lease] = {}
-        self._held: dict[Holder, int] = {}
+        self._shares = HolderShares(limits.LEASES_PER_HOLDER, limits.LEASES)
 
     def __len__(self) -> int:
         return len(self._running) + len(self._revoked)
@@ -79,18 +83,18 @@ class LeaseBook:
         """Returns the running and the revoked leases."""
         return [*self._running.values(), *self._revoked.values()]
 
-    def full(self, holder: Holder) -> bool:
-        """Whether the limit of leases of this holder, of all holders, or of the number of holders is reached."""
-        if len(self) >= limits.LEASES:
-            return True
-        held = self._held.get(holder)
-        return held >= limits.LEASES_PER_HOLDER if held is not None else len(self._held) >= limits.HOLDERS
+    def full(self, owner: Owner) -> bool:
+        """Whether this holder, or its tenant, has reached its limit of leases, or the tenant that of holders."""
+        return self._shares.full(owner)
 
-    def grant(self, attempt: Attempt, kind: LeaseKind, pages: list[Page | None], now: int) -> Lease:
+    def grant(
+        self, attempt: Attempt, kind: LeaseKind, pages: list[Page | None], now: int, tenant: Tenant = CLUSTER
+    ) -> Lease:
+        """`tenant`: of the worker; CLUSTER for a shard's own leases and those of other shards."""
         assert attempt not in self, "one lease per attempt"
-        lease = Lease(attempt, kind, pages, now + self.ttl_ns)
+        lease = Lease(attempt, kind, pages, now + self.ttl_ns, tenant)
         self._running[attempt] = lease
-        self._held[attempt.holder] = self._held.get(attempt.holder, 0) + 1
+        self._shares.add((tenant, attempt.holder))
         return lease
 
     def renew(self, attempt: Attempt, now: int) -> bool:
@@ -113,11 +117,7 @@ class LeaseBook:
         """Removes the lease of an attempt that has stopped and returns it, or None. The caller frees its pages."""
         lease = self._running.pop(attempt, None) or self._revoked.pop(attempt, None)
         if lease is not None:
-            left = self._held[attempt.holder] - 1
-            if left:
-                self._held[attempt.holder] = left
-            else:
-                del self._held[attempt.holder]
+            self._shares.remove((lease.tenant, attempt.holder))
         return lease
 
     def revoke_expired(self, now: int) -> list[Attempt]:

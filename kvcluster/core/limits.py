@@ -35,13 +35,13 @@ TICKETS_PER_HOLDER = 256
 LEASES_PER_HOLDER = 1_024
 """One lease per transfer and shard. A holder has up to TICKETS_PER_HOLDER transfers, each on a few shards."""
 
-HOLDERS = 4_096
-"""Workers of a cluster. Beyond it the least recently active one is forgotten, which costs it a retry."""
+HOLDERS = 8_192
+"""Workers of a cluster, of which a tenant alone may have half (shares.py): 4,096. One more is refused."""
 
-LEASES = 65_536
-"""Leases of all holders of one shard: sixteen for each of HOLDERS workers. All may expire in one step."""
+LEASES = 16 * HOLDERS
+"""Leases of all holders of one shard, by shares of tenants. All may expire in one step."""
 
-TICKETS = 65_536
+TICKETS = 16 * HOLDERS
 """Tickets of all holders, as LEASES. A load beyond it gets no ticket, so its blocks are not protected from eviction."""
 
 FLUSHES = 4_096
@@ -57,8 +57,8 @@ NAMESPACES = 65_536
 SEQUENCES_PER_HOLDER = 4_096
 """Open sequences of one worker, forks included; and changes of their tables in one message."""
 
-SEQUENCES = 262_144
-"""Open sequences of all holders: sixty-four for each of HOLDERS workers."""
+SEQUENCES = 64 * HOLDERS
+"""Open sequences of all holders, by shares of tenants."""
 
 TABLE_BLOCKS = 4_194_304
 """Blocks in the tables of all sequences, those that forks share counted once: 64 million tokens in blocks of 16, and
@@ -70,8 +70,8 @@ RELEASED_PER_STEP = 8_192
 GRACES_PER_STEP = 4_096
 """Unclaimed private blocks whose grace may end in one step."""
 
-ENGINES = 4_096
-"""Live engines of all tenants that are listed. One more is served but not listed."""
+ENGINES = HOLDERS
+"""Live engines of all tenants that are listed, by shares of tenants. One more is served but not listed."""
 
 ENGINE_FACTS = 32
 """Facts that one engine reports about itself."""
@@ -119,14 +119,16 @@ AVOIDED_SHARDS = 256
 SUSPECTS_PER_CALL = 256
 """Pages that a reader reports in one call. Each costs the shard a read of the whole page."""
 
-WAITING_WRITES = 1_024
-"""Reservations that wait for space at a shard. One more does not wait: it is answered `full`."""
+WAITING_WRITES = 2_048
+"""Reservations that wait for space at a shard, by shares of tenants. One more does not wait: it is answered `full`."""
 
-WAITING_PAGES = PAGES_PER_CALL
-"""Pages of all waiting reservations: a shard goes through them to compute how much space it lacks."""
+WAITING_PAGES = 2 * PAGES_PER_CALL
+"""Pages of all waiting reservations, by shares of tenants: a shard goes through them to compute how much space it
+lacks."""
 
-PINS_FROM_DISK = 256
-"""Loads that wait for pages from disk at one shard. One more is a miss: about a second of reads is queued already."""
+PINS_FROM_DISK = 512
+"""Loads that wait for pages from disk at one shard, by shares of tenants. One more is a miss: about a second of reads
+is queued already."""
 
 SUSPECTS = 1_024
 """Pages that readers suspect and the shard has not read again yet. The scrubber's regular round covers any others."""
@@ -205,12 +207,9 @@ unauthenticated peer."""
 WORDS_BYTES = 4_096
 """The error message that a stream sends before it ends."""
 
-STREAMS = 256
-"""Connections of one tenant that a shard keeps open besides those of gRPC; each has a thread. Two for each of a hundred
-workers, and some more."""
-
-STREAMS_IN_ALL = 4 * STREAMS
-"""As STREAMS, of all tenants: no three of them can shut out a fourth."""
+STREAMS = 512
+"""Connections that a shard keeps open besides those of gRPC, by shares of tenants; each has a thread. Two for each of a
+hundred workers of a tenant alone, and some more."""
 
 STREAMS_UNKNOWN = 64
 """Connections whose credential has not arrived yet. It follows within a round trip, so more are strangers'."""

@@ -6,7 +6,7 @@ stays where it was. Pages that are read often are promoted (tiering.py). A page 
 checksums is a miss like any other.
 
 If the staging tier has no room for the copies, the shard reports that, and the coordinator makes room (docs/adr/0026).
-Readers wait for it in order of arrival, at most ROOM_NS; then they get what fits.
+The readers of a tenant wait for it in order of arrival, at most ROOM_NS; then they get what fits.
 
 The reader's lease starts when its copies have room, and pins the pages on disk until the copies replace them. It does
 not expire while they are read, however slow the drive: a reader that waits for the shard cannot renew it.
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcluster.core import limits
-from kvcluster.core.ids import CLUSTER, Attempt, CallId, NamespaceId
+from kvcluster.core.ids import CLUSTER, Attempt, CallId, NamespaceId, Tenant
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Request, Stage, Staged
 from kvcluster.core.miss import Miss, MissReason
@@ -26,6 +26,7 @@ from kvcluster.core.page import Page, PageState
 from kvcluster.core.pool import PagePool
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.shard_namespaces import ShardNamespace
+from kvcluster.core.shares import Shares
 from kvcluster.core.tier_mover import page_move
 from kvcluster.core.tiers import STAGING
 from kvcluster.core.withdrawal import Withdrawal
@@ -36,13 +37,12 @@ ROOM_NS = 500_000_000
 
 @dataclass(slots=True)
 class _WaitingPin:
-    """A pin that waits for room until `until`. It lacked `lacked` bytes when `pool.changes` was `changes`."""
+    """A pin that waits for room until `until`. It lacked `lacked` bytes when it was last looked at."""
 
     request: Request[Pin]
     space: ShardNamespace
     until: int
     lacked: int
-    changes: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,8 @@ class PinHandler:
         self._withdraw = withdraw
         self._counters = counters
         self._waiting: dict[CallId, _WaitingPin] = {}  # in order of arrival
+        self._shares = Shares(limits.PINS_FROM_DISK)  # of those
+        self._changes = -1  # pool.changes when all of them were last looked at
         self._staging: dict[Attempt, _Staging] = {}  # by the attempt that its copies are written under
 
     @property
@@ -101,31 +103,37 @@ class PinHandler:
         """Grants a lease over the READY pages of the request. Answers at once, or when all its pages on disk have been
         read."""
         found = self._find(request, space)
-        may_wait = len(self._waiting) < limits.PINS_FROM_DISK
-        copies, lacked = self._copies(found, whole=may_wait, behind_others=bool(self._waiting))
+        may_wait = not self._shares.full(request.tenant)
+        copies, lacked = self._copies(found, whole=may_wait, behind_others=self._shares.held(request.tenant) > 0)
         if lacked and may_wait:
             self._waiting[request.call] = _WaitingPin(request, space, now + ROOM_NS, lacked)
+            self._shares.add(request.tenant)
             self._report_sender.say_soon()
             return []
         return self._grant(request, space, found, copies, now)
 
     def serve(self, now: int, *, may_grant: bool) -> list[Effect]:
-        """Grants the waiting pins that now find room or have waited long enough, in order of arrival. Refuses all if
-        the shard may not grant pins."""
+        """Grants the waiting pins that now find room or have waited long enough, those of a tenant in order of arrival.
+        Refuses all if the shard may not grant pins."""
         if self._waiting and not may_grant:
             return self._dismiss([waiting.request for waiting in self._waiting.values()], _LOST)
         effects: list[Effect] = []
-        while self._waiting:
-            waiting = next(iter(self._waiting.values()))
-            if now < waiting.until and waiting.changes == self._pool.changes:
-                break  # called in each step, and a pin has many pages
-            found = self._find(waiting.request, waiting.space)
-            copies, waiting.lacked = self._copies(found, whole=now < waiting.until)
-            if waiting.lacked and now < waiting.until:
-                waiting.changes = self._pool.changes
-                break
-            del self._waiting[waiting.request.call]
-            effects += self._grant(waiting.request, waiting.space, found, copies, now)
+        due = self.next_deadline
+        if due is None or (now < due and self._changes == self._pool.changes):
+            return effects  # called in each step, and a pin has many pages
+        passed: dict[Tenant, None] = {}
+        for waiting in list(self._waiting.values()):
+            request, late = waiting.request, now >= waiting.until
+            if request.tenant in passed and not late:
+                continue
+            found = self._find(request, waiting.space)
+            copies, waiting.lacked = self._copies(found, whole=not late)
+            if waiting.lacked and not late:
+                passed[request.tenant] = None
+                continue
+            self._stop_waiting(request)
+            effects += self._grant(request, waiting.space, found, copies, now)
+        self._changes = self._pool.changes
         return effects
 
     def withdraw(self, attempt: Attempt) -> list[Effect]:
@@ -219,7 +227,7 @@ class PinHandler:
                 self._pool.pin(page)
             pages.append(page if isinstance(page, Page) else None)
             told.append(page.slot() if isinstance(page, Page) else page)
-        lease = self._leases.grant(request.question.attempt, LeaseKind.READ, pages, now)
+        lease = self._leases.grant(request.question.attempt, LeaseKind.READ, pages, now, request.tenant)
         if not copies:
             return [Answer(request.call, PinGrant(tuple(told)))]
         attempt = self._own.next()
@@ -243,9 +251,14 @@ class PinHandler:
                 self._withdraw(page, corrupt=True)
         self._pool.unpin(page)
 
+    def _stop_waiting(self, pin: Request[Pin]) -> None:
+        if self._waiting.pop(pin.call, None) is not None:
+            self._shares.remove(pin.tenant)
+            self._changes = -1  # others may have waited behind it
+
     def _dismiss(self, pins: list[Request[Pin]], why: Miss) -> list[Effect]:
         for pin in pins:
-            self._waiting.pop(pin.call, None)
+            self._stop_waiting(pin)
         return [Answer(pin.call, PinGrant((why,) * len(pin.question.keys))) for pin in pins]
 
 

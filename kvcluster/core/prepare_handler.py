@@ -76,11 +76,12 @@ class PrepareHandler:
             space.index.touch(hashes, now, now + self._hold)
             self._replicator.loaded(space, hashes, now)
             self._tiering.loaded(space, hashes, now)
-        if not (m.hold and hashes and self._hold) or state.tickets.full(m.attempt.holder):
+        if not (m.hold and hashes and self._hold) or state.tickets.full((space.tenant, m.attempt.holder)):
             return [Answer(request.call, LoadGrant(found.blocks, found.runs, 0, miss))]
         grant = LoadGrant(found.blocks, found.runs, self._hold, miss)
         expires_at = now + state.tickets.ttl_ns
-        state.tickets.add(IssuedTicket(m.attempt, space.id, grant, expires_at, hashes, known=self._known(space)))
+        ticket = IssuedTicket(space.tenant, m.attempt, space.id, grant, expires_at, hashes, known=self._known(space))
+        state.tickets.add(ticket)
         return [Answer(request.call, grant)]
 
     def prepare_store(self, request: Request[PrepareStore], space: CoordinatorNamespace, now: int) -> list[Effect]:
@@ -91,7 +92,7 @@ class PrepareHandler:
         if again is not None and not state.off:
             return [Answer(request.call, again)]
         state.counters["stores"] += 1
-        refused = self._why_no_store(m)
+        refused = self._why_no_store(space.tenant, m)
         if refused is not None:
             state.counters["refused_blocks"] += len(m.hashes)
             return [Answer(request.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
@@ -115,9 +116,8 @@ class PrepareHandler:
         grant = StoreGrant(tuple(runs))
         if writes:
             expires_at = now + state.tickets.ttl_ns
-            state.tickets.add(
-                IssuedTicket(m.attempt, space.id, grant, expires_at, writes=tuple(writes), known=self._known(space))
-            )
+            name, known = (space.tenant, m.attempt), self._known(space)
+            state.tickets.add(IssuedTicket(*name, space.id, grant, expires_at, writes=tuple(writes), known=known))
         return [Answer(request.call, grant)]
 
     def explain(self, request: Request[Explain], space: CoordinatorNamespace, now: int) -> list[Effect]:
@@ -142,17 +142,14 @@ class PrepareHandler:
         return [Answer(request.call, Explained(tuple(fates)))]
 
     def renew(self, request: Request[RenewTicket], now: int) -> list[Effect]:
-        if not self._owns(request.tenant, request.question.attempt):
-            return [Answer(request.call, Done(False))]
-        ticket = self._state.tickets.renew(request.question.attempt, now)
+        ticket = self._state.tickets.renew((request.tenant, request.question.attempt), now)
         space = self._state.directory.known(ticket.space) if ticket is not None else None
         if ticket is not None and space is not None:
             space.index.renew(ticket.hashes, now, now + self._hold)
         return [Answer(request.call, Done(ticket is not None))]
 
     def end(self, request: Request[EndTicket], now: int) -> list[Effect]:
-        owns = self._owns(request.tenant, request.question.attempt)
-        ticket = self._state.tickets.end(request.question.attempt) if owns else None
+        ticket = self._state.tickets.end((request.tenant, request.question.attempt))
         if ticket is None:
             self._state.counters["late"] += 1
         else:
@@ -162,12 +159,6 @@ class PrepareHandler:
     def end_expired(self, now: int) -> None:
         for ticket in self._state.tickets.end_expired(now):
             self._release(ticket)
-
-    def _owns(self, tenant: Tenant, attempt: Attempt) -> bool:
-        """Whether this attempt's ticket is about a namespace of this tenant, or one that is gone."""
-        ticket = self._state.tickets.get(attempt)
-        space = self._state.directory.known(ticket.space) if ticket is not None else None
-        return space is None or space.tenant == tenant
 
     def _why_absent(self, space: CoordinatorNamespace, block: BlockHash, now: int) -> Miss:
         """Returns the reason why there is no record of this block."""
@@ -219,28 +210,28 @@ class PrepareHandler:
         Returns None, so that the prepare is answered like a new one, if there was none, or if a shard has been lost or
         the namespace purged since: no answer may name lost or purged blocks.
         """
-        ticket = self._state.tickets.get(attempt)
+        ticket = self._state.tickets.get((space.tenant, attempt))
         if ticket is None:
             return None
         if ticket.space != space.id or not isinstance(ticket.answer, kind):
             return _OTHER_ATTEMPT
         if ticket.known == self._known(space):
             return ticket.answer
-        self._state.tickets.end(attempt)
+        self._state.tickets.end(ticket.name)
         self._release(ticket)
         return None
 
     def _known(self, space: CoordinatorNamespace) -> tuple[int, int]:
         return self._state.book.version, space.purged
 
-    def _why_no_store(self, m: PrepareStore) -> Miss | None:
+    def _why_no_store(self, tenant: Tenant, m: PrepareStore) -> Miss | None:
         if self._state.off:
             return OFF
         if self._state.rebuilding:
             return Miss(MissReason.REBUILDING)
         if not any(member.cursor.current for member in self._state.members.all()):
             return Miss(MissReason.SHARD_LOST, "no shard is up")
-        if self._state.tickets.full(m.attempt.holder):
+        if self._state.tickets.full((tenant, m.attempt.holder)):
             return Miss(MissReason.FULL, "the limit of held tickets is reached; end some")
         return None
 

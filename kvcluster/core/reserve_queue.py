@@ -1,8 +1,8 @@
 """The queue of reservations that wait for space.
 
-A full shard reports the bytes that it lacks, and the coordinator orders evictions (docs/adr/0008). Writers wait in
-order of arrival, so that small stores do not starve a large one. Each has its own time limit, after which it gets
-what fits.
+A full shard reports the bytes that it lacks, and the coordinator orders evictions (docs/adr/0008). The writers of a
+tenant wait in order of arrival, so that small stores do not starve a large one; no tenant's wait for another's. Each
+has its own time limit, after which it gets what fits.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Attempt, CallId, NamespaceId
+from kvcluster.core.ids import Attempt, CallId, NamespaceId, Tenant
 from kvcluster.core.messages import Answer, Request, Reserve, WriteGrant, Written
 from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespace
+from kvcluster.core.shares import Shares
 
 
 @dataclass(slots=True)
@@ -34,7 +35,8 @@ class ReserveQueue:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._waiting: dict[CallId, _WaitingWrite] = {}  # in order of arrival
-        self._pages = 0  # of all of them
+        self._writes = Shares(limits.WAITING_WRITES)
+        self._pages = Shares(limits.WAITING_PAGES)
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -49,13 +51,16 @@ class ReserveQueue:
         return sum(map(self._lacked, self._waiting.values()))
 
     def must_wait(self, m: Reserve, space: ShardNamespace) -> bool:
-        """Whether `m` must queue: there is no room for it, or others wait. False if the queue is full."""
-        room = len(self._waiting) < limits.WAITING_WRITES and self._pages + len(m.pages) <= limits.WAITING_PAGES
-        return room and bool(self._waiting or self.lacking(m, space))
+        """Whether `m` must queue: there is no room for it, or others of its tenant wait. False if the tenant has its
+        share of the queue."""
+        if self._writes.full(space.tenant) or self._pages.full(space.tenant, len(m.pages)):
+            return False
+        return self._writes.held(space.tenant) > 0 or self.lacking(m, space) > 0
 
     def add(self, request: Request[Reserve], space: ShardNamespace, until: int) -> None:
         self._waiting[request.call] = _WaitingWrite(request, space, until, 0, -1)
-        self._pages += len(request.question.pages)
+        self._writes.add(space.tenant)
+        self._pages.add(space.tenant, len(request.question.pages))
 
     def waits(self, attempt: Attempt) -> bool:
         return any(waiting.request.question.attempt == attempt for waiting in self._waiting.values())
@@ -72,11 +77,14 @@ class ReserveQueue:
         return self._take([waiting.request for waiting in self._waiting.values() if waiting.space.id in namespaces])
 
     def next_served(self, now: int) -> tuple[Request[Reserve], ShardNamespace] | None:
-        """Removes and returns the next reservation to be granted what fits, with its namespace: the first one if there
-        is room for it, or any that has waited long enough. None if there is none."""
-        for at, waiting in enumerate(self._waiting.values()):
-            if now >= waiting.until or (at == 0 and not self._lacked(waiting)):
+        """Removes and returns the next reservation to be granted what fits, with its namespace: a tenant's first one if
+        there is room for it, or any that has waited long enough. None if there is none."""
+        passed: dict[Tenant, None] = {}
+        for waiting in self._waiting.values():
+            tenant = waiting.space.tenant
+            if now >= waiting.until or (tenant not in passed and not self._lacked(waiting)):
                 return self._take([waiting.request])[0], waiting.space
+            passed[tenant] = None
         return None
 
     def everyone(self) -> list[Request[Reserve]]:
@@ -102,8 +110,9 @@ class ReserveQueue:
 
     def _take(self, those: list[Request[Reserve]]) -> list[Request[Reserve]]:
         for request in those:
-            del self._waiting[request.call]
-            self._pages -= len(request.question.pages)
+            tenant = self._waiting.pop(request.call).space.tenant
+            self._writes.remove(tenant)
+            self._pages.remove(tenant, len(request.question.pages))
         return those
 
     def _lacked(self, waiting: _WaitingWrite) -> int:

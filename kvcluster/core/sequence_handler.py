@@ -6,7 +6,8 @@ in the numbers the coordinator has missed something: it drops what it knew of th
 The end of a lease closes every sequence of the holder. A holder's tables belong to the tenant of their request: another
 tenant's message with the same holder id neither sees nor changes them.
 
-Claimed blocks are spared from eviction, up to a share of all bytes for each tenant: a change beyond it is refused.
+Claimed blocks are spared from eviction, up to the share of all bytes that each tenant has (shares.py): a change beyond
+it is refused.
 Private blocks that lose their last claim are handed to the eraser. Chains of closed tables are released in slices.
 """
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.block_tables import Claims, Outcome, Owner
+from kvcluster.core.block_tables import Claims, Outcome
 from kvcluster.core.coordinator_state import MS, CoordinatorState
 from kvcluster.core.ids import SequenceId
 from kvcluster.core.messages import (
@@ -30,6 +31,7 @@ from kvcluster.core.messages import (
     TablesSynced,
 )
 from kvcluster.core.namespaces import CoordinatorNamespace
+from kvcluster.core.shares import Owner, Shares
 
 
 @dataclass(slots=True)
@@ -47,8 +49,8 @@ class SequenceHandler:
     def __init__(self, state: CoordinatorState, config: CoordinatorConfig) -> None:
         self._state = state
         self._ttl = config.sequence_ttl_ms * MS
-        self._share = config.sequence_share
         self._holders: dict[Owner, _Holder] = {}  # in order of expiry
+        self._shares = Shares(limits.HOLDERS)
 
     @property
     def holders(self) -> int:
@@ -65,7 +67,7 @@ class SequenceHandler:
             return [Answer(request.call, _PRIVATE)]
         owner = request.tenant, m.holder
         held = self._holders.get(owner)
-        if held is None and len(self._holders) >= limits.HOLDERS:
+        if held is None and self._shares.full(request.tenant):
             return [Answer(request.call, _TOO_MANY)]
         if held is not None and m.number < held.number:
             return [Answer(request.call, _LATE)]
@@ -76,7 +78,8 @@ class SequenceHandler:
         else:
             state.tables.close_owner(owner)
             answer = TablesSynced(self._ttl, state.epoch, forgotten=True)
-        self._holders.pop(owner, None)
+        if self._holders.pop(owner, None) is None:
+            self._shares.add(request.tenant)
         self._holders[owner] = _Holder(m.number, answer, now + self._ttl)
         return [Answer(request.call, answer)]
 
@@ -88,6 +91,7 @@ class SequenceHandler:
             if held.expires_at > now:
                 return
             del self._holders[owner]
+            self._shares.remove(owner[0])
             closed += 1 + self._state.tables.close_owner(owner)
 
     def release_some(self, most: int = limits.RELEASED_PER_STEP) -> int:
@@ -110,12 +114,12 @@ class SequenceHandler:
         public = self._claims_in(space)
         pages = self._private_pages(space) if any(change.private for change in m.changes) else None
         private = self._claims_in(pages) if pages is not None else None
-        most_bytes = self._most_bytes()
+        capacity_bytes = self._capacity_bytes()
         reopen: dict[SequenceId, None] = {}
         refused: dict[SequenceId, None] = {}
         left = limits.RELEASED_PER_STEP
         for change in m.changes:
-            outcome = state.tables.change(owner, change, public, private, most_bytes=most_bytes)
+            outcome = state.tables.change(owner, change, public, private, capacity_bytes=capacity_bytes)
             if outcome is Outcome.DONE:
                 self._claimed(change, private)
             else:
@@ -142,13 +146,11 @@ class SequenceHandler:
             block_tokens=spec.block_tokens,
         )
 
-    def _most_bytes(self) -> int | None:
-        """Returns the bytes that a tenant's sequences may claim; None while the shards are not known yet."""
-        if self._state.rebuilding:
-            return None
-        return int(self._share * self._state.members.addressable_bytes)
+    def _capacity_bytes(self) -> int | None:
+        """Returns the bytes of all shards where claimed blocks mostly stay; None while not all shards are known."""
+        return None if self._state.rebuilding else self._state.members.addressable_bytes
 
 
 _PRIVATE = Refused(RefusedKind.BAD, "tables are synced in the namespace of the public blocks")
 _LATE = Refused(RefusedKind.STALE, "this message about tables was repeated, and arrived after a later one")
-_TOO_MANY = Refused(RefusedKind.LIMIT, "the limit of workers with open sequences is reached")
+_TOO_MANY = Refused(RefusedKind.LIMIT, "this tenant has reached the limit of workers with open sequences")

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvcluster.config import ShardConfig
-from kvcluster.core import limits
 from kvcluster.core.disk_recovery import RecoveredPages, carried_out
 from kvcluster.core.dispatcher import Dispatcher
-from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import CLUSTER, Attempt, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.inventory import Inventoried
 from kvcluster.core.leases import LeaseBook, OwnAttempts
 from kvcluster.core.messages import (
@@ -227,7 +226,7 @@ class Shard:
 
     def _pin(self, request: Request[Pin], space: ShardNamespace, now: int) -> list[Effect]:
         m = request.question
-        refused = self._check(m)
+        refused = self._check(request.tenant, m)
         if refused is not None:
             return [Answer(request.call, refused)]
         if not self.member(now):
@@ -238,7 +237,7 @@ class Shard:
     def _reserve(self, request: Request[Reserve], space: ShardNamespace, now: int) -> list[Effect]:
         if request.tenant == CLUSTER:  # another shard may read for all tenants, but may not write
             return [Answer(request.call, _UNKNOWN)]
-        refused = self._check(request.question)
+        refused = self._check(request.tenant, request.question)
         if refused is not None:
             return [Answer(request.call, refused)]
         return self._writes.reserve(request, space, now, may_begin=self._takes_writes(now))
@@ -272,7 +271,7 @@ class Shard:
                     self._scrubber.suspect(page)
         return [Answer(request.call, Done())]
 
-    def _check(self, m: Pin | Reserve) -> Refused | None:
+    def _check(self, tenant: Tenant, m: Pin | Reserve) -> Refused | None:
         """Returns why a worker's Pin or Reserve is refused, although it may see the namespace; None if it is not."""
         if m.epoch != self.epoch:
             return Refused(RefusedKind.STALE, f"this is epoch {self.epoch}, not {m.epoch}")
@@ -280,8 +279,9 @@ class Shard:
             return Refused(RefusedKind.BAD, f"attempt {m.attempt} uses this shard's holder; draw a holder at random")
         if m.attempt in self._leases or self._queue.waits(m.attempt) or self._pins.waits(m.attempt):
             return Refused(RefusedKind.BAD, f"attempt {m.attempt} already has a lease, or waits for one")
-        if self._leases.full(m.attempt.holder):
-            return Refused(RefusedKind.LIMIT, f"{limits.LEASES_PER_HOLDER} leases are held already; release some")
+        if self._leases.full((tenant, m.attempt.holder)):
+            why = "this worker, or all workers of its tenant, have reached the limit of leases; release some"
+            return Refused(RefusedKind.LIMIT, why)
         return None
 
     # --------------------------------------------------------------------------------- integrity and tiers

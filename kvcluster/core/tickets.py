@@ -11,11 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Attempt, BlockHash, Holder, NamespaceId
+from kvcluster.core.ids import Attempt, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import LoadGrant, StoreGrant
+from kvcluster.core.shares import HolderShares, Owner
 from kvcluster.core.spec import Part
 
 Writing = tuple[NamespaceId, BlockHash, int, Part]
+TicketName = tuple[Tenant, Attempt]
+"""Attempts are drawn by workers, so one of a tenant names no ticket of another."""
 
 
 @dataclass(slots=True)
@@ -25,6 +28,7 @@ class IssuedTicket:
     `known` is the state that the answer was based on: the answer may be repeated while that is unchanged.
     """
 
+    tenant: Tenant
     attempt: Attempt
     space: NamespaceId
     answer: LoadGrant | StoreGrant
@@ -33,14 +37,18 @@ class IssuedTicket:
     writes: tuple[Writing, ...] = ()
     known: tuple[int, int] = (0, 0)
 
+    @property
+    def name(self) -> TicketName:
+        return self.tenant, self.attempt
+
 
 class TicketBook:
     """Running tickets, in order of expiry, and the attempt that writes each page."""
 
     def __init__(self, ttl_ns: int) -> None:
         self.ttl_ns = ttl_ns
-        self._tickets: dict[Attempt, IssuedTicket] = {}
-        self._held: dict[Holder, int] = {}
+        self._tickets: dict[TicketName, IssuedTicket] = {}
+        self._shares = HolderShares(limits.TICKETS_PER_HOLDER, limits.TICKETS)
         self._writing: dict[Writing, Attempt] = {}
         self._blocks_written: dict[tuple[NamespaceId, BlockHash], int] = {}
 
@@ -51,46 +59,37 @@ class TicketBook:
     def next_expiry(self) -> int | None:
         return next(iter(self._tickets.values())).expires_at if self._tickets else None
 
-    def get(self, attempt: Attempt) -> IssuedTicket | None:
-        return self._tickets.get(attempt)
+    def get(self, name: TicketName) -> IssuedTicket | None:
+        return self._tickets.get(name)
 
-    def full(self, holder: Holder) -> bool:
-        """Whether this holder has reached its limit of tickets, or the limit of tickets or of holders in all is
-        reached."""
-        if len(self._tickets) >= limits.TICKETS:
-            return True
-        held = self._held.get(holder)
-        return held >= limits.TICKETS_PER_HOLDER if held is not None else len(self._held) >= limits.HOLDERS
+    def full(self, owner: Owner) -> bool:
+        """Whether this holder, or its tenant, has reached its limit of tickets, or the tenant that of holders."""
+        return self._shares.full(owner)
 
     def add(self, ticket: IssuedTicket) -> None:
-        assert ticket.attempt not in self._tickets, "one ticket an attempt"
-        self._tickets[ticket.attempt] = ticket
-        holder = ticket.attempt.holder
-        self._held[holder] = self._held.get(holder, 0) + 1
+        assert ticket.name not in self._tickets, "one ticket an attempt"
+        self._tickets[ticket.name] = ticket
+        self._shares.add((ticket.tenant, ticket.attempt.holder))
         for write in ticket.writes:
             self.written(write)  # the writer of another part may have been recorded for this page
             self._writing[write] = ticket.attempt
             self._blocks_written[write[:2]] = self._blocks_written.get(write[:2], 0) + 1
 
-    def renew(self, attempt: Attempt, now: int) -> IssuedTicket | None:
+    def renew(self, name: TicketName, now: int) -> IssuedTicket | None:
         """Restarts the time of a ticket and returns it; None if it has ended."""
-        ticket = self._tickets.pop(attempt, None)
+        ticket = self._tickets.pop(name, None)
         if ticket is not None:
             ticket.expires_at = now + self.ttl_ns
-            self._tickets[attempt] = ticket
+            self._tickets[name] = ticket
         return ticket
 
-    def end(self, attempt: Attempt) -> IssuedTicket | None:
-        ticket = self._tickets.pop(attempt, None)
+    def end(self, name: TicketName) -> IssuedTicket | None:
+        ticket = self._tickets.pop(name, None)
         if ticket is None:
             return None
-        left = self._held[attempt.holder] - 1
-        if left:
-            self._held[attempt.holder] = left
-        else:
-            del self._held[attempt.holder]
+        self._shares.remove((ticket.tenant, ticket.attempt.holder))
         for write in ticket.writes:
-            if self._writing.get(write) == attempt:
+            if self._writing.get(write) == ticket.attempt:
                 self.written(write)
         return ticket
 
@@ -102,7 +101,7 @@ class TicketBook:
             ticket = next(iter(self._tickets.values()))
             if ticket.expires_at > now:
                 break
-            self.end(ticket.attempt)
+            self.end(ticket.name)
             out.append(ticket)
             named += len(ticket.hashes) + len(ticket.writes) + 1
         return out

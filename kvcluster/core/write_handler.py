@@ -116,7 +116,7 @@ class WriteHandler:
         m = request.question
         offers = [self._offer(space, new) for new in m.pages]
         pages = [offer if isinstance(offer, Page) else None for offer in offers]
-        self._leases.grant(m.attempt, LeaseKind.WRITE, pages, now)
+        self._leases.grant(m.attempt, LeaseKind.WRITE, pages, now, request.tenant)
         granted = WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers))
         return Answer(request.call, granted)
 

@@ -1,8 +1,8 @@
 """The listening side of framed sockets: accepts connections, reads each one's credential, and serves it on its own
 thread.
 
-It knows nothing of pages: `serve` decides what is done with a connection. A tenant has at most limits.STREAMS
-connections at once, and all have at most limits.STREAMS_IN_ALL; one more gets an error and is closed. Connections whose
+It knows nothing of pages: `serve` decides what is done with a connection. Tenants share limits.STREAMS
+connections (core/shares.py); one more gets an error and is closed. Connections whose
 credential is not known yet are counted separately: at most limits.STREAMS_UNKNOWN, of which a further one ends the
 oldest, and each for at most HELLO_S. So a stranger shuts out no caller whose credential arrives in time. An error
 raised by `serve` ends its connection, and is sent to the other side if possible.
@@ -15,13 +15,13 @@ import logging
 import math
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import NoReturn
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.shares import Shares
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket
@@ -99,7 +99,7 @@ class Listener:
         self._name = name
         self._links: dict[FramedSocket, threading.Thread] = {}
         self._unknown: dict[FramedSocket, None] = {}  # those of _links whose credential has not arrived, oldest first
-        self._held: Counter[Tenant] = Counter()
+        self._shares = Shares(limits.STREAMS)
         self._lock = threading.Lock()
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name=f"kvcluster-{name}", daemon=True)
@@ -191,18 +191,16 @@ class Listener:
             self._serve(link, tenant)
         finally:
             with self._lock:
-                self._held[tenant] -= 1
-                if not self._held[tenant]:
-                    del self._held[tenant]
+                self._shares.remove(tenant)
 
     def _count(self, link: FramedSocket, tenant: Tenant) -> None:
-        """Counts a connection as this tenant's. Raises Unavailable if the limit of the tenant or of all is reached."""
+        """Counts a connection as this tenant's. Raises Unavailable if the tenant has its share."""
         with self._lock:
             self._unknown.pop(link, None)
-            if self._held[tenant] < limits.STREAMS and self._held.total() < limits.STREAMS_IN_ALL:
-                self._held[tenant] += 1
+            if not self._shares.full(tenant):
+                self._shares.add(tenant)
                 return
-            held = self._held[tenant]
-        log.warning("%s has reached its limit of connections; this tenant has %d", self._name, held)
-        why = f"this shard has {held} connections of this tenant already, or {limits.STREAMS_IN_ALL} in all"
+            held = self._shares.held(tenant)
+        log.warning("%s: a tenant has reached its limit of connections; it has %d", self._name, held)
+        why = f"this shard has {held} connections of this tenant, which is its share; use fewer workers or more shards"
         raise Unavailable(Miss(MissReason.SHARD_LOST, why))

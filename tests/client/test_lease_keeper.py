@@ -14,6 +14,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, Holder
 from kvcluster.core.messages import RenewTicket
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.runtime.auth import DEFAULT_TENANT
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Unavailable
 from tests.client.build import BOUND_S, SPEC, Hold, Port, kv, prompt, room, watched_client
@@ -155,12 +156,12 @@ def test_a_ticket_lives_on_beyond_its_time_while_its_client_keeps_it(start: Star
     client.store(tokens, kv(2))
     client.flush()
     with client.prepare_load(client.hashes(tokens)) as ticket:
-        attempt = ticket.body.attempt
-        granted = cluster.coordinator_core().tickets.get(attempt)
+        name = DEFAULT_TENANT, ticket.body.attempt
+        granted = cluster.coordinator_core().tickets.get(name)
         assert granted is not None
         first_expiry = granted.expires_at
         cluster.wait_until(lambda: granted.expires_at >= first_expiry + 600_000_000)
-        assert cluster.coordinator_core().tickets.get(attempt) is granted
+        assert cluster.coordinator_core().tickets.get(name) is granted
     cluster.wait_until_idle()
     assert client.status()["tickets"] == 0
 
@@ -197,9 +198,10 @@ def test_a_ticket_that_is_released_twice_or_in_a_with_block_is_ended_once(cluste
 
 
 def test_beyond_as_many_tickets_as_one_may_hold_loads_go_on_without_a_promise(
-    cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "TICKETS_PER_HOLDER", 2)
+    cluster = start(shards=1, device_bytes="1MiB")
     client, tokens = cluster.client(SPEC), prompt(2)
     client.store(tokens, kv(2))
     client.flush()

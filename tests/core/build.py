@@ -5,9 +5,10 @@ Block number i of the one chain here follows block i - 1; the first follows ROOT
 
 from __future__ import annotations
 
-from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
+from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import GoneEvent, PageEvent, PageKey, ShardAddress, Tier
 from kvcluster.core.miss import Loss
+from kvcluster.core.shares import Owner
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, Reuse
 
 SPACE = NamespaceId(b"n" * HASH_BYTES)
@@ -31,6 +32,15 @@ def parent(number: int) -> BlockHash:
 
 def holder(number: int) -> Holder:
     return Holder(number.to_bytes(HOLDER_BYTES, "big"))
+
+
+def tenant(number: int) -> Tenant:
+    """The tenant of the holder with that number. Each has every other one."""
+    return Tenant("odd" if number % 2 else "even")
+
+
+def owner(number: int) -> Owner:
+    return tenant(number), holder(number)
 
 
 def attempt(counter: int, of: int = 0) -> Attempt:

@@ -43,9 +43,9 @@ def claims(tables: BlockTables, tenant: Tenant, space: NamespaceId) -> Claims:
     return tables.claims_in(name, tenant, private=space == PRIVATE, block_bytes=BLOCK_BYTES, block_tokens=4)
 
 
-def change(tables: BlockTables, owner: Owner, m: TableChange, most_bytes: int | None = None) -> Outcome:
+def change(tables: BlockTables, owner: Owner, m: TableChange, capacity_bytes: int | None = None) -> Outcome:
     of_public, of_private = (claims(tables, owner[0], space) for space in (PUBLIC, PRIVATE))
-    return tables.change(owner, m, of_public, of_private, most_bytes=most_bytes)
+    return tables.change(owner, m, of_public, of_private, capacity_bytes=capacity_bytes)
 
 
 class TablesAgainstLists(RuleBasedStateMachine):
@@ -53,7 +53,7 @@ class TablesAgainstLists(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = BlockTables()
+        self.tables = BlockTables(0.5)
         self.model: dict[tuple[Owner, SequenceId], list[ClaimedName]] = {}
         self.unclaimed: list[ClaimedName] = []  # private ones that were reported since they were claimed last
 
@@ -67,7 +67,7 @@ class TablesAgainstLists(RuleBasedStateMachine):
     @rule(owner=owners, m=changes)
     def change(self, owner: Owner, m: TableChange) -> None:
         self.release(ALL)
-        outcome = change(self.tables, owner, m, MOST * BLOCK_BYTES)
+        outcome = change(self.tables, owner, m, 2 * MOST * BLOCK_BYTES)
         self.release(0)
         if m.closed:
             assert outcome is Outcome.DONE
@@ -79,7 +79,8 @@ class TablesAgainstLists(RuleBasedStateMachine):
             return
         added = self.named(owner, m)
         ours = {name for (of, _), table in self.model.items() if of[0] == owner[0] for name in table}
-        if set(added) - ours and len(ours | set(added)) > MOST:
+        left = 2 * MOST - len(self.claimed() | set(added))
+        if set(added) - ours and len(ours | set(added)) > left:
             assert outcome is Outcome.LIMIT
             return
         assert outcome is Outcome.DONE
@@ -135,7 +136,7 @@ def hashes(count: int, first: int = 0) -> tuple[BlockHash, ...]:
 
 
 def opened(count: int, *, private: int = 0) -> BlockTables:
-    tables = BlockTables()
+    tables = BlockTables(0.5)
     assert change(tables, ONE, TableChange(S, 0, hashes(count), private)) is Outcome.DONE
     return tables
 
@@ -178,23 +179,24 @@ def test_another_tenant_neither_sees_nor_changes_the_tables_of_the_same_holder_i
 def test_a_table_of_another_namespace_is_not_known_here() -> None:
     tables = opened(2)
     elsewhere = tables.claims_in(NamespaceId(b"e" * 32), OURS, private=False, block_bytes=1, block_tokens=4)
-    assert tables.change(ONE, TableChange(S, 1), elsewhere, None, most_bytes=None) is Outcome.UNKNOWN
+    assert tables.change(ONE, TableChange(S, 1), elsewhere, None, capacity_bytes=None) is Outcome.UNKNOWN
 
 
 def test_private_blocks_without_their_namespace_are_refused() -> None:
-    tables = BlockTables()
+    tables = BlockTables(0.5)
     of_public = claims(tables, OURS, PUBLIC)
-    refused = tables.change(ONE, TableChange(S, 0, hashes(1), 1), of_public, None, most_bytes=None)
+    refused = tables.change(ONE, TableChange(S, 0, hashes(1), 1), of_public, None, capacity_bytes=None)
     assert (refused, len(tables)) == (Outcome.LIMIT, 0)
 
 
 def test_each_block_counts_once_towards_the_bytes_of_its_tenant() -> None:
     tables = opened(4)
-    room = 5 * BLOCK_BYTES
+    room = 2 * 5 * BLOCK_BYTES
     assert change(tables, ONE, TableChange(T, 0, hashes(5)), room) is Outcome.DONE
     assert change(tables, ONE, TableChange(T, 5, hashes(1, 5)), room) is Outcome.LIMIT
     assert change(tables, ONE, TableChange(T, 5, hashes(1, 4)), room) is Outcome.DONE
-    assert change(tables, (THEIRS, ONE[1]), TableChange(T, 0, hashes(5)), room) is Outcome.DONE
+    assert change(tables, (THEIRS, ONE[1]), TableChange(T, 0, hashes(3)), room) is Outcome.LIMIT
+    assert change(tables, (THEIRS, ONE[1]), TableChange(T, 0, hashes(2)), room) is Outcome.DONE
     assert change(tables, ONE, TableChange(T, 1), 0) is Outcome.DONE, "a change without new blocks is always made"
 
 
@@ -207,7 +209,7 @@ def test_a_holder_has_so_many_sequences_and_no_more(monkeypatch: pytest.MonkeyPa
 
 
 def test_all_holders_have_so_many_sequences_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SEQUENCES", 1)
+    monkeypatch.setattr(limits, "SEQUENCES", 2)
     tables = opened(1)
     assert change(tables, OWNERS[1], TableChange(T, 0)) is Outcome.LIMIT
     change(tables, ONE, TableChange(S, 0, closed=True))
@@ -222,7 +224,7 @@ def test_a_sequence_grows_to_its_tokens_and_no_further(monkeypatch: pytest.Monke
 
 
 def test_all_tables_have_so_many_nodes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "TABLE_BLOCKS", 3)
+    monkeypatch.setattr(limits, "TABLE_BLOCKS", 6)
     tables = opened(3)
     assert change(tables, ONE, TableChange(T, 0, hashes(1))) is Outcome.LIMIT
     assert change(tables, ONE, TableChange(T, 3, parent=S)) is Outcome.DONE

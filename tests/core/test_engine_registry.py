@@ -91,7 +91,7 @@ def test_one_engine_may_be_meant_by_id_or_name(engine: str) -> None:
 
 
 def test_as_many_are_known_as_may_be_and_one_that_is_gone_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "ENGINES", 1)
+    monkeypatch.setattr(limits, "ENGINES", 2)
     coordinator = LoneCoordinator(expected=1)
     told(coordinator, ONE)
     assert "this one is still served" in coordinator.ask(Refused, ours(RegisterEngine(OTHER))).detail

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
 from kvcluster.core.leases import Lease, LeaseBook, LeaseKind
-from tests.core.build import attempt, holder
+from tests.core.build import attempt, holder, owner, tenant
 
 TTL = 10
 
@@ -16,7 +16,7 @@ class LeasesAgainstTwoDicts(RuleBasedStateMachine):
     """The model: attempt -> when its lease ends, and the attempts whose leases were revoked. An attempt whose lease has
     ended may get another."""
 
-    @initialize(per_holder=st.integers(1, 3), holders=st.integers(1, 3))
+    @initialize(per_holder=st.integers(1, 3), holders=st.integers(1, 6))
     def begin(self, per_holder: int, holders: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(limits, "LEASES_PER_HOLDER", per_holder)
@@ -41,18 +41,18 @@ class LeasesAgainstTwoDicts(RuleBasedStateMachine):
 
     @rule(of=st.integers(0, 3), kind=st.sampled_from(LeaseKind))
     def grant(self, of: int, kind: LeaseKind) -> None:
-        if not self.book.full(holder(of)):
+        if not self.book.full(owner(of)):
             self.counter += 1
             self.begin_lease(attempt(self.counter, of), kind)
 
     @rule(data=st.data(), kind=st.sampled_from(LeaseKind))
     def grant_again(self, data: st.DataObject, kind: LeaseKind) -> None:
         some = self.some(data)
-        if some not in self.book and not self.book.full(some.holder):
+        if some not in self.book and not self.book.full(owner(some.holder[-1])):
             self.begin_lease(some, kind)
 
     def begin_lease(self, asked: Attempt, kind: LeaseKind) -> None:
-        lease = self.book.grant(asked, kind, [None], self.now)
+        lease = self.book.grant(asked, kind, [None], self.now, tenant(asked.holder[-1]))
         assert (lease.attempt, lease.kind, lease.pages, lease.expires_at) == (asked, kind, [None], self.now + TTL)
         self.ends[asked] = self.now + TTL
         self.leases.append(lease)
@@ -119,11 +119,13 @@ class LeasesAgainstTwoDicts(RuleBasedStateMachine):
 
     @invariant()
     def no_holder_has_more_than_its_share_and_no_more_come_than_may(self) -> None:
-        holders = sum(self.held(of) > 0 for of in range(4))
-        assert holders <= limits.HOLDERS
+        held = [self.held(of) for of in range(4)]
+        free = limits.HOLDERS - sum(map(bool, held))
+        assert free >= 0
         for of in range(4):
-            full = self.held(of) == limits.LEASES_PER_HOLDER or (not self.held(of) and holders == limits.HOLDERS)
-            assert self.book.full(holder(of)) == full
+            of_tenant = sum(map(bool, held[of % 2 :: 2]))
+            full = held[of] == limits.LEASES_PER_HOLDER or (not held[of] and of_tenant + 1 > free - 1)
+            assert self.book.full(owner(of)) == full
 
 
 TestLeasesAgainstTwoDicts = LeasesAgainstTwoDicts.TestCase
@@ -131,7 +133,7 @@ TestLeasesAgainstTwoDicts = LeasesAgainstTwoDicts.TestCase
 
 def test_an_expired_lease_is_revoked_once_and_cannot_be_renewed() -> None:
     book = LeaseBook(TTL)
-    book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     assert book.revoke_expired(TTL - 1) == []
     assert book.revoke_expired(TTL) == [attempt(1)]
     assert book.revoke_expired(TTL) == []
@@ -141,7 +143,7 @@ def test_an_expired_lease_is_revoked_once_and_cannot_be_renewed() -> None:
 
 def test_a_renewal_that_arrives_before_deadlines_are_judged_is_in_time() -> None:
     book = LeaseBook(TTL)
-    book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     assert book.renew(attempt(1), TTL + 1), "arrived messages are stepped before a tick judges"
     assert book.revoke_expired(TTL + 1) == []
 
@@ -158,43 +160,43 @@ def test_a_revoked_lease_stays_until_its_holder_has_stopped() -> None:
 def test_a_revoked_lease_still_counts_against_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LEASES_PER_HOLDER", 1)
     book = LeaseBook(TTL)
-    book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     book.revoke_all()
-    assert book.full(holder(0)), "whatever moves its bytes is still at work"
+    assert book.full(owner(0)), "whatever moves its bytes is still at work"
     book.end(attempt(1))
-    assert not book.full(holder(0))
+    assert not book.full(owner(0))
 
 
 def test_one_holder_cannot_fill_the_book_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LEASES_PER_HOLDER", 1)
     book = LeaseBook(TTL)
-    book.grant(attempt(1, of=1), LeaseKind.READ, [], now=0)
-    assert book.full(holder(1)) and not book.full(holder(2))
+    book.grant(attempt(1, of=1), LeaseKind.READ, [], now=0, tenant=tenant(1))
+    assert book.full(owner(1)) and not book.full(owner(2))
 
 
 def test_more_holders_than_may_be_get_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HOLDERS", 1)
+    monkeypatch.setattr(limits, "HOLDERS", 3)
     book = LeaseBook(TTL)
-    book.grant(attempt(1, of=1), LeaseKind.READ, [], now=0)
-    assert book.full(holder(2)) and not book.full(holder(1))
+    book.grant(attempt(1, of=1), LeaseKind.READ, [], now=0, tenant=tenant(1))
+    assert book.full(owner(3)) and not book.full(owner(1)) and not book.full(owner(2)), "a share for another tenant"
     book.end(attempt(1, of=1))
-    assert not book.full(holder(2))
+    assert not book.full(owner(3))
 
 
 def test_an_attempt_has_one_lease() -> None:
     book = LeaseBook(TTL)
-    book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     with pytest.raises(AssertionError, match="one lease per attempt"):
         book.grant(attempt(1), LeaseKind.WRITE, [], now=1)
 
 
 def test_a_lease_that_has_ended_does_not_run_however_its_attempt_goes_on() -> None:
     book = LeaseBook(TTL)
-    first = book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    first = book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     assert book.holds(first)
     book.end(attempt(1))
     assert not book.holds(first)
-    second = book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    second = book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     assert book.running(attempt(1)) and book.holds(second) and not book.holds(first)
     book.revoke_all()
     assert not book.holds(second), "it may not be renewed either"
@@ -202,15 +204,17 @@ def test_a_lease_that_has_ended_does_not_run_however_its_attempt_goes_on() -> No
 
 def test_a_stall_of_the_granter_costs_no_holder_its_lease() -> None:
     book = LeaseBook(TTL)
-    book.grant(attempt(1), LeaseKind.READ, [], now=0)
+    book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     book.extend(100)
     assert book.revoke_expired(TTL + 99) == []
     assert book.next_expiry == TTL + 100
 
 
 def test_all_holders_together_have_a_bounded_number_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "LEASES", 1)
+    monkeypatch.setattr(limits, "LEASES", 3)
     book = LeaseBook(TTL)
-    assert not book.full(holder(1))
-    book.grant(attempt(1), LeaseKind.READ, [], 0)
-    assert book.full(holder(1)) and book.full(holder(2))
+    assert not book.full(owner(2))
+    book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
+    assert book.full(owner(2)) and not book.full(owner(1)), "a share for another tenant"
+    book.grant(attempt(1, of=1), LeaseKind.READ, [], now=0, tenant=tenant(1))
+    assert all(book.full(owner(of)) for of in range(4))

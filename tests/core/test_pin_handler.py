@@ -450,7 +450,7 @@ def test_a_shard_wants_as_much_room_as_all_who_wait() -> None:
 
 
 def test_no_more_readers_wait_for_room_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "PINS_FROM_DISK", 1)
+    monkeypatch.setattr(limits, "PINS_FROM_DISK", 2)
     shard = crowded(A, B)
     first = shard.pinning(attempt(1), B)
     assert reply(shard, shard.pinning(attempt(2), B)) == (NO_ROOM,)

@@ -147,7 +147,7 @@ def test_a_page_that_another_worker_writes_meanwhile_is_not_waited_for() -> None
 
 
 def test_reservations_that_wait_have_a_bounded_number_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "WAITING_PAGES", 3)
+    monkeypatch.setattr(limits, "WAITING_PAGES", 6)
     shard = LoneShard.joined(pages=4)
     shard.store(attempt(1), *BLOCKS[:4])
     first = shard.reserving(attempt(2), *BLOCKS[4:6], wait_ns=SECOND)

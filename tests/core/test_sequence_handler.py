@@ -306,7 +306,9 @@ def test_each_tenant_has_a_share_of_its_own() -> None:
     coordinator, _, worker = serving(capacity_pages=8, sequence_share=0.5)
     coordinator.ask(Attached, build_request(Attach(SPEC), THEIRS))
     worker.opens(Q, BLOCKS[:4])
-    assert Syncing(coordinator, 1, THEIRS).sync(TableChange(Q, 0, BLOCKS[:4])).refused == ()
+    theirs = Syncing(coordinator, 1, THEIRS)
+    assert theirs.sync(TableChange(Q, 0, BLOCKS[:3])).refused == (Q,), "as much stays free for a third"
+    assert theirs.sync(TableChange(Q, 0, BLOCKS[:2])).refused == ()
 
 
 def test_while_rebuilding_tables_are_opened_without_a_look_at_the_share() -> None:
@@ -335,7 +337,7 @@ def test_private_blocks_are_refused_where_the_tenant_has_no_room_for_their_names
 
 
 def test_so_many_holders_have_sequences_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HOLDERS", 1)
+    monkeypatch.setattr(limits, "HOLDERS", 2)
     coordinator, _, worker = serving()
     worker.opens(Q, BLOCKS)
     refused = coordinator.ask(Refused, ours(SyncTables(holder(2), 1), coordinator.space))

@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, Attempt, NamespaceId
 from kvcluster.core.messages import LoadGrant, StoreGrant
-from kvcluster.core.tickets import IssuedTicket, TicketBook, Writing
-from tests.core.build import SPACE, WHOLE, attempt, block, chain, holder
+from kvcluster.core.tickets import IssuedTicket, TicketBook, TicketName, Writing
+from tests.core.build import SPACE, WHOLE, attempt, block, chain, holder, owner, tenant
 
 TTL = 10
 OTHER_SPACE = NamespaceId(b"o" * HASH_BYTES)
@@ -17,14 +17,18 @@ PAGES: list[Writing] = [
 ]
 
 
+def named(of: Attempt) -> TicketName:
+    return tenant(of.holder[-1]), of
+
+
 def store(of: Attempt, *writes: Writing, expires_at: int = TTL) -> IssuedTicket:
-    return IssuedTicket(of, SPACE, StoreGrant(()), expires_at, writes=writes)
+    return IssuedTicket(*named(of), SPACE, StoreGrant(()), expires_at, writes=writes)
 
 
 class TicketsAgainstTwoDicts(RuleBasedStateMachine):
     """The model: attempt -> its ticket's end and writes; page -> the attempt that last got leave to write it."""
 
-    @initialize(per_holder=st.integers(1, 3), holders=st.integers(1, 3))
+    @initialize(per_holder=st.integers(1, 3), holders=st.integers(1, 6))
     def begin(self, per_holder: int, holders: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(limits, "TICKETS_PER_HOLDER", per_holder)
@@ -50,7 +54,7 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
 
     @rule(of=st.integers(0, 3), writes=st.lists(st.sampled_from(PAGES), max_size=4))
     def add(self, of: int, writes: list[Writing]) -> None:
-        if self.book.full(holder(of)):
+        if self.book.full(owner(of)):
             return
         self.counter += 1
         ticket = store(attempt(self.counter, of), *writes, expires_at=self.now + TTL)
@@ -62,14 +66,14 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
         some = self.some(data)
-        assert self.book.renew(some, self.now) is self.tickets.get(some)
+        assert self.book.renew(named(some), self.now) is self.tickets.get(some)
         if some in self.ends:
             self.ends[some] = self.now + TTL
 
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         some = self.some(data)
-        assert self.book.end(some) is self.tickets.get(some)
+        assert self.book.end(named(some)) is self.tickets.get(some)
         if some in self.tickets:
             self.forget(some)
 
@@ -99,7 +103,7 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
     def the_book_says_what_the_model_says(self) -> None:
         assert len(self.book) == len(self.tickets)
         assert self.book.next_expiry == min(self.ends.values(), default=None)
-        assert all(self.book.get(some) is ticket for some, ticket in self.tickets.items())
+        assert all(self.book.get(named(some)) is ticket for some, ticket in self.tickets.items())
         assert {some: ticket.expires_at for some, ticket in self.tickets.items()} == self.ends
 
     @invariant()
@@ -111,11 +115,12 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
     @invariant()
     def no_holder_has_more_than_its_share_and_no_more_come_than_may(self) -> None:
         held = [sum(some.holder == holder(of) for some in self.tickets) for of in range(4)]
-        holders = sum(map(bool, held))
-        assert holders <= limits.HOLDERS
+        free = limits.HOLDERS - sum(map(bool, held))
+        assert free >= 0
         for of in range(4):
-            full = held[of] == limits.TICKETS_PER_HOLDER or (not held[of] and holders == limits.HOLDERS)
-            assert self.book.full(holder(of)) == full
+            of_tenant = sum(map(bool, held[of % 2 :: 2]))
+            full = held[of] == limits.TICKETS_PER_HOLDER or (not held[of] and of_tenant + 1 > free - 1)
+            assert self.book.full(owner(of)) == full
 
 
 TestTicketsAgainstTwoDicts = TicketsAgainstTwoDicts.TestCase
@@ -124,10 +129,10 @@ TestTicketsAgainstTwoDicts = TicketsAgainstTwoDicts.TestCase
 def test_a_repeated_prepare_finds_the_answer_of_its_first() -> None:
     book = TicketBook(TTL)
     grant = LoadGrant(3, (), hold_ns=5, miss=None)
-    book.add(IssuedTicket(attempt(1), SPACE, grant, TTL, hashes=chain(3)))
-    ticket = book.get(attempt(1))
+    book.add(IssuedTicket(*named(attempt(1)), SPACE, grant, TTL, hashes=chain(3)))
+    ticket = book.get(named(attempt(1)))
     assert ticket is not None and ticket.answer is grant and ticket.hashes == chain(3)
-    assert book.get(attempt(2)) is None
+    assert book.get(named(attempt(2))) is None
 
 
 def test_a_page_has_one_writer_until_that_ticket_ends() -> None:
@@ -135,7 +140,7 @@ def test_a_page_has_one_writer_until_that_ticket_ends() -> None:
     book.add(store(attempt(1), PAGES[0], PAGES[1]))
     assert book.writer(PAGES[0]) == attempt(1) and book.writer(PAGES[2]) is None
     assert book.writing(SPACE, block(0)) and not book.writing(SPACE, block(1))
-    book.end(attempt(1))
+    book.end(named(attempt(1)))
     assert book.writer(PAGES[0]) is None and not book.writing(SPACE, block(0))
 
 
@@ -158,7 +163,7 @@ def test_the_end_of_an_old_ticket_takes_nothing_from_the_writer_that_came_after_
     book = TicketBook(TTL)
     book.add(store(attempt(1), PAGES[0], PAGES[1]))
     book.add(store(attempt(2), PAGES[1]))
-    book.end(attempt(1))
+    book.end(named(attempt(1)))
     assert book.writer(PAGES[0]) is None and book.writer(PAGES[1]) == attempt(2)
     assert book.writing(SPACE, block(0))
 
@@ -174,10 +179,10 @@ def test_an_expired_ticket_lets_others_write() -> None:
 def test_renewal_begins_the_time_again_and_comes_too_late_after_the_end() -> None:
     book = TicketBook(TTL)
     book.add(store(attempt(1), PAGES[0]))
-    assert book.renew(attempt(1), TTL - 1) is not None
+    assert book.renew(named(attempt(1)), TTL - 1) is not None
     assert book.end_expired(2 * TTL - 2) == []
     assert len(book.end_expired(2 * TTL - 1)) == 1
-    assert book.renew(attempt(1), 2 * TTL) is None
+    assert book.renew(named(attempt(1)), 2 * TTL) is None
 
 
 def test_an_attempt_has_one_ticket() -> None:
@@ -188,10 +193,12 @@ def test_an_attempt_has_one_ticket() -> None:
 
 
 def test_all_holders_together_have_a_bounded_number_of_tickets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "TICKETS", 1)
+    monkeypatch.setattr(limits, "TICKETS", 3)
     book = TicketBook(TTL)
     book.add(store(attempt(1)))
-    assert book.full(holder(0)) and book.full(holder(1))
+    assert book.full(owner(0)) and book.full(owner(2)) and not book.full(owner(1)), "a share for another tenant"
+    book.add(store(attempt(1, of=1)))
+    assert all(book.full(owner(of)) for of in range(4))
 
 
 def test_tickets_that_run_out_together_end_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,20 +222,21 @@ def test_a_refusal_leaves_the_connection_open(world: World) -> None:
     assert len(transport.path._links._idle) == 1  # type: ignore[attr-defined]
 
 
-def test_a_shard_keeps_so_many_connections_and_says_so_to_one_more(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "STREAMS", 2)
+@pytest.fixture
+def few_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "STREAMS", 4)
+
+
+def test_a_shard_keeps_so_many_connections_and_says_so_to_one_more(few_streams: None, world: World) -> None:
     with Raw(world), Raw(world), Raw(world, hello=False) as third:
         third.send(Kind.HELLO, token(ONE).encode())
         said = third.refusal()
-    assert "2 connections of this tenant already" in str(said)
+    assert "2 connections of this tenant, which is its share" in str(said)
 
 
 def test_connections_without_a_credential_shut_out_no_other_and_the_oldest_ends(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "STREAMS", 2)
     monkeypatch.setattr(limits, "STREAMS_UNKNOWN", 2)
     content = Content.of(world, 1, 1, 8)
     with Raw(world, hello=False) as oldest, Raw(world, hello=False), Raw(world, hello=False):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
@@ -38,7 +38,7 @@ from kvcluster.core.messages import (
     Tick,
     Tier,
 )
-from kvcluster.core.tickets import IssuedTicket
+from kvcluster.core.tickets import IssuedTicket, TicketName
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
@@ -70,7 +70,7 @@ class CoordinatorOracle:
         self._world = world
         self._placed = placed
         self._purged_at: dict[NamespaceId, int] = {}
-        self._answers: dict[tuple[str, Attempt], tuple[IssuedTicket, object]] = {}  # of live tickets
+        self._answers: dict[tuple[str, TicketName], tuple[IssuedTicket, object]] = {}  # of live tickets
         self._drain_until: dict[tuple[str, ShardAddress], int] = {}  # by the coordinator that drains it
         self._others_had: dict[tuple[str, ShardAddress], dict[Name, None]] = {}  # when the drain began
         self._orders: dict[tuple[str, ShardAddress], GivenOrders] = {}
@@ -162,20 +162,20 @@ class CoordinatorOracle:
                 del self._answers[of]
 
     def _ticket_ended(self, c: CoordinatorProcess, request: Request[EndTicket], reply: object, now: int) -> None:
-        self._answers.pop((c.name, request.question.attempt), None)
+        self._answers.pop((c.name, (request.tenant, request.question.attempt)), None)
 
     def _is_same_again(
         self, c: CoordinatorProcess, request: Request[PrepareLoad | PrepareStore], reply: object
     ) -> None:
         """A repeated prepare gets the same answer while its ticket is live, unless a shard was lost or the namespace
         was purged since."""
-        attempt = request.question.attempt
-        of = c.name, attempt
+        name = request.tenant, request.question.attempt
+        of = c.name, name
         space = c.core.directory.known(namespace_of(request))
         before = self._answers.pop(of, None)
         if before is not None and space is not None and before[0].known == (c.core.book.version, space.purged):
             require(reply == before[1], "a repeated prepare gets a different answer")
-        ticket = c.core.tickets.get(attempt)
+        ticket = c.core.tickets.get(name)
         if ticket is not None:
             self._answers[of] = ticket, reply
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.state import SequenceState
-from kvcluster.core.block_tables import Owner
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
 from kvcluster.core.messages import EvictOrder, Request, SyncTables, TablesSynced
+from kvcluster.core.shares import Owner
 from kvcluster.testing.kernel import MS
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.coordinator import CoordinatorProcess

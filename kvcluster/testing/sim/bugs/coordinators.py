@@ -156,7 +156,7 @@ def repeat_treated_as_new() -> list[Patch]:
     """A prepare that is repeated because its answer was lost is answered as if it were a new one."""
 
     def forget(self: PrepareHandler, attempt: Any, space: Any, kind: Any) -> None:
-        ticket = self._state.tickets.end(attempt)
+        ticket = self._state.tickets.end((space.tenant, attempt))
         if ticket is not None:
             self._release(ticket)
 

@@ -29,7 +29,7 @@ from kvcluster.testing.sim.shard_storage import ShardStorage
 def no_epoch_fence() -> list[Patch]:
     """A shard does not compare the epoch in a worker's question with its own."""
     original = Shard._check
-    return [(Shard, "_check", lambda self, m: original(self, replace(m, epoch=self.epoch)))]
+    return [(Shard, "_check", lambda self, tenant, m: original(self, tenant, replace(m, epoch=self.epoch)))]
 
 
 @planted
