@@ -49,6 +49,8 @@ _Rule = tuple[bool, str]
 class CoordinatorConfig:
     """`hold_ms`: time for which promised blocks are spared from eviction.
     `low_free`, `high_free`: if less than `low_free` of its bytes is free, a shard evicts until `high_free` is.
+    `tenant_floor`: share of each tier that is divided evenly among the tenants that store there. What a tenant has
+    below its part is not evicted for others (core/tenant_floors.py).
     `pinned_share`: share of all bytes that one tenant alone may pin. Several get less each (core/shares.py).
     `sequence_share`: likewise, for the blocks of open sequences.
     `sequence_ttl_ms`: a worker that is silent for this long has its sequences closed.
@@ -69,6 +71,7 @@ class CoordinatorConfig:
     rebuild_grace_ms: int = 5_000
     low_free: float = 0.05
     high_free: float = 0.10
+    tenant_floor: float = 0.5
     pinned_share: float = 0.25
     sequence_share: float = 0.5
     sequence_ttl_ms: int = 30_000
@@ -268,6 +271,7 @@ def _cluster_rules(config: Config) -> Iterator[_Rule]:
 
 def _coordinator_rules(c: CoordinatorConfig) -> Iterator[_Rule]:
     yield 0 <= c.low_free <= c.high_free <= 0.9, "coordinator needs 0 <= low_free <= high_free <= 0.9"
+    yield 0 <= c.tenant_floor <= 0.8, "coordinator.tenant_floor must be between 0 and 0.8"
     yield 0 <= c.pinned_share <= 0.9, "coordinator.pinned_share must be between 0 and 0.9"
     yield 0 <= c.sequence_share <= 0.9, "coordinator.sequence_share must be between 0 and 0.9"
     yield (

@@ -72,6 +72,10 @@ class Queued(Block, Protocol):
 R = TypeVar("R", bound=Queued)
 
 
+def _none_is_closed(space: NamespaceId) -> bool:
+    return False
+
+
 class EvictionQueue(Generic[R]):
     """The records of one tier of one shard. `find` returns the index's present record of a block, or None."""
 
@@ -91,7 +95,9 @@ class EvictionQueue(Generic[R]):
         # since.
         self._owners: list[dict[BlockHash, int] | None] = []
         self._vacant: list[int] = []
-        self._spared: deque[int] = deque()  # cells without an entry in the heap; every other occupied one has an entry
+        # Cells without an entry in the heap; every other occupied one has an entry.
+        self._spared: deque[int] = deque()
+        self._closed: dict[NamespaceId, deque[int]] = {}
         self._now = 0  # time of the last search: later entries are scored as of then
         self._hand = 0  # the next cell to be scored again
         self.cut_short = False  # the last search stopped at its bound: another may find more victims
@@ -135,9 +141,18 @@ class EvictionQueue(Generic[R]):
         self._heap, self._cells, self._entries, self._owners, self._vacant = [], [], [], [], []
         self._fresh.clear()
         self._spared.clear()
+        self._closed.clear()
         return ((space, block) for space, of in states.items() for block, state in of.items() if state & _QUEUED)
 
-    def coldest(self, count: int, spares: Callable[[R], bool], now: int, *, max_inspected: int = INSPECTED) -> list[R]:
+    def coldest(
+        self,
+        count: int,
+        spares: Callable[[R], bool],
+        now: int,
+        closed: Callable[[NamespaceId], bool] = _none_is_closed,
+        *,
+        max_inspected: int = INSPECTED,
+    ) -> list[R]:
         """Removes and returns the `count` coldest records that `spares` does not spare, in eviction order. Returns
         fewer if there are no more, or if `max_inspected` entries were inspected (`cut_short`).
 
@@ -145,9 +160,12 @@ class EvictionQueue(Generic[R]):
         back as many as half of its own inspections can handle, those set aside longest first. So the order is exact
         while no more than that are spared at a time; beyond that a crowd of pinned records delays nothing for ever:
         each call makes progress with the other half.
+
+        Records of namespaces that are `closed` are set aside, too, the coldest first, and come back in that order only
+        when their namespace is open again. So they cost no later call anything.
         """
         self._now = now
-        self._catch_up(max_inspected)
+        self._catch_up(max_inspected, closed)
         taken: list[R] = []
         inspected = 0
         heap = self._heap
@@ -161,6 +179,11 @@ class EvictionQueue(Generic[R]):
             record = self._leaf(cell)
             if record is None:
                 heappop(heap)
+                continue
+            if closed(record.space):
+                heappop(heap)
+                self._entries[cell] = None
+                self._closed.setdefault(record.space, deque()).append(cell)
                 continue
             present = self._scored(record, cell)
             if present > entry:
@@ -211,20 +234,27 @@ class EvictionQueue(Generic[R]):
         assert kept == followers, "followers were counted wrongly"
         assert length == self._length
         valid = sum(self._entries[entry & _CELL_MASK] == entry for entry in dict.fromkeys(self._heap))
-        assert valid + len(self._spared) == len(self._cells) - len(self._vacant), "a cell without its entry"
+        aside = len(self._spared) + sum(map(len, self._closed.values()))
+        assert valid + aside == len(self._cells) - len(self._vacant), "a cell without its entry"
 
     # ------------------------------------------------------------------------------------- what has changed
 
-    def _catch_up(self, max_inspected: int) -> None:
-        """Gives fresh leaves their cells, brings back spared records, and scores some leaves again."""
+    def _catch_up(self, max_inspected: int, closed: Callable[[NamespaceId], bool]) -> None:
+        """Gives fresh leaves their cells, brings back spared records and those of open namespaces, and scores some
+        leaves again."""
         while self._fresh:
             self._give_cell(self._fresh.popleft())
         self._compact()
-        for _ in range(min(len(self._spared), max_inspected // 2)):
-            cell = self._spared.popleft()
-            record = self._leaf(cell)
-            if record is not None:
-                self._enter(record, cell)
+        left = max_inspected // 2
+        for aside in (self._spared, *(self._closed[space] for space in list(self._closed) if not closed(space))):
+            back = min(len(aside), left)
+            left -= back
+            for _ in range(back):
+                cell = aside.popleft()
+                record = self._leaf(cell)
+                if record is not None:
+                    self._enter(record, cell)
+        self._closed = {space: aside for space, aside in self._closed.items() if aside}
         if not self._policy.falls:
             return
         for _ in range(min(RESCORED, len(self._cells))):
@@ -239,11 +269,12 @@ class EvictionQueue(Generic[R]):
         them."""
         occupied = len(self._cells) - len(self._vacant)
         if occupied > 2 * self._length + _COMPACT_ABOVE:
-            spared = dict.fromkeys(self._spared)
             for cell in range(len(self._cells)):
                 if self._cells[cell] is not None:
                     self._leaf(cell)
-            self._spared = deque(cell for cell in spared if self._cells[cell] is not None)
+            self._spared = deque(cell for cell in self._spared if self._cells[cell] is not None)
+            for space, aside in self._closed.items():
+                self._closed[space] = deque(cell for cell in aside if self._cells[cell] is not None)
             occupied = len(self._cells) - len(self._vacant)
         if len(self._heap) > 2 * occupied + _COMPACT_ABOVE:
             self._heap = [entry for entry in self._entries if entry is not None]

@@ -5,23 +5,25 @@ the lowest tier of a shard by eviction, and those above it by demotion (tiering.
 shard has one order at a time; the next is computed from its report when the shard has carried it out. Held blocks (a
 load was promised them a moment ago) and pinned ones (a user asked) are spared; blocks that open sequences claim
 (block_tables.py), and private ones in their grace (eraser.py), are spared from eviction, and demoted only if there is
-room below. The eviction queue (eviction_queue.py) orders the others by the score of a policy.
+room below. The eviction queue (eviction_queue.py) orders the others by the score of a policy. No tenant's blocks are
+evicted below its floor for another tenant (tenant_floors.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.block_tables import BlockTables
 from kvcluster.core.eraser import Eraser
-from kvcluster.core.ids import BlockHash
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, Tier
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.shares import Shares
+from kvcluster.core.tenant_floors import TenantFloors
 
 BATCH = 64
 """Victims taken from the queue at a time, until their bytes suffice."""
@@ -36,13 +38,18 @@ class Evictor:
         self._low = config.low_free
         self._high = config.high_free
         self._pinned_share = config.pinned_share
+        self._floor = config.tenant_floor
         self._directory = directory
         self._tables = tables
         self._eraser = eraser
 
-    def order(self, member: Member, tier: Tier, pressure_bytes: int, now: int) -> None:
-        """Gives this shard its next order, unless nothing has to be evicted, or nothing can be."""
-        victims = self.victims(member, tier, pressure_bytes, now, self.claimed)
+    def order(self, member: Member, tier: Tier, pressure_bytes: int, pressing: Mapping[Tenant, int], now: int) -> None:
+        """Gives this shard its next order, unless nothing has to be evicted, or nothing can be. `pressing`: what the
+        waiting reservations of each tenant lack."""
+        floors, stored = None, member.stored[tier].tenants
+        if len({**stored, **pressing}) > 1:
+            floors = TenantFloors(stored, int(self._floor * member.info.use(tier).capacity_bytes), pressing)
+        victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
         blocks = tuple((record.space, record.hash) for record in victims)
         if blocks:
             member.orders.give(lambda number: EvictOrder(number, blocks, tier))
@@ -54,26 +61,43 @@ class Evictor:
         return self._tables.claims(*name) > 0 or self._eraser.in_grace(name)
 
     def victims(
-        self, member: Member, tier: Tier, pressure_bytes: int, now: int, keeps: Callable[[BlockRecord], bool]
+        self,
+        member: Member,
+        tier: Tier,
+        pressure_bytes: int,
+        now: int,
+        keeps: Callable[[BlockRecord], bool],
+        floors: TenantFloors | None = None,
     ) -> list[BlockRecord]:
         """Takes the coldest blocks of that tier off its queue and returns them: about enough to free the bytes that it
         lacks for its watermark or for waiting reservations (`pressure_bytes`). Held and pinned blocks are spared, and
-        those that `keeps` names."""
+        those that `keeps` names, and what lies below the `floors` of tenants."""
+        directory, slot = self._directory, member.slot
+
+        def closed(space_id: NamespaceId) -> bool:
+            return floors is not None and floors.closed(directory.tenant(space_id))
 
         def spares(record: BlockRecord) -> bool:
-            return self._spares(record, now) or keeps(record)
+            if self._spares(record, now) or keeps(record):
+                return True
+            if floors is not None:
+                floors.take(directory.tenant(record.space), directory.charged_bytes(record, slot, tier))
+            return False
 
         wanted = self._wanted(member, tier, pressure_bytes)
         cold, victims, found = member.cold[tier], list[BlockRecord](), 0
         while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
-            batch = cold.coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), spares, now)
+            batch = cold.coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), spares, now, closed)
             for at, record in enumerate(batch):
                 if found >= wanted:  # the batch held more than was wanted: put the rest back
                     for spare in batch[at:]:
                         cold.push(spare)
+                        if floors is not None:
+                            nbytes = directory.charged_bytes(spare, slot, tier)
+                            floors.take(directory.tenant(spare.space), -nbytes)
                     break
                 victims.append(record)
-                found += self._directory.bytes_on(record, member.slot, tier)
+                found += directory.bytes_on(record, slot, tier)
             if not batch or cold.cut_short:
                 break
         return victims

@@ -9,19 +9,22 @@ incarnation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TypeAlias, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.eviction_queue import EvictionQueue
-from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import LeaveReason, ShardAddress, ShardInfo, Tier
+from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.placement import Candidate, choose
-from kvcluster.core.replica_sets import ReplicaTable
+from kvcluster.core.replica_sets import ReplicaSet, ReplicaTable
 from kvcluster.core.report_stream import ReportCursor
+from kvcluster.core.spec import Part
+from kvcluster.core.tenant_floors import StoredBytes, charged
 from kvcluster.core.tiers import ADDRESSABLE
 
 V = TypeVar("V")
@@ -34,7 +37,7 @@ class Member:
 
     __slots__ = (
         *("address", "cold", "cursor", "drain_until", "full", "info", "orders"),
-        *("purged", "seen_at", "slot"),
+        *("purged", "seen_at", "slot", "stored"),
     )
 
     def __init__(
@@ -46,8 +49,9 @@ class Member:
         self.cursor = ReportCursor()
         self.orders = orders
         self.cold: dict[Tier, EvictionQueue[BlockRecord]] = {tier: queue(slot, tier) for tier in Tier}
+        self.stored: dict[Tier, StoredBytes] = {tier: StoredBytes() for tier in Tier}
         self.seen_at = 0
-        self.full = False  # it asked for room, and nothing could be evicted
+        self.full: frozenset[Tenant] = frozenset()  # their reservations wait for room, and nothing could be evicted
         self.purged = 0  # tombstones up to this number are carried out, as far as it has reported
         self.drain_until: int | None = None  # while draining: blocks without a copy elsewhere by then are lost
 
@@ -62,9 +66,13 @@ class Member:
         return "draining" if self.draining else "up"
 
     @property
-    def takes(self) -> bool:
-        """Whether new blocks may be placed on it."""
+    def takes_replicas(self) -> bool:
+        """Whether blocks of other shards may be copied to it: no reservation waits there in vain."""
         return self.cursor.current and not self.full and not self.draining
+
+    def takes(self, tenant: Tenant) -> bool:
+        """Whether new blocks of this tenant may be placed on it."""
+        return self.cursor.current and tenant not in self.full and not self.draining
 
 
 class Membership:
@@ -75,6 +83,7 @@ class Membership:
         self._book = book
         self._queue = queue
         self._members: dict[ShardId, Member] = {}
+        self._by_slot: dict[int, Member] = {}
         self._order_numbers = count(1)
         self.lost: dict[ShardId, ShardInfo] = {}
         self._dismissed: dict[ShardId, Epoch] = {}
@@ -106,11 +115,25 @@ class Membership:
         orders = OrderStream(self._order_numbers)
         member = Member(info, self._book.open_slot(address), address, self._queue, orders)
         member.seen_at = now
-        self._members[info.shard] = member
+        self._members[info.shard] = self._by_slot[member.slot] = member
         self.lost.pop(info.shard, None)
         return member
 
-    def place(self, run: BlockHash, host: str, purged: int) -> Member | None:
+    def charge(
+        self, space: CoordinatorNamespace, before: ReplicaSet, after: ReplicaSet, parts: Iterable[tuple[int, Part]]
+    ) -> None:
+        """Charges the tenant for the copies of these (group, part) pairs as they are `after` a change of a block."""
+        if before is after:
+            return
+        for group, part in parts:
+            for copies, sign in ((charged(before, group, part), -1), (charged(after, group, part), 1)):
+                for copy in copies:
+                    member = self._by_slot.get(copy.slot)
+                    if member is not None:
+                        nbytes = sign * space.page_bytes(group, part, copy.codec)
+                        member.stored[copy.tier].add(space.id, space.tenant, nbytes)
+
+    def place(self, run: BlockHash, tenant: Tenant, host: str, purged: int) -> Member | None:
         """Returns the member to place the run on whose first hash is `run`, written from `host`; None if none has room.
 
         A member that has not yet carried out tombstone `purged` is not chosen: it would drop the new pages along with
@@ -121,7 +144,7 @@ class Membership:
                 shard=member.info.shard,
                 host=member.info.host,
                 weight_bytes=member.info.capacity_bytes,
-                available=member.takes and member.purged >= purged,
+                available=member.takes(tenant) and member.purged >= purged,
             )
             for member in self._members.values()
         ]
@@ -131,12 +154,14 @@ class Membership:
     def forget(self, space: NamespaceId) -> None:
         """Removes a namespace, which has no record left in the index, from all eviction queues."""
         for member in self._members.values():
-            for cold in member.cold.values():
-                cold.forget(space)
+            for tier in Tier:
+                member.cold[tier].forget(space)
+                member.stored[tier].forget(space)
 
     def drop(self, shard: ShardId) -> Member | None:
         member = self._members.pop(shard, None)
         if member is not None:
+            del self._by_slot[member.slot]
             self._book.kill_slot(member.slot)
         return member
 

@@ -16,6 +16,7 @@ from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import Need, Tier, Tombstone
 from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.spec import KVSpec, Part, differing_fields
+from kvcluster.core.tenant_floors import charged
 from kvcluster.core.tombstones import Tombstones
 
 
@@ -138,6 +139,10 @@ class NamespaceTable:
         """Returns the namespace without a tenant check, for reports of shards, which hold blocks of every tenant."""
         return self._spaces.get(space_id)
 
+    def tenant(self, space_id: NamespaceId) -> Tenant:
+        """Returns the tenant of a namespace that is known."""
+        return self._spaces[space_id].tenant
+
     def record(self, space_id: NamespaceId, block: BlockHash) -> BlockRecord | None:
         """Returns the record of a block, of any tenant."""
         space = self._spaces.get(space_id)
@@ -154,6 +159,15 @@ class NamespaceTable:
             for copy in (record.copies.entries if slot is None else record.copies.of(slot))
             if tier in (None, copy.tier)
         )
+
+    def charged_bytes(self, record: BlockRecord, slot: int, tier: Tier) -> int:
+        """Returns the bytes of a block on one tier of a shard that its tenant is charged for (tenant_floors.py)."""
+        space, nbytes = self._spaces[record.space], 0
+        for group, part in dict.fromkeys((copy.group, copy.part) for copy in record.copies.of(slot)):
+            for copy in charged(record.copies, group, part):
+                if (copy.slot, copy.tier) == (slot, tier):
+                    nbytes += space.page_bytes(group, part, copy.codec)
+        return nbytes
 
     def named(self, stone: Tombstone) -> list[CoordinatorNamespace]:
         """Returns the namespaces that a tombstone names."""

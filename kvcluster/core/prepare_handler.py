@@ -7,7 +7,7 @@ attempt, so a worker that lost the answer can ask again and gets the same one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.coordinator_state import MS, CoordinatorState
@@ -103,7 +103,8 @@ class PrepareHandler:
         # Each page is planned separately: a worker may write several parts of one group, and all of them must be
         # present.
         askings = [NeedPlanner(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]
-        place = cache(lambda run: state.members.place(run, m.host, space.purged) or self._why_nowhere(space))
+        member = partial(state.members.place, tenant=space.tenant, host=m.host, purged=space.purged)
+        place = cache(lambda run: member(run) or self._why_nowhere(space))
         runs: list[StoreRun] = []
         writes: list[Writing] = []
         for at in range(len(m.hashes)):
@@ -199,7 +200,7 @@ class PrepareHandler:
 
     def _why_nowhere(self, space: CoordinatorNamespace) -> Miss:
         """Returns the reason why no shard can take a block."""
-        late = any(member.takes and member.purged < space.purged for member in self._state.members.all())
+        late = any(member.takes(space.tenant) and member.purged < space.purged for member in self._state.members.all())
         return _PURGING if late else _NO_ROOM
 
     def _answered_before(

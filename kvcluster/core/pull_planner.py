@@ -94,8 +94,8 @@ class PullPlanner:
         return found is not None and self.nbytes(record, found) <= self.room(target, found.kind.into)
 
     def has_room(self, member: Member) -> bool:
-        """Whether the shard takes new blocks and has room in any tier."""
-        return member.takes and any(self.room(member, tier) > 0 for tier in ADDRESSABLE)
+        """Whether the shard takes replicas and has room in any tier."""
+        return member.takes_replicas and any(self.room(member, tier) > 0 for tier in ADDRESSABLE)
 
     def room(self, member: Member, tier: Tier) -> int:
         """Returns the bytes of that tier that can be filled without falling below its low watermark."""

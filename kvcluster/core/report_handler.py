@@ -7,7 +7,7 @@ is handled here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.coordinator_state import MS, CoordinatorState
 from kvcluster.core.evictor import Evictor
-from kvcluster.core.ids import BlockHash, Epoch, NamespaceId
+from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
@@ -181,7 +181,10 @@ class ReportHandler:
                 continue
             before = record.copies
             left -= len(before.entries) // COPIES_SWEPT
-            if space.index.sweep(record):
+            bare = space.index.sweep(record)
+            parts = dict.fromkeys((copy.group, copy.part) for copy in before.entries)
+            state.members.charge(space, before, record.copies, parts)
+            if bare:
                 state.evicted.add(space.id, record.hash, now, MissReason.SHARD_LOST)
                 space.pinned.pop(record.hash, None)
             elif slot is not None:
@@ -261,12 +264,17 @@ class ReportHandler:
         # A new block gets the stamp of its parent: if it were fresher, it would outlive the chain that it is useless
         # without.
         parent = space.index.get(event.parent)
+        known = space.index.get(key.hash)
+        before = known.copies if known is not None else state.book.none
         record = space.index.add(event, member.slot, parent.stamp if parent is not None else now)
+        known = known or record
+        assert known is not None
+        state.members.charge(space, before, known.copies, [(key.group, key.part)])
         if record is not None:
             member.cold[event.tier].push(record)
             if space.spec.private:
                 state.eraser.recorded((space.id, key.hash), now)
-        if member.draining and (known := space.index.get(key.hash)) is not None:
+        if member.draining:
             self._replicator.committed(known, member)
 
     def _gone(self, event: GoneEvent, member: Member, now: int) -> None:
@@ -277,6 +285,8 @@ class ReportHandler:
         record = space.index.get(key.hash)
         before = record.copies if record is not None else state.book.none
         gone = space.index.remove(key.hash, member.slot, key.group, key.part, event.tier)
+        if record is not None:
+            state.members.charge(space, before, record.copies, [(key.group, key.part)])
         if record is not None and not record.copies.on(member.slot, event.tier):
             member.cold[event.tier].remove(record)
         if gone:
@@ -299,30 +309,31 @@ class ReportHandler:
         if not evicting:
             self._state.eraser.order(member)
         # A draining shard does not evict to reach its watermark: those blocks are to be moved, not lost.
-        if not evicting and (m.pressure_bytes or not member.draining):
-            self._make_room(member, m.pressure_bytes, now)
+        if not evicting and (m.pressure or not member.draining):
+            self._make_room(member, dict(m.pressure), now)
         elif under_way(MoveOrder) is None and 0 < staging.wanted_bytes <= m.info.next_below(STAGING).free_bytes:
             self._tiering.demote(member, 0, now)  # so that other shards can read what its disk tier holds
         # Free room goes to waiting reservations first. A full shard would also evict one copy to make room for another.
-        if under_way(EvictOrder) is None and under_way(MoveOrder) is None and not m.pressure_bytes:
+        if under_way(EvictOrder) is None and under_way(MoveOrder) is None and not m.pressure:
             if not member.draining:
                 self._tiering.promote(member)
             if under_way(PullOrder) is None:
                 self._state.counters["pulls"] += self._replicator.order(member, now)
 
-    def _make_room(self, member: Member, pressure_bytes: int, now: int) -> None:
-        """Orders the coldest blocks down one tier, and evicts the coldest blocks of the lowest tier."""
+    def _make_room(self, member: Member, pressing: Mapping[Tenant, int], now: int) -> None:
+        """Orders the coldest blocks down one tier, and evicts the coldest blocks of the lowest tier. `pressing`: what
+        the waiting reservations of each tenant lack."""
         *upper, lowest = member.info.tiers
-        waited = pressure_bytes
+        waited = pressure_bytes = sum(pressing.values())
         if upper:
             waited = 0
             if member.orders.of(MoveOrder) is None:
                 waited = self._tiering.demote(member, pressure_bytes, now)
         if member.orders.of(EvictOrder) is None:  # nothing is to be erased
-            self._evictor.order(member, lowest, waited, now)
+            self._evictor.order(member, lowest, waited, pressing, now)
         ordered = any(member.orders.of(kind) is not None for kind in (EvictOrder, MoveOrder))
         cut_short = any(cold.cut_short for cold in member.cold.values())
-        member.full = pressure_bytes > 0 and not ordered and not cut_short
+        member.full = frozenset() if ordered or cut_short else frozenset(pressing)
 
     def _may_go(self, m: Report, member: Member, now: int) -> bool:
         """Whether a draining shard may leave: its drain time is up, or no transfer is running and every block that

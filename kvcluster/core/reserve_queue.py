@@ -46,9 +46,12 @@ class ReserveQueue:
         return min((waiting.until for waiting in self._waiting.values()), default=None)
 
     @property
-    def pressure_bytes(self) -> int:
-        """The bytes that all waiting reservations lack."""
-        return sum(map(self._lacked, self._waiting.values()))
+    def pressure(self) -> tuple[tuple[Tenant, int], ...]:
+        """The bytes that the waiting reservations of each tenant lack."""
+        lacked: dict[Tenant, int] = {}
+        for waiting in self._waiting.values():
+            lacked[waiting.space.tenant] = lacked.get(waiting.space.tenant, 0) + self._lacked(waiting)
+        return tuple((tenant, nbytes) for tenant, nbytes in lacked.items() if nbytes)
 
     def must_wait(self, m: Reserve, space: ShardNamespace) -> bool:
         """Whether `m` must queue: there is no room for it, or others of its tenant wait. False if the tenant has its

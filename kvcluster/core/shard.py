@@ -316,8 +316,8 @@ class Shard:
         if piece.inventory:
             stones = self._inventoried
             return Inventory(info, coordinator, piece.upto, piece.chunk, piece.last, piece.pages, specs, stones)
-        pressure = self._queue.pressure_bytes
-        self._pressed = pressure > 0
+        pressure = self._queue.pressure
+        self._pressed = bool(pressure)
         orders, samples = self.order_progress, self._tier_mover.samples()
         return Report(info, coordinator, piece.first, piece.events, specs, pressure, orders, samples)
 

@@ -196,6 +196,9 @@ _PROGRESS = Struct(
 _SPECS: Rows[tuple[Tenant, KVSpec]] = Rows(
     Columns(pb.Specs, None, tenant=each(TENANT), spec=each(SPEC)), limits.NAMESPACES, "specs"
 )
+_PRESSURE: Rows[tuple[Tenant, int]] = Rows(
+    Columns(pb.Pressure, None, tenant=each(TENANT), nbytes=amounts("bytes wanted")), limits.WAITING_WRITES, "tenants"
+)
 REPORT = Struct(
     pb.ReportRequest,
     Report,
@@ -204,7 +207,7 @@ REPORT = Struct(
     first=amount("stream number"),
     events=Rows(_EVENTS, limits.REPORTS_PER_MESSAGE, "events in a message"),
     specs=_SPECS,
-    pressure_bytes=amount("bytes wanted"),
+    pressure=_PRESSURE,
     orders=_PROGRESS,
     samples=codec_errors(limits.SAMPLES),
 )

@@ -138,7 +138,7 @@ class Voice:
             self.coordinator,
             self.told + 1 if first is None else first,
             events,
-            pressure_bytes=pressure,
+            pressure=((OURS, pressure),) if pressure else (),
             orders=self.orders,
         )
         ack = self._to.ask(ReportAck, build_request(report, CLUSTER))

@@ -8,7 +8,7 @@ import pytest
 
 from kvcluster.core import evictor, limits
 from kvcluster.core.eviction_queue import EvictionQueue
-from kvcluster.core.ids import BlockHash
+from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import (
     Decision,
@@ -212,10 +212,14 @@ def test_a_search_that_was_cut_short_makes_no_shard_full(monkeypatch: pytest.Mon
     searches: list[int] = []
 
     def short(
-        queue: EvictionQueue[BlockRecord], count: int, spares: Callable[[BlockRecord], bool], now: int
+        queue: EvictionQueue[BlockRecord],
+        count: int,
+        spares: Callable[[BlockRecord], bool],
+        now: int,
+        closed: Callable[[NamespaceId], bool],
     ) -> list[BlockRecord]:
         searches.append(count)
-        return search(queue, count, spares, now, max_inspected=2)
+        return search(queue, count, spares, now, closed, max_inspected=2)
 
     monkeypatch.setattr(EvictionQueue, "coldest", short)
     found: list[BlockHash] = []

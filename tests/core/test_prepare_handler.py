@@ -3,6 +3,8 @@ end."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvcluster.core import limits
@@ -378,9 +380,9 @@ def test_a_run_is_placed_once_however_many_blocks_it_has(monkeypatch: pytest.Mon
     placed: list[BlockHash] = []
     place = coordinator.core.members.place
 
-    def noted(run: BlockHash, host: str, purged: int) -> Member | None:
+    def noted(run: BlockHash, **about: Any) -> Member | None:
         placed.append(run)
-        return place(run, host, purged)
+        return place(run, **about)
 
     monkeypatch.setattr(coordinator.core.members, "place", noted)
     assert decisions(coordinator.store(attempt(1), BLOCKS)) == [(12, Decision.WRITE)]

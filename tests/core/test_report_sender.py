@@ -219,7 +219,7 @@ def test_a_report_says_what_the_shard_is_and_has() -> None:
     assert (told.capacity_bytes, told.free_bytes, told.pages, told.leases) == (4 * PAGE, 2 * PAGE, 2, 1)
     assert dict(told.counters)["commits"] == 1
     said = report(shard)
-    assert (said.events, said.specs, said.pressure_bytes, said.orders) == ((), (), 0, OrderProgress())
+    assert (said.events, said.specs, said.pressure, said.orders) == ((), (), (), OrderProgress())
 
 
 def test_news_are_told_at_once_and_else_a_heartbeat_when_it_is_due() -> None:

@@ -27,6 +27,7 @@ from tests.core.lone_shard import (
     slots,
 )
 from tests.core.samples import (
+    OURS,
     PAGE,
     SECOND,
     attempt,
@@ -38,7 +39,7 @@ def test_a_reservation_without_room_waits_and_says_how_much_it_wants() -> None:
     shard.store(attempt(1), A)
     waiting = shard.reserving(attempt(2), B, C, D, wait_ns=SECOND)
     assert waiting not in shard.replies
-    assert report(shard).pressure_bytes == PAGE, "two of the three fit the whole pool, and there is room for one"
+    assert report(shard).pressure == ((OURS, PAGE),), "two of the three fit the whole pool, and there is room for one"
 
 
 def test_a_waiting_reservation_is_served_when_an_order_makes_room() -> None:
@@ -55,11 +56,11 @@ def test_a_shard_reports_at_once_that_no_writer_waits_for_room_any_more() -> Non
     shard = LoneShard.joined(pages=2)
     shard.store(attempt(1), A)
     waiting = shard.reserving(attempt(2), B, C, wait_ns=SECOND)
-    assert report(shard).pressure_bytes == PAGE
+    assert report(shard).pressure == ((OURS, PAGE),)
     shard.settle()
     shard.later(SECOND)
     assert Written.FULL in granted(shard, waiting), "it has waited long enough"
-    assert report(shard).pressure_bytes == 0
+    assert report(shard).pressure == ()
 
 
 def test_reservations_are_served_in_order_of_arrival() -> None:

@@ -154,7 +154,8 @@ class Shards:
         """The next one of this shard."""
         info = self.info(number, **said)
         first = self._told[info.shard] + 1
-        return asks(Report(info, self._core.epoch, first, tuple(events), pressure_bytes=pressure_bytes))
+        pressure = ((OURS, pressure_bytes),) if pressure_bytes else ()
+        return asks(Report(info, self._core.epoch, first, tuple(events), pressure=pressure))
 
     def tell(self, number: int, events: Sequence[StreamEvent]) -> None:
         for at in range(0, len(events), limits.REPORTS_PER_MESSAGE):

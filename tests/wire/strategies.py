@@ -425,7 +425,7 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
             **_told,
             first=quantities,
             events=st.lists(page_events | gone_events | purged_events, max_size=6).map(tuple),
-            pressure_bytes=quantities,
+            pressure=st.lists(st.tuples(words, quantities), max_size=3).map(tuple),
             orders=progress,
             samples=errors,
         )

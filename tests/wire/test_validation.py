@@ -272,7 +272,7 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("report", "orders.running", [5, 3], ProtocolError, "must be ascending"),
     ("report", "orders.running", [0], ProtocolError, "must be ascending, from 1 on"),
     ("report", "orders.running", list(range(1, 18)), LimitError, "running orders: 17 exceeds the limit of 16"),
-    ("report", "pressure_bytes", HUGE, LimitError, "bytes wanted"),
+    ("report", "pressure.nbytes", [HUGE], LimitError, "bytes wanted"),
     ("report", "events.pages.key.hash.table", b"b" * 64, ProtocolError, "lists of pages must be equally long"),
     ("report", "events.pages.key.hash.table", bytes(32 * 4_097), LimitError, "pages: 4097 exceeds the limit of 4096"),
     ("report", "events.kinds", [1], ProtocolError, "must be as long as their kinds say"),

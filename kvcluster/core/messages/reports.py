@@ -133,7 +133,8 @@ class Report:
     ReportAck.
 
     `events[i]` has number `first + i`. `coordinator` is the highest coordinator epoch that the shard knows, 0 for none;
-    the numbers of events and of orders belong to it. `pressure_bytes` is the room that waiting reservations lack.
+    the numbers of events and of orders belong to it. `pressure` is the bytes that each tenant's waiting
+    reservations lack.
     `orders` says how far the shard is with its orders. `samples`: the loss of sampled pages of a namespace by q4, in
     millionths (Moved).
     """
@@ -143,7 +144,7 @@ class Report:
     first: int
     events: tuple[StreamEvent, ...] = ()
     specs: tuple[tuple[Tenant, KVSpec], ...] = ()
-    pressure_bytes: int = 0
+    pressure: tuple[tuple[Tenant, int], ...] = ()
     orders: OrderProgress = NO_ORDERS
     samples: tuple[tuple[NamespaceId, int], ...] = ()
 

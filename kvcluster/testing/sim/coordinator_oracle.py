@@ -223,7 +223,7 @@ class CoordinatorOracle:
         if shard.told_to_leave or until is None or now >= until:
             return
         shard.told_to_leave = True
-        takers = [member for member in c.core.members.all() if member.takes]
+        takers = [member for member in c.core.members.all() if member.takes_replicas]
         doomed = [known.id for known in c.core.directory if known.purged > shard.purged]
         blocks: dict[tuple[NamespaceId, BlockHash], list[Place]] = {}
         for place in shard.ready:

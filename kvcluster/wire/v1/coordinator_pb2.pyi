@@ -574,14 +574,22 @@ class Tombstones(_message.Message):
     adapter: _common_pb2.TextTable
     def __init__(self, number: _Optional[_Iterable[int]] = ..., tenant: _Optional[_Union[_common_pb2.TextTable, _Mapping]] = ..., model: _Optional[_Union[_common_pb2.TextTable, _Mapping]] = ..., weights: _Optional[_Union[_common_pb2.TextTable, _Mapping]] = ..., adapter: _Optional[_Union[_common_pb2.TextTable, _Mapping]] = ...) -> None: ...
 
+class Pressure(_message.Message):
+    __slots__ = ("tenant", "nbytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: _containers.RepeatedScalarFieldContainer[str]
+    nbytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tenant: _Optional[_Iterable[str]] = ..., nbytes: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class ReportRequest(_message.Message):
-    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure_bytes", "orders", "samples")
+    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure", "orders", "samples")
     INFO_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SPECS_FIELD_NUMBER: _ClassVar[int]
-    PRESSURE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_FIELD_NUMBER: _ClassVar[int]
     ORDERS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     info: ShardInfo
@@ -589,10 +597,10 @@ class ReportRequest(_message.Message):
     first: int
     events: Events
     specs: Specs
-    pressure_bytes: int
+    pressure: Pressure
     orders: OrderProgress
     samples: CodecErrors
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure_bytes: _Optional[int] = ..., orders: _Optional[_Union[OrderProgress, _Mapping]] = ..., samples: _Optional[_Union[CodecErrors, _Mapping]] = ...) -> None: ...
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure: _Optional[_Union[Pressure, _Mapping]] = ..., orders: _Optional[_Union[OrderProgress, _Mapping]] = ..., samples: _Optional[_Union[CodecErrors, _Mapping]] = ...) -> None: ...
 
 class OrderProgress(_message.Message):
     __slots__ = ("accepted", "running")

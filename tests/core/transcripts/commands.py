@@ -384,7 +384,8 @@ class Commands:
             wants = words.number("wants", 0) * PAGE
             orders = OrderProgress(words.number("accepted", 0))
             info = self._info(name, puppet, words)
-            letter = Report(info, coordinator, first, tuple(events), specs, wants, orders)
+            pressure = ((Tenant(TENANT), wants),) if wants else ()
+            letter = Report(info, coordinator, first, tuple(events), specs, pressure, orders)
         stage.ask(to, name, letter, tenant=CLUSTER)
 
     def _info(self, name: str, puppet: Puppet, words: Words) -> ShardInfo:

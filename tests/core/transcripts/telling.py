@@ -50,7 +50,7 @@ from kvcluster.core.messages import (
 )
 from tests.core.transcripts.names import MS, Names, pages
 
-NO_NEWS = (0, OrderProgress(), False)
+NO_NEWS = ((), OrderProgress(), False)
 """The substance of a heartbeat that says only that the shard lives."""
 
 _DONE: dict[type, tuple[str, str]] = {
@@ -124,8 +124,8 @@ class Teller:
             told.append(f"report from {message.first}: {' '.join(map(self._event, message.events))}")
         else:
             told.append("report: no news")
-        if message.pressure_bytes:
-            told.append(f"wants room for {pages(message.pressure_bytes)}")
+        if message.pressure:
+            told.append(f"wants room for {pages(sum(nbytes for _, nbytes in message.pressure))}")
         if message.orders.accepted:
             running = " and ".join(map(str, message.orders.running))
             told.append(f"orders up to {message.orders.accepted} accepted{f', {running} running' if running else ''}")
@@ -154,7 +154,7 @@ class Teller:
             return replace(message, acked=0)
         if isinstance(message, Inventory):
             return NO_NEWS
-        return (message.pressure_bytes, message.orders, message.info.draining)
+        return (message.pressure, message.orders, message.info.draining)
 
     def _order(self, order: Order) -> str:
         match order:
