@@ -16,6 +16,7 @@ from kvcluster.core.members import Membership
 from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone
 from kvcluster.core.namespaces import NamespaceTable
 from kvcluster.core.replica_sets import ReplicaTable
+from kvcluster.core.replicas_first import ReplicasFirst
 from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.eviction import POLICIES
@@ -69,7 +70,8 @@ class CoordinatorState:
             self.eraser.serve(now)
 
     def _queue(self, slot: int, tier: Tier) -> EvictionQueue[BlockRecord]:
-        return EvictionQueue(self._policy.make(BlockFacts(self.directory, slot, tier)), self.directory.record)
+        policy = self._policy.make(BlockFacts(self.directory, slot, tier))
+        return EvictionQueue(ReplicasFirst(policy, self.book, slot), self.directory.record)
 
     def apply_tombstone(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
         """Forgets all blocks that the tombstone names. Returns the records that were known, by namespace."""

@@ -100,6 +100,7 @@ class EvictionQueue(Generic[R]):
         self._closed: dict[NamespaceId, deque[int]] = {}
         self._now = 0  # time of the last search: later entries are scored as of then
         self._hand = 0  # the next cell to be scored again
+        self._more = False  # records of open namespaces are still set aside
         self.cut_short = False  # the last search stopped at its bound: another may find more victims
 
     def __len__(self) -> int:
@@ -199,7 +200,7 @@ class EvictionQueue(Generic[R]):
             self._leave(record, _QUEUED | _CELL)
             self._policy.taken(present >> _CELL_BITS, now)
             taken.append(record)
-        self.cut_short = len(taken) < count and inspected == max_inspected
+        self.cut_short = len(taken) < count and (inspected == max_inspected or self._more)
         return taken
 
     def check(self) -> None:
@@ -255,6 +256,7 @@ class EvictionQueue(Generic[R]):
                 if record is not None:
                     self._enter(record, cell)
         self._closed = {space: aside for space, aside in self._closed.items() if aside}
+        self._more = not all(map(closed, self._closed))
         if not self._policy.falls:
             return
         for _ in range(min(RESCORED, len(self._cells))):

@@ -75,7 +75,8 @@ class Evictor:
         directory, slot = self._directory, member.slot
 
         def closed(space_id: NamespaceId) -> bool:
-            return floors is not None and floors.closed(directory.tenant(space_id))
+            space = directory.known(space_id)
+            return floors is not None and space is not None and floors.closed(space.tenant)
 
         def spares(record: BlockRecord) -> bool:
             if self._spares(record, now) or keeps(record):

@@ -17,7 +17,7 @@ from enum import Enum
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, Epoch, Holder, ShardId, Tenant
 from kvcluster.core.page import Page
-from kvcluster.core.shares import HolderShares, Owner
+from kvcluster.core.shares import HolderShares, Owner, Shares
 
 
 class LeaseKind(Enum):
@@ -30,11 +30,13 @@ class LeaseKind(Enum):
 class Lease:
     """The pages that an attempt reads or writes. `pages` has one entry per requested page, None if it was refused."""
 
-    __slots__ = ("attempt", "expires_at", "kind", "pages", "tenant")
+    __slots__ = ("attempt", "expires_at", "kind", "nbytes", "pages", "tenant")
 
     def __init__(
         self, attempt: Attempt, kind: LeaseKind, pages: list[Page | None], expires_at: int, tenant: Tenant
     ) -> None:
+        writes = kind is LeaseKind.WRITE and tenant != CLUSTER
+        self.nbytes = sum(page.nbytes for page in pages if page is not None) if writes else 0
         self.tenant = tenant
         self.attempt = attempt
         self.kind = kind
@@ -60,10 +62,12 @@ class OwnAttempts:
 
 
 class LeaseBook:
-    """The leases of one shard."""
+    """The leases of one shard. `written` is the bytes that tenants have reserved and not committed yet, of the
+    `capacity_bytes` that they share."""
 
-    def __init__(self, ttl_ns: int) -> None:
+    def __init__(self, ttl_ns: int, capacity_bytes: int) -> None:
         self.ttl_ns = ttl_ns
+        self.written = Shares(capacity_bytes)
         self._running: dict[Attempt, Lease] = {}  # in order of expiry
         self._revoked: dict[Attempt, Lease] = {}
         self._shares = HolderShares(limits.LEASES_PER_HOLDER, limits.LEASES)
@@ -95,6 +99,8 @@ class LeaseBook:
         lease = Lease(attempt, kind, pages, now + self.ttl_ns, tenant)
         self._running[attempt] = lease
         self._shares.add((tenant, attempt.holder))
+        if lease.nbytes:
+            self.written.add(tenant, lease.nbytes)
         return lease
 
     def renew(self, attempt: Attempt, now: int) -> bool:
@@ -118,6 +124,8 @@ class LeaseBook:
         lease = self._running.pop(attempt, None) or self._revoked.pop(attempt, None)
         if lease is not None:
             self._shares.remove((lease.tenant, attempt.holder))
+            if lease.nbytes:
+                self.written.remove(lease.tenant, lease.nbytes)
         return lease
 
     def revoke_expired(self, now: int) -> list[Attempt]:

@@ -105,7 +105,7 @@ class Shard:
         self._address = address
         self._host = host
         self._pool = pool = PagePool.of(config, found)
-        self._leases = leases = LeaseBook(config.lease_ttl_ms * 1_000_000)
+        self._leases = leases = LeaseBook(config.lease_ttl_ms * 1_000_000, pool.allocator.capacity_bytes)
         self._namespaces = ShardNamespaces(self._uses)
         self._queue = queue = ReserveQueue(pool)
         self._sender = sender = ReportSender(config, membership_ttl_ms=membership_ttl_ms, everything=self._inventory)
@@ -116,7 +116,8 @@ class Shard:
         self._scrubber = Scrubber(pool, leases, own, withdraw, counters, scrub_bytes=config.scrub_bytes)
         shared = (pool, leases, self._namespaces, own, withdraw)
         self._puller = Puller(*shared, cursor, counters)
-        self._writes = WriteHandler(pool, leases, queue, sender, self._scrubber, self._puller, withdraw, counters)
+        handlers = sender, self._scrubber, self._puller, withdraw, counters
+        self._writes = WriteHandler(pool, leases, self._namespaces, queue, *handlers)
         self._tier_mover = TierMover(*shared, self._writes.committed, cursor, counters, sampled=config.q4_sampled)
         self._pins = PinHandler(pool, leases, own, sender, withdraw, counters)
         self._orders = OrderExecutor(

@@ -126,6 +126,11 @@ class ShardNamespaces:
     def __iter__(self) -> Iterator[ShardNamespace]:
         return iter(self._spaces.values())
 
+    @property
+    def tenants(self) -> int:
+        """The number of tenants that have or had a namespace here."""
+        return len(self._owned)
+
     def attach(self, tenant: Tenant, spec: KVSpec) -> ShardNamespace | None:
         """Returns the namespace of this spec, new or known; None if the tenant's limit is reached and all are in
         use."""

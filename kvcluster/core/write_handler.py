@@ -16,7 +16,7 @@ from kvcluster.core.puller import Puller
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.reserve_queue import ReserveQueue, lost
 from kvcluster.core.scrubber import Scrubber
-from kvcluster.core.shard_namespaces import ShardNamespace
+from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
 from kvcluster.core.withdrawal import Withdrawal
 
 
@@ -27,6 +27,7 @@ class WriteHandler:
         self,
         pool: PagePool,
         leases: LeaseBook,
+        namespaces: ShardNamespaces,
         queue: ReserveQueue,
         report_sender: ReportSender,
         scrubber: Scrubber,
@@ -36,6 +37,7 @@ class WriteHandler:
     ) -> None:
         self._pool = pool
         self._leases = leases
+        self._namespaces = namespaces
         self._queue = queue
         self._report_sender = report_sender
         self._scrubber = scrubber
@@ -54,7 +56,7 @@ class WriteHandler:
         if not may_begin:
             return [lost(request)]
         wait_ns = min(m.wait_ns, self._leases.ttl_ns)
-        if wait_ns > 0 and self._queue.must_wait(m, space):
+        if wait_ns > 0 and self._may_take(space, 0) and self._queue.must_wait(m, space):
             self._queue.add(request, space, now + wait_ns)
             self._report_sender.say_soon()
             return []
@@ -114,13 +116,27 @@ class WriteHandler:
 
     def _grant(self, request: Request[Reserve], space: ShardNamespace, now: int) -> Answer:
         m = request.question
-        offers = [self._offer(space, new) for new in m.pages]
+        offers: list[Page | Written] = []
+        nbytes = 0
+        for new in m.pages:
+            offer = self._offer(space, new, nbytes)
+            nbytes += offer.nbytes if isinstance(offer, Page) else 0
+            offers.append(offer)
         pages = [offer if isinstance(offer, Page) else None for offer in offers]
         self._leases.grant(m.attempt, LeaseKind.WRITE, pages, now, request.tenant)
         granted = WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers))
         return Answer(request.call, granted)
 
-    def _offer(self, space: ShardNamespace, new: NewPage) -> Page | Written:
+    def _may_take(self, space: ShardNamespace, nbytes: int) -> bool:
+        """Whether the tenant may reserve so many bytes and a page more. Where there are several tenants, none reserves
+        more than its share of all bytes without sending them."""
+        return self._namespaces.tenants == 1 or not self._leases.written.full(space.tenant, nbytes + 1)
+
+    def _offer(self, space: ShardNamespace, new: NewPage, taken: int) -> Page | Written:
+        """Reserves a page, beside so many bytes that the same request has got."""
+        if not self._may_take(space, taken):
+            self._counters["full"] += 1
+            return Written.FULL
         offer = space.offer(self._pool, new, self._withdraw)
         if offer is Written.DUPLICATE:
             self._counters["duplicates"] += 1

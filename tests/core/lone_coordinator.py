@@ -131,14 +131,17 @@ class Voice:
         self.coordinator = self.report().epoch
         assert not self.inventory(*pages).inventory
 
-    def report(self, *events: StreamEvent, pressure: int = 0, first: int | None = None) -> Heard:
-        """The next events; given `first`, the number of the first of them."""
+    def report(
+        self, *events: StreamEvent, pressure: int = 0, presses: Tenant = OURS, first: int | None = None
+    ) -> Heard:
+        """The next events; given `first`, the number of the first of them. Reservations of the tenant `presses` lack so
+        many bytes."""
         report = Report(
             self.info,
             self.coordinator,
             self.told + 1 if first is None else first,
             events,
-            pressure=((OURS, pressure),) if pressure else (),
+            pressure=((presses, pressure),) if pressure else (),
             orders=self.orders,
         )
         ack = self._to.ask(ReportAck, build_request(report, CLUSTER))

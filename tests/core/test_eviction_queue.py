@@ -4,7 +4,7 @@ them."""
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import count
 
 import pytest
@@ -28,8 +28,16 @@ class Record:
     __slots__ = ("depth", "hash", "held", "parent", "space", "stamp", "uses", "worth")
     _numbers = count()
 
-    def __init__(self, stamp: int = 0, after: Record | None = None, *, held: bool = False, worth: int = 0) -> None:
-        self.space = SPACE if after is None else after.space
+    def __init__(
+        self,
+        stamp: int = 0,
+        after: Record | None = None,
+        *,
+        held: bool = False,
+        worth: int = 0,
+        space: NamespaceId = SPACE,
+    ) -> None:
+        self.space = space if after is None else after.space
         self.hash = BlockHash(next(self._numbers).to_bytes(HASH_BYTES, "little"))
         self.parent = NOWHERE if after is None else after.hash
         self.depth = 0 if after is None else after.depth + 1
@@ -56,8 +64,8 @@ class Index:
         self.queue.remove(record)
         self.records.pop(record.hash, None)
 
-    def coldest(self, most: int, now: int = 0, **bound: int) -> list[Record]:
-        return self.queue.coldest(most, lambda record: record.held, now, **bound)
+    def coldest(self, most: int, now: int = 0, closed: Container[NamespaceId] = (), **bound: int) -> list[Record]:
+        return self.queue.coldest(most, lambda record: record.held, now, lambda space: space in closed, **bound)
 
 
 class Worth:
@@ -86,10 +94,10 @@ class SizesOfTheirOwn:
         return "alice"
 
 
-def chain(length: int, stamp: int = 0, after: Record | None = None) -> list[Record]:
+def chain(length: int, stamp: int = 0, after: Record | None = None, space: NamespaceId = SPACE) -> list[Record]:
     records: list[Record] = []
     for _ in range(length):
-        after = Record(stamp, after)
+        after = Record(stamp, after, space=space)
         records.append(after)
     return records
 
@@ -115,10 +123,10 @@ class QueueAgainstLists(RuleBasedStateMachine):
         followed = {record.parent for record in self.queued.values()}
         return [record for record in self.queued.values() if record.hash not in followed]
 
-    @rule(data=st.data(), length=st.integers(1, 5), backwards=st.booleans())
-    def grow(self, data: st.DataObject, length: int, backwards: bool) -> None:
+    @rule(data=st.data(), length=st.integers(1, 5), backwards=st.booleans(), space=st.sampled_from([SPACE, OTHER]))
+    def grow(self, data: st.DataObject, length: int, backwards: bool, space: NamespaceId) -> None:
         after = data.draw(st.sampled_from([None, *self.known]))
-        made = chain(length, self.now if after is None else after.stamp, after)
+        made = chain(length, self.now if after is None else after.stamp, after, space)
         for record in made:
             record.worth = data.draw(st.integers(-3, 3))
         self.known += made
@@ -158,17 +166,18 @@ class QueueAgainstLists(RuleBasedStateMachine):
         record = data.draw(st.sampled_from(list(self.queued.values())))
         record.worth, record.held = worth, held
 
-    @rule(most=st.integers(0, 6), bound=st.sampled_from([2, 4_096]))
-    def evict(self, most: int, bound: int) -> None:
-        taken = self.index.coldest(most, self.now, max_inspected=bound)
+    @rule(most=st.integers(0, 6), bound=st.sampled_from([2, 4_096]), closed=st.sets(st.sampled_from([SPACE, OTHER])))
+    def evict(self, most: int, bound: int, closed: set[NamespaceId]) -> None:
+        taken = self.index.coldest(most, self.now, closed, max_inspected=bound)
         for record in taken:
-            free = [leaf for leaf in self.leaves() if not leaf.held]
-            assert record in free, "a block is evicted after its followers, and a held block never"
+            free = [leaf for leaf in self.leaves() if not leaf.held and leaf.space not in closed]
+            assert record in free, "a block is evicted after its followers, and a held or closed one never"
             if not self.policy.falls:
                 assert bound == 2 or self.score(record) == min(map(self.score, free))
             del self.queued[record.hash]
         if not self.index.queue.cut_short and len(taken) < most:
-            assert all(leaf.held for leaf in self.leaves()), "a leaf was passed over"
+            aside = (leaf.held or leaf.space in closed for leaf in self.leaves())
+            assert all(aside), "a leaf was passed over"
 
     def score(self, record: Record) -> int:
         return self.policy.score(record, self.now)
@@ -176,17 +185,17 @@ class QueueAgainstLists(RuleBasedStateMachine):
     @rule()
     def drain(self) -> None:
         names = list(self.index.queue.drain())
-        assert sorted(names) == sorted((SPACE, block) for block in self.queued)
+        assert sorted(names) == sorted((record.space, record.hash) for record in self.queued.values())
         assert len(self.index.queue) == 0
         for record in self.queued.values():
             self.index.push(record)
 
-    @rule()
-    def purge(self) -> None:
-        self.index.queue.forget(SPACE)
-        self.index.records.clear()
-        self.queued.clear()
-        assert len(self.index.queue) == 0
+    @rule(space=st.sampled_from([SPACE, OTHER]))
+    def purge(self, space: NamespaceId) -> None:
+        self.index.queue.forget(space)
+        self.queued = {block: record for block, record in self.queued.items() if record.space != space}
+        self.index.records = dict(self.queued)
+        assert len(self.index.queue) == len(self.queued)
 
     @invariant()
     def they_agree(self) -> None:
@@ -271,6 +280,15 @@ def test_what_is_held_keeps_what_it_follows() -> None:
     assert index.coldest(9) == []
     records[-1].held = False
     assert index.coldest(9) == records[::-1]
+
+
+def test_records_of_a_closed_namespace_cost_no_later_search_and_come_back_in_order() -> None:
+    closed = [Record(stamp, space=OTHER) for stamp in range(100)]
+    records = [Record(stamp) for stamp in range(100, 110)]
+    index = Index(LRU(), [*closed, *records])
+    assert index.coldest(1, closed=[OTHER]) == records[:1]
+    assert index.coldest(9, closed=[OTHER], max_inspected=10) == records[1:], "the hundred were set aside once"
+    assert index.coldest(200) == closed
 
 
 def test_a_record_is_queued_once_however_often_it_is_pushed() -> None:

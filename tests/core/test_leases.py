@@ -21,7 +21,7 @@ class LeasesAgainstTwoDicts(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(limits, "LEASES_PER_HOLDER", per_holder)
         self.patch.setattr(limits, "HOLDERS", holders)
-        self.book = LeaseBook(TTL)
+        self.book = LeaseBook(TTL, 1)
         self.ends: dict[Attempt, int] = {}
         self.revoked: list[Attempt] = []
         self.leases: list[Lease] = []  # all that there ever were
@@ -132,7 +132,7 @@ TestLeasesAgainstTwoDicts = LeasesAgainstTwoDicts.TestCase
 
 
 def test_an_expired_lease_is_revoked_once_and_cannot_be_renewed() -> None:
-    book = LeaseBook(TTL)
+    book = LeaseBook(TTL, 1)
     book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     assert book.revoke_expired(TTL - 1) == []
     assert book.revoke_expired(TTL) == [attempt(1)]
@@ -142,14 +142,14 @@ def test_an_expired_lease_is_revoked_once_and_cannot_be_renewed() -> None:
 
 
 def test_a_renewal_that_arrives_before_deadlines_are_judged_is_in_time() -> None:
-    book = LeaseBook(TTL)
+    book = LeaseBook(TTL, 1)
     book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     assert book.renew(attempt(1), TTL + 1), "arrived messages are stepped before a tick judges"
     assert book.revoke_expired(TTL + 1) == []
 
 
 def test_a_revoked_lease_stays_until_its_holder_has_stopped() -> None:
-    book = LeaseBook(TTL)
+    book = LeaseBook(TTL, 1)
     lease = book.grant(attempt(1), LeaseKind.WRITE, [None, None], now=0)
     book.revoke_expired(TTL)
     assert attempt(1) in book and not book.running(attempt(1)) and book.all() == [lease]
@@ -159,7 +159,7 @@ def test_a_revoked_lease_stays_until_its_holder_has_stopped() -> None:
 
 def test_a_revoked_lease_still_counts_against_its_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LEASES_PER_HOLDER", 1)
-    book = LeaseBook(TTL)
+    book = LeaseBook(TTL, 1)
     book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     book.revoke_all()
     assert book.full(owner(0)), "whatever moves its bytes is still at work"
@@ -169,14 +169,14 @@ def test_a_revoked_lease_still_counts_against_its_holder(monkeypatch: pytest.Mon
 
 def test_one_holder_cannot_fill_the_book_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LEASES_PER_HOLDER", 1)
-    book = LeaseBook(TTL)
+    book = LeaseBook(TTL, 1)
     book.grant(attempt(1, of=1), LeaseKind.READ, [], now=0, tenant=tenant(1))
     assert book.full(owner(1)) and not book.full(owner(2))
 
 
 def test_more_holders_than_may_be_get_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HOLDERS", 3)
-    book = LeaseBook(TTL)
+    book = LeaseBook(TTL, 1)
     book.grant(attempt(1, of=1), LeaseKind.READ, [], now=0, tenant=tenant(1))
     assert book.full(owner(3)) and not book.full(owner(1)) and not book.full(owner(2)), "a share for another tenant"
     book.end(attempt(1, of=1))
@@ -184,14 +184,14 @@ def test_more_holders_than_may_be_get_no_lease(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_attempt_has_one_lease() -> None:
-    book = LeaseBook(TTL)
+    book = LeaseBook(TTL, 1)
     book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     with pytest.raises(AssertionError, match="one lease per attempt"):
         book.grant(attempt(1), LeaseKind.WRITE, [], now=1)
 
 
 def test_a_lease_that_has_ended_does_not_run_however_its_attempt_goes_on() -> None:
-    book = LeaseBook(TTL)
+    book = LeaseBook(TTL, 1)
     first = book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     assert book.holds(first)
     book.end(attempt(1))
@@ -203,7 +203,7 @@ def test_a_lease_that_has_ended_does_not_run_however_its_attempt_goes_on() -> No
 
 
 def test_a_stall_of_the_granter_costs_no_holder_its_lease() -> None:
-    book = LeaseBook(TTL)
+    book = LeaseBook(TTL, 1)
     book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     book.extend(100)
     assert book.revoke_expired(TTL + 99) == []
@@ -212,7 +212,7 @@ def test_a_stall_of_the_granter_costs_no_holder_its_lease() -> None:
 
 def test_all_holders_together_have_a_bounded_number_of_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "LEASES", 3)
-    book = LeaseBook(TTL)
+    book = LeaseBook(TTL, 1)
     assert not book.full(owner(2))
     book.grant(attempt(1), LeaseKind.READ, [], now=0, tenant=tenant(0))
     assert book.full(owner(2)) and not book.full(owner(1)), "a share for another tenant"

@@ -35,7 +35,7 @@ class Reader:
         sender = ReportSender(ShardConfig(), membership_ttl_ms=10_000, everything=lambda: Inventoried([]))
         own, withdraw = OwnAttempts(ShardId("s"), Epoch(1)), Withdrawal(self.pool, sender)
         counters = {"verified": 0, "corrupt": 0}
-        self.core = Scrubber(self.pool, LeaseBook(SECOND), own, withdraw, counters, scrub_bytes=scrub_bytes)
+        self.core = Scrubber(self.pool, LeaseBook(SECOND, 1), own, withdraw, counters, scrub_bytes=scrub_bytes)
 
     def commit(self, number: int) -> Page:
         page = self.pool.reserve(SPACE, key(number), 64, parent=ROOT, depth=0, loss=Loss.EXACT)
