@@ -23,7 +23,7 @@ from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, Tier
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.shares import Shares
-from kvcluster.core.tenant_floors import TenantFloors
+from kvcluster.core.tenant_floors import TenantFloors, floors_bytes
 
 BATCH = 64
 """Victims taken from the queue at a time, until their bytes suffice."""
@@ -48,7 +48,7 @@ class Evictor:
         waiting reservations of each tenant lack."""
         floors, stored = None, member.stored[tier].tenants
         if len({**stored, **pressing}) > 1:
-            floors = TenantFloors(stored, int(self._floor * member.info.use(tier).capacity_bytes), pressing)
+            floors = TenantFloors(stored, floors_bytes(self._floor, member.info.use(tier), stored), pressing)
         victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
         blocks = tuple((record.space, record.hash) for record in victims)
         if blocks:

@@ -5,12 +5,16 @@ Each function raises AssertionError with a message that names the violation. It 
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.ids import Tenant
 from kvcluster.core.leases import LeaseKind
 from kvcluster.core.messages import EvictOrder, MoveOrder, Tier
 from kvcluster.core.page import PageState
 from kvcluster.core.shard import Shard
+from kvcluster.core.spec import Part
 from kvcluster.core.tiers import FASTEST, Takes
 
 
@@ -62,6 +66,7 @@ def check_coordinator(coordinator: Coordinator) -> None:
     assert len(slots) == len(members), "two members share a slot"
     assert all(book.alive(slot) for slot in slots), "a member's slot is dead"
     sweeping = coordinator.next_deadline() == 0
+    stored: dict[tuple[int, Tier], Counter[Tenant]] = {(slot, tier): Counter() for slot in slots for tier in Tier}
     for space in coordinator.directory:
         for record in space.index:
             assert space.index.get(record.hash) is record
@@ -71,6 +76,12 @@ def check_coordinator(coordinator: Coordinator) -> None:
                 assert sweeping or slot in slots, "a record names a lost shard, and no sweep is due"
                 if slot in slots:
                     recorded[slot, tier] += 1
+            keepers: dict[tuple[int, Part], int] = {}  # copies are sorted by slot
+            for copy in record.copies.entries:
+                keeper = keepers.setdefault((copy.group, copy.part), copy.slot)
+                if copy.slot == keeper and keeper in slots:
+                    nbytes = space.page_bytes(copy.group, copy.part, copy.codec)
+                    stored[keeper, copy.tier][space.tenant] += nbytes
         assert all(space.index.get(block) is not None for block in space.pinned), "a pin of a block that is gone"
     for member in members:
         ordered = dict.fromkeys(Tier, 0)
@@ -83,6 +94,10 @@ def check_coordinator(coordinator: Coordinator) -> None:
         assert not len(member.orders) or not coordinator.rebuilding, "a rebuilding coordinator has given an order"
         for tier, cold in member.cold.items():
             cold.check()
+            charged = dict(member.stored[tier].tenants)
+            assert charged == stored[member.slot, tier], (
+                "tenants are charged for what is not stored, or not for what is"
+            )
             assert len(cold) <= recorded[member.slot, tier], "a queue has records that the index does not have"
             assert recorded[member.slot, tier] <= len(cold) + ordered[tier], "a record that is never evicted"
     coordinator.replicator.check()

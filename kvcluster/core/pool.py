@@ -51,6 +51,8 @@ class PagePool:
         self._condemned: dict[int, Page] = {}  # by generation: their keys may be taken again; and private copies
         self._generation = 0
         self._held: dict[NamespaceId, dict[tuple[int, Part], int]] = {}  # number of pages of each part that take space
+        self.writing_bytes = dict.fromkeys(self.allocators, 0)
+        """What pages that are WRITING take of each tier, rounded up as it allocates."""
         self.changes = 0
         """Incremented whenever a page is reserved or changes its state."""
 
@@ -84,7 +86,11 @@ class PagePool:
         for."""
         wanted = {STAGING: wanted_bytes}
         return tuple(
-            TierUse(tier, allocator.capacity_bytes, allocator.free_bytes, self.count(tier), wanted.get(tier, 0))
+            TierUse(
+                *(tier, allocator.capacity_bytes, allocator.free_bytes, self.count(tier)),
+                wanted_bytes=wanted.get(tier, 0),
+                writing_bytes=self.writing_bytes[tier],
+            )
             for tier, allocator in self.allocators.items()
             if tier is not FASTEST
         )
@@ -214,6 +220,7 @@ class PagePool:
     def lend(self, copy: Page, sums: bytes) -> None:
         """Gives a private copy, whose bytes are complete and verified, to its one reader, until that unpins it."""
         self._act(copy, PageAction.LEND)
+        self._count_writing(copy, -1)
         assert copy.generation in self._condemned, "not a private copy"
         copy.sums = sums
         copy.pins = 1
@@ -222,10 +229,12 @@ class PagePool:
         """Makes the page READY: its bytes are complete and verified."""
         self._act(page, PageAction.COMMIT)
         page.sums = sums
+        self._count_writing(page, -1)
 
     def abort(self, page: Page) -> None:
         """Frees a page whose writer has stopped."""
         self._act(page, PageAction.ABORT)
+        self._count_writing(page, -1)
         if self._condemned.pop(page.generation, None) is None:
             del self._pages[page.tier][PoolKey(page.space, page.key)]
         self._free(page)
@@ -264,6 +273,10 @@ class PagePool:
         for tier, allocator in self.allocators.items():
             held = sum(allocator.size_class(page.nbytes) for page in self.everything() if page.tier is tier)
             assert held == allocator.used_bytes, f"pages hold {held}, the allocator gave {allocator.used_bytes}"
+        for tier, nbytes in self.writing_bytes.items():
+            pages = [page for page in self.everything() if page.tier is tier and page.state is PageState.WRITING]
+            written = sum(self.allocators[tier].size_class(page.nbytes) for page in pages)
+            assert written == nbytes, f"WRITING pages take {written} bytes, and {nbytes} are counted"
         counted = sum(sum(held.values()) for held in self._held.values())
         assert counted == sum(1 for _ in self.everything()), "the number of pages by part is wrong"
         unread = [page for page in self._condemned.values() if not page.pins]
@@ -284,7 +297,7 @@ class PagePool:
         self.changes += 1
         held, part = self._held.setdefault(pool_key.space, {}), pool_key.key[1:]
         held[part] = held.get(part, 0) + 1
-        return Page(
+        page = Page(
             *pool_key,
             offset=offset,
             nbytes=nbytes,
@@ -295,6 +308,11 @@ class PagePool:
             tier=tier,
             codec=codec,
         )
+        self._count_writing(page, 1)
+        return page
+
+    def _count_writing(self, page: Page, sign: int) -> None:
+        self.writing_bytes[page.tier] += sign * self.allocators[page.tier].size_class(page.nbytes)
 
     def _free_if_unread(self, page: Page) -> bool:
         if page.state is not PageState.CONDEMNED or page.pins:

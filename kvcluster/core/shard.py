@@ -383,6 +383,7 @@ class Shard:
             draining=self._orders.draining,
             below=self._pool.below(self._pins.wanted_bytes),
             trouble=self._trouble,
+            writing_bytes=self._pool.writing_bytes[FASTEST],
         )
 
 

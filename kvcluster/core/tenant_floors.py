@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvcluster.core.ids import NamespaceId, Tenant
+from kvcluster.core.messages import TierUse
 from kvcluster.core.replica_sets import Replica, ReplicaSet
 from kvcluster.core.spec import Part
 
@@ -54,12 +55,21 @@ class StoredBytes:
             self._tenants.pop(tenant, None)
 
 
+def floors_bytes(share: float, use: TierUse, stored: Mapping[Tenant, int]) -> int:
+    """Returns what all floors of a tier have together, in the bytes that tenants are charged for: this share of what
+    would fill the tier. Pages take more of a tier than they have bytes, where it rounds them up to its extents."""
+    taken = use.capacity_bytes - use.free_bytes - use.writing_bytes
+    charged_bytes = sum(stored.values())
+    return int(share * use.capacity_bytes * min(1.0, charged_bytes / taken if taken > 0 else 1.0))
+
+
 class TenantFloors:
     """What one order may evict of each tenant, so that none falls below its floor for another."""
 
-    def __init__(self, stored: Mapping[Tenant, int], floors_bytes: int, pressing: Mapping[Tenant, int]) -> None:
-        """`floors_bytes`: of all floors together. `pressing`: what the tenants' own waiting reservations lack."""
-        floor = floors_bytes // max(1, len(stored))
+    def __init__(self, stored: Mapping[Tenant, int], all_floors: int, pressing: Mapping[Tenant, int]) -> None:
+        """`all_floors`: the bytes of all floors together. `pressing`: what the tenants' own waiting reservations
+        lack."""
+        floor = all_floors // max(1, len(stored))
         self._left = {tenant: max(0, held - floor) + pressing.get(tenant, 0) for tenant, held in stored.items()}
 
     def closed(self, tenant: Tenant) -> bool:

@@ -58,6 +58,7 @@ class Tiering:
         self._budget = int(config.q4_error_budget * 1e6)
         self._samples: dict[NamespaceId, tuple[int, int]] = {}  # their number, and their sum in millionths
         self._fallen: dict[NamespaceId, int] = {}  # namespaces that q4 is too lossy for, with the mean of their samples
+        self._futile: dict[int, tuple[Move, ...]] = {}  # by slot: the moves of its last order, if none could be made
         self._hot: dict[int, dict[tuple[NamespaceId, BlockHash], None]] = {}  # by slot: blocks to promote there
 
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
@@ -125,13 +126,19 @@ class Tiering:
         used."""
         moves: list[Move] = []
         waited = pressure_bytes
+        taken: list[tuple[Tier, BlockRecord]] = []
         for tier, to in pairwise(member.info.tiers):
             victims = self._evictor.victims(member, tier, waited, now, self._room_below(member, tier, to))
             victims.sort(key=self._evictor.claimed, reverse=True)  # they take the room below first
             below = sum(self._bytes_below(record, member.slot, tier, to) for record in victims)
             moves[:0] = [self._demotion(record, to, now) for record in victims]
+            taken += [(tier, record) for record in victims]
             use = member.info.use(to)
             waited = max(0, below - use.free_bytes) + use.wanted_bytes
+        if tuple(moves) == self._futile.pop(member.slot, None):
+            for tier, record in taken:
+                member.cold[tier].push(record)
+            return waited  # they would stay again, and the shard would say so at once: with a later report
         self.order(member, moves)
         return waited
 
@@ -158,15 +165,20 @@ class Tiering:
     def settle(self, member: Member, order: MoveOrder) -> None:
         """Handles the end of an order, or of its shard: blocks that were to be demoted and were not are queued
         again."""
+        stayed = 0
         for move in order.moves:
             record = self._directory.record(move.namespace, move.hash)
             leaves = member.info.above(move.to)
             if leaves is not None and record is not None and record.copies.on(member.slot, leaves):
                 member.cold[leaves].push(record)
+                stayed += 1
+        if stayed == len(order.moves):
+            self._futile[member.slot] = order.moves
 
     def forget(self, member: Member) -> None:
         """Forgets a shard that is gone."""
         self._hot.pop(member.slot, None)
+        self._futile.pop(member.slot, None)
 
     def _demotion(self, record: BlockRecord, to: Tier, now: int) -> Move:
         """Returns the move of a victim. A claimed one counts as used now: if it has to stay, others come first next."""

@@ -142,6 +142,7 @@ _TIERS = Columns(
     free_bytes=amounts("free bytes"),
     pages=amounts("pages"),
     wanted_bytes=amounts("wanted bytes"),
+    writing_bytes=amounts("bytes of pages"),
 )
 
 
@@ -168,6 +169,7 @@ INFO = Struct(
     draining=PLAIN,
     below=Rows(_TIERS, len(Tier), "tiers"),
     trouble=Scalar(lambda trouble: trouble[:TEXT_CHARS], _TROUBLE.decode),
+    writing_bytes=amount("bytes of pages"),
 )
 
 # ------------------------------------------------------------------------------------------ requests

@@ -391,7 +391,7 @@ def test_the_tiers_lie_one_behind_the_other_in_one_arena() -> None:
     assert pool.arena_bytes == 3_072
     above, below = written_in(pool, Tier.DEVICE), written_in(pool, Tier.HOST)
     assert above.offset + above.nbytes <= 1_024 <= below.offset
-    assert pool.below() == (TierUse(Tier.HOST, 2_048, 2_048 - ALIGN_BYTES, 1),)
+    assert pool.below() == (TierUse(Tier.HOST, 2_048, 2_048 - ALIGN_BYTES, 1, writing_bytes=ALIGN_BYTES),)
     assert (pool.count(Tier.DEVICE), pool.count(Tier.HOST), len(pool)) == (1, 1, 2)
 
 
@@ -410,7 +410,7 @@ def test_the_disk_tier_lies_below_all_others_and_outside_their_arena() -> None:
     assert below.offset == FIRST, "an offset of its own kind"
     assert pool.below() == (
         TierUse(Tier.HOST, 2_048, 2_048, 0),
-        TierUse(Tier.DISK, 3 * file_bytes, 2 * file_bytes + SECTOR_BYTES, 1),
+        TierUse(Tier.DISK, 3 * file_bytes, 2 * file_bytes + SECTOR_BYTES, 1, writing_bytes=SECTOR_BYTES),
     )
     assert (pool.count(Tier.DISK), len(pool)) == (1, 1)
 

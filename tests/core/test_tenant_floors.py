@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -47,7 +48,8 @@ def crowded(ours: int, theirs: int, capacity: int = 12) -> tuple[LoneCoordinator
     coordinator.ask(Attached, build_request(Attach(SPEC), THEIRS))
     coordinator.now += 1
     voice.report(*of_theirs(THEIR_BLOCKS[:theirs]))
-    voice.free(0)
+    rest = (capacity - ours - theirs) * PAGE
+    voice.info = replace(voice.info, free_bytes=0, writing_bytes=rest)
     return coordinator, voice
 
 

@@ -203,7 +203,7 @@ infos = st.builds(
     counters=counters,
     draining=st.booleans(),
     below=st.sets(st.sampled_from([Tier.HOST, Tier.DISK])).flatmap(
-        lambda tiers: st.tuples(*(st.builds(TierUse, st.just(tier), *[quantities] * 4) for tier in sorted(tiers)))
+        lambda tiers: st.tuples(*(st.builds(TierUse, st.just(tier), *[quantities] * 5) for tier in sorted(tiers)))
     ),
     trouble=words,
 )

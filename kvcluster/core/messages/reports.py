@@ -72,13 +72,14 @@ class Tombstone:
 
 class TierUse(NamedTuple):
     """The size and use of one tier of a shard. `wanted_bytes`: room in it for which readers of lower tiers are
-    waiting."""
+    waiting. `writing_bytes`: what pages that are WRITING take of it."""
 
     tier: Tier
     capacity_bytes: int
     free_bytes: int
     pages: int
     wanted_bytes: int = 0
+    writing_bytes: int = 0
 
     def room(self, low_free: float) -> int:
         """Returns the bytes that can be filled until only the share `low_free` is free; negative if less is free."""
@@ -89,9 +90,9 @@ class TierUse(NamedTuple):
 class ShardInfo:
     """What a shard reports about itself each time. Sizes in bytes; counts are gauges, `counters` only grow.
 
-    Capacity, free bytes and pages are those of its device tier; `below` has the tiers under it, the fastest first.
-    `draining`: it has been ordered to drain, which a new coordinator learns from it. `trouble`: what its operator
-    should know, such as why it runs without its disk tier.
+    Capacity, free and writing bytes and pages are those of its device tier; `below` has the tiers under it, the
+    fastest first. `draining`: it has been ordered to drain, which a new coordinator learns from it. `trouble`: what its
+    operator should know, such as why it runs without its disk tier.
     """
 
     shard: ShardId
@@ -106,11 +107,12 @@ class ShardInfo:
     draining: bool = False
     below: tuple[TierUse, ...] = ()
     trouble: str = ""
+    writing_bytes: int = 0
 
     def use(self, tier: Tier) -> TierUse:
         """Returns the use of that tier; of zero size if the shard does not have it."""
         if tier is FASTEST:
-            return TierUse(tier, self.capacity_bytes, self.free_bytes, self.pages)
+            return TierUse(tier, self.capacity_bytes, self.free_bytes, self.pages, writing_bytes=self.writing_bytes)
         return next((use for use in self.below if use.tier is tier), TierUse(tier, 0, 0, 0))
 
     @property

@@ -42,7 +42,7 @@ from kvcluster.core.tickets import IssuedTicket, TicketName
 from kvcluster.core.tiers import FASTEST, STAGING
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
-from kvcluster.testing.sim.evictions import judge_order
+from kvcluster.testing.sim.evictions import judge_floors, judge_order
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.oracle import Name, namespace_of
 from kvcluster.testing.sim.order_oracle import GivenOrders
@@ -97,7 +97,7 @@ class CoordinatorOracle:
         m = request.question
         c.heard[m.info.shard, m.info.epoch] = now
         require(not (reply.orders and c.core.rebuilding), "a coordinator that rebuilds gives orders")
-        self._orders_given(c, m.info, reply, now)
+        self._orders_given(c, m, reply, now)
         if reply.leave is LeaveReason.DRAINED:
             self._drained(c, m.info, now)
         elif m.info.draining:
@@ -112,12 +112,14 @@ class CoordinatorOracle:
             self._drain_until[c.name, member.address] = member.drain_until
             self._others_had.setdefault((c.name, member.address), self._had_by_others(shard))
 
-    def _orders_given(self, c: CoordinatorProcess, info: ShardInfo, ack: ReportAck, now: int) -> None:
-        member = c.core.members.get(info.shard)
+    def _orders_given(self, c: CoordinatorProcess, m: Report | Inventory, ack: ReportAck, now: int) -> None:
+        member = c.core.members.get(m.info.shard)
         if member is not None:
             for order in self._orders.setdefault((c.name, member.address), GivenOrders()).given(ack.orders):
                 if isinstance(order, EvictOrder):
                     judge_order(c.core, member, order, now)
+                    pressing = dict(m.pressure) if isinstance(m, Report) else {}
+                    judge_floors(c.core, member, order, pressing, self._world.scenario.config.coordinator.tenant_floor)
                     self._world.sequence_oracle.ordered(c, order, now)
 
     def _load_prepared(self, c: CoordinatorProcess, request: Request[PrepareLoad], reply: object, now: int) -> None:

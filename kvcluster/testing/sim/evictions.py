@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import BlockHash
+from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, MoveOrder
 from kvcluster.core.namespaces import CoordinatorNamespace
@@ -23,6 +25,49 @@ def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now
             require(not _promised(space, block, now), f"an order takes {block.hex()[:6]}, which is held or pinned")
         if ordered:
             _tails_first(coordinator, space, member, order, ordered, now)
+
+
+def judge_floors(
+    coordinator: Coordinator, member: Member, order: EvictOrder, pressing: Mapping[Tenant, int], floors: float
+) -> None:
+    """Raises Violation if an order takes what a tenant has below its floor, beyond what its own reservations lack.
+    `floors`: the share of the tier that all floors have together.
+
+    A page counts where it was first of the shards that have it. The last block that an order takes of a tenant may be
+    larger than what was left to take.
+    """
+    held: dict[Tenant, int] = {}
+    taken: dict[Tenant, int] = {}
+    largest = 0
+    for space in coordinator.directory:
+        ordered = {block: None for space_id, block in order.blocks if space_id == space.id}
+        if ordered and space.spec.private:
+            return  # what no sequence claims any more is erased, whatever is left
+        for record in space.index:
+            nbytes = sum(
+                space.page_bytes(copy.group, copy.part, copy.codec)
+                for copy in record.copies.of(member.slot)
+                if copy.tier is order.tier
+                and not any(
+                    other.slot < copy.slot and (other.group, other.part) == (copy.group, copy.part)
+                    for other in record.copies.entries
+                )
+            )
+            held[space.tenant] = held.get(space.tenant, 0) + nbytes
+            if record.hash in ordered:
+                taken[space.tenant] = taken.get(space.tenant, 0) + nbytes
+                largest = max(largest, nbytes)
+    tenants = [tenant for tenant, nbytes in held.items() if nbytes]
+    if len({*tenants, *pressing}) < 2:
+        return
+    use = member.info.use(order.tier)
+    full_bytes = use.capacity_bytes - use.free_bytes - use.writing_bytes
+    part = min(1.0, sum(held.values()) / full_bytes) if full_bytes > 0 else 1.0
+    floor = int(floors * use.capacity_bytes * part) // max(1, len(tenants))
+    for tenant, nbytes in taken.items():
+        left = held[tenant] - nbytes
+        kept = min(held[tenant], floor) - pressing.get(tenant, 0) - largest
+        require(left >= kept, f"an order takes blocks of {tenant} below its floor, for another tenant")
 
 
 def _tails_first(

@@ -469,7 +469,7 @@ class CodecErrors(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., error: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "trouble")
+    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "trouble", "writing_bytes")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -482,6 +482,7 @@ class ShardInfo(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     BELOW_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    WRITING_BYTES_FIELD_NUMBER: _ClassVar[int]
     shard: str
     epoch: int
     address: str
@@ -494,21 +495,24 @@ class ShardInfo(_message.Message):
     draining: bool
     below: TierUses
     trouble: str
-    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ...) -> None: ...
+    writing_bytes: int
+    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ..., writing_bytes: _Optional[int] = ...) -> None: ...
 
 class TierUses(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "free_bytes", "pages", "wanted_bytes")
+    __slots__ = ("tier", "capacity_bytes", "free_bytes", "pages", "wanted_bytes", "writing_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     WANTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITING_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
     capacity_bytes: _containers.RepeatedScalarFieldContainer[int]
     free_bytes: _containers.RepeatedScalarFieldContainer[int]
     pages: _containers.RepeatedScalarFieldContainer[int]
     wanted_bytes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tier: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., capacity_bytes: _Optional[_Iterable[int]] = ..., free_bytes: _Optional[_Iterable[int]] = ..., pages: _Optional[_Iterable[int]] = ..., wanted_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
+    writing_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tier: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., capacity_bytes: _Optional[_Iterable[int]] = ..., free_bytes: _Optional[_Iterable[int]] = ..., pages: _Optional[_Iterable[int]] = ..., wanted_bytes: _Optional[_Iterable[int]] = ..., writing_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Specs(_message.Message):
     __slots__ = ("tenant", "spec")

@@ -25,6 +25,8 @@ SEEDS = {
     "stale-inventory": 137,
     "purge-not-on-disk": 74,
     "lost-shard-named": 1,
+    "floors-not-kept": 0,
+    "replicas-charged": 0,
     "evicts-while-rebuilding": 25,
     "judged-after-a-stall": 2,
     "forgotten-tombstone": 1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
+from kvcluster.core import members
 from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.evictor import Evictor
@@ -14,10 +15,12 @@ from kvcluster.core.namespaces import NamespaceTable
 from kvcluster.core.order_executor import OrderExecutor
 from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.prepare_handler import PrepareHandler
-from kvcluster.core.replica_sets import ReplicaTable
+from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.report_stream import ReportCursor
+from kvcluster.core.spec import Part
+from kvcluster.core.tenant_floors import TenantFloors
 from kvcluster.eviction.lru import DEPTH_BITS, LRU
 from kvcluster.testing.core_process import CoreProcess
 from kvcluster.testing.sim.bugs.planting import Patch, planted
@@ -53,6 +56,22 @@ def purge_not_on_disk() -> list[Patch]:
 def lost_shard_named() -> list[Patch]:
     """Plans that name a lost shard are kept."""
     return [(ReplicaTable, "kill_slot", lambda self, slot: None)]
+
+
+@planted
+def floors_not_kept() -> list[Patch]:
+    """What a tenant has below its floor is evicted for others."""
+    return [(TenantFloors, "closed", lambda self, tenant: False)]
+
+
+@planted
+def replicas_charged() -> list[Patch]:
+    """A tenant is charged for each copy of its blocks, so that others may evict the only copies of some."""
+
+    def charged(copies: ReplicaSet, group: int, part: Part) -> list[Replica]:
+        return [copy for copy in copies.entries if (copy.group, copy.part) == (group, part)]
+
+    return [(members, "charged", charged)]
 
 
 @planted
