@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcluster.actors.addresses import announced_host
+from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import Leave
@@ -31,10 +32,15 @@ class CoordinatorActor:
     """
 
     def __init__(self, config: Config, secret: str) -> None:
-        self._host = CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process)
+        patient, server = restarted(), config.server
+        self._host = waited_for(
+            lambda: CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process), patient=patient
+        )
+        auth = authenticator(server, secret, restarted=patient)
         handlers = unary_handlers(COORDINATOR, self._host.ask, _FOR_SHARDS, operators=_FOR_OPERATORS)
-        server = config.server
-        self._server = GrpcServer(handlers, authenticator(server, secret), server.host, server.port, server.threads)
+        self._server = waited_for(
+            lambda: GrpcServer(handlers, auth, server.host, server.port, server.threads), patient=patient
+        )
         self._garbage = GarbageKeeper()
         self._garbage.start()
         self._host.start()

@@ -13,6 +13,7 @@ import ray
 
 from kvcluster.actors.addresses import reachable_host
 from kvcluster.actors.coordinator import end_process
+from kvcluster.actors.restarts import restarted
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
@@ -40,7 +41,7 @@ class ShardActor:
         self._coordinator = Connection(coordinator, secret)
         self._takes = config.server.transports
         self._next_attempt = own_attempts()
-        auth = authenticator(config.server, secret)
+        auth = authenticator(config.server, secret, restarted=restarted())
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
         self._server = GrpcServer(handlers, auth, reachable_host(config.server.host), 0, config.server.threads)

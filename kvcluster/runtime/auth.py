@@ -3,8 +3,8 @@
 A token file has one line for each credential, `sha256:<hex digest of the token>  <tenant>`; blank lines and lines that
 begin with # are skipped. Only digests are kept, on disk and in memory. A line may end in the word `operator`: the
 bearer of that token may also make calls that affect every tenant, such as draining a shard, but still sees the blocks
-of its own tenant only. The actors of a cluster authenticate to one another with a secret of their own, which stands for
-no tenant.
+of its own tenant only. The file is read again when it changes (token_file.py). The actors of a cluster authenticate to
+one another with a secret of their own, which stands for no tenant.
 """
 
 from __future__ import annotations
@@ -12,64 +12,71 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import re
 import secrets
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from kvcluster.config import ServerConfig
-from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Caller, Tenant
 from kvcluster.errors import ConfigError, CredentialError
+from kvcluster.runtime.token_file import TENANT, TokenFile, Tokens
 
 DEFAULT_TENANT = Tenant("default")
-_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_LINE = re.compile(rf"sha256:([0-9a-f]{{64}})\s+({_TENANT.pattern})(\s+operator)?")
-
-
-class Tokens(NamedTuple):
-    """The content of a token file: digest -> tenant, and the digests that are operators'."""
-
-    tenants: dict[str, Tenant]
-    operators: frozenset[str]
 
 
 class Authenticator:
-    """Maps a token to its caller. Without a token file every caller is the tenant `default`, and an operator: access is
-    then restricted by other means (see `authenticator`)."""
+    """Maps a token to its caller. Without tokens every caller is the tenant `default`, and an operator: access is then
+    restricted by other means (see `authenticator`)."""
 
     def __init__(
-        self, tenants: Mapping[str, Tenant] | None, internal_secret: str, operators: frozenset[str] = frozenset()
+        self,
+        tenants: Mapping[str, Tenant] | None,
+        internal_secret: str,
+        operators: frozenset[str] = frozenset(),
+        *,
+        file: TokenFile | None = None,
     ) -> None:
-        self._tenants = tenants
-        self._operators = operators
+        """`tenants`: by the digest of their tokens, of which `operators` are some; or the same in a `file`."""
+        self._fixed = Tokens(dict(tenants), operators) if tenants is not None else None
+        self._file = file
         self._internal = digest(internal_secret)
 
     @property
     def tenants(self) -> int:
         """How many tenants have credentials, the cluster's own shards left out. At least 1."""
-        return max(1, len(set(self._tenants.values()))) if self._tenants is not None else 1
+        try:
+            tokens = self._tokens()
+        except CredentialError:
+            return 1
+        return max(1, tokens.tenant_count) if tokens is not None else 1
 
     @property
     def one_tenant(self) -> bool:
-        """Whether all callers, except the cluster's own shards, belong to one tenant."""
+        """Whether all callers, except the cluster's own shards, belong to one tenant. False while that is not known."""
+        try:
+            self._tokens()
+        except CredentialError:
+            return False
         return self.tenants == 1
 
     def caller(self, token: str | None) -> Caller:
-        """Returns the caller of this token. Raises CredentialError if the token is missing or unknown."""
+        """Returns the caller of this token. Raises CredentialError if the token is missing, unknown or revoked."""
         hashed = digest(token) if token else ""
         if token and hmac.compare_digest(hashed, self._internal):
             return Caller(CLUSTER, internal=True)
-        if self._tenants is None:
+        tokens = self._tokens()
+        if tokens is None:
             return Caller(DEFAULT_TENANT, operator=True)
         if not token:
             raise CredentialError(
                 "this cluster requires a token: pass token=... (the command line takes --token or KVCLUSTER_TOKEN)"
             )
-        tenant = self._tenants.get(hashed)
+        tenant = tokens.tenants.get(hashed)
         if tenant is None:
             raise CredentialError("the cluster does not know this token; ask its operator for another")
-        return Caller(tenant, operator=hashed in self._operators)
+        return Caller(tenant, operator=hashed in tokens.operators)
+
+    def _tokens(self) -> Tokens | None:
+        return self._file.tokens() if self._file is not None else self._fixed
 
 
 def digest(token: str) -> str:
@@ -90,7 +97,7 @@ def token_line(token: str, tenant: str, *, operator: bool = False) -> str:
     name."""
     # The tenant is checked separately: the tenant name `a operator` would make a valid line, and grant operator rights
     # that were never intended.
-    if not _TENANT.fullmatch(tenant):
+    if not TENANT.fullmatch(tenant):
         raise ConfigError(
             f"{tenant!r} is not a valid tenant name: use up to 64 letters, digits, '.', '_' and '-', "
             "the first a letter or digit"
@@ -98,45 +105,13 @@ def token_line(token: str, tenant: str, *, operator: bool = False) -> str:
     return f"sha256:{digest(token)}  {tenant}" + ("  operator" if operator else "")
 
 
-def parse_tokens(text: str) -> Tokens:
-    """Parses the text of a token file. Raises ConfigError that names the faulty line."""
-    tenants: dict[str, Tenant] = {}
-    operators = set()
-    for number, line in enumerate(text.split("\n"), 1):
-        line = line.strip()
-        if not line or line.startswith("#"):
-            continue
-        match = _LINE.fullmatch(line)
-        if match is None:
-            raise ConfigError(
-                f"token file, line {number}: expected 'sha256:<64 hex digits>  <tenant>', "
-                "optionally with '  operator'; `kvcluster token --tenant NAME` makes one"
-            )
-        if match[1] in tenants:
-            raise ConfigError(f"token file, line {number}: this token already has a line")
-        tenants[match[1]] = Tenant(match[2])
-        if match[3]:
-            operators.add(match[1])
-    if not tenants:
-        raise ConfigError("the token file contains no token, so no client could connect; `kvcluster token` makes one")
-    return Tokens(tenants, frozenset(operators))
-
-
-def authenticator(config: ServerConfig, internal_secret: str) -> Authenticator:
-    """Returns the Authenticator that the configuration asks for. Raises ConfigError if the token file cannot be used,
-    or if the server would accept callers from other machines without tokens."""
+def authenticator(config: ServerConfig, internal_secret: str, *, restarted: bool = False) -> Authenticator:
+    """Returns the Authenticator that the configuration asks for. Raises ConfigError if the server would accept callers
+    from other machines without tokens, or if the token file cannot be used; not if it has `restarted`, since then the
+    rest of the cluster needs it, and no client is admitted until the file can be used."""
     if config.token_file:
-        path = config.token_file
-        try:
-            with open(path, "rb") as file:
-                data = file.read(limits.TOKEN_FILE_BYTES + 1)
-            text = data.decode("utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read the token file {path}: {error}") from None
-        if len(data) > limits.TOKEN_FILE_BYTES:
-            raise ConfigError(f"token file {path} is larger than {limits.TOKEN_FILE_BYTES} bytes")
-        tokens = parse_tokens(text)
-        return Authenticator(tokens.tenants, internal_secret, tokens.operators)
+        file = TokenFile(config.token_file, one_tenant="shm" in config.transports, must_exist=not restarted)
+        return Authenticator(None, internal_secret, file=file)
     if not is_loopback(config.host) and not config.insecure:
         raise ConfigError(
             f"refusing to listen on {config.host} without a token file: any client could read the cache. "

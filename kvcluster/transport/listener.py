@@ -16,6 +16,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from kvcluster.core import limits
@@ -45,7 +46,10 @@ _BACKLOG = 128
 TenantOf = Callable[[str | None], Tenant]
 """Token -> tenant; raises CredentialError."""
 
-Serve = Callable[[FramedSocket, Tenant], None]
+TenantNow = Callable[[], Tenant]
+"""Returns the tenant of a connection's token. Raises CredentialError once it has been revoked."""
+
+Serve = Callable[[FramedSocket, TenantNow], None]
 """Serves one connection until it ends. Raises Unavailable when the other side has gone, which is the usual end."""
 
 
@@ -53,10 +57,11 @@ Exchange = Callable[[FramedSocket, Tenant, bytes], None]
 """One load or store, from the body of the frame that opens it to its end. Raises RefusedByShard if none began."""
 
 
-def serve_exchanges(link: FramedSocket, tenant: Tenant, *, read: Exchange, write: Exchange) -> NoReturn:
-    """Serves exchanges one after the other, until the connection ends, which raises."""
+def serve_exchanges(link: FramedSocket, tenant_now: TenantNow, *, read: Exchange, write: Exchange) -> NoReturn:
+    """Serves exchanges one after the other, until the connection ends or its token is revoked, which raises."""
     while True:
         kind, body = link.receive(Kind.READ, Kind.WRITE, deadline=patient())
+        tenant = tenant_now()
         try:
             (read if kind is Kind.READ else write)(link, tenant, body)
         except RefusedByShard as refused:
@@ -188,7 +193,7 @@ class Listener:
         tenant = self._tenant_of(token)
         self._count(link, tenant)
         try:
-            self._serve(link, tenant)
+            self._serve(link, partial(self._tenant_of, token))
         finally:
             with self._lock:
                 self._shares.remove(tenant)

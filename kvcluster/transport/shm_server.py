@@ -27,7 +27,7 @@ from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, PageHost, Unavailable
 from kvcluster.transport.cpu_affinity import AffinityGuard
 from kvcluster.transport.framed_socket import FramedSocket
-from kvcluster.transport.listener import Listener, TenantOf, bounded, patient, serve_exchanges
+from kvcluster.transport.listener import Listener, TenantNow, TenantOf, bounded, patient, serve_exchanges
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.shm_control import peer_of
 from kvcluster.wire import shard, shm_frames, streams
@@ -79,7 +79,7 @@ class ShmServer:
 
     # ------------------------------------------------------------------------------------------ serving
 
-    def _serve(self, link: FramedSocket, tenant: Tenant) -> None:
+    def _serve(self, link: FramedSocket, tenant_now: TenantNow) -> None:
         host = self._host
         welcome = shm_frames.Welcome(host.arena_bytes, host.lease_ttl_ns)
         self._send_arena(link, Kind.WELCOME, shm_frames.encode_welcome(welcome), bounded(), writable=False)
@@ -90,7 +90,7 @@ class ShmServer:
             self._write(link, tenant, body, first=not has_stored)
             has_stored = True
 
-        serve_exchanges(link, tenant, read=self._read, write=write)
+        serve_exchanges(link, tenant_now, read=self._read, write=write)
 
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_read(body)

@@ -29,7 +29,7 @@ from kvcluster.transport.base import Deadline, PageHost, PageSink, PageSource, R
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
 from kvcluster.transport.framed_socket import FramedSocket, dial
-from kvcluster.transport.listener import Listener, TenantOf, bounded, serve_exchanges
+from kvcluster.transport.listener import Listener, TenantNow, TenantOf, bounded, serve_exchanges
 from kvcluster.transport.rpc import check_address, host_and_port
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
@@ -217,10 +217,10 @@ class TcpServer:
         """Ends every exchange, and waits until no bytes move. May be called again."""
         self._listener.close()
 
-    def _serve(self, link: FramedSocket, tenant: Tenant) -> None:
+    def _serve(self, link: FramedSocket, tenant_now: TenantNow) -> None:
         link.tune(_tune)
         link.send(Kind.WELCOME, b"", bounded())
-        serve_exchanges(link, tenant, read=self._read, write=self._write)
+        serve_exchanges(link, tenant_now, read=self._read, write=self._write)
 
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_read(body)

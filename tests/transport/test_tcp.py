@@ -16,6 +16,7 @@ from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
 from kvcluster.pages import codec
+from kvcluster.runtime.auth import Authenticator
 from kvcluster.testing.conformance import NetworkClaims, TransportConformance, Wire, World, open_world
 from kvcluster.testing.conformance.content import (
     Content,
@@ -50,9 +51,9 @@ class Served:
     """A server before a shard, on loopback, with a token for each tenant."""
 
     def __init__(self, host: PageHost) -> None:
-        known = authenticator()
+        self.known = authenticator()
         self._host = host
-        self._server = TcpServer(host, lambda given: known.caller(given).tenant, HOST)
+        self._server = TcpServer(host, lambda given: self.known.caller(given).tenant, HOST)
         self._server.start()
         self.address = self._server.address
 
@@ -198,6 +199,15 @@ def test_a_token_is_asked_for_when_a_connection_is_opened(world: World) -> None:
         with pytest.raises(CredentialError):
             path.connect(soon())
         path.close()
+
+
+def test_a_connection_whose_token_is_revoked_serves_no_more(world: World) -> None:
+    transport, content = world.open(), Content.of(world, 1, 1, 8)
+    store(transport, content)
+    assert load(transport, content) == [None]
+    world.served.known = Authenticator({}, "internal")
+    with pytest.raises(CredentialError, match="does not know this token"):
+        load(transport, content)
 
 
 # ---------------------------------------------------------------------------------------- one connection after another

@@ -24,13 +24,13 @@ SEEDS = {
     "revoked-lease-kept": 1,
     "stale-inventory": 137,
     "purge-not-on-disk": 74,
-    "lost-shard-named": 1,
-    "floors-not-kept": 0,
+    "lost-shard-named": 0,
+    "floors-not-kept": 1,
     "replicas-charged": 0,
     "evicts-while-rebuilding": 25,
     "judged-after-a-stall": 2,
     "forgotten-tombstone": 1,
-    "purged-writers-go-on": 312,
+    "purged-writers-go-on": 21,
     "drained-too-early": 16,
     "evicts-what-is-promised": 1,
     "order-number-used-again": 1,
@@ -43,15 +43,15 @@ SEEDS = {
     "tokens-of-another": 0,
     "private-stored-as-public": 0,
     "fork-without-a-reference": 0,
-    "truncated-brought-back": 0,
+    "truncated-brought-back": 30,
     "private-pages-stay": 0,
     "no-grace": 60,
-    "repeat-applied-again": 14,
-    "no-epoch-fence": 2,
+    "repeat-applied-again": 22,
+    "no-epoch-fence": 4,
     "no-coordinator-fence": 2,
     "acknowledged-before-accepted": 1,
     "ended-when-accepted": 5,
-    "no-drift-margin": 0,
+    "no-drift-margin": 20,
     "late-commit": 11,
     "skipped-unpin": 0,
     "forgotten-generation": 4,
@@ -64,8 +64,8 @@ SEEDS = {
     "loss-not-asked": 6,
     "encoded-twice": 4,
     "moved-unverified": 94,
-    "disk-unverified": 221,
-    "purge-kept-before-done": 95,
+    "disk-unverified": 61,
+    "purge-kept-before-done": 333,
     "private-copy-given-back": 4,
 }
 """A seed that finds each planted bug. Nightly it is searched for instead, from seed 0 on."""
@@ -92,9 +92,9 @@ def test_every_planted_bug_has_a_seed_that_finds_it() -> None:
 
 @pytest.mark.slow
 def test_seeds_are_clean_and_have_seen_trouble() -> None:
-    tally = runner.run([*range(100), 221])  # in the last, a page that a load reads from disk is corrupt
+    tally = runner.run(range(100))
     assert not tally.failures, tally.failures[0].story
-    assert tally.seeds == 101
+    assert tally.seeds == 100
     assert not set(scenario.FAULTS) - set(tally.faults), "a kind of fault that never came about"
     for outcome in (
         "load: hit",

@@ -1,0 +1,39 @@
+"""What a restarted actor needs and cannot get yet: it waits for it and says why, because Ray never tries again with an
+actor whose constructor has raised."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import ray
+
+from kvcluster.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_FIRST_S = 0.1
+_LONGEST_S = 10.0
+
+
+def restarted() -> bool:
+    """Whether Ray has restarted this actor. The first start of an actor fails at once, and its caller is told."""
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def waited_for(make: Callable[[], T], *, patient: bool, pause: Callable[[float], None] = time.sleep) -> T:
+    """Returns what `make` returns. If `patient`, it is called again after each ConfigError, with longer and longer
+    pauses between; otherwise the error is raised."""
+    pause_s = _FIRST_S
+    while True:
+        try:
+            return make()
+        except ConfigError as error:
+            if not patient:
+                raise
+            log.error("this actor has restarted and cannot serve yet: %s. Next try in %g s", error, pause_s)
+        pause(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)

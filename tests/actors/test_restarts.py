@@ -1,0 +1,36 @@
+"""What a restarted actor waits for."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcluster.actors.restarts import waited_for
+from kvcluster.errors import ConfigError
+
+
+class Port:
+    """Taken for the first few tries."""
+
+    def __init__(self, taken: int) -> None:
+        self._taken = taken
+        self.pauses: list[float] = []
+
+    def bind(self) -> int:
+        if self._taken:
+            self._taken -= 1
+            raise ConfigError("the port is in use")
+        return 7070
+
+
+def test_a_restarted_actor_tries_again_until_it_can_serve(caplog: pytest.LogCaptureFixture) -> None:
+    port = Port(taken=10)
+    assert waited_for(port.bind, patient=True, pause=port.pauses.append) == 7070
+    assert port.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
+    assert "cannot serve yet: the port is in use" in caplog.text
+
+
+def test_the_first_start_of_an_actor_fails_at_once() -> None:
+    port = Port(taken=1)
+    with pytest.raises(ConfigError, match="in use"):
+        waited_for(port.bind, patient=False, pause=port.pauses.append)
+    assert port.pauses == []
