@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvcluster.actors.addresses import announced_host
+from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch
@@ -32,6 +33,7 @@ class CoordinatorActor:
     """
 
     def __init__(self, config: Config, secret: str) -> None:
+        set_limits()
         patient, server = restarted(), config.server
         self._host = waited_for(
             lambda: CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process), patient=patient

@@ -13,6 +13,7 @@ import ray
 
 from kvcluster.actors.addresses import reachable_host
 from kvcluster.actors.coordinator import end_process
+from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId
@@ -36,6 +37,7 @@ class ShardActor:
     """Serves from its constructor on, because Ray runs nothing else again when it restarts an actor."""
 
     def __init__(self, shard: str, coordinator: str, config: Config, secret: str) -> None:
+        set_limits()
         self._me = ray.get_runtime_context().current_actor
         self._secret = secret
         self._coordinator = Connection(coordinator, secret)

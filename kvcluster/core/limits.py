@@ -214,6 +214,9 @@ hundred workers of a tenant alone, and some more."""
 STREAMS_UNKNOWN = 64
 """Connections whose credential has not arrived yet. It follows within a round trip, so more are strangers'."""
 
+CONNECTIONS = 4_096
+"""gRPC connections to one server: one for each worker of half of HOLDERS. One more is closed."""
+
 CALLS_WAITING = 1_024
 """gRPC calls of one tenant that wait for one of its threads at one server: its workers make a few each. One more is
 refused."""

@@ -24,7 +24,7 @@ from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.transport.base import Unavailable
-from kvcluster.transport.rpc import SERVER_OPTIONS, RpcHandler, host_and_port, identity, status_of
+from kvcluster.transport.rpc import RpcHandler, host_and_port, identity, server_options, status_of
 from kvcluster.wire.methods import Method
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class GrpcServer:
     ) -> None:
         self._table = _Table(handlers, authenticator, threads)
         # The pool that is given to gRPC serves only handlers that name no other: there are none.
-        self._server = grpc.server(self._table.refusing, handlers=[self._table], options=SERVER_OPTIONS)
+        self._server = grpc.server(self._table.refusing, handlers=[self._table], options=server_options())
         self.host = host
         try:
             self.port = self._server.add_insecure_port(host_and_port(host, port))

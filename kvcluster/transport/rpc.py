@@ -7,6 +7,7 @@ ignores proxies set in the environment: a cache must be on the same network to b
 from __future__ import annotations
 
 import re
+import resource
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
@@ -41,8 +42,23 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 5_000),  # in fact the limit for one attempt to connect
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
-SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]
-"""Without so_reuseport=0 a second server silently binds the same port and takes half the calls."""
+_IDLE_MS = 60_000
+_HANDSHAKE_MS = 5_000
+
+
+def server_options() -> list[tuple[str, int]]:
+    """Returns the options of a server. It accepts at most limits.CONNECTIONS, and leaves half of its descriptors for
+    everything else; it ends connections that have not begun HTTP/2 in time, and those without a call for a minute.
+    Clients connect again with their next call."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = limits.CONNECTIONS if descriptors == resource.RLIM_INFINITY else min(limits.CONNECTIONS, descriptors // 2)
+    return [
+        *_OPTIONS,
+        ("grpc.so_reuseport", 0),  # otherwise a second server silently binds the same port and takes half the calls
+        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+    ]
 
 
 def identity(data: bytes) -> bytes:

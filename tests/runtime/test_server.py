@@ -428,3 +428,22 @@ def test_the_cluster_s_own_calls_do_not_wait_for_a_tenant_s() -> None:
     handlers = unary_handlers(SHARD, lambda build, wait_s: Done(), shared=frozenset({"Flush"}))
     with connected(handlers, SECRET, auth) as shard, headers_only(shard.address, "yours", 64):
         assert shard.ask(SHARD["Flush"], FLUSH, soon()) == Done()
+
+
+def sockets(address: str, count: int) -> list[socket.socket]:
+    host, port = address.rsplit(":", 1)
+    return [socket.create_connection((host, int(port)), timeout=BOUND_S) for _ in range(count)]
+
+
+def test_connections_beyond_the_limit_are_closed_and_those_before_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "CONNECTIONS", 4)
+    with connected(shard_methods(lambda build, wait_s: Done())) as connection:
+        connection.wait_ready(soon())
+        opened = sockets(connection.address, 8)
+        try:
+            refused = [one for one in opened if not one.recv(1)]  # an accepted one is greeted
+            assert len(refused) == 5, "one connection is the client's"
+            assert connection.ask(SHARD["Ping"], None, soon()) == Done()
+        finally:
+            for one in opened:
+                one.close()
