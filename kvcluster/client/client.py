@@ -33,7 +33,7 @@ from kvcluster.client.sequences.sequence import Sequence as KVSequence
 from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.client.shard_connections import OpenTransport, ShardConnections
 from kvcluster.client.status import status_dict
-from kvcluster.client.tickets import Ticket, Tickets
+from kvcluster.client.tickets import Ticket, Tickets, TicketSeal
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.validation import (
@@ -73,7 +73,6 @@ from kvcluster.errors import CallerError, Unreachable
 from kvcluster.pages.codec import implementation
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.wire.frames import decode_ticket
 
 R = TypeVar("R")
 
@@ -93,7 +92,9 @@ class Client:
         *,
         part: Part | Mapping[int, Part] | None = None,
         config: ClientConfig | None = None,
+        token: str | None = None,
     ) -> None:
+        """`token`: the credential by which tickets are sealed; the same that `port` and transports use."""
         self.spec = spec
         self.parts = parts_of(spec, part)
         self._config = config or ClientConfig()
@@ -102,7 +103,7 @@ class Client:
         policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
         self._shards = ShardConnections(open_transport, policy, lock)
         self._attempt = own_attempts()
-        self._tickets = Tickets(self._control, self._attempt)
+        self._tickets = Tickets(self._control, self._attempt, TicketSeal(token))
         self._transfers = TransferQueue(
             self._control, self._shards, policy, lock, self.parts, next_attempt=self._attempt, config=self._config
         )
@@ -173,7 +174,7 @@ class Client:
         not a ticket."""
         if not isinstance(data, bytes):
             raise CallerError(f"a ticket is redeemed from bytes(ticket), not from {kind_of(data)}")
-        return Ticket(decode_ticket(data))
+        return self._tickets.redeem(data)
 
     def begin_load(
         self, ticket: Ticket, into: Any, *, first: int = 0, adapter: str | None = None, deadline_ms: float | None = None

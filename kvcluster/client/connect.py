@@ -41,7 +41,7 @@ def connect(
 
     try:
         connection.wait_ready(deadline)
-        client = Client(GrpcPort(connection), open_transport, spec, part=part, config=config)
+        client = Client(GrpcPort(connection), open_transport, spec, part=part, config=config, token=token)
     except BaseException:
         connection.close()
         raise

@@ -5,6 +5,7 @@ A client requests its tickets from the coordinator, renews them as long as they 
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable, Sequence
 
 from kvcluster.client.coordinator_client import CoordinatorClient
@@ -13,13 +14,41 @@ from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import Done, EndTicket, LoadGrant, Need, PrepareLoad, RenewTicket, TicketBody
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import KVClusterError
+from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.wire.frames import encode_ticket
+from kvcluster.wire.frames import TICKET_VERSION, decode_ticket, encode_ticket
 
 _HOUSEKEEPING_MS = 2_000
 """The deadline for renewing or ending a ticket. Both are hints, so `close` waits no longer than this for a coordinator
 that hangs."""
+
+
+_MAC_BYTES = 16
+
+
+class TicketSeal:
+    """Encodes tickets for other processes of the same credential. A ticket says which shards to connect to, and so who
+    gets that credential: one that was changed, or comes from another credential, is refused."""
+
+    def __init__(self, token: str | None) -> None:
+        self._key = (token or "").encode()
+
+    def encode(self, body: TicketBody) -> bytes:
+        data = encode_ticket(body)
+        return data + self._mac(data)
+
+    def decode(self, data: bytes) -> TicketBody:
+        """The inverse. Raises ProtocolError if `data` is no ticket of this credential."""
+        encoded, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
+        if data[:1] == bytes([TICKET_VERSION]) and not hmac.compare_digest(mac, self._mac(encoded)):
+            raise ProtocolError(
+                "this ticket was changed on its way, or was made with another token: pass bytes(ticket) on unchanged, "
+                "to a process with the same token"
+            )
+        return decode_ticket(encoded or data)
+
+    def _mac(self, data: bytes) -> bytes:
+        return hmac.digest(self._key, data, "sha256")[:_MAC_BYTES]
 
 
 class Ticket:
@@ -30,8 +59,15 @@ class Ticket:
     `miss` says why the next block cannot be loaded; None if all can.
     """
 
-    def __init__(self, body: TicketBody, miss: Miss | None = None, release: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        body: TicketBody,
+        seal: TicketSeal,
+        miss: Miss | None = None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
         self.body = body
+        self._seal = seal
         self.miss = miss
         self._release = release
 
@@ -55,7 +91,7 @@ class Ticket:
         release()
 
     def __bytes__(self) -> bytes:
-        return encode_ticket(self.body)
+        return self._seal.encode(self.body)
 
     def __enter__(self) -> Ticket:
         return self
@@ -67,8 +103,9 @@ class Ticket:
 class Tickets:
     """The tickets of one client."""
 
-    def __init__(self, control: CoordinatorClient, next_attempt: Callable[[], Attempt]) -> None:
+    def __init__(self, control: CoordinatorClient, next_attempt: Callable[[], Attempt], seal: TicketSeal) -> None:
         self._control = control
+        self._seal = seal
         self._next_attempt = next_attempt
         self._keeper = LeaseKeeper(self._renew, self._end)
 
@@ -83,13 +120,18 @@ class Tickets:
             grant = self._control.ask(LoadGrant, spec, message, deadline)
             attached = self._control.attach(spec, deadline)
         except Unavailable as trouble:
-            return Ticket(TicketBody(NamespaceId(bytes(32)), attempt, (), need, ()), trouble.miss)
+            return Ticket(TicketBody(NamespaceId(bytes(32)), attempt, (), need, ()), self._seal, trouble.miss)
         body = TicketBody(attached.namespace, attempt, tuple(hashes[: grant.blocks]), need, grant.runs)
         if not grant.hold_ns:
-            return Ticket(body, grant.miss)
+            return Ticket(body, self._seal, grant.miss)
         # A hold may be shorter than the ticket's TTL, and must be renewed in time.
         self._keeper.keep(attempt, min(attached.ticket_ttl_ns, grant.hold_ns))
-        return Ticket(body, grant.miss, lambda: self._keeper.release(attempt))
+        return Ticket(body, self._seal, grant.miss, lambda: self._keeper.release(attempt))
+
+    def redeem(self, data: bytes) -> Ticket:
+        """Returns the ticket that another process of the same credential prepared. Raises ProtocolError if `data` is
+        not one."""
+        return Ticket(self._seal.decode(data), self._seal)
 
     def close(self) -> None:
         """Ends the tickets that are still held."""

@@ -156,12 +156,18 @@ decode_write_tail = _or_refused(_decode_write_tail)
 # -------------------------------------------------------------------------------------------- tickets
 
 
+def _check_ticket(ticket: TicketBody) -> None:
+    common.check_cover(ticket.runs, len(ticket.hashes))
+    groups = len(ticket.need.parts)
+    must(all(len(run.plan) == groups for run in ticket.runs), "each run of a ticket must have a plan for each group")
+
+
 _encode_ticket, _decode_ticket = in_bytes(
     pb.TicketBody,
     Struct(
         pb.TicketBody,
         TicketBody,
-        lambda ticket: common.check_cover(ticket.runs, len(ticket.hashes)),
+        _check_ticket,
         namespace=common.NAMESPACE,
         attempt=common.ATTEMPT,
         hashes=common.BLOCKS,

@@ -10,10 +10,12 @@ import pytest
 
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.results import Stored
+from kvcluster.client.tickets import TicketSeal
 from kvcluster.core import limits
-from kvcluster.core.ids import Attempt, Holder
-from kvcluster.core.messages import RenewTicket
+from kvcluster.core.ids import Attempt, Holder, NamespaceId
+from kvcluster.core.messages import Need, RenewTicket, TicketBody
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.errors import ProtocolError
 from kvcluster.runtime.auth import DEFAULT_TENANT
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Unavailable
@@ -223,3 +225,29 @@ def test_a_ticket_for_nothing_is_no_ticket(cluster: MemoryCluster) -> None:
         with client.prepare_load(hashes) as ticket:
             assert ticket.blocks == 0
             assert client.status()["tickets"] == 0
+
+
+# ------------------------------------------------------------------------------------- tickets of other processes
+
+
+def test_a_ticket_with_any_bit_flipped_is_refused(cluster: MemoryCluster) -> None:
+    client, tokens = cluster.client(SPEC), prompt(2)
+    client.store(tokens, kv(2))
+    client.flush()
+    with client.prepare_load(client.hashes(tokens)) as ticket:
+        data = bytes(ticket)
+        for bit in range(8 * len(data)):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(ProtocolError):
+                client.redeem(bytes(flipped))
+        assert client.redeem(data).hashes == ticket.hashes
+
+
+@pytest.mark.parametrize("token", [None, "", "yours"])
+def test_a_ticket_of_another_credential_is_refused(token: str | None) -> None:
+    body = TicketBody(NamespaceId(bytes(32)), Attempt(Holder(bytes(16)), 1), (), Need((None,)), ())
+    data = TicketSeal("mine").encode(body)
+    assert TicketSeal("mine").decode(data) == body
+    with pytest.raises(ProtocolError, match="was made with another token"):
+        TicketSeal(token).decode(data)

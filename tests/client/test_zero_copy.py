@@ -21,7 +21,7 @@ from kvcluster import BorrowedBlocks
 from kvcluster.client.client import Client
 from kvcluster.client.layouts import Buffers
 from kvcluster.client.tensors import page_tensor
-from kvcluster.client.tickets import Ticket
+from kvcluster.client.tickets import Ticket, TicketSeal
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
@@ -564,7 +564,7 @@ def test_misuse_is_said_in_words(desk: Desk) -> None:
             use()
     desk.client.close()
     with pytest.raises(CallerError, match="closed; connect again"):
-        desk.client.borrow(ticket=Ticket(blocks_of(desk), None, lambda: None))
+        desk.client.borrow(ticket=Ticket(blocks_of(desk), TicketSeal(None)))
 
 
 def blocks_of(desk: Desk) -> Any:

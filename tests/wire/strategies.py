@@ -300,7 +300,10 @@ def tickets(draw: st.DrawFn) -> TicketBody:
     covered = draw(runs)
     granted = sum(run.count for run in covered)
     found = draw(st.lists(hashes, min_size=granted, max_size=granted))
-    return TicketBody(draw(namespaces), draw(attempts), tuple(found), draw(needs), covered)
+    need = draw(needs)
+    groups = len(need.parts)
+    planned = tuple(Run(run.count, (run.plan + (None,) * groups)[:groups]) for run in covered)
+    return TicketBody(draw(namespaces), draw(attempts), tuple(found), need, planned)
 
 
 @st.composite
