@@ -28,7 +28,7 @@ TREE = {
 
 def said(root: Path, *rows: str, header: str = "| promise | mechanism | test | runs in |") -> list[str]:
     """The complaints about a document with these rows; the first stands in line 3."""
-    for path, text in {**TREE, promises.DOCUMENT: "\n".join([header, "|---|---|---|---|", *rows])}.items():
+    for path, text in {**TREE, promises.DOCUMENTS[0]: "\n".join([header, "|---|---|---|---|", *rows])}.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text, encoding="utf-8")
     return list(promises.complaints(root))
@@ -99,11 +99,11 @@ def test_a_table_of_promises_without_the_column_is_complained_about(tmp_path: Pa
 
 def test_other_tables_and_trees_without_the_document_are_left_alone(tmp_path: Path) -> None:
     assert said(tmp_path, "| a | b | c | d |", header="| fault | how | what | when |") == []
-    (tmp_path / promises.DOCUMENT).unlink()
+    (tmp_path / promises.DOCUMENTS[0]).unlink()
     assert list(promises.complaints(tmp_path)) == []
 
 
 def test_the_promises_of_this_repository_have_their_tests() -> None:
     assert list(promises.complaints(ROOT)) == []
-    rows = (ROOT / promises.DOCUMENT).read_text(encoding="utf-8").splitlines()
+    rows = (ROOT / promises.DOCUMENTS[0]).read_text(encoding="utf-8").splitlines()
     assert len([row for row in rows if "ADR" in row]) > 10, "else the document was not read"

@@ -1,4 +1,4 @@
-"""Checks that every promise of docs/reliability.md names tests that exist, and says where they run.
+"""Checks that every promise of docs/reliability.md and docs/security.md names tests that exist, and where they run.
 
 A promise is a row of a table whose header is `promise | mechanism | test | runs in`. Its third cell holds references:
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from tools import keywords
 from tools.collector import Collector
 
-DOCUMENT = "docs/reliability.md"
+DOCUMENTS = ("docs/reliability.md", "docs/security.md")
 COLUMNS = ["promise", "mechanism", "test", "runs in"]
 CI, NIGHTLY = "CI", "nightly"
 
@@ -40,23 +40,26 @@ NAMED_IN = {
 
 
 def complaints(root: Path) -> Iterator[str]:
-    """Yields what is wrong with the rows of the document, as `path:line: what`. Nothing if there is no document."""
-    document = root / DOCUMENT
-    if not document.exists():
-        return
+    """Yields what is wrong with the rows of the documents, as `path:line: what`. Nothing if there is none."""
     collector = Collector(root)
+    for name in DOCUMENTS:
+        if (root / name).exists():
+            yield from _of_document(root, name, collector)
+
+
+def _of_document(root: Path, name: str, collector: Collector) -> Iterator[str]:
     header: list[str] | None = None
-    for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate((root / name).read_text(encoding="utf-8").splitlines(), 1):
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else None
         if cells is None:
             header = None
         elif header is None:
             header = cells
             if cells[0] == "promise" and cells != COLUMNS:
-                yield f"{DOCUMENT}:{number}: the columns of promises are {' | '.join(COLUMNS)}"
+                yield f"{name}:{number}: the columns of promises are {' | '.join(COLUMNS)}"
         elif header == COLUMNS and set(line) - set("|-: "):
             for wrong in _row(root, collector, cells):
-                yield f"{DOCUMENT}:{number}: {wrong}"
+                yield f"{name}:{number}: {wrong}"
 
 
 def _row(root: Path, collector: Collector, cells: list[str]) -> Iterator[str]:

@@ -158,12 +158,9 @@ class EvictionQueue(Generic[R]):
         fewer if there are no more, or if `max_inspected` entries were inspected (`cut_short`).
 
         Spared records are set aside until the next call, and all their ancestors stay with them. The next call brings
-        back as many as half of its own inspections can handle, those set aside longest first. So the order is exact
-        while no more than that are spared at a time; beyond that a crowd of pinned records delays nothing for ever:
-        each call makes progress with the other half.
-
-        Records of namespaces that are `closed` are set aside, too, the coldest first, and come back in that order only
-        when their namespace is open again. So they cost no later call anything.
+        back as many as half of its inspections can handle, those set aside longest first. So the order is exact while
+        no more are spared at a time; beyond that a crowd of pinned records delays nothing for ever. Records of `closed`
+        namespaces are set aside, too, and come back, the coldest first, when their namespace is open again.
         """
         self._now = now
         self._catch_up(max_inspected, closed)
@@ -174,10 +171,7 @@ class EvictionQueue(Generic[R]):
             inspected += 1
             entry = heap[0]
             cell = entry & _CELL_MASK
-            if self._entries[cell] != entry:
-                heappop(heap)
-                continue
-            record = self._leaf(cell)
+            record = self._leaf(cell) if self._entries[cell] == entry else None
             if record is None:
                 heappop(heap)
                 continue

@@ -66,7 +66,6 @@ def check_coordinator(coordinator: Coordinator) -> None:
     assert len(slots) == len(members), "two members share a slot"
     assert all(book.alive(slot) for slot in slots), "a member's slot is dead"
     sweeping = coordinator.next_deadline() == 0
-    stored: dict[tuple[int, Tier], Counter[Tenant]] = {(slot, tier): Counter() for slot in slots for tier in Tier}
     for space in coordinator.directory:
         for record in space.index:
             assert space.index.get(record.hash) is record
@@ -76,12 +75,6 @@ def check_coordinator(coordinator: Coordinator) -> None:
                 assert sweeping or slot in slots, "a record names a lost shard, and no sweep is due"
                 if slot in slots:
                     recorded[slot, tier] += 1
-            keepers: dict[tuple[int, Part], int] = {}  # copies are sorted by slot
-            for copy in record.copies.entries:
-                keeper = keepers.setdefault((copy.group, copy.part), copy.slot)
-                if copy.slot == keeper and keeper in slots:
-                    nbytes = space.page_bytes(copy.group, copy.part, copy.codec)
-                    stored[keeper, copy.tier][space.tenant] += nbytes
         assert all(space.index.get(block) is not None for block in space.pinned), "a pin of a block that is gone"
     for member in members:
         ordered = dict.fromkeys(Tier, 0)
@@ -94,12 +87,9 @@ def check_coordinator(coordinator: Coordinator) -> None:
         assert not len(member.orders) or not coordinator.rebuilding, "a rebuilding coordinator has given an order"
         for tier, cold in member.cold.items():
             cold.check()
-            charged = dict(member.stored[tier].tenants)
-            assert charged == stored[member.slot, tier], (
-                "tenants are charged for what is not stored, or not for what is"
-            )
             assert len(cold) <= recorded[member.slot, tier], "a queue has records that the index does not have"
             assert recorded[member.slot, tier] <= len(cold) + ordered[tier], "a record that is never evicted"
+    _check_charges(coordinator)
     coordinator.replicator.check()
     coordinator.tables.check()
     coordinator.eraser.check(members)
@@ -110,3 +100,19 @@ def check_coordinator(coordinator: Coordinator) -> None:
             if member.purged < latest:
                 told = any(record.copies.on(member.slot) for record in space.index)
                 assert not told, "a purged block is recorded on a shard that has not applied the purge"
+
+
+def _check_charges(coordinator: Coordinator) -> None:
+    """Checks that each tenant is charged for each page once, where it is on the shard that joined first."""
+    stored: dict[tuple[int, Tier], Counter[Tenant]] = {}
+    for space in coordinator.directory:
+        for record in space.index:
+            keepers: dict[tuple[int, Part], int] = {}  # copies are sorted by slot
+            for copy in record.copies.entries:
+                if copy.slot == keepers.setdefault((copy.group, copy.part), copy.slot):
+                    nbytes = space.page_bytes(copy.group, copy.part, copy.codec)
+                    stored.setdefault((copy.slot, copy.tier), Counter())[space.tenant] += nbytes
+    for member in coordinator.members.all():
+        for tier, charged in member.stored.items():
+            what: Counter[Tenant] = stored.get((member.slot, tier), Counter())
+            assert dict(charged.tenants) == dict(what), "tenants are not charged for what is stored"
