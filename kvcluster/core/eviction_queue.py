@@ -165,8 +165,7 @@ class EvictionQueue(Generic[R]):
         self._now = now
         self._catch_up(max_inspected, closed)
         taken: list[R] = []
-        inspected = 0
-        heap = self._heap
+        heap, inspected = self._heap, 0
         while heap and len(taken) < count and inspected < max_inspected:
             inspected += 1
             entry = heap[0]
