@@ -27,7 +27,7 @@ def print_status(status: dict[str, Any], address: str) -> None:
     console = Console(width=max(Console().width, 130), highlight=False)
     _print_totals(console, status, address)
     _print_warnings(console, status)
-    console.print(_shard_table(status["shards"]))
+    console.print(_shard_table(status["shards"], whole=not status["tenant"]))
     engines = status.get("engines", ())
     if engines:
         names = [f"{one['name']} ({one['model']})" for one in engines[:_ENGINES_SHOWN]]
@@ -53,16 +53,22 @@ def _print_totals(console: Console, status: dict[str, Any], address: str) -> Non
         f"{status['blocks']:,} blocks in {status['namespaces']} namespace(s), {status['tickets']} ticket(s)"
         f"{_sequences(status)}"
     )
+    if status["tenant"]:
+        console.print(
+            f"figures of tenant {escape(status['tenant'])} alone; an operator's token shows the whole cluster"
+        )
     console.print(
         f"hit rate {'-' if rate is None else f'{rate:.0%}'} of {counters['asked_blocks']:,} blocks asked for; "
         f"{counters['write_blocks']:,} written, {counters['duplicate_blocks']:,} were already cached"
     )
+    if status["policy"].get("cache") == "off":
+        console.print("[red]off[/red]: nothing is loaded or stored; `kvcluster on` turns it on again")
+    if status["tenant"]:
+        return
     console.print(
         f"{totals.get('verified', 0):,} pages re-verified, {totals.get('suspected', 0):,} after reader checksum "
         f"mismatches; {totals.get('corrupt', 0):,} were corrupt; {totals.get('pulled', 0):,} copied between shards"
     )
-    if status["policy"].get("cache") == "off":
-        console.print("[red]off[/red]: nothing is loaded or stored; `kvcluster on` turns it on again")
     if any(shard["below"] for shard in status["shards"]):
         policy = ", ".join(f"{name}={value}" for name, value in status["policy"].items() if name != "cache")
         console.print(
@@ -86,13 +92,13 @@ def _print_warnings(console: Console, status: dict[str, Any]) -> None:
         console.print(f"[red]no reports from {lost}[/red]: blocks held only there are misses")
 
 
-def _shard_table(shards: Sequence[dict[str, Any]]) -> Table:
+def _shard_table(shards: Sequence[dict[str, Any]], *, whole: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     numbers = ("used", "of", "pages", "leases", "evicted", "pulled", "corrupt")
     for column in ("shard", "state", "tier", "used", "of", "", *numbers[2:], "address"):
         table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
     for shard in shards:
-        for row in _rows(shard):
+        for row in _rows(shard, whole):
             table.add_row(*row)
     return table
 
@@ -115,10 +121,12 @@ def print_engines(engines: Sequence[dict[str, Any]]) -> None:
     console.print(table)
 
 
-def _rows(shard: dict[str, Any]) -> Iterator[list[str]]:
-    """Yields a row for each tier of a shard. The row of a lost shard shows only its name, state and address."""
-    if shard["state"] == "lost":
-        yield [shard["shard"], "[red]lost[/red]", *["-"] * 3, "", *["-"] * 5, shard["address"]]
+def _rows(shard: dict[str, Any], whole: bool) -> Iterator[list[str]]:
+    """Yields a row for each tier of a shard. The row of a lost shard shows only its name, state and address, and so do
+    all if not `whole`."""
+    if shard["state"] == "lost" or not whole:
+        state = "[red]lost[/red]" if shard["state"] == "lost" else shard["state"]
+        yield [shard["shard"], state, *["-"] * 3, "", *["-"] * 5, shard["address"]]
         return
     state, counters = shard["state"], shard["counters"]
     yield [

@@ -97,6 +97,11 @@ class BlockTables:
         """The number of different blocks that are claimed."""
         return self._claimed
 
+    def held(self, tenant: Tenant) -> tuple[int, int]:
+        """Returns the number of a tenant's sequences, and of the different blocks that they claim."""
+        claims = (claims for claims in self._claims.values() if claims.tenant == tenant)
+        return self._shares.held(tenant), sum(len(one.counts) for one in claims)
+
     @property
     def releasing(self) -> bool:
         """Whether `release_some` has more to do."""

@@ -14,6 +14,7 @@ worker says so.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.block_tables import BlockTables
@@ -22,7 +23,7 @@ from kvcluster.core.dispatcher import Dispatcher
 from kvcluster.core.eraser import Eraser
 from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.evictor import Evictor
-from kvcluster.core.ids import Epoch
+from kvcluster.core.ids import Epoch, Tenant
 from kvcluster.core.members import Membership
 from kvcluster.core.messages import (
     Answer,
@@ -316,7 +317,28 @@ class Coordinator:
             claimed_blocks=self._state.tables.claimed_blocks,
             private_blocks=self._state.directory.private_blocks,
         )
-        return [Answer(request.call, status)]
+        return [Answer(request.call, status if request.operator else self._of_tenant(status, request.tenant))]
+
+    def _of_tenant(self, status: Status, tenant: Tenant) -> Status:
+        """Returns what a tenant sees of a status: its own figures, and which shards are up."""
+        state = self._state
+        owned = state.directory.of(tenant)
+        public = [space for space in owned if not space.spec.private]
+        own = [space.id for space in owned]
+        sequences, claimed_blocks = state.tables.held(tenant)
+        return replace(
+            status,
+            tenant=tenant,
+            namespaces=len(public),
+            blocks=sum(len(space.index) for space in public),
+            tickets=state.tickets.held(tenant),
+            shards=tuple(replace(shard, info=shard.info.without_use()) for shard in status.shards),
+            counters=tuple(state.counted(tenant).items()),
+            fallen=tuple(fallen for fallen in status.fallen if fallen[0] in own),
+            sequences=sequences,
+            claimed_blocks=claimed_blocks,
+            private_blocks=sum(len(space.index) for space in owned if space.spec.private),
+        )
 
     # --------------------------------------------------------------------------------------------- time
 

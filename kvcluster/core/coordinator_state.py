@@ -10,7 +10,7 @@ from kvcluster.core.eraser import Eraser
 from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.eviction_history import EvictionHistory
 from kvcluster.core.eviction_queue import EvictionQueue
-from kvcluster.core.ids import BlockHash, Epoch
+from kvcluster.core.ids import BlockHash, Epoch, Tenant
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Membership
 from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone
@@ -25,10 +25,13 @@ MS = 1_000_000
 ENGINE_TTL_NS = 10_000 * MS
 """An engine registers several times within this period (engines/vllm/registration.py)."""
 UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first")
-_COUNTERS = (
+_OF_TENANTS = (
     *("loads", "asked_blocks", "hit_blocks", "stores", "write_blocks", "duplicate_blocks"),
-    *("pending_blocks", "refused_blocks", "committed_pages", "gone_pages", "corrupt_pages", "purged_blocks"),
-    *("lost_shards", "pulls", "late"),
+    *("pending_blocks", "refused_blocks"),
+)
+_COUNTERS = (
+    *_OF_TENANTS,
+    *("committed_pages", "gone_pages", "corrupt_pages", "purged_blocks", "lost_shards", "pulls", "late"),
 )
 
 
@@ -62,6 +65,19 @@ class CoordinatorState:
         self.tombstones = tombstones
         self.engines = EngineRegistry(ENGINE_TTL_NS)
         self.counters = dict.fromkeys(_COUNTERS, 0)
+        self._counted: dict[Tenant, dict[str, int]] = {}
+
+    def count(self, tenant: Tenant, name: str, amount: int = 1) -> None:
+        """Counts what a tenant asked for or got, one of _OF_TENANTS."""
+        self.counters[name] += amount
+        own = self._counted.get(tenant)
+        if own is None:
+            own = self._counted[tenant] = dict.fromkeys(_OF_TENANTS, 0)
+        own[name] += amount
+
+    def counted(self, tenant: Tenant) -> dict[str, int]:
+        """Returns the counters of one tenant."""
+        return self._counted.get(tenant) or dict.fromkeys(_OF_TENANTS, 0)
 
     def serve(self, now: int) -> None:
         """Ends the rebuilding, if it has not ended yet."""

@@ -111,6 +111,10 @@ class NamespaceTable:
         """The number of blocks in namespaces of private pages."""
         return sum(len(space.index) for space in self._spaces.values() if space.spec.private)
 
+    def of(self, tenant: Tenant) -> list[CoordinatorNamespace]:
+        """Returns the namespaces of one tenant, those of private pages included."""
+        return list(self._owned.get(tenant, {}).values())
+
     def attach(self, tenant: Tenant, spec: KVSpec) -> CoordinatorNamespace | None:
         """Returns the namespace of this spec, creating it if needed; None if the limit of namespaces, of the tenant or
         of all tenants, is reached and none of the tenant's is empty."""

@@ -65,9 +65,9 @@ class PrepareHandler:
         if again is not None:
             return [Answer(request.call, again)]
         found = space.index.find(m.hashes, m.need, youngest=m.attempt.holder[-1] % 2 == 1)
-        state.counters["loads"] += 1
-        state.counters["asked_blocks"] += len(m.hashes)
-        state.counters["hit_blocks"] += found.blocks
+        state.count(space.tenant, "loads")
+        state.count(space.tenant, "asked_blocks", len(m.hashes))
+        state.count(space.tenant, "hit_blocks", found.blocks)
         miss = None
         if found.blocks < len(m.hashes):
             miss = found.miss or self._why_absent(space, m.hashes[found.blocks], now)
@@ -91,10 +91,10 @@ class PrepareHandler:
         again = self._answered_before(m.attempt, space, StoreGrant)
         if again is not None and not state.off:
             return [Answer(request.call, again)]
-        state.counters["stores"] += 1
+        state.count(space.tenant, "stores")
         refused = self._why_no_store(space.tenant, m)
         if refused is not None:
-            state.counters["refused_blocks"] += len(m.hashes)
+            state.count(space.tenant, "refused_blocks", len(m.hashes))
             return [Answer(request.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
         emitter = state.emitter if not space.spec.private else None
@@ -113,7 +113,7 @@ class PrepareHandler:
                 runs[-1] = StoreRun(runs[-1].count + 1, run.decision, run.shard, run.miss)
             else:
                 runs.append(run)
-            state.counters[_COUNTED[run.decision]] += 1
+            state.count(space.tenant, _COUNTED[run.decision])
         grant = StoreGrant(tuple(runs))
         if writes:
             expires_at = now + state.tickets.ttl_ns

@@ -63,6 +63,10 @@ class HolderShares:
         """The number of things that all have."""
         return self._things.total
 
+    def held(self, tenant: Tenant) -> int:
+        """The number of things that the tenant's holders have."""
+        return self._things.held(tenant)
+
     def full(self, owner: Owner) -> bool:
         """Whether this holder may not take one thing more."""
         tenant, held = owner[0], self._held.get(owner)

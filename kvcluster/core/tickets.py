@@ -55,6 +55,10 @@ class TicketBook:
     def __len__(self) -> int:
         return len(self._tickets)
 
+    def held(self, tenant: Tenant) -> int:
+        """The number of tickets of one tenant."""
+        return self._shares.held(tenant)
+
     @property
     def next_expiry(self) -> int | None:
         return next(iter(self._tickets.values())).expires_at if self._tickets else None

@@ -219,7 +219,7 @@ def _unary(
                 method.decode_question(data)
                 return method.encode_reply(Done())
             # Decoded once, before the core: malformed input never reaches it.
-            reply = ask(lambda call: method.decode_request(data, call, caller.tenant), wait_s)
+            reply = ask(lambda call: method.decode_request(data, call, caller), wait_s)
             return method.encode_reply(reply)
         except (Unavailable, KVClusterError) as error:
             context.abort(status_of(error), str(error))

@@ -121,6 +121,8 @@ def read_token_file(path: str) -> Tokens:
         raise ConfigError(f"cannot read the token file {path}: {error}") from None
     if len(data) > limits.TOKEN_FILE_BYTES:
         raise ConfigError(f"token file {path} is larger than {limits.TOKEN_FILE_BYTES} bytes")
+    if not found.st_nlink:  # a file in memory, which no other process can open by name
+        return parse_tokens(text)
     if found.st_uid not in (0, os.geteuid()):
         raise ConfigError(f"token file {path} belongs to user {found.st_uid}, who could admit anyone: `chown` it")
     if found.st_mode & _OTHERS_MAY_WRITE:

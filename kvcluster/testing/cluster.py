@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -45,7 +46,8 @@ class _Port:
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
         deadline.check()  # a core that answers at once would not check it
         host = self._cluster.running_coordinator()
-        return host.ask(lambda call: Request(call, self._tenant, namespace, question), deadline.remaining_s())
+        request = partial(Request, tenant=self._tenant, namespace=namespace, question=question, operator=True)
+        return host.ask(request, deadline.remaining_s())
 
     def close(self) -> None:
         """Does nothing: the port holds no resources."""

@@ -21,9 +21,11 @@ Build = Callable[[CallId], Any]
 """Makes a message with the given call id."""
 
 
-def build_request(question: Any, tenant: Tenant, namespace: NamespaceId | None = None) -> Build:
+def build_request(
+    question: Any, tenant: Tenant, namespace: NamespaceId | None = None, *, operator: bool = True
+) -> Build:
     """Returns a function that makes a Request of this question."""
-    return lambda call: Request(call, tenant, namespace, question)
+    return lambda call: Request(call, tenant, namespace, question, operator)
 
 
 class Core(Protocol):

@@ -40,6 +40,7 @@ from kvcluster.wire.common import (
     RUNS,
     SEQUENCES,
     SPEC,
+    TENANT,
     check_cover,
     pairs,
 )
@@ -123,6 +124,7 @@ _STATUS = Struct(
     sequences=amount("sequences"),
     claimed_blocks=amount("claimed blocks"),
     private_blocks=amount("private blocks"),
+    tenant=TENANT,
 )
 _CHANGED: Rows[SequenceId] = Rows(SEQUENCES, limits.SEQUENCES_PER_HOLDER, "sequences in a message")
 

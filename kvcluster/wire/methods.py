@@ -1,7 +1,7 @@
 """The unary methods of both services, as tables: everything that a server or client needs to use the protocol.
 
     data = method.encode_request(question, namespace)   a worker or shard asks; a namespace if the method has one
-    request = method.decode_request(data, call, tenant) the server decodes; it sets call and tenant itself
+    request = method.decode_request(data, call, caller) the server decodes; it sets call and caller itself
     data = method.encode_reply(reply)                   the server answers, possibly with Refused
     reply = method.decode_reply(data)                   the client decodes
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvcluster.core.ids import CallId, NamespaceId, Tenant
+from kvcluster.core.ids import Caller, CallId, NamespaceId
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
     Attached,
@@ -71,10 +71,10 @@ class Method:
         """Returns the bytes that a client sends. A namespace is given if and only if the question is about one."""
         return self.encode_question(question, namespace)
 
-    def decode_request(self, data: bytes, call: CallId, tenant: Tenant) -> Request[Question | None]:
-        """Returns the request for the core, from a caller of that tenant."""
+    def decode_request(self, data: bytes, call: CallId, caller: Caller) -> Request[Question | None]:
+        """Returns the request for the core, from that caller."""
         namespace, question = self.decode_question(data)
-        return Request(call, tenant, namespace, question)
+        return Request(call, caller.tenant, namespace, question, caller.operator)
 
 
 def _table(service: str, reply: OneOf, methods: Mapping[str, tuple[Struct[Any], type[Reply]]]) -> Mapping[str, Method]:

@@ -297,6 +297,20 @@ def test_status_shows_what_drains_what_is_lost_and_what_rotted(capsys: pytest.Ca
     assert gone == ["c", "lost", *["-"] * 8, "here:1"]
 
 
+def test_a_tenant_s_status_has_no_figures_of_the_cluster(
+    served: Served, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.lookup(prompt(8, 0))
+    assert served.run("status") == 0
+    own = capsys.readouterr().out
+    assert "80 blocks in 1 namespace" in own
+    assert "figures of tenant default" in own and "re-verified" not in own
+    assert served.run("status", token="other") == 0
+    assert "0 blocks in 0 namespace(s)" in capsys.readouterr().out
+    assert served.run("status", token="operator") == 0
+    assert "re-verified" in capsys.readouterr().out
+
+
 def test_status_shows_open_sequences_in_its_first_line_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
     told = (("asked_blocks", 0), ("hit_blocks", 0), ("write_blocks", 0), ("duplicate_blocks", 0))
     plain = status_dict(Status(Epoch(1), "serving", 10**9, 1, 8, 0, (), told))

@@ -18,7 +18,8 @@ import pytest
 import kvcluster
 from kvcluster.cli.main import main
 from kvcluster.errors import CredentialError
-from kvcluster.runtime.auth import digest, parse_tokens
+from kvcluster.runtime.auth import digest
+from kvcluster.runtime.token_file import parse_tokens
 from tests.actors.processes import processes, title
 from tests.actors.worker import PATIENT, SPEC, kv, tokens
 from tests.ports import free_port

@@ -51,7 +51,7 @@ MOST = {
     "purge": 350,
     "drain": 250,
     "set_policy": 1,
-    "get_status": 20,
+    "get_status": 45,
     "report": 2_100,
     "report_of_pieces": 7_500,
     "report_of_a_target": 1_050,

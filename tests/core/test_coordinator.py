@@ -13,6 +13,7 @@ from kvcluster.core.messages import (
     Attached,
     CoordinatorQuestion,
     Explain,
+    GetStatus,
     LoadGrant,
     Need,
     PageEvent,
@@ -25,6 +26,7 @@ from kvcluster.core.messages import (
     RefusedKind,
     Siblings,
     SiblingSpecs,
+    Status,
     Tier,
 )
 from kvcluster.core.miss import Loss, MissReason
@@ -154,6 +156,21 @@ def test_siblings_are_the_tenants_own_that_hold_something_the_most_alike_first()
             voice.report(PageEvent(space, key(A), root(), 0, Tier.DEVICE, Loss.EXACT))
     siblings = coordinator.ask(SiblingSpecs, ours(Siblings(), coordinator.space))
     assert siblings.specs == (alike, other)
+
+
+def test_a_tenant_s_status_tells_its_own_figures_and_which_shards_are_up() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS))
+    coordinator.ask(Attached, build_request(Attach(SPEC), THEIRS))
+    coordinator.load(attempt(1), BLOCKS)
+    of_ours, of_theirs = (
+        coordinator.ask(Status, build_request(GetStatus(), tenant, operator=False)) for tenant in (OURS, THEIRS)
+    )
+    assert (of_ours.tenant, of_ours.blocks, of_ours.tickets) == (OURS, len(BLOCKS), 1)
+    assert (of_theirs.tenant, of_theirs.namespaces, of_theirs.blocks, of_theirs.tickets) == (THEIRS, 1, 0, 0)
+    assert dict(of_ours.counters)["hit_blocks"] == len(BLOCKS)
+    assert not any(dict(of_theirs.counters).values())
+    assert [(shard.info.shard, shard.state) for shard in of_theirs.shards] == [("a", "up")]
+    assert of_theirs.shards[0].info == of_theirs.shards[0].info.without_use()
 
 
 def test_status_tells_what_there_is() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import CallId
+from kvcluster.core.ids import Caller, CallId
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import PageWant, Pin, ReadRequest, Request, Reserve, WriteRequest
 from kvcluster.core.shard import Shard
@@ -79,7 +79,7 @@ def readers() -> dict[str, Read]:
     """Every reader of a message to a core, by name."""
 
     def reader(method: Method) -> Read:
-        return lambda data, call: method.decode_request(data, call, TENANT)
+        return lambda data, call: method.decode_request(data, call, Caller(TENANT))
 
     found: dict[str, Read] = {"pin": read_pin, "reserve": read_reserve}
     for service, methods in (("coordinator", COORDINATOR), ("shard", SHARD)):

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from kvcluster.core.ids import CallId, Tenant
+from kvcluster.core.ids import Caller, CallId, Tenant
 from kvcluster.core.messages import Refused
 from kvcluster.errors import LimitError, ProtocolError, SpecError
 from kvcluster.pages import codec
@@ -91,7 +91,7 @@ def _methods(
 
 
 def _asked(method: Method) -> Read:
-    return lambda data: method.decode_request(data, CallId(0), Tenant("t"))
+    return lambda data: method.decode_request(data, CallId(0), Caller(Tenant("t")))
 
 
 def _asking(method: Method) -> Write:

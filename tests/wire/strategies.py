@@ -512,6 +512,7 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
         sequences=quantities,
         claimed_blocks=quantities,
         private_blocks=quantities,
+        tenant=words,
     ),
     "Report": acks,
     "Inventory": acks,

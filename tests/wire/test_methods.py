@@ -18,7 +18,7 @@ from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.coordinator_state import UNKNOWN
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
+from kvcluster.core.ids import Attempt, BlockHash, Caller, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -78,7 +78,7 @@ def test_a_question_arrives_as_it_was_asked(
 ) -> None:
     asked = data.draw(questions)
     sent = method.encode_request(asked.question, asked.namespace)
-    assert _same(method.decode_request(sent, asked.call, asked.tenant), asked)
+    assert _same(method.decode_request(sent, asked.call, Caller(asked.tenant)), asked)
 
 
 @pytest.mark.parametrize(("method", "questions", "answers"), METHODS)
@@ -94,7 +94,7 @@ def test_an_answer_arrives_as_it_was_given(
 def test_neither_tenant_nor_call_travels(asked: Request[PrepareLoad], tenant: Tenant, call: CallId) -> None:
     method = COORDINATOR["PrepareLoad"]
     data = method.encode_request(asked.question, asked.namespace)
-    assert method.decode_request(data, call, tenant) == Request(call, tenant, asked.namespace, asked.question)
+    assert method.decode_request(data, call, Caller(tenant)) == Request(call, tenant, asked.namespace, asked.question)
 
 
 @pytest.mark.parametrize("name", ["PrepareLoad", "PrepareStore", "Explain", "Siblings", "PinBlocks", "UnpinBlocks"])
@@ -142,16 +142,16 @@ def test_a_ping_asks_nothing_and_costs_nothing() -> None:
         ping = table["Ping"]
         assert ping.encode_request(None) == b"" and len(ping.encode_reply(Done())) == 4
         with pytest.raises(ProtocolError, match="not a valid PingRequest"):
-            ping.decode_request(b"x", CALL, TENANT)
+            ping.decode_request(b"x", CALL, Caller(TENANT))
 
 
 def test_versions_are_compared_of_a_question_that_names_nothing() -> None:
     question, asked = version_question(), COORDINATOR["Attach"]
     with pytest.raises(CallerError, match="model must be named"):
-        asked.decode_request(question.encode_request(None), CALL, TENANT)
+        asked.decode_request(question.encode_request(None), CALL, Caller(TENANT))
     newer = coordinator_pb2.AttachRequest(protocol_version=PROTOCOL_VERSION + 1).SerializeToString()
     with pytest.raises(ProtocolError, match="install the same release"):
-        asked.decode_request(newer, CALL, TENANT)
+        asked.decode_request(newer, CALL, Caller(TENANT))
 
 
 def _sent(reply: Offers) -> object:
@@ -219,7 +219,7 @@ def test_events_of_one_namespace_and_part_share_them() -> None:
     info = ShardInfo(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1)
     method = COORDINATOR["Report"]
     data = method.encode_request(Report(info, Epoch(1), 1, (page, page)))
-    report = method.decode_request(data, CALL, TENANT).question
+    report = method.decode_request(data, CALL, Caller(TENANT)).question
     assert isinstance(report, Report)
     one, other = report.events
     assert isinstance(one, PageEvent) and isinstance(other, PageEvent)

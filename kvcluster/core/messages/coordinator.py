@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId
+from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages.common import Need, Plan, Run, ShardAddress
 from kvcluster.core.messages.reports import ShardInfo
 from kvcluster.core.miss import Loss, Miss
@@ -255,8 +255,9 @@ class Status:
     """The cluster as the coordinator sees it. `counters` only grow since this epoch began; `policy` has the settings
     that SetPolicy takes; `fallen` has the namespaces that q4 is too lossy for, with their mean loss in millionths.
 
-    `namespaces` and `blocks` leave private ones out; `private_blocks` counts those. `sequences` are open, and their
-    tables name `claimed_blocks` different blocks."""
+    `tenant`: all figures are those of this tenant, and shards tell nothing of their use; CLUSTER for the whole cluster,
+    as operators see it. `namespaces` and `blocks` leave private ones out; `private_blocks` counts those. `sequences`
+    are open, and their tables name `claimed_blocks` different blocks."""
 
     epoch: Epoch
     state: str
@@ -271,3 +272,4 @@ class Status:
     sequences: int = 0
     claimed_blocks: int = 0
     private_blocks: int = 0
+    tenant: Tenant = CLUSTER

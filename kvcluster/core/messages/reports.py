@@ -109,6 +109,10 @@ class ShardInfo:
     trouble: str = ""
     writing_bytes: int = 0
 
+    def without_use(self) -> ShardInfo:
+        """Returns what every tenant may know: how large it is and where, and not what others have stored."""
+        return ShardInfo(self.shard, self.epoch, self.address, self.host, self.capacity_bytes, 0, 0, 0)
+
     def use(self, tier: Tier) -> TierUse:
         """Returns the use of that tier; of zero size if the shard does not have it."""
         if tier is FASTEST:

@@ -20,10 +20,12 @@ class Request(Generic[Q_co]):
     """A question as it reaches a core.
 
     `call` is chosen by the driver, and the core's Answer repeats it. `tenant` is the one that the caller's credential
-    names. `namespace` is None if the question is not about one namespace.
+    names, and `operator` whether it may see the whole cluster. `namespace` is None if the question is not about one
+    namespace.
     """
 
     call: CallId
     tenant: Tenant
     namespace: NamespaceId | None
     question: Q_co
+    operator: bool = False

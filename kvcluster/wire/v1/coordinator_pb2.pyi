@@ -423,7 +423,7 @@ class EngineList(_message.Message):
     def __init__(self, engine: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., seen_ns_ago: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen", "sequences", "claimed_blocks", "private_blocks")
+    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen", "sequences", "claimed_blocks", "private_blocks", "tenant")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -437,6 +437,7 @@ class Status(_message.Message):
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PRIVATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: str
     uptime_ns: int
@@ -450,7 +451,8 @@ class Status(_message.Message):
     sequences: int
     claimed_blocks: int
     private_blocks: int
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ..., sequences: _Optional[int] = ..., claimed_blocks: _Optional[int] = ..., private_blocks: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ..., sequences: _Optional[int] = ..., claimed_blocks: _Optional[int] = ..., private_blocks: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("name", "value")
