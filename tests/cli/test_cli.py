@@ -17,9 +17,13 @@ import pytest
 
 import kvcluster
 from kvcluster.cli.main import main
+from kvcluster.core.messages import GetStatus, Status
 from kvcluster.errors import CredentialError
-from kvcluster.runtime.auth import digest
+from kvcluster.runtime.auth import digest, new_token, token_line
 from kvcluster.runtime.token_file import parse_tokens
+from kvcluster.transport.base import Deadline
+from kvcluster.transport.rpc import Connection
+from kvcluster.wire.methods import COORDINATOR
 from tests.actors.processes import processes, title
 from tests.actors.worker import PATIENT, SPEC, kv, tokens
 from tests.ports import free_port
@@ -170,6 +174,7 @@ class Up:
     port: str
     said: list[str]
     tenants: Mapping[str, Credential]
+    token_file: Path
 
     @property
     def address(self) -> str:
@@ -189,7 +194,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
         said = [process.communicate()[0] for process in both]
         assert [process.returncode for process in both] == [0, 0]
-        yield Up(port, said, tenants)
+        yield Up(port, said, tenants, token_file)
     finally:
         kvc("down", "--port", port)
 
@@ -200,6 +205,27 @@ def test_up_starts_one_cluster_however_many_ask_and_says_how_to_go_on(cluster: U
     assert sorted(first) == [f"already up at {cluster.address}: 2 shard(s)", f"up at {cluster.address}: 2 shard(s)"]
     on = f"`kvcluster status --port {cluster.port}` shows it, `kvcluster down --port {cluster.port}` stops it"
     assert rest == [(on, on)]
+
+
+def admits(cluster: Up, token: str) -> bool:
+    connection = Connection(cluster.address, token)
+    try:
+        return isinstance(connection.ask(COORDINATOR["GetStatus"], GetStatus(), Deadline.after_ms(20_000)), Status)
+    except CredentialError:
+        return False
+    finally:
+        connection.close()
+
+
+@pytest.mark.cluster
+def test_a_token_is_added_and_revoked_while_the_cluster_runs(cluster: Up) -> None:
+    lines, green = cluster.token_file.read_text(), new_token()
+    assert not admits(cluster, green)
+    cluster.token_file.write_text(lines + token_line(green, "green") + "\n")
+    eventually(lambda: admits(cluster, green))
+    cluster.token_file.write_text(lines)
+    eventually(lambda: not admits(cluster, green))
+    assert admits(cluster, cluster.tenants["red"].secret)
 
 
 @pytest.mark.cluster
