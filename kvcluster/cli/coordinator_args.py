@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvcluster.client.coordinator_client import GrpcPort, expect
+from kvcluster.client.credential import read_token
 from kvcluster.client.status import status_dict
 from kvcluster.core.messages import GetStatus, Status
+from kvcluster.errors import ConfigError
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.rpc import Connection
 
@@ -18,17 +20,31 @@ DEFAULT_PORT = 7070
 
 
 def add_coordinator_args(command: Any) -> None:
-    """Adds `--port`, `--address` and `--token` to a command."""
+    """Adds `--port`, `--address` and `--token-from` to a command."""
     where = command.add_mutually_exclusive_group()
     where.add_argument(
         "--port", type=int, default=DEFAULT_PORT, help=f"port of a coordinator on this machine (default {DEFAULT_PORT})"
     )
     where.add_argument("--address", help="host:port of a coordinator on another machine (default: use --port)")
+    # No option takes the token itself: the arguments of a process can be read by every user of the machine.
     command.add_argument(
-        "--token",
+        "--token-from",
+        dest="token",
+        action=_ReadToken,
         default=os.environ.get("KVCLUSTER_TOKEN"),
-        help="credential of this client (default: the environment variable KVCLUSTER_TOKEN)",
+        metavar="FILE",
+        help="file that holds the token of this client (default: the token is in the environment, KVCLUSTER_TOKEN)",
     )
+
+
+class _ReadToken(argparse.Action):
+    """Stores the token that is in the named file."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        try:
+            setattr(namespace, self.dest, read_token(values))
+        except ConfigError as error:
+            raise argparse.ArgumentError(self, str(error)) from None
 
 
 def address_of(options: argparse.Namespace) -> str:

@@ -68,7 +68,7 @@ class Authenticator:
             return Caller(DEFAULT_TENANT, operator=True)
         if not token:
             raise CredentialError(
-                "this cluster requires a token: pass token=... (the command line takes --token or KVCLUSTER_TOKEN)"
+                "this cluster requires a token: pass token=... (commands take KVCLUSTER_TOKEN or --token-from FILE)"
             )
         tenant = tokens.tenants.get(hashed)
         if tenant is None:

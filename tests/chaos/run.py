@@ -106,9 +106,10 @@ class Run:
         planted = [self._plant(shard) for _ in range(PLANTED)]
         began = time.monotonic()
         command = [sys.executable, "-m", "kvcluster.cli.main", "drain", shard, "--address", self._site.address]
-        command += ["--token", self._site.token] if self._site.token else []
+        env = os.environ | ({"KVCLUSTER_TOKEN": self._site.token} if self._site.token else {})
+        command = self._site.command(HEAD, command)
         done = subprocess.run(
-            self._site.command(HEAD, command), check=False, capture_output=True, text=True, cwd=ROOT, timeout=2 * WELL_S
+            command, check=False, capture_output=True, text=True, cwd=ROOT, timeout=2 * WELL_S, env=env
         )
         assert done.returncode == 0, f"{shard} was not drained: {done.stdout}{done.stderr}"
         self._shards -= 1

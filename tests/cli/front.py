@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from unittest.mock import patch
 
 from kvcluster.cli.main import main
 from kvcluster.core.ids import CallId
@@ -28,7 +30,8 @@ class Served:
         self.address = self._server.address
 
     def run(self, *arguments: str, token: str = "default") -> int:
-        return main([*arguments, "--address", self.address, "--token", token])
+        with patch.dict(os.environ, KVCLUSTER_TOKEN=token):
+            return main([*arguments, "--address", self.address])
 
     def close(self) -> None:
         self._server.close(grace_s=0)

@@ -242,8 +242,10 @@ def test_status_prints_a_row_a_shard(cluster: Up) -> None:
 
 
 @pytest.mark.cluster
-def test_status_as_json_says_the_same_to_machines(cluster: Up) -> None:
-    done = kvc("status", "--address", cluster.address, "--json", "--token", cluster.tenants["red"].secret)
+def test_status_as_json_says_the_same_to_machines(cluster: Up, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(cluster.tenants["red"].secret + "\n")
+    done = kvc("status", "--address", cluster.address, "--json", "--token-from", str(token))
     status = json.loads(done.stdout)
     assert [(shard["shard"], shard["capacity_bytes"]) for shard in status["shards"]] == [
         ("shard-0", 64 * 2**20),

@@ -100,7 +100,8 @@ def serving(**config: object) -> Iterator[Served]:
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("KVCLUSTER_TOKEN", "default")
     with serving() as served:
         yield served
 
@@ -137,7 +138,7 @@ def test_it_leaves_nothing_behind(served: Served) -> None:
 
 
 def test_the_command_ends_with_0_and_prints_a_page(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--address", served.address, "--token", "default"]) == 0
+    assert main(["doctor", "--address", served.address]) == 0
     said = capsys.readouterr().out
     assert said.startswith(f"{served.address}  answers, protocol version {PROTOCOL_VERSION}, credential accepted, serv")
     assert "all 2 shard(s) can be reached" in said.splitlines()[-1]
@@ -145,7 +146,7 @@ def test_the_command_ends_with_0_and_prints_a_page(served: Served, capsys: pytes
 
 
 def test_for_machines_it_prints_json_and_nothing_else(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json", "--address", served.address, "--token", "default"]) == 0
+    assert main(["doctor", "--json", "--address", served.address]) == 0
     assert json.loads(capsys.readouterr().out)["healthy"] is True
 
 
@@ -215,7 +216,7 @@ def test_a_shard_that_cannot_be_reached_is_named_and_the_status_is_1(
 ) -> None:
     monkeypatch.setattr(doctor, "PATIENCE_MS", 500)
     served.shards["shard-1"].close(grace_s=0)
-    assert main(["doctor", "--address", served.address, "--token", "default"]) == 1
+    assert main(["doctor", "--address", served.address]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == (
         "of 2 shard(s), shard-1 cannot be reached: blocks there are misses"
     )

@@ -174,7 +174,7 @@ def _name_weights(llm: Any, job: dict[str, Any], weights: str) -> None:
     from kvcluster.cli.main import main as kvcluster
 
     given = job["connector"]
-    token = ("--token", Path(given["token_file"]).read_text(encoding="utf-8")) if "token_file" in given else ()
+    token = ("--token-from", given["token_file"]) if "token_file" in given else ()
     name = f"{socket.gethostname()}:{os.getpid()}"
     command = ("weights", "set", Path(job["model"]).name, weights, "--engine", name, "--address", given["address"])
     assert kvcluster([*command, *token]) == 0
