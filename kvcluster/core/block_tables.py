@@ -234,6 +234,7 @@ class BlockTables:
         for claims in self._claims.values():
             owed[claims.tenant] = owed.get(claims.tenant, 0) + len(claims.counts) * claims.block_bytes
         assert owed == {tenant: self._bytes.held(tenant) for tenant in owed}, "bytes were counted wrongly"
+        assert sum(owed.values()) == self._bytes.total, "bytes of a tenant without claims are counted"
 
     # ------------------------------------------------------------------------------------------ one table
 

@@ -68,11 +68,15 @@ class Member:
     @property
     def takes_replicas(self) -> bool:
         """Whether blocks of other shards may be copied to it: no reservation waits there in vain."""
-        return self.cursor.current and not self.full and not self.draining
+        return self._is_open and not self.full
 
     def takes(self, tenant: Tenant) -> bool:
         """Whether new blocks of this tenant may be placed on it."""
-        return self.cursor.current and tenant not in self.full and not self.draining
+        return self._is_open and tenant not in self.full
+
+    @property
+    def _is_open(self) -> bool:
+        return self.cursor.current and not self.draining
 
 
 class Membership:

@@ -58,11 +58,6 @@ class HolderShares:
         self._things = Shares(most)
         self._holders = Shares(limits.HOLDERS)
 
-    @property
-    def total(self) -> int:
-        """The number of things that all have."""
-        return self._things.total
-
     def held(self, tenant: Tenant) -> int:
         """The number of things that the tenant's holders have."""
         return self._things.held(tenant)

@@ -43,20 +43,12 @@ class Authenticator:
     @property
     def tenants(self) -> int:
         """How many tenants have credentials, the cluster's own shards left out. At least 1."""
-        try:
-            tokens = self._tokens()
-        except CredentialError:
-            return 1
-        return max(1, tokens.tenant_count) if tokens is not None else 1
+        return max(1, self._count())
 
     @property
     def one_tenant(self) -> bool:
         """Whether all callers, except the cluster's own shards, belong to one tenant. False while that is not known."""
-        try:
-            self._tokens()
-        except CredentialError:
-            return False
-        return self.tenants == 1
+        return self._count() == 1
 
     def caller(self, token: str | None) -> Caller:
         """Returns the caller of this token. Raises CredentialError if the token is missing, unknown or revoked."""
@@ -74,6 +66,14 @@ class Authenticator:
         if tenant is None:
             raise CredentialError("the cluster does not know this token; ask its operator for another")
         return Caller(tenant, operator=hashed in tokens.operators)
+
+    def _count(self) -> int:
+        """Returns the number of tenants; 0 while it is not known."""
+        try:
+            tokens = self._tokens()
+        except CredentialError:
+            return 0
+        return tokens.tenant_count if tokens is not None else 1
 
     def _tokens(self) -> Tokens | None:
         return self._file.tokens() if self._file is not None else self._fixed

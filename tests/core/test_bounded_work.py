@@ -10,16 +10,15 @@ Work inside one line is not counted: the comparison of long integers in rect_cov
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
-from types import FrameType
 from typing import Any, get_args
 
 import pytest
 
 from kvcluster.core.messages import CoordinatorMessage, PrepareLoad, Request, ShardMessage
 from tests.core import worst
+from tests.core.counted_lines import counted
 from tests.core.worst import COORDINATOR, SHARD, Step
 
 LARGE = 8_192
@@ -85,20 +84,7 @@ MOST = {
 
 def executed(step: Step) -> int:
     """The lines of Python that are executed in this step."""
-    lines = 0
-
-    def count(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return count
-
-    before = sys.gettrace()
-    sys.settrace(count)
-    try:
-        step.core.step(step.message, step.now)
-    finally:
-        sys.settrace(before)
-    return lines
+    return counted(lambda: step.core.step(step.message, step.now))[1]
 
 
 @cache

@@ -80,5 +80,5 @@ def test_holders_that_one_tenant_makes_up_leave_room_for_another(monkeypatch: py
     for number in range(0, 200, 2):
         while not shares.full(owner(number)):
             shares.add(owner(number))
-    assert shares.total == 4 * 2, "four holders of one tenant, with two things each"
+    assert shares.held(tenant(0)) == 4 * 2, "four holders of one tenant, with two things each"
     assert tenant(1) != tenant(0) and not shares.full(owner(1))

@@ -59,7 +59,7 @@ def crowded(ours: int, theirs: int, capacity: int = 12) -> tuple[LoneCoordinator
 def test_reservations_of_another_evict_no_block_below_the_floor() -> None:
     _, voice = crowded(ours=12, theirs=0)
     evicted = ordered(voice.report(pressure=12 * PAGE, presses=THEIRS))
-    assert evicted == list(BLOCKS[:5:-1]), "half of the tier is ours while nobody else stores there"
+    assert evicted == list(BLOCKS[:5:-1]), "half of the tier is our floor while no other tenant stores there"
 
 
 def test_stores_of_another_evict_no_block_below_the_floor() -> None:
@@ -102,7 +102,7 @@ def test_what_is_evicted_or_purged_is_charged_no_more() -> None:
     assert dict(stored.tenants) == {OURS: 4 * PAGE}
 
 
-def test_a_replica_is_charged_to_nobody_and_goes_first() -> None:
+def test_a_replica_is_charged_to_no_tenant_and_goes_first() -> None:
     coordinator = LoneCoordinator(expected=2, hold_ms=0)
     first, second = (coordinator.voice(name, capacity_pages=4) for name in "ab")
     first.join(*pages(BLOCKS[:2]))
