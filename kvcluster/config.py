@@ -114,12 +114,14 @@ class ShardConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where to listen, and who may connect. Without a `token_file` the only tenant is `default`, and `host` must be a
+    """Where to listen, and who may connect. The coordinator listens to workers on `port` and to shards on
+    `report_port`; 0 takes a free one. Without a `token_file` the only tenant is `default`, and `host` must be a
     loopback address unless `insecure` is set. `transports`: those by which a shard lets its pages be moved; they must
     include grpc, which carries control."""
 
     host: str = "127.0.0.1"
     port: int = 7070
+    report_port: int = 0
     token_file: str = ""
     insecure: bool = False
     threads: int = 16
@@ -262,6 +264,14 @@ def _check(config: Config) -> None:
 def _cluster_rules(config: Config) -> Iterator[_Rule]:
     yield config.shards >= 1, "shards must be at least 1"
     yield 0 <= config.server.port <= 65_535, "server.port must be between 0 and 65535; 0 chooses a free one"
+    yield (
+        0 <= config.server.report_port <= 65_535,
+        "server.report_port must be between 0 and 65535; 0 chooses a free one",
+    )
+    yield (
+        config.server.report_port != config.server.port or not config.server.port,
+        "server.report_port must differ from server.port: workers may not keep shards from reporting",
+    )
     yield config.server.threads >= 2, "server.threads must be at least 2"
     yield (
         2 * config.shard.report_interval_ms < config.membership_ttl_ms,

@@ -52,16 +52,16 @@ class Cluster:
             ray.kill(actor, no_restart=True)
 
 
-def check(config: Config) -> int:
-    """Returns the port to listen on. Raises ConfigError if credentials or ports cannot be used: to the caller, instead
-    of only in an actor's log."""
+def check(config: Config) -> tuple[int, int]:
+    """Returns the ports to listen on, for workers and for shards. Raises ConfigError if credentials or ports cannot be
+    used: to the caller, instead of only in an actor's log."""
     authenticator(config.server, "")
-    port = _port(config)
+    ports = _ports(config)
     publisher = publisher_of(config.events, Epoch(0), lambda: None)
     if publisher is not None:
         publisher.start()
         publisher.close()
-    return port
+    return ports
 
 
 def start(config: Config, *, detached: bool) -> Cluster:
@@ -69,16 +69,17 @@ def start(config: Config, *, detached: bool) -> Cluster:
 
     Raises ConfigError if the configuration or a port cannot be used.
     """
-    config = replace(config, server=replace(config.server, port=check(config)))
+    port, report_port = check(config)
+    config = replace(config, server=replace(config.server, port=port, report_port=report_port))
     secret = secrets.token_urlsafe(32)
     here = {"scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)}
     coordinator = _actor(CoordinatorActor, COORDINATOR_NAME, detached, here, config, secret)
     started: list[Any] = [coordinator]
     try:
-        address = _get(coordinator.address)
+        address, report_address = _get(coordinator.address), _get(coordinator.report_address)
         for number, home in enumerate(_homes(config)):
             name = f"shard-{number}"
-            started.append(_actor(ShardActor, name, detached, home, name, address, config, secret))
+            started.append(_actor(ShardActor, name, detached, home, name, report_address, config, secret))
         for shard in started[1:]:
             _get(shard.address)
         _wait_until_up(coordinator, config.shards)
@@ -142,18 +143,28 @@ def _wait_until_up(coordinator: Any, shards: int) -> None:
         time.sleep(0.02)
 
 
-def _port(config: Config) -> int:
-    """Returns the port to listen on. It is bound here once, so that a port in use is an error of the caller and not of
-    an actor that restarts again and again; a free port is chosen here, so that a restarted coordinator keeps it."""
-    family = socket.AF_INET6 if ":" in config.server.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.server.host, config.server.port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {config.server.host}:{config.server.port}: {error.strerror}. "
-                "Choose another port (--port; 0 takes a free one), or stop what listens there"
-            ) from None
-        port: int = probe.getsockname()[1]
-        return port
+def _ports(config: Config) -> tuple[int, int]:
+    """Returns the ports to listen on. They are bound here once, so that a port in use is an error of the caller and not
+    of an actor that restarts again and again; free ports are chosen here, so that a restarted coordinator keeps
+    them."""
+    server = config.server
+    with (
+        _bound(server.host, server.port, "--port") as port,
+        _bound(server.host, server.report_port, "server.report_port") as report_port,
+    ):
+        return port.getsockname()[1], report_port.getsockname()[1]
+
+
+def _bound(host: str, port: int, setting: str) -> socket.socket:
+    """Returns a socket that is bound to that port and does not listen. Raises ConfigError if the port is in use."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}. "
+            f"Choose another port ({setting}; 0 takes a free one), or stop what listens there"
+        ) from None
+    return bound

@@ -1,4 +1,9 @@
-"""The coordinator as a Ray actor: a process with one gRPC server and one driver. It never imports torch."""
+"""The coordinator as a Ray actor: a process with a driver and two gRPC servers. It never imports torch.
+
+Workers ask at one port, shards report at another: what strangers and tenants do to the first, such as opening all the
+connections that it accepts, keeps no report away, and its messages are shorter. A firewall may close the other to all
+but the nodes of the cluster.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +17,25 @@ from kvcluster.actors.addresses import announced_host
 from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.config import Config
+from kvcluster.core import limits
 from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import Leave
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
-from kvcluster.runtime.server import GrpcServer, unary_handlers
-from kvcluster.transport.rpc import host_and_port
+from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
+from kvcluster.transport.rpc import RpcHandler, host_and_port
 from kvcluster.wire.methods import COORDINATOR
 
 log = logging.getLogger(__name__)
-_FOR_SHARDS = frozenset({"Report", "Inventory"})
+_REPORTS = frozenset({"Report", "Inventory"})
 _FOR_OPERATORS = frozenset({"Drain", "SetPolicy"})
 
 
 class CoordinatorActor:
     """Serves from its constructor on, because Ray runs nothing else again when it restarts an actor.
 
-    The port is the same in every incarnation, so that shards and workers find the next one at the same address.
+    The ports are the same in every incarnation, so that shards and workers find the next one at the same addresses.
     """
 
     def __init__(self, config: Config, secret: str) -> None:
@@ -39,18 +45,29 @@ class CoordinatorActor:
             lambda: CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process), patient=patient
         )
         auth = authenticator(server, secret, restarted=patient)
-        handlers = unary_handlers(COORDINATOR, self._host.ask, _FOR_SHARDS, operators=_FOR_OPERATORS)
+        for_workers, for_shards = handlers_of(self._host.ask)
         self._server = waited_for(
-            lambda: GrpcServer(handlers, auth, server.host, server.port, server.threads), patient=patient
+            lambda: GrpcServer(
+                for_workers, auth, server.host, server.port, server.threads, message_bytes=limits.QUESTION_BYTES
+            ),
+            patient=patient,
+        )
+        self._reports = waited_for(
+            lambda: GrpcServer(for_shards, auth, server.host, server.report_port, server.threads), patient=patient
         )
         self._garbage = GarbageKeeper()
         self._garbage.start()
         self._host.start()
+        self._reports.start()
         self._server.start()
 
     def address(self) -> str:
-        """Returns the address at which shards and workers reach it, from other nodes too."""
+        """Returns the address at which workers reach it, from other nodes too."""
         return host_and_port(announced_host(self._server.host), self._server.port)
+
+    def report_address(self) -> str:
+        """Returns the address to which shards report, from other nodes too."""
+        return host_and_port(announced_host(self._reports.host), self._reports.port)
 
     def shards_up(self) -> int:
         """Returns the number of shards whose whole inventory has been received."""
@@ -64,8 +81,17 @@ class CoordinatorActor:
     def stop(self) -> None:
         """Ends serving; the caller ends the process."""
         self._server.close()
+        self._reports.close()
         self._host.close()
         self._garbage.close()
+
+
+def handlers_of(ask: Ask) -> tuple[dict[str, RpcHandler], dict[str, RpcHandler]]:
+    """Returns the handlers of the server for workers, and of that for shards. `ask` passes a question on to the
+    core."""
+    reports = {name: COORDINATOR[name] for name in _REPORTS}
+    questions = {name: method for name, method in COORDINATOR.items() if name not in _REPORTS}
+    return unary_handlers(questions, ask, operators=_FOR_OPERATORS), unary_handlers(reports, ask, _REPORTS)
 
 
 def end_process(leave: Leave) -> None:

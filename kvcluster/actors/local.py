@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,11 @@ from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray, pools_bytes
 from kvcluster.client import Client, connect
 from kvcluster.config import ClientConfig, Config, load
 from kvcluster.core.spec import KVSpec, Part
+
+_SOCKET_PATH_BYTES = 107
+_BELOW_TEMPORARY = len("/kvcluster-12345678/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+"""The longest path that Linux takes for a socket, and how long the path of Ray's longest is below the folder for
+temporary files."""
 
 
 class LocalCluster:
@@ -80,10 +87,10 @@ def local(
     cluster.check(settings)
     with ExitStack() as house:
         # The coordinator stays on this node, so it can use a folder of this machine.
-        folder = house.enter_context(TemporaryDirectory(prefix="kvcluster-", ignore_cleanup_errors=True))
+        folder = house.enter_context(_private_folder())
         settings = with_state_dir(settings, Path(folder))
         if not ray.is_initialized():
-            house.enter_context(_embedded_ray(settings))
+            house.enter_context(_embedded_ray(settings, Path(folder, "ray")))
         running = LocalCluster(cluster.start(settings, detached=False), settings.client)
         try:
             yield running
@@ -91,9 +98,18 @@ def local(
             running.close()
 
 
+def _private_folder() -> TemporaryDirectory[str]:
+    """Returns a temporary folder that only this user can enter, with a name that is short enough for Ray's sockets in
+    it: in /tmp where the folder for temporary files has a long name."""
+    parent = tempfile.gettempdir()
+    short = len(os.fsencode(parent)) <= _SOCKET_PATH_BYTES - _BELOW_TEMPORARY
+    return TemporaryDirectory(prefix="kvcluster-", dir=parent if short else "/tmp", ignore_cleanup_errors=True)
+
+
 @contextmanager
-def _embedded_ray(config: Config) -> Iterator[None]:
-    """A Ray of this process's own, without a dashboard."""
+def _embedded_ray(config: Config, folder: Path) -> Iterator[None]:
+    """A Ray of this process's own, without a dashboard. Its sockets and logs lie in `folder`, which Ray opens to all
+    users of the machine: the folder above it must be closed to them, or they could replace a socket by their own."""
     with own_ray():
         ray.init(
             address="local",
@@ -104,6 +120,7 @@ def _embedded_ray(config: Config) -> Iterator[None]:
             object_store_memory=OBJECT_STORE_BYTES,
             _memory=pools_bytes(config),
             _node_ip_address="127.0.0.1",
+            _temp_dir=str(folder),
         )
         try:
             yield

@@ -36,11 +36,11 @@ _KILL_S = 10.0
 class ShardActor:
     """Serves from its constructor on, because Ray runs nothing else again when it restarts an actor."""
 
-    def __init__(self, shard: str, coordinator: str, config: Config, secret: str) -> None:
+    def __init__(self, shard: str, reports_to: str, config: Config, secret: str) -> None:
         set_limits()
         self._me = ray.get_runtime_context().current_actor
         self._secret = secret
-        self._coordinator = Connection(coordinator, secret)
+        self._coordinator = Connection(reports_to, secret)
         self._takes = config.server.transports
         self._next_attempt = own_attempts()
         auth = authenticator(config.server, secret, restarted=restarted())

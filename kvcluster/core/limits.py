@@ -177,7 +177,11 @@ LAYER_BYTES = 32 * 1024 * 1024
 """One layer of a page travels in one frame; with its header it must fit MESSAGE_BYTES."""
 
 MESSAGE_BYTES = 64 * 1024 * 1024
-"""The largest message that a gRPC endpoint accepts."""
+"""The largest message that a gRPC endpoint accepts, unless it is only asked questions."""
+
+QUESTION_BYTES = 8 * 1024 * 1024
+"""The largest message that the coordinator accepts of a worker: BLOCKS_PER_CALL blocks of 256 tokens with ids below two
+million, or all changes of tables in one message."""
 
 FRAME_BYTES = 1024 * 1024
 """Target size of one frame of pages: gRPC is fastest between one and two MiB."""
@@ -239,6 +243,7 @@ assert INVENTORY_CHUNK * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert REPORTS_PER_MESSAGE * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert TOMBSTONES * SPEC_BYTES * 4 <= MESSAGE_BYTES
 assert LAYER_BYTES * 2 <= MESSAGE_BYTES
+assert QUESTION_BYTES <= MESSAGE_BYTES
 assert TRANSPORTS * OFFER_BYTES <= MESSAGE_BYTES
 assert FRAME_BYTES <= LAYER_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL

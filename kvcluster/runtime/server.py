@@ -142,15 +142,22 @@ def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 class GrpcServer:
     """Listens on `host:port` until `close`. Port 0 takes a free port; `port` is the actual one. `handlers`
-    may be filled until `start`. `threads` are the most of one tenant: it gets fewer where there are many. Raises
-    ConfigError if it cannot listen."""
+    may be filled until `start`. `threads` are the most of one tenant: it gets fewer where there are many. Longer
+    messages than `message_bytes` are refused unread. Raises ConfigError if it cannot listen."""
 
     def __init__(
-        self, handlers: Mapping[str, RpcHandler], authenticator: Authenticator, host: str, port: int, threads: int
+        self,
+        handlers: Mapping[str, RpcHandler],
+        authenticator: Authenticator,
+        host: str,
+        port: int,
+        threads: int,
+        message_bytes: int = limits.MESSAGE_BYTES,
     ) -> None:
         self._table = _Table(handlers, authenticator, threads)
         # The pool that is given to gRPC serves only handlers that name no other: there are none.
-        self._server = grpc.server(self._table.refusing, handlers=[self._table], options=server_options())
+        options = server_options(message_bytes)
+        self._server = grpc.server(self._table.refusing, handlers=[self._table], options=options)
         self.host = host
         try:
             self.port = self._server.add_insecure_port(host_and_port(host, port))

@@ -32,11 +32,11 @@ from kvcluster.wire.methods import Method, Question
 
 _OPTIONS = [
     ("grpc.max_send_message_length", limits.MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES),
     ("grpc.enable_http_proxy", 0),
 ]
 CHANNEL_OPTIONS = [
     *_OPTIONS,
+    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # in fact the limit for one attempt to connect
@@ -46,14 +46,17 @@ _IDLE_MS = 60_000
 _HANDSHAKE_MS = 5_000
 
 
-def server_options() -> list[tuple[str, int]]:
-    """Returns the options of a server. It accepts at most limits.CONNECTIONS, and leaves half of its descriptors for
-    everything else; it ends connections that have not begun HTTP/2 in time, and those without a call for a minute.
-    Clients connect again with their next call."""
+def server_options(message_bytes: int) -> list[tuple[str, int]]:
+    """Returns the options of a server that accepts messages of at most `message_bytes`.
+
+    It accepts at most limits.CONNECTIONS connections and leaves half of its descriptors for everything else. It ends
+    connections that have not begun HTTP/2 in time, and those without a call for a minute: clients connect again with
+    their next call."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = limits.CONNECTIONS if descriptors == resource.RLIM_INFINITY else min(limits.CONNECTIONS, descriptors // 2)
     return [
         *_OPTIONS,
+        ("grpc.max_receive_message_length", message_bytes),
         ("grpc.so_reuseport", 0),  # otherwise a second server silently binds the same port and takes half the calls
         ("grpc.max_allowed_incoming_connections", most),
         ("grpc.max_connection_idle_ms", _IDLE_MS),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 import kvcluster
@@ -85,6 +87,13 @@ def test_nothing_listens_beyond_loopback(shared_cluster: LocalCluster) -> None:
     heard = listening([os.getpid(), *descendants(os.getpid())])
     assert set(shared_cluster.pids()) <= set(heard)
     assert set().union(*heard.values()) <= {"127.0.0.1", "::1"}
+
+
+def test_rays_sockets_lie_where_no_other_user_comes(shared_cluster: LocalCluster) -> None:
+    session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+    assert (session / "sockets" / "raylet").is_socket()
+    closed = [folder for folder in session.parents if stat.S_IMODE(folder.stat().st_mode) == 0o700]
+    assert any(folder.name.startswith("kvcluster-") for folder in closed), "Ray opens the session itself to all users"
 
 
 def test_the_coordinator_does_without_torch(shared_cluster: LocalCluster) -> None:

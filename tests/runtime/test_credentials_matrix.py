@@ -1,5 +1,5 @@
-"""Every RPC by every kind of credential: who is let through to the core, and in whose name. The rows come from the
-tables of methods, so that a new one is among them at once.
+"""Every RPC at every port by every kind of credential: who is let through to the core, and in whose name. The rows
+come from the tables of methods, so that a new one is among them at once.
 
 That a tenant's question about another tenant's namespace is refused is tested in tests/core; here each credential is
 held to its own tenant.
@@ -8,7 +8,7 @@ held to its own tenant.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import grpc
@@ -42,6 +42,8 @@ CREDENTIALS = {
 }
 WHO = {"right": ME, "of another tenant": YOU, "operator": ME, "cluster": CLUSTER}
 METHODS = [*COORDINATOR.values(), *SHARD.values()]
+PORTS = ("workers", "reports", "shard")
+REPORTS = coordinator_actor._REPORTS
 
 
 class Passed:
@@ -60,18 +62,20 @@ class Passed:
 
 
 @contextmanager
-def serving(passed: Passed) -> Iterator[grpc.Channel]:
-    """One server with the methods of a coordinator and of a shard, as the actors serve them."""
-    handlers = unary_handlers(
-        COORDINATOR, passed.ask, coordinator_actor._FOR_SHARDS, operators=coordinator_actor._FOR_OPERATORS
-    )
-    handlers |= unary_handlers(SHARD, passed.ask, shared=shard_actor._ALSO_FOR_SHARDS)
-    handlers |= {READ: RpcHandler("unary_stream", passed.stream), WRITE: RpcHandler("unary_stream", passed.stream)}
-    server = GrpcServer(handlers, Authenticator(KNOWN, SECRET, frozenset({digest("operator's")})), "127.0.0.1", 0, 2)
-    server.start()
-    with grpc.insecure_channel(server.address) as channel:
-        yield channel
-    server.close(grace_s=0)
+def serving(passed: Passed) -> Iterator[dict[str, grpc.Channel]]:
+    """The three gRPC servers of a cluster, with the methods that the actors give them; a channel to each."""
+    for_workers, for_shards = coordinator_actor.handlers_of(passed.ask)
+    shard = unary_handlers(SHARD, passed.ask, shared=shard_actor._ALSO_FOR_SHARDS)
+    shard |= {READ: RpcHandler("unary_stream", passed.stream), WRITE: RpcHandler("unary_stream", passed.stream)}
+    auth = Authenticator(KNOWN, SECRET, frozenset({digest("operator's")}))
+    with ExitStack() as house:
+        channels: dict[str, grpc.Channel] = {}
+        for port, handlers in zip(PORTS, (for_workers, for_shards, shard), strict=True):
+            server = GrpcServer(handlers, auth, "127.0.0.1", 0, 2)
+            server.start()
+            house.callback(server.close, grace_s=0)
+            channels[port] = house.enter_context(grpc.insecure_channel(server.address))
+        yield channels
 
 
 def code(channel: grpc.Channel, path: str, token: str | None, *, streams: bool = False) -> grpc.StatusCode:
@@ -92,12 +96,19 @@ def code(channel: grpc.Channel, path: str, token: str | None, *, streams: bool =
     return grpc.StatusCode.OK
 
 
+def port_of(method: Method) -> str:
+    """The only port at which the method is served."""
+    if COORDINATOR.get(method.name) is not method:
+        return "shard"
+    return "reports" if method.name in REPORTS else "workers"
+
+
 def may(method: Method, credential: str) -> bool:
     """Whether this credential may call the method."""
     if credential not in WHO:
         return False
     of_coordinator = COORDINATOR.get(method.name) is method
-    for_shards = of_coordinator and method.name in coordinator_actor._FOR_SHARDS
+    for_shards = of_coordinator and method.name in REPORTS
     if credential == "cluster":
         return for_shards or (not of_coordinator and method.name in shard_actor._ALSO_FOR_SHARDS)
     if of_coordinator and method.name in coordinator_actor._FOR_OPERATORS:
@@ -108,11 +119,14 @@ def may(method: Method, credential: str) -> bool:
 @pytest.mark.parametrize("credential", CREDENTIALS)
 def test_each_method_lets_through_whom_it_is_for_and_no_other(credential: str) -> None:
     passed = Passed()
-    with serving(passed) as channel:
+    with serving(passed) as channels:
         for method in METHODS:
-            said = code(channel, method.path, CREDENTIALS[credential])
+            said = code(channels[port_of(method)], method.path, CREDENTIALS[credential])
             refused = said is grpc.StatusCode.UNAUTHENTICATED
             assert refused == (not may(method, credential)), f"{method.path}: {said}"
+            for port in set(PORTS) - {port_of(method)}:
+                said = code(channels[port], method.path, CREDENTIALS[credential])
+                assert said is grpc.StatusCode.UNIMPLEMENTED, f"{method.path} at the port of {port}: {said}"
     assert set(passed.tenants) <= {WHO.get(credential)}, "in no other name"
 
 
@@ -120,12 +134,12 @@ def test_each_method_lets_through_whom_it_is_for_and_no_other(credential: str) -
 @pytest.mark.parametrize("path", [READ, WRITE])
 def test_page_streams_let_through_whom_the_file_names_and_the_cluster(path: str, credential: str) -> None:
     passed = Passed()
-    with serving(passed) as channel:
-        said = code(channel, path, CREDENTIALS[credential], streams=True)
+    with serving(passed) as channels:
+        said = code(channels["shard"], path, CREDENTIALS[credential], streams=True)
     assert passed.tenants == ([WHO[credential]] if credential in WHO else [])
     assert said is (grpc.StatusCode.OK if credential in WHO else grpc.StatusCode.UNAUTHENTICATED)
 
 
 def test_the_methods_for_shards_and_operators_exist() -> None:
-    assert set(COORDINATOR) >= coordinator_actor._FOR_SHARDS | coordinator_actor._FOR_OPERATORS
+    assert set(COORDINATOR) >= REPORTS | coordinator_actor._FOR_OPERATORS
     assert set(SHARD) >= shard_actor._ALSO_FOR_SHARDS

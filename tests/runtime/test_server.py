@@ -76,9 +76,9 @@ def soon() -> Deadline:
 
 @contextmanager
 def connected(
-    handlers: dict[str, RpcHandler], token: str | None = None, auth: Authenticator = OPEN
+    handlers: dict[str, RpcHandler], token: str | None = None, auth: Authenticator = OPEN, **options: int
 ) -> Iterator[Connection]:
-    server = GrpcServer(handlers, auth, HOST, 0, threads=4)
+    server = GrpcServer(handlers, auth, HOST, 0, threads=4, **options)
     server.start()
     connection = Connection(server.address, token)
     try:
@@ -272,6 +272,15 @@ def test_a_message_that_is_too_large_is_refused_by_the_server_that_gets_it() -> 
     huge = replace(SHARD["Flush"], encode_question=lambda question, namespace: bytes(limits.MESSAGE_BYTES + 1))
     with connected(shard_methods(fails(AssertionError()))) as connection, pytest.raises(LimitError):
         connection.ask(huge, None, soon())
+
+
+def test_a_server_may_accept_shorter_messages_than_others() -> None:
+    long, longer = (replace(SHARD["Ping"], encode_question=lambda *_, n=n: b"?" * n) for n in (1_000, 1_001))
+    with connected(shard_methods(fails(AssertionError())), message_bytes=1_000) as connection:
+        with pytest.raises(ProtocolError, match="not a valid PingRequest"):
+            connection.ask(long, None, soon())
+        with pytest.raises(LimitError, match="exceeds a size limit"):
+            connection.ask(longer, None, soon())
 
 
 # ------------------------------------------------------------------------------------------ listening and closing
