@@ -14,6 +14,7 @@ TEST_JOBS ?= auto
 CHAOS_MINUTES ?= 20
 CHAOS_SEED ?= 1
 SOAK_MINUTES ?= 60
+ATTACK_MINUTES ?= 3
 SIM_SEEDS ?= 2000
 SIM_FIRST ?= 0
 FUZZ_INPUTS ?= 100000
@@ -28,7 +29,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 EXTRAS := cluster,transformers,ray-serve,events,bench,test,dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak fuzz integrity mutants sanitizers aarch64 fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity mutants sanitizers aarch64 fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -103,6 +104,10 @@ chaos: install ## faults on a real cluster under load, best as root (CHAOS_MINUT
 
 soak: install ## full load without faults: does memory stay flat? (SOAK_MINUTES=60)
 	@$(BIN)/python -m tests.chaos.soak --minutes $(SOAK_MINUTES)
+
+attacks: install ## attacks on a real cluster beside an honest tenant, and what clocks tell of it (ATTACK_MINUTES=3 each)
+	@$(BIN)/python -m tests.attacks --minutes $(ATTACK_MINUTES)
+	@$(BIN)/python -m tests.attacks.telling
 
 fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=1000000 each; FUZZ_SEED=1 for others)
 	@$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)

@@ -26,6 +26,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "aarch64": ("make", "aarch64"),
     "e2e": ("make", "e2e-vllm"),
     "chaos": ("make", "chaos"),
+    "attacks": ("make", "attacks", "ATTACK_MINUTES=1"),
     "soak": ("make", "soak", "SOAK_MINUTES=20"),
     "mutants": ("make", "mutants"),
 }

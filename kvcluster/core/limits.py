@@ -35,6 +35,10 @@ TICKETS_PER_HOLDER = 256
 LEASES_PER_HOLDER = 1_024
 """One lease per transfer and shard. A holder has up to TICKETS_PER_HOLDER transfers, each on a few shards."""
 
+TICKET_PAGES = 524_288
+"""Blocks and pages that tickets name, some 250 bytes each, of which a tenant alone may have half: those of 512 requests
+of 512 blocks that are on their way at once. Beyond that loads get no ticket, and stores are refused."""
+
 HOLDERS = 8_192
 """Workers of a cluster, of which a tenant alone may have half (shares.py): 4,096. One more is refused."""
 
@@ -220,6 +224,9 @@ STREAMS_UNKNOWN = 64
 
 CONNECTIONS = 4_096
 """gRPC connections to one server: one for each worker of half of HOLDERS. One more is closed."""
+
+CALLS_PER_CONNECTION = 1_024
+"""gRPC calls under way on one connection, which is one worker's. A further one waits at the worker."""
 
 CALLS_WAITING = 1_024
 """gRPC calls of one tenant that wait for one of its threads at one server: its workers make a few each. One more is

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import groupby
+from typing import TypeAlias
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.coordinator_state import MS, CoordinatorState
@@ -24,12 +26,14 @@ from kvcluster.core.messages import (
     Explained,
     LoadGrant,
     Need,
+    Plan,
     PrepareLoad,
     PrepareStore,
     Refused,
     RefusedKind,
     RenewTicket,
     Request,
+    ShardAddress,
     StoreGrant,
     StoreRun,
 )
@@ -40,6 +44,8 @@ from kvcluster.core.placement import run_start
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.tickets import IssuedTicket, Writing
 from kvcluster.core.tiering import Tiering
+
+_Decided: TypeAlias = "tuple[Decision, ShardAddress | None, Miss | None]"
 
 
 class PrepareHandler:
@@ -76,7 +82,7 @@ class PrepareHandler:
             space.index.touch(hashes, now, now + self._hold)
             self._replicator.loaded(space, hashes, now)
             self._tiering.loaded(space, hashes, now)
-        if not (m.hold and hashes and self._hold) or state.tickets.full((space.tenant, m.attempt.holder)):
+        if not (m.hold and hashes and self._hold) or state.tickets.full((space.tenant, m.attempt.holder), len(hashes)):
             return [Answer(request.call, LoadGrant(found.blocks, found.runs, 0, miss))]
         grant = LoadGrant(found.blocks, found.runs, self._hold, miss)
         expires_at = now + state.tickets.ttl_ns
@@ -107,13 +113,11 @@ class PrepareHandler:
         place = cache(lambda run: member(run) or self._why_nowhere(space))
         runs: list[StoreRun] = []
         writes: list[Writing] = []
-        for at in range(len(m.hashes)):
-            run = self._decide(space, m, askings, at, place, writes)
-            if runs and (runs[-1].decision, runs[-1].shard, runs[-1].miss) == (run.decision, run.shard, run.miss):
-                runs[-1] = StoreRun(runs[-1].count + 1, run.decision, run.shard, run.miss)
-            else:
-                runs.append(run)
-            state.count(space.tenant, _COUNTED[run.decision])
+        decided = (self._decide(space, m, askings, at, place, writes) for at in range(len(m.hashes)))
+        for what, alike in groupby(decided):
+            run = StoreRun(sum(1 for _ in alike), *what)
+            runs.append(run)
+            state.count(space.tenant, _COUNTED[run.decision], run.count)
         grant = StoreGrant(tuple(runs))
         if writes:
             expires_at = now + state.tickets.ttl_ns
@@ -126,20 +130,16 @@ class PrepareHandler:
         m = request.question
         if not space.fits(m.need):
             return [Answer(request.call, _BAD_PART)]
-        fates: list[BlockFate] = []
         asking = NeedPlanner(self._state.book, m.need)
-        for block in m.hashes:
+
+        def fate_of(block: BlockHash) -> tuple[Plan | None, Miss | None]:
             record = space.index.get(block)
             served = asking.serve(record.copies) if record is not None else None
-            if served is not None and served.complete:
-                fate = BlockFate(1, served.plan, None)
-            else:
-                miss = served.miss if served is not None else self._why_absent(space, block, now)
-                fate = BlockFate(1, None, miss)
-            if fates and (fates[-1].plan, fates[-1].miss) == (fate.plan, fate.miss):
-                fates[-1] = BlockFate(fates[-1].count + 1, fate.plan, fate.miss)
-            else:
-                fates.append(fate)
+            if served is None:
+                return None, self._why_absent(space, block, now)
+            return (served.plan, None) if served.complete else (None, served.miss)
+
+        fates = [BlockFate(sum(1 for _ in alike), *fate) for fate, alike in groupby(map(fate_of, m.hashes))]
         return [Answer(request.call, Explained(tuple(fates)))]
 
     def renew(self, request: Request[RenewTicket], now: int) -> list[Effect]:
@@ -164,10 +164,10 @@ class PrepareHandler:
     def _why_absent(self, space: CoordinatorNamespace, block: BlockHash, now: int) -> Miss:
         """Returns the reason why there is no record of this block."""
         if self._state.rebuilding:
-            return Miss(MissReason.REBUILDING)
+            return _REBUILDING
         if self._state.tickets.writing(space.id, block):
-            return Miss(MissReason.PENDING)
-        return self._state.evicted.why(space.id, block, now) or Miss(MissReason.NEVER_SEEN)
+            return _PENDING
+        return self._state.evicted.why(space.id, block, now) or _NEVER_SEEN
 
     def _release(self, ticket: IssuedTicket) -> None:
         space = self._state.directory.known(ticket.space)
@@ -182,21 +182,22 @@ class PrepareHandler:
         at: int,
         place: Callable[[BlockHash], Member | Miss],
         writes: list[Writing],
-    ) -> StoreRun:
-        """Returns the decision for one block of a store. Adds the pages that the attempt may write to `writes`."""
+    ) -> _Decided:
+        """Returns the decision for one block of a store, with its shard or miss. Adds the pages that the attempt may
+        write to `writes`."""
         block = m.hashes[at]
         record = space.index.get(block)
         if record is not None and all(asking.complete(record.copies) for asking in askings):
-            return StoreRun(1, Decision.COMMITTED)
+            return Decision.COMMITTED, None, None
         pages: list[Writing] = [(space.id, block, group, part) for group, part in m.parts]
         if all(self._state.tickets.writer(page) is not None for page in pages):
-            return StoreRun(1, Decision.PENDING, miss=Miss(MissReason.PENDING))
+            return Decision.PENDING, None, _PENDING
         start = run_start(m.first + at, self._run_blocks) - m.first
         member = place(m.run if start <= 0 else m.hashes[start])
         if isinstance(member, Miss):
-            return StoreRun(1, Decision.REFUSED, miss=member)
+            return Decision.REFUSED, None, member
         writes += pages
-        return StoreRun(1, Decision.WRITE, member.address)
+        return Decision.WRITE, member.address, None
 
     def _why_nowhere(self, space: CoordinatorNamespace) -> Miss:
         """Returns the reason why no shard can take a block."""
@@ -229,15 +230,16 @@ class PrepareHandler:
         if self._state.off:
             return OFF
         if self._state.rebuilding:
-            return Miss(MissReason.REBUILDING)
+            return _REBUILDING
         if not any(member.cursor.current for member in self._state.members.all()):
             return Miss(MissReason.SHARD_LOST, "no shard is up")
-        if self._state.tickets.full((tenant, m.attempt.holder)):
+        if self._state.tickets.full((tenant, m.attempt.holder), len(m.hashes) * len(m.parts)):
             return Miss(MissReason.FULL, "the limit of held tickets is reached; end some")
         return None
 
 
 OFF = Miss(MissReason.OFF, "an operator has turned the cache off; `kvcluster on` turns it on again")
+_REBUILDING, _PENDING, _NEVER_SEEN = map(Miss, (MissReason.REBUILDING, MissReason.PENDING, MissReason.NEVER_SEEN))
 _BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
 _NO_ROOM = Miss(MissReason.FULL, "no shard has room or can make some")
 _PURGING = Miss(MissReason.REBUILDING, "the shards are carrying out a purge")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import LoadGrant, StoreGrant
-from kvcluster.core.shares import HolderShares, Owner
+from kvcluster.core.shares import HolderShares, Owner, Shares
 from kvcluster.core.spec import Part
 
 Writing = tuple[NamespaceId, BlockHash, int, Part]
@@ -41,6 +41,11 @@ class IssuedTicket:
     def name(self) -> TicketName:
         return self.tenant, self.attempt
 
+    @property
+    def named(self) -> int:
+        """How many blocks and pages it names."""
+        return len(self.hashes) + len(self.writes)
+
 
 class TicketBook:
     """Running tickets, in order of expiry, and the attempt that writes each page."""
@@ -49,6 +54,7 @@ class TicketBook:
         self.ttl_ns = ttl_ns
         self._tickets: dict[TicketName, IssuedTicket] = {}
         self._shares = HolderShares(limits.TICKETS_PER_HOLDER, limits.TICKETS)
+        self._named = Shares(limits.TICKET_PAGES)
         self._writing: dict[Writing, Attempt] = {}
         self._blocks_written: dict[tuple[NamespaceId, BlockHash], int] = {}
 
@@ -66,14 +72,16 @@ class TicketBook:
     def get(self, name: TicketName) -> IssuedTicket | None:
         return self._tickets.get(name)
 
-    def full(self, owner: Owner) -> bool:
-        """Whether this holder, or its tenant, has reached its limit of tickets, or the tenant that of holders."""
-        return self._shares.full(owner)
+    def full(self, owner: Owner, named: int) -> bool:
+        """Whether this holder, or its tenant, has reached its limit of tickets, or the tenant that of holders, or that
+        of blocks and pages that tickets name, with so many more."""
+        return self._shares.full(owner) or self._named.full(owner[0], named)
 
     def add(self, ticket: IssuedTicket) -> None:
         assert ticket.name not in self._tickets, "one ticket an attempt"
         self._tickets[ticket.name] = ticket
         self._shares.add((ticket.tenant, ticket.attempt.holder))
+        self._named.add(ticket.tenant, ticket.named)
         for write in ticket.writes:
             self.written(write)  # the writer of another part may have been recorded for this page
             self._writing[write] = ticket.attempt
@@ -92,6 +100,7 @@ class TicketBook:
         if ticket is None:
             return None
         self._shares.remove((ticket.tenant, ticket.attempt.holder))
+        self._named.remove(ticket.tenant, ticket.named)
         for write in ticket.writes:
             if self._writing.get(write) == ticket.attempt:
                 self.written(write)
@@ -107,7 +116,7 @@ class TicketBook:
                 break
             self.end(ticket.name)
             out.append(ticket)
-            named += len(ticket.hashes) + len(ticket.writes) + 1
+            named += ticket.named + 1
         return out
 
     def extend(self, late_ns: int) -> None:
@@ -126,6 +135,9 @@ class TicketBook:
     def written(self, write: Writing) -> None:
         """Forgets the writer of a page, because the page is READY or the writer has given up."""
         if self._writing.pop(write, None) is None:
+            return
+        if not self._writing:  # a dict keeps its size
+            self._writing, self._blocks_written = {}, {}
             return
         left = self._blocks_written[write[:2]] - 1
         if left:

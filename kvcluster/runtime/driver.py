@@ -1,9 +1,11 @@
 """The driver: mailbox -> step -> effects, for a core that has neither threads nor a clock.
 
 Any thread may ask. A message goes into the mailbox, and the thread that gets the lock steps every message in it, so
-that a question which the core answers at once costs no thread switch. One timer thread steps a Tick when the core's
-next deadline has come. Messages that have arrived are stepped before a deadline is judged; if the timer thread itself
-woke late by more than `stall_ns`, the process was stalled, and the core gets Stalled before the Tick.
+that a question which the core answers at once costs no thread switch. Tenants take turns (tenant_turns.py).
+
+One timer thread steps a Tick when the core's next deadline has come. Messages that have arrived are stepped before a
+deadline is judged; if the timer thread itself woke late by more than `stall_ns`, the process was stalled, and the core
+gets Stalled before the Tick.
 
 A core that raises has broken its own rules, and its state cannot be trusted. From then on the driver answers nothing;
 it reports the failure, so that the process ends and restarts.
@@ -19,9 +21,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from kvcluster.core.ids import CallId
+from kvcluster.core.ids import CLUSTER, CallId, Tenant
 from kvcluster.core.messages import Answer, Effect, Reply, Request, Stalled, Tick
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.runtime.tenant_turns import FairLock, TenantTurns
 from kvcluster.transport.base import Unavailable
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,11 @@ class _Waiter:
         self.reply: Reply | None = None
 
 
+def _tenant_of(message: object) -> Tenant:
+    """Returns the tenant that asks; that of the cluster for what is no question of a tenant."""
+    return message.tenant if isinstance(message, Request) else CLUSTER
+
+
 class Driver(Generic[M]):
     """Runs one core. `perform` gets every effect except answers, in order, under the lock: it must not block or ask."""
 
@@ -69,8 +77,9 @@ class Driver(Generic[M]):
         self._clock = clock
         self._name = name
         self._mailbox: deque[M] = deque()
-        self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
+        self._turns = TenantTurns()
+        self._lock = FairLock()
+        self._wake = threading.Condition(self._lock)  # type: ignore[arg-type] # it needs no more than acquire and release
         self._calls = itertools.count(1)
         self._replies: dict[CallId, Reply] = {}
         self._waiters: dict[CallId, _Waiter] = {}
@@ -100,15 +109,18 @@ class Driver(Generic[M]):
         Raises Unavailable(DEADLINE) if the answer takes longer, Unavailable(SHARD_LOST) if this process is ending.
         """
         call = CallId(next(self._calls))
-        self._mailbox.append(build(call))
-        with self._lock:
-            self._drain()
-            reply = self._replies.pop(call, None)
-            if reply is not None:
-                return reply
-            self._check_alive()
-            waiter = self._waiters[call] = _Waiter()
-        waiter.event.wait(wait_s)
+        message = build(call)
+        give_up = time.monotonic() + wait_s
+        with self._turns.of(_tenant_of(message), wait_s):
+            self._mailbox.append(message)
+            with self._lock:
+                self._drain()
+                reply = self._replies.pop(call, None)
+                if reply is not None:
+                    return reply
+                self._check_alive()
+                waiter = self._waiters[call] = _Waiter()
+        waiter.event.wait(give_up - time.monotonic())
         with self._lock:
             if waiter.reply is not None:
                 return waiter.reply
@@ -144,6 +156,7 @@ class Driver(Generic[M]):
     def _step(self, message: M | Tick | Stalled) -> None:
         if self._failure is not None:
             return
+        began = time.monotonic()
         try:
             for effect in self._core.step(message, self._clock()):
                 if isinstance(effect, Answer):
@@ -153,6 +166,7 @@ class Driver(Generic[M]):
         except Exception as error:
             what = message.question if isinstance(message, Request) else message
             self._fail(type(what).__name__, error)
+        self._turns.spent(_tenant_of(message), time.monotonic() - began)
 
     def _next_deadline(self) -> int | None:
         try:

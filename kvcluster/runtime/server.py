@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -37,6 +38,10 @@ _LONGEST_S = 60.0
 
 _SHARES = 4
 """How many tenants get the full number of threads each. More than these share so many threads evenly."""
+
+_REFUSALS = 64
+"""Calls that a server refuses within a second with the reason why. Further ones get gRPC's own answer, that there is no
+such method: it costs a fraction, and so many come from strangers."""
 
 _FEWEST_THREADS = 2
 """The threads of one tenant however many there are, so that one slow call does not stop all others of the tenant."""
@@ -79,6 +84,7 @@ class _Table(grpc.GenericRpcHandler):
         self._handlers = handlers
         self._authenticator = authenticator
         self._most = threads
+        self._second = self._refused = 0
         self._threads: dict[Tenant, _Threads] = {}
         self._bound: dict[tuple[str, Caller], _GrpcHandler] = {}
 
@@ -111,14 +117,20 @@ class _Table(grpc.GenericRpcHandler):
         return threads
 
     def _refuse(self, code: grpc.StatusCode, why: str) -> _GrpcHandler | None:
-        """Returns a handler that answers with this status. None, which gRPC answers without a thread, if too many
-        refusals wait."""
+        """Returns a handler that answers with this status. After _REFUSALS in a second returns None instead, which gRPC
+        answers without a thread."""
+        second = int(time.monotonic())
+        if second != self._second:
+            self._second, self._refused = second, 0
+        self._refused += 1
+        if self._refused > _REFUSALS or self.refusing.full:
+            return None
 
         def refuse(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             context.abort(code, why)
             raise AssertionError("abort raises")
 
-        return None if self.refusing.full else _on(self.refusing, "stream_stream", refuse)
+        return _on(self.refusing, "stream_stream", refuse)
 
 
 def _on(threads: ThreadPoolExecutor, kind: str, serve: Callable[..., Any]) -> _GrpcHandler:

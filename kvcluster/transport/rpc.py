@@ -57,6 +57,9 @@ def server_options(message_bytes: int) -> list[tuple[str, int]]:
     return [
         *_OPTIONS,
         ("grpc.max_receive_message_length", message_bytes),
+        # Otherwise it receives up to 16 MiB of each message before anything has asked for it, refused ones included.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.max_concurrent_streams", limits.CALLS_PER_CONNECTION),
         ("grpc.so_reuseport", 0),  # otherwise a second server silently binds the same port and takes half the calls
         ("grpc.max_allowed_incoming_connections", most),
         ("grpc.max_connection_idle_ms", _IDLE_MS),
@@ -149,7 +152,8 @@ class Connection:
             raise ProtocolError(detail) from None
         if code is grpc.StatusCode.UNIMPLEMENTED:
             raise ProtocolError(
-                f"the server at {self.address} is no kvcluster server, or of another release: {detail}"
+                f"the server at {self.address} is no kvcluster server, or of another release, or has refused too many "
+                f"calls in this second to say why: {detail}"
             ) from None
         raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: {detail}")) from None
 

@@ -54,7 +54,7 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
 
     @rule(of=st.integers(0, 3), writes=st.lists(st.sampled_from(PAGES), max_size=4))
     def add(self, of: int, writes: list[Writing]) -> None:
-        if self.book.full(owner(of)):
+        if self.book.full(owner(of), 1):
             return
         self.counter += 1
         ticket = store(attempt(self.counter, of), *writes, expires_at=self.now + TTL)
@@ -120,7 +120,7 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
         for of in range(4):
             of_tenant = sum(map(bool, held[of % 2 :: 2]))
             full = held[of] == limits.TICKETS_PER_HOLDER or (not held[of] and of_tenant + 1 > free - 1)
-            assert self.book.full(owner(of)) == full
+            assert self.book.full(owner(of), 1) == full
 
 
 TestTicketsAgainstTwoDicts = TicketsAgainstTwoDicts.TestCase
@@ -196,9 +196,23 @@ def test_all_holders_together_have_a_bounded_number_of_tickets(monkeypatch: pyte
     monkeypatch.setattr(limits, "TICKETS", 3)
     book = TicketBook(TTL)
     book.add(store(attempt(1)))
-    assert book.full(owner(0)) and book.full(owner(2)) and not book.full(owner(1)), "a share for another tenant"
+    assert book.full(owner(0), 1) and book.full(owner(2), 1) and not book.full(owner(1), 1), (
+        "a share for another tenant"
+    )
     book.add(store(attempt(1, of=1)))
-    assert all(book.full(owner(of)) for of in range(4))
+    assert all(book.full(owner(of), 1) for of in range(4))
+
+
+def test_tickets_name_a_bounded_number_of_pages_of_which_a_tenant_alone_has_half(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "TICKET_PAGES", 8)
+    book = TicketBook(TTL)
+    book.add(store(attempt(1), *((SPACE, block(number), 0, WHOLE) for number in range(3))))
+    assert not book.full(owner(0), 1) and book.full(owner(0), 2)
+    assert not book.full(owner(1), 2), "a share for another tenant"
+    book.end(named(attempt(1)))
+    assert not book.full(owner(0), 4), "an ended ticket names none"
 
 
 def test_tickets_that_run_out_together_end_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:

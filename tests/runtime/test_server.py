@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -44,6 +45,7 @@ from kvcluster.errors import (
     SpecError,
     Unreachable,
 )
+from kvcluster.runtime import server
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.transport.base import Deadline, Unavailable
@@ -383,6 +385,22 @@ def headers_only(address: str, token: str | None, count: int) -> Iterator[None]:
             stop.set()
             for call in calls:
                 call.cancel()
+
+
+def test_a_server_says_why_it_refuses_to_a_bounded_number_of_calls_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [7.0]
+    monkeypatch.setattr(server, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(server, "_REFUSALS", 2)
+    auth = Authenticator(TENANTS, SECRET)
+    with connected(shard_methods(fails(AssertionError())), "unknown", auth) as stranger:
+        for _ in range(2):
+            with pytest.raises(CredentialError, match="does not know this token"):
+                stranger.ask(SHARD["Flush"], FLUSH, soon())
+        with pytest.raises(ProtocolError, match="has refused too many calls in this second to say why"):
+            stranger.ask(SHARD["Flush"], FLUSH, soon())
+        now[0] = 8.0
+        with pytest.raises(CredentialError):
+            stranger.ask(SHARD["Flush"], FLUSH, soon())
 
 
 @pytest.mark.parametrize("token", [None, "unknown", "yours"])

@@ -1,0 +1,116 @@
+"""Turns: no tenant keeps a core from the others, however many calls it makes and however long their steps are.
+
+Python runs one thread at a time and a core one step at a time, so what a tenant's calls take, other tenants wait. Of
+each tenant one message at a time waits for the core; and while another tenant calls too, a tenant whose step took long
+waits as long, times REST, before its next one. A tenant that is alone never waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvcluster.core.ids import CLUSTER, Tenant
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transport.base import Unavailable
+
+REST = 2.0
+"""A tenant gets a third of the time of a core, beside another that calls at all."""
+
+CALL_S = 0.0005
+"""What a call takes of the interpreter beside its step: gRPC, decoding and encoding."""
+
+ACTIVE_S = 1.0
+"""A tenant that has not called for this long lets the others go on without rests."""
+
+
+class FairLock:
+    """A lock that is passed on in order of arrival: who releases it and wants it again waits behind all others."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()  # held for a moment only
+        self._held = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """Returns whether the lock is held now; waits for it if `blocking`."""
+        with self._guard:
+            if not self._held:
+                self._held = True
+                return True
+            if not blocking:
+                return False
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.append(turn)
+        turn.acquire()
+        return True
+
+    def release(self) -> None:
+        with self._guard:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._held = False
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class _Turn:
+    """What is known of one tenant: when it called last, and when its next step may begin."""
+
+    __slots__ = ("called", "lock", "rests_until")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.called = 0.0
+        self.rests_until = 0.0
+
+
+class TenantTurns:
+    """The turns of all tenants at one core. Shards of the cluster, which act for all tenants, need none."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._turns: dict[Tenant, _Turn] = {}
+
+    @contextmanager
+    def of(self, tenant: Tenant, wait_s: float) -> Iterator[None]:
+        """Waits for the tenant's turn, which ends with the context. Raises Unavailable(DEADLINE) if it does not come
+        within `wait_s`."""
+        if tenant == CLUSTER:
+            yield
+            return
+        turn = self._turns.get(tenant) or self._turns.setdefault(tenant, _Turn())
+        began = self._clock()
+        if not turn.lock.acquire(timeout=max(0.0, wait_s)):
+            raise Unavailable(Miss(MissReason.DEADLINE))
+        try:
+            turn.called = now = self._clock()
+            rest = turn.rests_until - now
+            if rest > 0 and self._others_call(tenant, now):
+                self._sleep(min(rest, max(0.0, began + wait_s - now)))
+                if began + wait_s - now < rest:
+                    raise Unavailable(Miss(MissReason.DEADLINE))
+            yield
+        finally:
+            turn.lock.release()
+
+    def spent(self, tenant: Tenant, seconds: float) -> None:
+        """Takes into account that a step of this tenant took so long, and what its call takes besides."""
+        turn = self._turns.get(tenant)
+        if turn is not None:
+            turn.rests_until = self._clock() + REST * (seconds + CALL_S)
+
+    def _others_call(self, tenant: Tenant, now: float) -> bool:
+        return any(other != tenant and turn.called > now - ACTIVE_S for other, turn in list(self._turns.items()))

@@ -1,0 +1,190 @@
+"""Attacks on a real cluster beside an honest tenant: `python -m tests.attacks --minutes 3`. What do they do to it?
+
+Each attack runs for so many minutes, in turns with a control of half the time: a process that burns as much CPU as the
+attacker did, and talks to no cluster. The honest tenant goes on at its own pace meanwhile. Prints a table, and ends
+with status 1 if the tenant's 99th percentile, its hits or stores, or the memory of the cluster are beyond the bounds of
+verdict.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import kvcluster
+from kvcluster.actors.local import LocalCluster
+from kvcluster.runtime.auth import new_token, token_line
+from tests.attacks.attackers import ATTACKS, look
+from tests.attacks.verdict import Outcome, Sample, table
+from tests.ports import free_port
+
+TURNS = 3
+_SETTLE_S = 2.0
+_MEMORY_S = 60.0
+_END_S = 20.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+_ROOT = Path(__file__).parents[2]
+
+
+class Honest:
+    """The honest tenant's process, and the samples that it has sent so far."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.samples: list[Sample] = []
+        self._first = threading.Event()
+        command = [sys.executable, "-m", "tests.attacks.honest", address]
+        env = os.environ | {"KVCLUSTER_TOKEN": token}
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=env)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait(self) -> None:
+        assert self._first.wait(_MEMORY_S), "the honest tenant has not begun"
+
+    def between(self, start: float, stop: float) -> list[Sample]:
+        """Returns the requests that began in this time of the monotonic clock."""
+        return [sample for sample in self.samples if start <= sample.at < stop]
+
+    def end(self) -> None:
+        _end(self._process)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.samples.append(Sample(**json.loads(line)))
+            self._first.set()
+
+
+class Stage:
+    """A cluster, its honest tenant, and what an attacker needs to know."""
+
+    def __init__(self, cluster: LocalCluster, honest: Honest, target: dict[str, Any]) -> None:
+        self._cluster = cluster
+        self._honest = honest
+        self._target = target
+
+    def play(self, name: str, seconds: float) -> Outcome:
+        """Returns what an attack did in so many seconds, in turns with a control."""
+        attack, pause = ATTACKS[name], threading.Event()
+        outcome = Outcome(name, attack.what)
+        before = peak = self._memory()
+        for _ in range(TURNS):
+            facts = {**self._target, "token": self._target["token"] if attack.by_tenant else None}
+            attacker = _start("tests.attacks.attackers", name)
+            assert attacker.stdin is not None
+            attacker.stdin.write(json.dumps(facts) + "\n")
+            attacker.stdin.close()
+            pause.wait(_SETTLE_S)
+            start, burnt = time.monotonic(), _cpu_s(attacker.pid)
+            while time.monotonic() < start + seconds / TURNS:
+                pause.wait(min(1.0, seconds / TURNS))
+                peak = max(peak, self._memory())
+            stop, burnt = time.monotonic(), _cpu_s(attacker.pid) - burnt
+            said = json.loads(_end(attacker) or "{}")
+            outcome.seconds += stop - start
+            outcome.done += said.get("done", 0)
+            outcome.refused += said.get("refused", 0)
+            outcome.cores += burnt / seconds
+            pause.wait(2 * _SETTLE_S)
+            outcome.attacked += self._honest.between(start, stop)
+            outcome.control += self._beside(burnt / (stop - start), seconds / TURNS / 2)
+        give_up = time.monotonic() + _MEMORY_S
+        while (after := self._memory()) > 1.05 * before and time.monotonic() < give_up:
+            pause.wait(1.0)
+        outcome.memory = before, peak, after
+        return outcome
+
+    def _beside(self, cores: float, seconds: float) -> list[Sample]:
+        """Returns the honest tenant's requests while as much CPU is burnt."""
+        burners = []
+        while cores > 0.005:
+            burners.append(_start("tests.attacks.burner", f"{min(1.0, cores):.3f}"))
+            cores -= 1.0
+        pause = threading.Event()
+        pause.wait(_SETTLE_S)
+        start = time.monotonic()
+        pause.wait(seconds)
+        stop = time.monotonic()
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+        pause.wait(_SETTLE_S)
+        return self._honest.between(start, stop)
+
+    def _memory(self) -> int:
+        """Returns the resident bytes of the coordinator and the shards."""
+        pages = [int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) for pid in self._cluster.pids()]
+        return sum(pages) * os.sysconf("SC_PAGESIZE")
+
+
+@contextmanager
+def stage() -> Iterator[Stage]:
+    """A cluster of two shards with tokens of three tenants, and the honest tenant at work."""
+    tokens = {tenant: new_token() for tenant in ("honest", "attacker", "bystander")}
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        file = Path(folder, "tokens")
+        file.write_text("".join(token_line(token, tenant) + "\n" for tenant, token in tokens.items()), encoding="utf-8")
+        events = f"tcp://127.0.0.1:{free_port()}"
+        config = {"server": {"token_file": str(file), "transports": ["tcp", "grpc"]}, "events": {"endpoint": events}}
+        with kvcluster.local(shards=2, device_bytes="64MiB", config=config) as cluster:
+            honest = Honest(cluster.address, tokens["honest"])
+            try:
+                honest.wait()
+                yield Stage(cluster, honest, asdict(look(cluster.address, tokens["attacker"], events)))
+            finally:
+                honest.end()
+
+
+def _start(module: str, argument: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, argument]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """Tells a process to end, and returns the last line that it wrote; "" if it had to be killed."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    assert process.stdout is not None
+    with process.stdout as written:
+        return "" if written.closed else "".join(written.readlines()[-1:])
+
+
+def _cpu_s(pid: int) -> float:
+    """Returns the CPU seconds that a process has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.attacks", description="Attacks beside an honest tenant.")
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, help="of each attack, and half as many of its control (3)"
+    )
+    parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), help="these attacks alone")
+    options = parser.parse_args()
+    outcomes = []
+    with stage() as played:
+        for name in options.only:
+            outcomes.append(played.play(name, options.minutes * 60))
+            print(table(outcomes[-1:]), flush=True)
+    print("\n" + table(outcomes))
+    return int(any(outcome.failures() for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

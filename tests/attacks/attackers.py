@@ -1,0 +1,430 @@
+"""The attacks: what a stranger, or a tenant with a token of its own, sends to a cluster to spoil it for others.
+
+An attacker is a process: `python -m tests.attacks.attackers NAME`, with the target as JSON on standard input. It
+repeats one act until it is told to end (SIGTERM) or has done it MOST times, as fast as the cluster lets it, and then
+says how often it did it and how often it was refused or cut off.
+
+Most go through gRPC, plain sockets and ZMQ themselves, so that no courtesy of the client stands in the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc
+import torch
+
+import kvcluster
+from kvcluster.client import Client
+from kvcluster.config import ClientConfig
+from kvcluster.core import limits
+from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Holder
+from kvcluster.core.messages import (
+    Attach,
+    Attached,
+    AttachedShard,
+    AttachShard,
+    Explain,
+    GetOffers,
+    Need,
+    NewPage,
+    Offers,
+    PageKey,
+    PrepareStore,
+    WriteRequest,
+)
+from kvcluster.core.spec import KVSpec
+from kvcluster.transport.base import Deadline
+from kvcluster.transport.grpc_pages import WRITE
+from kvcluster.transport.rpc import CHANNEL_OPTIONS, Connection
+from kvcluster.wire import frames
+from kvcluster.wire.methods import COORDINATOR, SHARD, Method
+from tests.attacks.setting import SPEC, TINY, kv, prompt
+
+MOST = 50_000_000
+_HEADERS_ONLY = 256
+_HELD = 3_900
+_IN_FLIGHT = 64
+_PAUSE_S = 0.02
+_PATIENT = Deadline.after_ms(600_000)
+_HANDSHAKES = (b"", b"PRI * HTTP/2.0\r\n", b"\x00", bytes(64), b"GET / HTTP/1.1\r\n\r\n")
+_CONFIG = ClientConfig(deadline_ms=60_000, connect_ms=60_000)
+
+_WRITERS = 16
+
+R = TypeVar("R")
+Act = Callable[[], int]
+"""Does the attack's act, and returns how often; 0 if there is nothing to do just now. Raises if it was refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What an attacker knows: the addresses of a cluster, and a token unless it is a stranger."""
+
+    coordinator: str
+    events: str
+    shards: tuple[str, ...]
+    sockets: tuple[str, ...]  # those of the tcp transport
+    token: str | None
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """The gRPC servers."""
+        return (self.coordinator, *self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """`by_tenant`: the attacker has a token of its own."""
+
+    what: str
+    begin: Callable[[Target], Any]  # a context manager of an Act
+    by_tenant: bool = False
+
+
+def look(address: str, token: str, events: str) -> Target:
+    """Returns the target as a tenant finds it: strangers know the ports, too, since ports can be tried."""
+    shards = tuple(shard.address for shard in _attach(address, token).shards)
+    offers = [_ask(shard, token, SHARD["GetOffers"], GetOffers(), Offers).offers for shard in shards]
+    sockets = tuple(offer.address for made in offers for offer in made if offer.transport == "tcp")
+    return Target(address, events, shards, sockets, token)
+
+
+# ------------------------------------------------------------------------------------------ strangers
+
+
+@contextmanager
+def _header_streams(target: Target) -> Iterator[Act]:
+    """Calls whose message never comes, so many at each server; one that ends is begun again."""
+    stop, open_calls = threading.Event(), dict[str, list[Any]]()
+    path = COORDINATOR["GetStatus"].path
+
+    def silence() -> Iterator[bytes]:
+        stop.wait()
+        yield from ()
+
+    with ExitStack() as house:
+        begin: dict[str, Any] = {
+            address: house.enter_context(grpc.insecure_channel(address, CHANNEL_OPTIONS)).stream_unary(path)
+            for address in target.servers
+        }
+
+        def act() -> int:
+            begun = 0
+            for address, call in begin.items():
+                going = [each for each in open_calls.get(address, ()) if not each.done()]
+                fresh = [call.future(silence()) for _ in range(_HEADERS_ONLY - len(going))]
+                open_calls[address], begun = going + fresh, begun + len(fresh)
+            return begun
+
+        try:
+            yield act
+        finally:
+            stop.set()
+
+
+@contextmanager
+def _handshakes(target: Target) -> Iterator[Act]:
+    """Connections that send the beginning of something, or nothing, and are closed."""
+    at = 0
+
+    def act() -> int:
+        nonlocal at
+        at += 1
+        with _dialled((*target.servers, *target.sockets)[at % (len(target.servers) + len(target.sockets))]) as link:
+            link.sendall(_HANDSHAKES[at % len(_HANDSHAKES)])
+        return 1
+
+    yield act
+
+
+@contextmanager
+def _idle_connections(target: Target) -> Iterator[Act]:
+    """Connections that are kept and say nothing; one that ends is opened again."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    addresses = (*target.servers, *target.sockets)
+    held: deque[socket.socket] = deque()
+
+    def act() -> int:
+        if len(held) < _HELD:
+            link = _dialled(addresses[len(held) % len(addresses)])
+            link.setblocking(False)
+            held.append(link)
+            return 1
+        link = held.popleft()
+        if _is_open(link):
+            held.append(link)
+        else:
+            link.close()
+        return 0
+
+    try:
+        yield act
+    finally:
+        for link in held:
+            link.close()
+
+
+@contextmanager
+def _huge_messages(target: Target) -> Iterator[Act]:
+    """Messages as long as a server may take, to the coordinator and shards in turn."""
+    huge = bytes(limits.MESSAGE_BYTES)
+    with _flood(target, {address: (COORDINATOR["Ping"].path, lambda: huge) for address in target.servers}, 4) as act:
+        yield act
+
+
+@contextmanager
+def _subscriptions(target: Target) -> Iterator[Act]:
+    """Subscriptions to KV events of 16 MiB each, in frames of ZMTP 3: ZMQ's own client is slow to make them."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
+    socket_type = b"\x0bSocket-Type" + (3).to_bytes(4, "big") + b"SUB"
+    ready = b"\x05READY" + socket_type
+    topic = b"\x01" + bytes(16 * 2**20)
+    hello = greeting + b"\x04" + bytes([len(ready)]) + ready
+    subscribe = b"\x02" + len(topic).to_bytes(8, "big") + topic
+
+    def act() -> int:
+        with _dialled(target.events.removeprefix("tcp://")) as link:
+            link.sendall(hello)
+            link.sendall(subscribe)
+            link.recv(1)
+        return 1
+
+    yield act
+
+
+# ------------------------------------------------------------------------------------------- tenants
+
+
+@contextmanager
+def _tiny_messages(target: Target) -> Iterator[Act]:
+    """The shortest questions that there are, many at once."""
+    pings = {address: (COORDINATOR["Ping"].path, lambda: b"") for address in (target.coordinator,)}
+    pings |= {address: (SHARD["Ping"].path, lambda: b"") for address in target.shards}
+    with _flood(target, pings, _IN_FLIGHT) as act:
+        yield act
+
+
+@contextmanager
+def _prepares(target: Target, blocks: int) -> Iterator[Act]:
+    """Stores that are prepared and never begun, each by another worker that does not exist."""
+    method, space = COORDINATOR["PrepareStore"], _attach(target.coordinator, target.token).namespace
+
+    def prepare() -> bytes:
+        hashes = tuple(_random_hash() for _ in range(blocks))
+        question = PrepareStore(_new_attempt(), 0, _random_hash(), hashes[0], hashes, ((0, SPEC.whole(0)),))
+        return method.encode_request(question, space)
+
+    with _flood(target, {target.coordinator: (method.path, prepare)}, _IN_FLIGHT) as act:
+        yield act
+
+
+@contextmanager
+def _explains(target: Target) -> Iterator[Act]:
+    """The longest question of the coordinator that there is, about blocks that it has never seen."""
+    method, space = COORDINATOR["Explain"], _attach(target.coordinator, target.token).namespace
+    hashes = tuple(_random_hash() for _ in range(limits.BLOCKS_PER_CALL))
+    encoded = method.encode_request(Explain(hashes, Need((SPEC.whole(0),))), space)
+    with _flood(target, {target.coordinator: (method.path, lambda: encoded)}, _IN_FLIGHT) as act:
+        yield act
+
+
+@contextmanager
+def _reservations(target: Target, spec: KVSpec, pages: int, *, keep: bool) -> Iterator[Act]:
+    """Pages that are reserved and never sent. They are kept for as long as the shard lets them, and reserved again; or
+    they are given back at once."""
+    stop = threading.Event()
+
+    def reserve(at: AttachedShard) -> Iterator[bytes]:
+        keys = [PageKey(_random_hash(), 0, spec.whole(0)) for _ in range(pages)]
+        new = tuple(NewPage(key, _random_hash(), 0) for key in keys)
+        yield frames.encode_write_request(WriteRequest(at.namespace, _new_attempt(), at.epoch, new, 30 * 10**9))
+        if keep:
+            stop.wait()
+
+    with ExitStack() as house:
+        attached = {
+            shard: _ask(shard, target.token, SHARD["Attach"], AttachShard(spec), AttachedShard)
+            for shard in target.shards
+        }
+        connections = {shard: Connection(shard, target.token) for shard in target.shards}
+        for connection in connections.values():
+            house.callback(connection.close)
+        house.callback(stop.set)
+        going: dict[str, list[Any]] = {shard: [] for shard in target.shards}
+
+        def act() -> int:
+            begun = 0
+            for shard, connection in connections.items():
+                calls = [call for call in going[shard] if call.is_active()]
+                fresh = [
+                    connection.write_stream(WRITE, reserve(attached[shard]), _PATIENT)
+                    for _ in range(_WRITERS - len(calls))
+                ]
+                going[shard], begun = calls + fresh, begun + len(fresh)
+            return begun
+
+        yield act
+
+
+@contextmanager
+def _stores(target: Target) -> Iterator[Act]:
+    """Prompts that are stored and never asked for: more than the cluster can hold."""
+    with _client(target) as client:
+        values, at = kv(0), 0
+
+        def act() -> int:
+            nonlocal at
+            at += 1
+            return client.store(prompt(10**6 + at), values).blocks
+
+        yield act
+
+
+@contextmanager
+def _pins(target: Target) -> Iterator[Act]:
+    """The same, each of them pinned."""
+    with _client(target) as client:
+        values, at = kv(0), 0
+
+        def act() -> int:
+            nonlocal at
+            at += 1
+            client.store(prompt(2 * 10**6 + at), values)
+            client.flush()
+            return client.pin(prompt(2 * 10**6 + at), 600).blocks
+
+        yield act
+
+
+ATTACKS: Mapping[str, Attack] = {
+    "streams": Attack("calls without a message", _header_streams),
+    "handshakes": Attack("connections that break off", _handshakes),
+    "connections": Attack("idle connections", _idle_connections),
+    "huge": Attack("messages of 64 MiB without a token", _huge_messages),
+    "subscriptions": Attack("subscriptions of 16 MiB", _subscriptions),
+    "huge-tenant": Attack("messages of 64 MiB", _huge_messages, by_tenant=True),
+    "tiny": Attack("the shortest messages", _tiny_messages, by_tenant=True),
+    "holders": Attack("workers that do not exist", partial(_prepares, blocks=1), by_tenant=True),
+    "prepares": Attack(
+        "stores of 8,192 blocks, prepared", partial(_prepares, blocks=limits.BLOCKS_PER_CALL), by_tenant=True
+    ),
+    "explains": Attack("explains of 8,192 blocks", _explains, by_tenant=True),
+    "reservations": Attack(
+        "reservations without pages", partial(_reservations, spec=SPEC, pages=256, keep=True), by_tenant=True
+    ),
+    "huge-reservations": Attack(
+        "reservations of 65,536 pages, given back",
+        partial(_reservations, spec=TINY, pages=limits.PAGES_PER_CALL, keep=False),
+        by_tenant=True,
+    ),
+    "stores": Attack("stores without end", _stores, by_tenant=True),
+    "pins": Attack("pins without end", _pins, by_tenant=True),
+}
+
+
+# -------------------------------------------------------------------------------------------- helpers
+
+
+@contextmanager
+def _flood(target: Target, calls: Mapping[str, tuple[str, Callable[[], bytes]]], in_flight: int) -> Iterator[Act]:
+    """Unary calls of these paths at these addresses in turn, so many of them under way at any time."""
+    metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
+    options = [*CHANNEL_OPTIONS, ("grpc.max_send_message_length", -1)]
+    with ExitStack() as house:
+        senders: list[tuple[Any, Callable[[], bytes]]] = [
+            (house.enter_context(grpc.insecure_channel(address, options)).unary_unary(path), message)
+            for address, (path, message) in calls.items()
+        ]
+        under_way: deque[Any] = deque()
+        at = 0
+
+        def act() -> int:
+            nonlocal at
+            while len(under_way) < in_flight:
+                send, message = senders[at % len(senders)]
+                at += 1
+                under_way.append(send.future(message(), metadata=metadata, timeout=60))
+            under_way.popleft().result()
+            return 1
+
+        yield act
+
+
+@contextmanager
+def _client(target: Target) -> Iterator[Client]:
+    with kvcluster.connect(target.coordinator, SPEC, token=target.token, config=_CONFIG) as client:
+        yield client
+
+
+def _attach(address: str, token: str | None) -> Attached:
+    return _ask(address, token, COORDINATOR["Attach"], Attach(SPEC), Attached)
+
+
+def _ask(address: str, token: str | None, method: Method, question: Any, kind: type[R]) -> R:
+    connection = Connection(address, token)
+    try:
+        answer = connection.ask(method, question, _PATIENT)
+    finally:
+        connection.close()
+    assert isinstance(answer, kind)
+    return answer
+
+
+def _new_attempt() -> Attempt:
+    return Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
+
+
+def _random_hash() -> BlockHash:
+    return BlockHash(os.urandom(HASH_BYTES))
+
+
+def _dialled(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def _is_open(link: socket.socket) -> bool:
+    try:
+        return bool(link.recv(1))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def main() -> None:
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    torch.set_num_threads(1)
+    facts = json.loads(sys.stdin.readline())
+    target = Target(**{**facts, "shards": tuple(facts["shards"]), "sockets": tuple(facts["sockets"])})
+    done = refused = 0
+    with suppress(KeyboardInterrupt), ATTACKS[sys.argv[1]].begin(target) as act:
+        while not stop.is_set() and done + refused < MOST:
+            try:
+                now = act()
+            except (OSError, grpc.RpcError, kvcluster.KVClusterError):
+                refused += 1
+            else:
+                done += now
+                if not now:
+                    stop.wait(_PAUSE_S)
+        print(json.dumps({"done": done, "refused": refused}), flush=True)
+        os._exit(0)  # what is under way ends with the process
+
+
+if __name__ == "__main__":
+    main()
