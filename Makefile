@@ -8,6 +8,7 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 BENCH_ARGS ?=
+LOCK_ARGS ?=
 E2E_ARGS ?=
 TEST_ARGS ?=
 TEST_JOBS ?= auto
@@ -25,27 +26,28 @@ MUTANTS ?= 120
 MUTANT_SEED ?= 1
 BIN := .venv/bin
 STAMP := .venv/.installed
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
-EXTRAS := cluster,transformers,ray-serve,events,bench,test,dev
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity mutants sanitizers aarch64 fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity mutants sanitizers aarch64 lock fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## make .venv with everything pinned in constraints.txt (PYTHON=python3.12 to choose)
+install: $(STAMP) ## make .venv with everything pinned in requirements.lock (PYTHON=python3.12 to choose)
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard native/*.*)
+$(STAMP): pyproject.toml requirements.lock $(wildcard native/*.*)
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	  || { echo "kvcluster needs Python 3.10 to 3.13, but '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing)." \
 	       "Try: make install PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
 	  || { rm -rf .venv; echo "No virtual environment could be made. On Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(say) "install 1/2: torch, about 200 MB for CPU; usually one minute, silently"
-	@$(PIP) torch==2.13.0
+	@$(PIP) --no-deps torch==2.13.0
 	$(say) "install 2/2: ray, transformers and the rest, about 300 MB; usually two minutes, silently"
-	@$(PIP) -e '.[$(EXTRAS)]'
+	@$(PIP) --no-deps --require-hashes --only-binary=:all: -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation -e .
 	@$(BIN)/python -c 'import kvcluster.pages._native' 2>/dev/null \
 	  || echo "==> without the native core, so bytes move more slowly: '$(BIN)/pip install -v --no-deps -e .' says why"
 	@touch $@
@@ -130,6 +132,17 @@ mutants: install .venv-mutants/.installed ## do the tests of the core kill mutan
 	$(say) "installing mutmut into .venv-mutants; a few seconds"
 	@$(PYTHON) -m venv .venv-mutants
 	@.venv-mutants/bin/python -m pip install -qq --disable-pip-version-check mutmut==3.8.1 libcst==1.9.0
+	@touch $@
+
+# torch is not in the file: its build for a CPU comes from elsewhere than PyPI, with other hashes.
+lock: .venv-lock/.installed ## resolve what `make install` installs, for all Pythons, with hashes (LOCK_ARGS=--upgrade)
+	@.venv-lock/bin/uv pip compile -q --config-file tools/lock.toml pyproject.toml tools/lock.in $(EXTRAS:%=--extra %) --universal \
+	  --python-version 3.10 --generate-hashes --no-annotate --no-emit-package torch \
+	  --custom-compile-command 'make lock' -o requirements.lock $(LOCK_ARGS)
+
+.venv-lock/.installed:
+	@$(PYTHON) -m venv .venv-lock
+	@.venv-lock/bin/python -m pip install -qq --disable-pip-version-check uv==0.13.9
 	@touch $@
 
 fmt: install ## format, and mend what ruff can mend
