@@ -1,7 +1,7 @@
 """Attacks on a real cluster beside an honest tenant: `python -m tests.attacks --minutes 3`. What do they do to it?
 
-Each attack runs for so many minutes, in turns with a control of half the time: a process that burns as much CPU as the
-attacker did, and talks to no cluster. The honest tenant goes on at its own pace meanwhile. Prints a table, and ends
+Each attack runs for so many minutes, in turns with a control of a sixth of the time: a process that burns as much CPU as
+the attacker did, and talks to no cluster. The honest tenant goes on at its own pace meanwhile. Prints a table, and ends
 with status 1 if the tenant's 99th percentile, its hits or stores, or the memory of the cluster are beyond the bounds of
 verdict.py.
 """
@@ -33,6 +33,8 @@ from tests.ports import free_port
 TURNS = 3
 _SETTLE_S = 2.0
 _MEMORY_S = 60.0
+_BEGIN_S = 60.0
+_CONTROL_S = 1.5
 _END_S = 20.0
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ROOT = Path(__file__).parents[2]
@@ -47,17 +49,21 @@ class Honest:
         command = [sys.executable, "-m", "tests.attacks.honest", address]
         env = os.environ | {"KVCLUSTER_TOKEN": token}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=env)
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
 
     def wait(self) -> None:
-        assert self._first.wait(_MEMORY_S), "the honest tenant has not begun"
+        assert self._first.wait(_BEGIN_S), "the honest tenant has not begun"
 
     def between(self, start: float, stop: float) -> list[Sample]:
         """Returns the requests that began in this time of the monotonic clock."""
         return [sample for sample in self.samples if start <= sample.at < stop]
 
     def end(self) -> None:
-        _end(self._process)
+        self._process.send_signal(signal.SIGTERM)
+        self._reading.join(_END_S)
+        with self._process:
+            self._process.kill()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -74,12 +80,13 @@ class Stage:
         self._honest = honest
         self._target = target
 
-    def play(self, name: str, seconds: float) -> Outcome:
-        """Returns what an attack did in so many seconds, in turns with a control."""
+    def play(self, name: str, seconds: float, *, turns: int = TURNS, memory_s: float = _MEMORY_S) -> Outcome:
+        """Returns what an attack did in so many seconds, in turns with a control. Memory is given back within
+        `memory_s`, or never."""
         attack, pause = ATTACKS[name], threading.Event()
         outcome = Outcome(name, attack.what)
         before = peak = self._memory()
-        for _ in range(TURNS):
+        for _ in range(turns):
             facts = {**self._target, "token": self._target["token"] if attack.by_tenant else None}
             attacker = _start("tests.attacks.attackers", name)
             assert attacker.stdin is not None
@@ -87,8 +94,8 @@ class Stage:
             attacker.stdin.close()
             pause.wait(_SETTLE_S)
             start, burnt = time.monotonic(), _cpu_s(attacker.pid)
-            while time.monotonic() < start + seconds / TURNS:
-                pause.wait(min(1.0, seconds / TURNS))
+            while time.monotonic() < start + seconds / turns:
+                pause.wait(min(1.0, seconds / turns))
                 peak = max(peak, self._memory())
             stop, burnt = time.monotonic(), _cpu_s(attacker.pid) - burnt
             said = json.loads(_end(attacker) or "{}")
@@ -98,8 +105,8 @@ class Stage:
             outcome.cores += burnt / seconds
             pause.wait(2 * _SETTLE_S)
             outcome.attacked += self._honest.between(start, stop)
-            outcome.control += self._beside(burnt / (stop - start), seconds / TURNS / 2)
-        give_up = time.monotonic() + _MEMORY_S
+            outcome.control += self._beside(burnt / (stop - start), max(_CONTROL_S, seconds / turns / 6))
+        give_up = time.monotonic() + memory_s
         while (after := self._memory()) > 1.05 * before and time.monotonic() < give_up:
             pause.wait(1.0)
         outcome.memory = before, peak, after
@@ -117,8 +124,8 @@ class Stage:
         pause.wait(seconds)
         stop = time.monotonic()
         for burner in burners:
-            burner.kill()
-            burner.wait()
+            with burner:  # closes its pipes
+                burner.kill()
         pause.wait(_SETTLE_S)
         return self._honest.between(start, stop)
 
@@ -152,16 +159,15 @@ def _start(module: str, argument: str) -> subprocess.Popen[str]:
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """Tells a process to end, and returns the last line that it wrote; "" if it had to be killed."""
+    """Tells a process to end, and returns the last line that it wrote and that was not read; "" if there is none."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
-    assert process.stdout is not None
-    with process.stdout as written:
-        return "" if written.closed else "".join(written.readlines()[-1:])
+    with process:
+        assert process.stdout is not None
+        return "".join(process.stdout.readlines()[-1:])
 
 
 def _cpu_s(pid: int) -> float:
@@ -173,7 +179,7 @@ def _cpu_s(pid: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attacks", description="Attacks beside an honest tenant.")
     parser.add_argument(
-        "--minutes", type=float, default=3.0, help="of each attack, and half as many of its control (3)"
+        "--minutes", type=float, default=3.0, help="of each attack, in turns with a sixth as many of its control (3)"
     )
     parser.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS), help="these attacks alone")
     options = parser.parse_args()

@@ -25,7 +25,7 @@ def played() -> Iterator[Stage]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_costs_the_honest_tenant_no_block(played: Stage, name: str) -> None:
-    outcome = played.play(name, SECONDS)
+    outcome = played.play(name, SECONDS, turns=1, memory_s=0.0)
     assert outcome.done + outcome.refused, "the attacker did something"
     for kind in ("load", "store"):
         assert rate(outcome.attacked, kind) >= rate(outcome.control, kind) - HIT_POINTS
