@@ -1,8 +1,8 @@
 """Attacks on a real cluster beside an honest tenant: `python -m tests.attacks --minutes 3`. What do they do to it?
 
-Each attack runs for so many minutes, in turns with a control of a sixth of the time: a process that burns as much CPU as
-the attacker did, and talks to no cluster. The honest tenant goes on at its own pace meanwhile. Prints a table, and ends
-with status 1 if the tenant's 99th percentile, its hits or stores, or the memory of the cluster are beyond the bounds of
+Each attack runs for so many minutes, in turns with a control of a sixth of the time: a process that burns as much CPU
+as the attacker did, and talks to no cluster. The honest tenant goes on at its own pace meanwhile. Prints a table, and
+ends with status 1 if the 99th percentile, hits or stores, or the memory of the cluster are beyond the bounds of
 verdict.py.
 """
 
