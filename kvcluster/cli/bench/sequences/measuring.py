@@ -12,6 +12,7 @@ import torch
 
 import kvcluster
 from kvcluster.cli.bench.report import progress
+from kvcluster.cli.bench.rounds import duration
 from kvcluster.client import Client
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ClientConfig
@@ -143,22 +144,18 @@ def _calls(sequence: kvcluster.Sequence, calls: int) -> dict[str, float]:
 
 def _opening(client: Client, length: int) -> dict[str, float]:
     """Returns the milliseconds in which another worker opens a sequence with this prompt, and closes it."""
-    prompt, opened = list(range(length)), list[kvcluster.Sequence]()
+    prompt = list(range(length))
     began = time.perf_counter()
-    opened.append(client.sequence(prompt, deadline_ms=_CALL_MS))
+    opened = client.sequence(prompt, deadline_ms=_CALL_MS)
     took = time.perf_counter() - began
-    if opened[0].length != length // SPEC.block_tokens * SPEC.block_tokens:
-        raise KVClusterError(f"of {length} stored tokens another worker found {opened[0].length}")
-    began = time.perf_counter()
-    opened[0].close()
-    return {"open elsewhere": took * 1e3, "close there": (time.perf_counter() - began) * 1e3}
+    if opened.length != length // SPEC.block_tokens * SPEC.block_tokens:
+        raise KVClusterError(f"of {length} stored tokens another worker found {opened.length}")
+    return {"open elsewhere": took * 1e3, "close there": duration(opened.close) * 1e3}
 
 
 def _median(call: Callable[[], object], calls: int, before: Callable[[], object] = lambda: None) -> float:
     took = []
     for _ in range(calls):
         before()
-        began = time.perf_counter()
-        call()
-        took.append(time.perf_counter() - began)
+        took.append(duration(call))
     return statistics.median(took) * 1e3
