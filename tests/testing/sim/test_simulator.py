@@ -77,7 +77,7 @@ SEARCH = 500
 def test_a_planted_bug_is_found(bug: str, nightly: bool) -> None:
     tally = runner.run(range(SEARCH) if nightly else [SEEDS[bug]], bug)
     assert tally.failures, (
-        f"{bug} was not found ({bugs.BUGS[bug].__doc__}). If its seed has another course now, put the seed that "
+        f"{bug} was not found ({bugs.BUGS[bug].breaks}). If its seed has another course now, put the seed that "
         f"`kvcluster simulate --bug {bug} --seeds {SEARCH}` ends with into SEEDS"
     )
     error = tally.failures[0].error
