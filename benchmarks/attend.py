@@ -24,9 +24,10 @@ from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, p
 from kvcluster.cli.bench.attend import baselines
 from kvcluster.cli.bench.attend.baselines import DTYPES, Step
 from kvcluster.cli.bench.attend.contexts import model
+from kvcluster.cli.bench.codec.coded import CodedPages
 from kvcluster.cli.bench.rounds import paired
 from kvcluster.core.codecs import Codec
-from kvcluster.pages import codec, native
+from kvcluster.pages import native
 
 MODEL = model("llama-3-8b")
 BLOCK, NO_RATIO = MODEL.spec.block_tokens, "-"
@@ -55,10 +56,9 @@ class CodedContext:
         self.layout = PageLayout(group, BLOCK, 1, MODEL.heads)
         padded = [torch.nn.functional.pad(plane, (0, 0, 0, 0, 0, -tokens % BLOCK)) for plane in values]
         raw = torch.stack([plane.view(-1, BLOCK, MODEL.heads, MODEL.dim) for plane in padded], 1)
-        pages = list(torch.empty(len(raw), self.layout.layer_bytes(which), dtype=torch.uint8))
-        coder = codec.coder(which, group, block_tokens=BLOCK, heads=MODEL.heads)
-        for page, into in zip(raw, pages, strict=True):
-            assert coder.encode(memoryview(page.view(-1).view(torch.uint8).numpy()), memoryview(into.numpy()), 1)
+        coded = CodedPages(which, group, BLOCK, memoryview(raw.view(-1).view(torch.uint8).numpy()))
+        coded.encode()
+        pages = [torch.frombuffer(page, dtype=torch.uint8) for page in coded.coded_pages()]
         random.shuffle(pages)
         self.span = PageSpan(PageAddresses.from_buffers(self.layout, pages, which), 0, tokens)
 

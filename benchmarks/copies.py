@@ -22,13 +22,14 @@ from functools import partial
 
 import torch
 
+from kvcluster.cli.bench.codec.coded import CodedPages
 from kvcluster.cli.bench.rounds import paired
 from kvcluster.cli.bench.specs import BY_PAGE_BYTES, page_shape
 from kvcluster.cli.bench.transfer.end_to_end import fill, paged
 from kvcluster.cli.bench.transfer.layout import LAYOUTS, EngineMemory
 from kvcluster.client.memory import bind
-from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.pages import checksum, codec, native
+from kvcluster.core.codecs import Codec
+from kvcluster.pages import checksum, native
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.native_copies import NativeCopies
@@ -47,23 +48,16 @@ class Pages:
     def __init__(self, page_bytes: int, layout: str, which: Codec) -> None:
         self.spec, self.which, count = BY_PAGE_BYTES[page_bytes], which, MOVED_BYTES // page_bytes
         self.count, self.part, group = count, self.spec.whole(0), self.spec.groups[0]
-        shape = {"block_tokens": self.spec.block_tokens, "heads": group.heads}
-        self.layer_bytes, layers = layer_bytes(which, group, **shape), self.part.layers
         values = torch.randn(count, *page_shape(self.spec)).bfloat16()
+        raw = memoryview(values.view(-1).view(torch.uint8).numpy())
+        coded = CodedPages(which, group, self.spec.block_tokens, raw)
+        coded.encode()
+        coded.decode(raw)
+        self.layer_bytes = coded.page_bytes // self.part.layers
         self.memory = EngineMemory(layout, page_shape(self.spec), count)
         self.source, self.into = (paged(layout, blocks, self.spec) for blocks in (self.memory.source, self.memory.into))
-        self.mapped = memoryview(mmap.mmap(-1, count * layers * self.layer_bytes))
-        for number, page in enumerate(values):
-            raw = memoryview(page.view(-1).view(torch.uint8).numpy())
-            place = self.mapped[number * layers * self.layer_bytes : (number + 1) * layers * self.layer_bytes]
-            if which is Codec.RAW:
-                place[:] = raw
-            else:
-                coder = codec.coder(which, group, **shape)
-                assert coder.encode(raw, place, layers)
-                decoded = bytearray(raw.nbytes)
-                coder.decode(place, memoryview(decoded), layers)
-                page.view(-1).view(torch.uint8).copy_(torch.frombuffer(decoded, dtype=torch.uint8))
+        self.mapped = memoryview(mmap.mmap(-1, coded.coded.nbytes))
+        self.mapped[:] = coded.coded
         fill(self.source, values)
 
     def runs(self, direction: CopyDirection, threads: int) -> list[Work]:

@@ -76,7 +76,7 @@ def run_seed(
     seed: int, bug: str | None = None, *, whole_journal: bool = False
 ) -> tuple[SimulatedWorld, Failure | None]:
     """Runs one seed, to its end or to its first failure."""
-    with bugs.active(bug):
+    with bugs.planted_bug(bug):
         world = SimulatedWorld(seed, whole_journal=whole_journal)  # its first shards have the bug too
         try:
             with _bounds(world.scenario.limits):

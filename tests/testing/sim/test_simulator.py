@@ -162,7 +162,7 @@ def test_a_failure_is_told_with_all_that_repeats_it() -> None:
 
 
 def test_a_bug_is_gone_when_its_run_is_over() -> None:
-    with bugs.active("lost-abort"):
+    with bugs.planted_bug("lost-abort"):
         assert runner.run_seed(0)[0].steps
     assert runner.run_seed(0)[1] is None
 
@@ -170,7 +170,7 @@ def test_a_bug_is_gone_when_its_run_is_over() -> None:
 def test_a_bug_that_does_not_exist_is_refused_by_name() -> None:
     with (
         pytest.raises(CallerError, match=r"there is no planted bug 'typo'; known: .*no-epoch-fence"),
-        bugs.active("typo"),
+        bugs.planted_bug("typo"),
     ):
         pass
 

@@ -54,7 +54,7 @@ def planted(owner: Any, attribute: str) -> Callable[[Mistake], Bug]:
 
 
 @contextmanager
-def active(name: str | None) -> Iterator[None]:
+def planted_bug(name: str | None) -> Iterator[None]:
     """Plants this bug in the code under test for the duration of the block. Raises CallerError if there is none of that
     name."""
     if name is not None and name not in BUGS:
