@@ -66,16 +66,10 @@ class _BenchSource:
     def layer_bytes(self, item: int) -> int:
         return self._layer_bytes
 
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        data = self._bytes(item, layer, layers)
-        return checksum.layer_sums(self._identities[item], layer, layers, data), data
-
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        return checksum.copy_sums(self._identities[item], layer, layers, into, self._bytes(item, layer, layers))
-
-    def _bytes(self, item: int, layer: int, layers: int) -> memoryview:
         start = (self._first + item) * self._work.page_bytes + layer * self._layer_bytes
-        return self._work.source[start : start + layers * self._layer_bytes]
+        data = self._work.source[start : start + layers * self._layer_bytes]
+        return checksum.copy_sums(self._identities[item], layer, layers, into, data)
 
     def drained(self) -> None:
         """Does nothing: the source memory stays valid."""
