@@ -1,4 +1,4 @@
-"""The specs that the benchmarks use, the KV of well-known models in pages of several sizes, and the terms of their calls."""
+"""The specs that the benchmarks use, the KV of known models in pages of several sizes; and the deadline of calls."""
 
 from __future__ import annotations
 
