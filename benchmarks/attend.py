@@ -16,112 +16,73 @@ import argparse
 import itertools
 import random
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, partial
-from kvcluster.cli.bench.rounds import sweep_caches
+from kvcluster.cli.bench.attend import baselines
+from kvcluster.cli.bench.attend.baselines import DTYPES, Step
+from kvcluster.cli.bench.attend.contexts import model
+from kvcluster.cli.bench.codec.coded import CodedPages
+from kvcluster.cli.bench.rounds import paired
 from kvcluster.core.codecs import Codec
-from kvcluster.core.spec import Group, Plane
-from kvcluster.pages import codec, native
+from kvcluster.pages import native
 
-HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
-Work = Callable[[], object]
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+MODEL = model("llama-3-8b")
+BLOCK, NO_RATIO = MODEL.spec.block_tokens, "-"
 
 
 @dataclass
 class Case:
-    """`beside`: the name of the case that it is compared with, or "" for the floor."""
+    """`sets`: the instruction sets that our kernel uses. `beside`: the name of the case that it is compared with, ""
+    for the floor, or NO_RATIO."""
 
     name: str
-    work: Work
-    sets: str
+    step: Step
+    sets: str = ""
     beside: str = ""
-    threads: int = 1
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} ({self.sets})" if self.sets else self.name
 
 
-class Context:
-    """Random KV of so many tokens in pages of one codec, each page at its own place, and as tensors."""
+class CodedContext:
+    """The KV of a context in pages of one codec, each page at its own place."""
 
-    def __init__(self, tokens: int, which: Codec) -> None:
-        planes = tuple(Plane(name, KV_HEADS, DIM, "bfloat16") for name in "kv")
-        self.layout, self.tokens = PageLayout(Group((0,), planes), BLOCK, 1, KV_HEADS), tokens
-        values = torch.randn(-(-tokens // BLOCK), 2, BLOCK, KV_HEADS, DIM).bfloat16()
-        nbytes, pages = self.layout.layer_bytes(which), []
-        memory = torch.empty(len(values) * nbytes, dtype=torch.uint8)
-        coder = codec.coder(which, self.layout.group, block_tokens=BLOCK, heads=KV_HEADS)
-        for number, page in enumerate(values):
-            into = memory[number * nbytes : (number + 1) * nbytes]
-            pages.append(into)
-            assert coder.encode(memoryview(page.view(-1).view(torch.uint8).numpy()), memoryview(into.numpy()), 1)
+    def __init__(self, values: list[torch.Tensor], which: Codec) -> None:
+        group, tokens = MODEL.spec.groups[0], len(values[0])
+        self.layout = PageLayout(group, BLOCK, 1, MODEL.heads)
+        padded = [torch.nn.functional.pad(plane, (0, 0, 0, 0, 0, -tokens % BLOCK)) for plane in values]
+        raw = torch.stack([plane.view(-1, BLOCK, MODEL.heads, MODEL.dim) for plane in padded], 1)
+        coded = CodedPages(which, group, BLOCK, memoryview(raw.view(-1).view(torch.uint8).numpy()))
+        coded.encode()
+        pages = [torch.frombuffer(page, dtype=torch.uint8) for page in coded.coded_pages()]
         random.shuffle(pages)
         self.span = PageSpan(PageAddresses.from_buffers(self.layout, pages, which), 0, tokens)
-        both = values.permute(1, 3, 0, 2, 4).reshape(2, 1, KV_HEADS, -1, DIM)[:, :, :, :tokens]
-        self.key, self.value = both[0].contiguous(), both[1].contiguous()
 
-
-def attend(context: Context, positions: range, rows: int = 1, threads: int = 1) -> Work:
-    """Returns the work of rows that share the context's span."""
-    query = torch.randn(rows * len(positions), HEADS, DIM).bfloat16()
-    return lambda: partial(query, [QueryRow(positions, [context.span])] * rows, context.layout, 0, threads=threads)
-
-
-def flash_decode(context: Context, dtype: torch.dtype) -> Work:
-    """Returns torch's kernel with the query heads of a group folded into the query's length."""
-    query = torch.randn(1, KV_HEADS, HEADS // KV_HEADS, DIM).to(dtype)
-    key, value = context.key.to(dtype), context.value.to(dtype)
-    return lambda: flash(query, key, value)
-
-
-def flash_prefill(context: Context, tokens: int, dtype: torch.dtype) -> Work:
-    """Returns torch's kernel under a mask that hides later positions."""
-    query = torch.randn(1, HEADS, tokens, DIM).to(dtype)
-    key, value = (each.to(dtype).repeat_interleave(HEADS // KV_HEADS, 1) for each in (context.key, context.value))
-    seen = torch.arange(context.tokens)[None] <= torch.arange(context.tokens - tokens, context.tokens)[:, None]
-    mask = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).to(dtype)[None, None]
-    return lambda: flash(query, key, value, 0.0, False, attn_mask=mask)
-
-
-def floor(nbytes: int) -> Work:
-    """Returns a read of so many bytes by one thread."""
-    words = torch.zeros(nbytes // 8, dtype=torch.int64)
-    return words.sum
+    def attend(self, positions: range, rows: int = 1, threads: int = 1) -> Step:
+        """Returns the attention of rows that share these pages."""
+        query = MODEL.query(rows * len(positions))
+        return lambda: partial(query, [QueryRow(positions, [self.span])] * rows, self.layout, 0, threads=threads)
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    contexts = {which: Context(options.tokens, which) for which in Codec}
+    values = MODEL.values(options.tokens)
+    contexts = {which: CodedContext(values, which) for which in Codec}
     raw, last = contexts[Codec.RAW], range(options.tokens - 1, options.tokens)
-    cases = [
-        Case(f"flash {dtype}, decode", flash_decode(raw, getattr(torch, dtype)), "")
-        for dtype in ("bfloat16", "float32")
-    ]
+    cases = [Case(f"flash {dtype}, decode", baselines.flash(MODEL, values, getattr(torch, dtype))) for dtype in DTYPES]
     for name, which in itertools.product(options.sets, Codec):
-        cases.append(Case(f"{which.name.lower()}, decode", attend(contexts[which], last), name))
+        cases.append(Case(f"{which.name.lower()}, decode", contexts[which].attend(last), name))
     best, ends = options.sets[-1], range(options.tokens - options.prefill, options.tokens)
     alone = f"raw, decode ({best})"
-    cases.append(Case("raw, decode, two threads", attend(raw, last, threads=2), best, alone, 2))
-    cases.append(Case("raw, decode, 8 forks", attend(raw, last, rows=8), best, alone))
-    for dtype in ("bfloat16", "float32"):
-        cases.append(
-            Case(f"flash {dtype}, prefill", flash_prefill(raw, options.prefill, getattr(torch, dtype)), "", "-")
-        )
-    for name in options.sets:
-        cases.append(Case("raw, prefill", attend(raw, ends), name, "flash float32, prefill"))
-    return cases
-
-
-def seconds(case: Case, warm: bool) -> float:
-    if case.sets:
-        native.KERNELS.choose(case.sets)  # type: ignore[union-attr]
-    if not warm:
-        sweep_caches()
-    began = time.perf_counter()
-    case.work()
-    return time.perf_counter() - began
+    cases.append(Case("raw, decode, two threads", raw.attend(last, threads=2), best, alone))
+    cases.append(Case("raw, decode, 8 forks", raw.attend(last, rows=8), best, alone))
+    for dtype in DTYPES:
+        flash = baselines.flash_prefill(MODEL, values, options.prefill, getattr(torch, dtype))
+        cases.append(Case(f"flash {dtype}, prefill", flash, beside=NO_RATIO))
+    return cases + [Case("raw, prefill", raw.attend(ends), name, "flash float32, prefill") for name in options.sets]
 
 
 def main() -> None:
@@ -131,31 +92,31 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8_192, help="tokens of context (default 8192)")
     parser.add_argument("--prefill", type=int, default=512, help="query tokens of prefill (default 512)")
     parser.add_argument("--sets", nargs="+", default=["avx2", "avx512"], help="instruction sets, the fastest last")
-    parser.add_argument("--warm", action="store_true", help="leave the CPU caches as the case before left them")
     options = parser.parse_args()
-    assert native.KERNELS is not None, "there is no native core"
+    kernels = native.KERNELS
+    assert kernels is not None, "there is no native core"
     torch.set_num_threads(1)
-    nbytes = options.tokens * KV_HEADS * DIM * 2 * 2
-    cases = cases_of(options)
-    names = {case.name + (f" ({case.sets})" if case.sets else ""): case for case in cases}
-    base = Case("floor", floor(nbytes), "")
-    took: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for turn in range(options.turns + 1):
-        for name in random.sample(list(names), len(names)):
-            both = seconds(base, options.warm), seconds(names[name], options.warm)
-            if turn:  # the first warms up
-                took[name].append(both)
-    floors = [before for pairs in took.values() for before, _ in pairs]
-    print(f"{options.turns} turns; one thread reads {nbytes / statistics.median(floors) / 1e9:.1f} GB/s")
-    for name, case in names.items():
-        own = statistics.median(seconds for _, seconds in took[name])
-        if case.beside and case.beside != "-":
-            other = [seconds for _, seconds in took[case.beside]]
-            ratio = statistics.median(mine / theirs for (_, mine), theirs in zip(took[name], other, strict=True))
+    nbytes = options.tokens * MODEL.token_bytes
+    cases = {case.title: case for case in cases_of(options)}
+    took = paired(
+        baselines.read(nbytes),
+        {title: case.step for title, case in cases.items()},
+        options.turns,
+        before=lambda title: kernels.choose(cases[title].sets or options.sets[-1]),
+    )
+    floor = statistics.median(of_floor for pairs in took.values() for of_floor, _ in pairs)
+    print(f"{options.turns} turns; one thread reads {nbytes / floor / 1e9:.1f} GB/s")
+    for title, case in cases.items():
+        own = [seconds for _, seconds in took[title]]
+        if case.beside == NO_RATIO:
+            note = ""
+        elif case.beside:
+            others = (seconds for _, seconds in took[case.beside])
+            ratio = statistics.median(mine / theirs for mine, theirs in zip(own, others, strict=True))
             note = f"{ratio:.2f} times {case.beside}"
         else:
-            note = "" if case.beside else f"{statistics.median(a / b for a, b in took[name]):.2f} of the floor"
-        print(f"{name:36} {own * 1e3:8.2f} ms  {note}", flush=True)
+            note = f"{statistics.median(of_floor / mine for of_floor, mine in took[title]):.2f} of the floor"
+        print(f"{title:36} {statistics.median(own) * 1e3:8.2f} ms  {note}", flush=True)
 
 
 if __name__ == "__main__":

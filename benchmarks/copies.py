@@ -14,22 +14,22 @@ import argparse
 import ctypes
 import itertools
 import mmap
-import random
 import statistics
-import time
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
-from kvcluster.cli.bench.rounds import sweep_caches
+from kvcluster.cli.bench.codec.coded import CodedPages
+from kvcluster.cli.bench.rounds import paired
 from kvcluster.cli.bench.specs import BY_PAGE_BYTES, page_shape
 from kvcluster.cli.bench.transfer.end_to_end import fill, paged
 from kvcluster.cli.bench.transfer.layout import LAYOUTS, EngineMemory
 from kvcluster.client.memory import bind
-from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.pages import checksum, codec, native
+from kvcluster.core.codecs import Codec
+from kvcluster.pages import checksum, native
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.native_copies import NativeCopies
@@ -48,23 +48,16 @@ class Pages:
     def __init__(self, page_bytes: int, layout: str, which: Codec) -> None:
         self.spec, self.which, count = BY_PAGE_BYTES[page_bytes], which, MOVED_BYTES // page_bytes
         self.count, self.part, group = count, self.spec.whole(0), self.spec.groups[0]
-        shape = {"block_tokens": self.spec.block_tokens, "heads": group.heads}
-        self.layer_bytes, layers = layer_bytes(which, group, **shape), self.part.layers
         values = torch.randn(count, *page_shape(self.spec)).bfloat16()
+        raw = memoryview(values.view(-1).view(torch.uint8).numpy())
+        coded = CodedPages(which, group, self.spec.block_tokens, raw)
+        coded.encode()
+        coded.decode(raw)
+        self.layer_bytes = coded.page_bytes // self.part.layers
         self.memory = EngineMemory(layout, page_shape(self.spec), count)
         self.source, self.into = (paged(layout, blocks, self.spec) for blocks in (self.memory.source, self.memory.into))
-        self.mapped = memoryview(mmap.mmap(-1, count * layers * self.layer_bytes))
-        for number, page in enumerate(values):
-            raw = memoryview(page.view(-1).view(torch.uint8).numpy())
-            place = self.mapped[number * layers * self.layer_bytes : (number + 1) * layers * self.layer_bytes]
-            if which is Codec.RAW:
-                place[:] = raw
-            else:
-                coder = codec.coder(which, group, **shape)
-                assert coder.encode(raw, place, layers)
-                decoded = bytearray(raw.nbytes)
-                coder.decode(place, memoryview(decoded), layers)
-                page.view(-1).view(torch.uint8).copy_(torch.frombuffer(decoded, dtype=torch.uint8))
+        self.mapped = memoryview(mmap.mmap(-1, coded.coded.nbytes))
+        self.mapped[:] = coded.coded
         fill(self.source, values)
 
     def runs(self, direction: CopyDirection, threads: int) -> list[Work]:
@@ -122,14 +115,6 @@ def memcpy(page_bytes: int) -> Work:
     return work
 
 
-def seconds(work: Work) -> float:
-    """Runs it with cold caches."""
-    sweep_caches()
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def main() -> None:
     """Prints one row for each copy."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -157,26 +142,25 @@ def _measure(
     pages: Pages, layout: str, page_bytes: int, beside: Work, pool: ThreadPoolExecutor, sets: list[str],
     options: argparse.Namespace,
 ) -> None:  # fmt: skip
+    kernels = native.KERNELS
+    assert kernels is not None, "there is no native core"
     directions = [CopyDirection.LOAD, CopyDirection.STORE] if pages.which is Codec.RAW else [CopyDirection.LOAD]
-    kinds = list(itertools.product(directions, options.threads, sets))
-    works = {kind: pages.runs(kind[0], kind[1]) for kind in kinds}
-    took: dict[object, list[tuple[float, float]]] = {kind: [] for kind in kinds}
-    for turn in range(options.turns + 1):
-        for kind in random.sample(kinds, len(kinds)):
-            native.KERNELS.choose(kind[2])  # type: ignore[union-attr]
-            own = works[kind]
-            both = seconds(beside), seconds(lambda own=own: list(pool.map(lambda work: work(), own)))  # type: ignore[misc]
-            if turn:  # the first warms up
-                took[kind].append(both)
+    runs = {
+        kind: partial(_together, pool, pages.runs(kind[0], kind[1]))
+        for kind in itertools.product(directions, options.threads, sets)
+    }
+    took = paired(beside, runs, options.turns, before=lambda kind: kernels.choose(kind[2]))
     assert pages.memory.same(), "what was loaded is not what was stored"
-    for direction, threads, name in kinds:
-        pairs = took[direction, threads, name]
-        ms, ratio = (
-            statistics.median(own for _, own in pairs) * 1e3,
-            statistics.median(base / own for base, own in pairs),
-        )
+    for (direction, threads, name), pairs in took.items():
+        ms = statistics.median(own for _, own in pairs) * 1e3
+        ratio = statistics.median(base / own for base, own in pairs)
         what = f"{page_bytes >> 10:>5} KiB  {layout:12} {pages.which.name.lower():3} {direction.value:5}"
         print(f"{what} {threads} thread(s)  {name:6} {ms:7.1f} ms  {ratio:.2f} of memcpy", flush=True)
+
+
+def _together(pool: ThreadPoolExecutor, works: list[Work]) -> None:
+    """Does each work in a thread of its own."""
+    list(pool.map(lambda work: work(), works))
 
 
 if __name__ == "__main__":

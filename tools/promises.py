@@ -91,7 +91,7 @@ def _names(kind: str, path: Path) -> Iterator[str]:
     """Yields the names of this kind in a file: functions with the decorator `planted`, or constants that are names."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match kind, node:
-            case "planted bug", ast.FunctionDef(name=name) if "planted" in map(ast.unparse, node.decorator_list):
+            case "planted bug", ast.FunctionDef(name=name, decorator_list=[ast.Call(func=ast.Name(id="planted"))]):
                 yield name.replace("_", "-")
             case "parser", ast.Call(args=[ast.Constant(value=str(name)), *_]):
                 yield name

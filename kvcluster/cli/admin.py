@@ -7,14 +7,13 @@ import sys
 import time
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, coordinator, read_status
+from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator, read_status
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Done, Drain, Purge, Purged, SetPolicy
 from kvcluster.errors import CallerError, Unreachable
 from kvcluster.transport.base import Deadline, Unavailable
 
-_ANSWER_MS = 10_000
 _POLL_S = 0.5
 _PATIENCE_S = 30.0
 """How long the coordinator may be unreachable while a drain is watched: it restarts within a few seconds."""
@@ -87,8 +86,8 @@ def _forget(options: argparse.Namespace, what: str, purge: Purge) -> int:
     if not options.yes and not _confirmed(f"purge {what} that this credential can see, at {address_of(options)}?"):
         print("nothing was purged", file=sys.stderr)
         return 1
-    with coordinator(options, wait_ms=_ANSWER_MS) as port:
-        purged = expect(Purged, port.ask(purge, Deadline.after_ms(_ANSWER_MS)))
+    with coordinator(options, wait_ms=ANSWER_MS) as port:
+        purged = expect(Purged, port.ask(purge, Deadline.after_ms(ANSWER_MS)))
     print(f"{purged.blocks:,} block(s) purged")
     return 0
 
@@ -103,8 +102,8 @@ def _confirmed(question: str) -> bool:
 
 
 def _switch(options: argparse.Namespace) -> int:
-    with coordinator(options, wait_ms=_ANSWER_MS) as port:
-        expect(Done, port.ask(SetPolicy((("cache", options.cache),)), Deadline.after_ms(_ANSWER_MS)))
+    with coordinator(options, wait_ms=ANSWER_MS) as port:
+        expect(Done, port.ask(SetPolicy((("cache", options.cache),)), Deadline.after_ms(ANSWER_MS)))
     said = {"off": "off: engines compute everything; cached blocks stay", "on": "on"}
     print(f"the cache at {address_of(options)} is {said[options.cache]}")
     return 0
@@ -114,8 +113,8 @@ def _switch(options: argparse.Namespace) -> int:
 
 
 def _drain(options: argparse.Namespace) -> int:
-    with coordinator(options, wait_ms=_ANSWER_MS) as port:
-        before = read_status(port, _ANSWER_MS)
+    with coordinator(options, wait_ms=ANSWER_MS) as port:
+        before = read_status(port, ANSWER_MS)
         doubtful = not options.yes and _all_would_be_lost(before, options.shard)
         if doubtful and not _confirmed(f"{options.shard} is the only shard: its pages will be lost. Drain it?"):
             print("nothing was drained", file=sys.stderr)
@@ -134,7 +133,7 @@ def _all_would_be_lost(status: dict[str, Any], shard: str) -> bool:
 
 
 def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
-    answer = port.ask(Drain(ShardId(shard)), Deadline.after_ms(_ANSWER_MS))
+    answer = port.ask(Drain(ShardId(shard)), Deadline.after_ms(ANSWER_MS))
     if not expect(Done, answer).ok:
         names = ", ".join(known["shard"] for known in status["shards"] if known["state"] != "lost")
         raise CallerError(f"there is no shard {shard!r} to drain; existing shards: {names or 'none'}")
@@ -146,7 +145,7 @@ def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadlin
     said = ""
     while deadline.remaining_s():
         try:
-            status = read_status(port, _ANSWER_MS)
+            status = read_status(port, ANSWER_MS)
             if _shard(status, shard).get("state") == "up":  # a coordinator that has just started may not know of it
                 _ask_to_drain(port, shard, status)
             patience = Deadline.after_ms(_PATIENCE_S * 1e3)

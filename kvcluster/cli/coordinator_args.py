@@ -18,6 +18,9 @@ from kvcluster.transport.rpc import Connection
 
 DEFAULT_PORT = 7070
 
+ANSWER_MS = 10_000
+"""The longest that a command waits for the coordinator, and for each of its answers."""
+
 
 def add_coordinator_args(command: Any) -> None:
     """Adds `--port`, `--address` and `--token-from` to a command."""

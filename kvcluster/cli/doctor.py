@@ -121,7 +121,7 @@ def _advice(error: Exception, address: str) -> str:
     if isinstance(error, ConfigError):
         return "give --address host:port, as `kvcluster up` printed it"
     if isinstance(error, CredentialError):
-        return "give --token, or KVCLUSTER_TOKEN; the operator of the cluster makes tokens with `kvcluster token`"
+        return "give --token-from, or KVCLUSTER_TOKEN; the operator of the cluster makes tokens with `kvcluster token`"
     if isinstance(error, ProtocolError):
         return "install the same release here and in the cluster, and check that nothing else listens at that port"
     loopback = address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, coordinator
+from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
 from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import Known, read_namespaces
 from kvcluster.client.connect import connect
@@ -20,7 +20,6 @@ from kvcluster.client.prompt import Prompt
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 
-_ANSWER_MS = 10_000
 _TTL_S = 86_400.0
 
 
@@ -55,8 +54,8 @@ def add(commands: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     prompt = Prompt(_tokens(Path(options.prompt_file), options.tokenizer), salt=options.salt.encode())
     tokens = len(prompt.token_ids)
-    with coordinator(options, wait_ms=_ANSWER_MS) as port:
-        spec = chosen(read_namespaces(port, _ANSWER_MS), options.model, options.weights, options.adapter)
+    with coordinator(options, wait_ms=ANSWER_MS) as port:
+        spec = chosen(read_namespaces(port, ANSWER_MS), options.model, options.weights, options.adapter)
     with connect(address_of(options), spec, token=options.token) as client:
         if options.verb == "unpin":
             client.unpin(prompt)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_coordinator_args, coordinator, read_status
+from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, coordinator, read_status
 from kvcluster.client.coordinator_client import expect
 from kvcluster.core.messages import Done, SetPolicy
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline
-
-_ANSWER_MS = 10_000
 
 
 def add(commands: Any) -> None:
@@ -27,10 +25,10 @@ def _policy(options: argparse.Namespace) -> int:
     settings = tuple(_setting(text) for text in options.settings)
     if (options.action == "set") != bool(settings):
         raise CallerError("give the settings after `set`, such as `kvcluster policy set host.codec=q4`")
-    with coordinator(options, wait_ms=_ANSWER_MS) as port:
+    with coordinator(options, wait_ms=ANSWER_MS) as port:
         if settings:
-            expect(Done, port.ask(SetPolicy(settings), Deadline.after_ms(_ANSWER_MS)))
-        policy: dict[str, str] = read_status(port, _ANSWER_MS)["policy"]
+            expect(Done, port.ask(SetPolicy(settings), Deadline.after_ms(ANSWER_MS)))
+        policy: dict[str, str] = read_status(port, ANSWER_MS)["policy"]
     for name, value in policy.items():
         print(f"{name}={value}")
     if settings:

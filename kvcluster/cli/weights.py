@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvcluster.cli.coordinator_args import add_coordinator_args, coordinator
+from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, coordinator
 from kvcluster.cli.extras import needs
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, SetWeights
@@ -22,7 +22,6 @@ from kvcluster.core.spec import check_weights
 from kvcluster.transport.base import Deadline
 
 Living = Sequence[tuple[EngineInfo, int]]
-_ANSWER_MS = 10_000
 _SAYS_S = 3.0
 """How long the name is sent again, since an engine that was just reset registers as private a moment later."""
 
@@ -94,10 +93,10 @@ def _weights(options: argparse.Namespace, command: argparse.ArgumentParser) -> i
         command.error("give the model and its weights, such as `kvcluster weights set llama-3-8b sha256:4f1c...`")
     model, weights = options.names
     check_weights(weights)
-    with coordinator(options, wait_ms=_ANSWER_MS) as port:
+    with coordinator(options, wait_ms=ANSWER_MS) as port:
         heard = _set(port, SetWeights(model, weights, options.engine))
         if not heard:
-            print(_why_none(read_engines(port, _ANSWER_MS), model), file=sys.stderr)
+            print(_why_none(read_engines(port, ANSWER_MS), model), file=sys.stderr)
             return 1
     for name, has_heard in heard.values():
         print(f"{name}: {'caches under these weights' if has_heard else 'has not confirmed in time'}")
@@ -105,8 +104,8 @@ def _weights(options: argparse.Namespace, command: argparse.ArgumentParser) -> i
 
 
 def _show(options: argparse.Namespace) -> int:
-    with coordinator(options, wait_ms=_ANSWER_MS) as port:
-        engines = read_engines(port, _ANSWER_MS)
+    with coordinator(options, wait_ms=ANSWER_MS) as port:
+        engines = read_engines(port, ANSWER_MS)
     if options.json:
         print(json.dumps(engines_dict(engines), indent=2))
     elif not engines:
@@ -128,9 +127,9 @@ def _set(port: GrpcPort, message: SetWeights) -> dict[str, tuple[str, bool]]:
     while True:
         waited = time.monotonic() - began
         if waited < _SAYS_S:
-            answer = expect(Engines, port.ask(message, Deadline.after_ms(_ANSWER_MS)))
+            answer = expect(Engines, port.ask(message, Deadline.after_ms(ANSWER_MS)))
             told |= {info.engine: (info.name, False) for info, _ in answer.known}
-        for info, _ in read_engines(port, _ANSWER_MS):
+        for info, _ in read_engines(port, ANSWER_MS):
             if info.engine in told and info.weights == message.weights and not info.private:
                 told[info.engine] = (info.name, True)
         if waited >= _SAYS_S and (waited >= _HEARD_S or all(heard for _, heard in told.values())):

@@ -51,11 +51,11 @@ class CoreStepper:
 
     def read_clock(self) -> int:
         """The time of this core in nanoseconds."""
-        raise AssertionError("every subclass provides the time")
+        raise AssertionError("a subclass overrides read_clock()")
 
     def perform(self, effect: Effect) -> None:
         """Performs an effect that is not an Answer."""
-        raise AssertionError("every subclass performs effects")
+        raise AssertionError("a subclass overrides perform()")
 
     def stepped(self, message: Any, effects: list[Effect], now: int) -> None:
         """Looks at a step before its effects are performed."""

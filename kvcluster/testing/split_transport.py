@@ -12,7 +12,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.transport.base import DataPath, Deadline, PageSink, PageSource, Transport
 
 
-class Over:
+class SplitTransport:
     """A Transport whose pages go over `path` and whose questions go over `control`."""
 
     def __init__(self, control: Transport, path: DataPath) -> None:

@@ -258,7 +258,7 @@ def test_what_is_said_of_a_drain(now: dict[str, Any], said: str, ended: int | No
 def test_where_nothing_listens_it_is_said_so(
     command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admin, "_ANSWER_MS", 100)
+    monkeypatch.setattr(admin, "ANSWER_MS", 100)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert main([*command, "--port", str(port)]) == 1

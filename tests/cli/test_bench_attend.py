@@ -10,7 +10,7 @@ import torch
 
 import kvcluster
 from kvcluster.cli.bench.attend import baselines, table
-from kvcluster.cli.bench.attend.contexts import Context, model
+from kvcluster.cli.bench.attend.contexts import filled, model
 from kvcluster.cli.main import main
 from kvcluster.testing import MemoryCluster
 
@@ -45,7 +45,7 @@ def test_the_ways_compute_the_same(name: str) -> None:
     query = of.query(1)
     with MemoryCluster(device_bytes="8MiB", config={"client": {"resident_bytes": "8MiB"}}) as cluster:
         client = cluster.client(of.spec)
-        sequence = Context(client, of, tokens, "raw", values).sequence
+        sequence = filled(client, of, "raw", values).sequence
         ours = sequence.attend(0, query, latent_values=of.latent_values).float()
         assert sequence.length == tokens and isinstance(sequence, kvcluster.Sequence)
     key, value = (plane.transpose(0, 1)[None].float() for plane in (values[0], values[-1]))

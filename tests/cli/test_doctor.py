@@ -260,7 +260,7 @@ def test_a_credential_that_is_not_accepted_is_told_with_where_to_get_one(
     assert why in found["coordinator"]["why"] and why in found["verdict"]
     assert "kvcluster token" in found["coordinator"]["advice"]
     print_diagnosis(found)
-    assert "What to do: give --token, or KVCLUSTER_TOKEN" in capsys.readouterr().out
+    assert "What to do: give --token-from, or KVCLUSTER_TOKEN" in capsys.readouterr().out
 
 
 def test_another_version_of_the_protocol_is_told_with_what_to_install(

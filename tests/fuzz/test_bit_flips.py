@@ -29,7 +29,7 @@ from kvcluster.runtime.auth import DEFAULT_TENANT, Authenticator
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.split_transport import Over
+from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.base import Deadline, Transport
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.grpc_pages import READ, WRITE, GrpcPages, page_handlers
@@ -164,7 +164,7 @@ def over_tcp(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
     """Links that go over two wires, and control beside them that is sound."""
     server = TcpServer(host, lambda token: DEFAULT_TENANT, "127.0.0.1")
     with _over(server, to_reader, to_shard):
-        yield lambda shard: Over(MemoryTransport(host, DEFAULT_TENANT), TcpPages(server.address, None))
+        yield lambda shard: SplitTransport(MemoryTransport(host, DEFAULT_TENANT), TcpPages(server.address, None))
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def over_shm(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
     """The same, where the bytes of pages go past the wires, and what is said of them over these."""
     server = ShmServer(host, lambda token: DEFAULT_TENANT)
     with _over(server, to_reader, to_shard):
-        yield lambda shard: Over(MemoryTransport(host, DEFAULT_TENANT), ShmPages(server.address, None))
+        yield lambda shard: SplitTransport(MemoryTransport(host, DEFAULT_TENANT), ShmPages(server.address, None))
 
 
 @contextmanager

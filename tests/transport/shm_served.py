@@ -8,7 +8,7 @@ from typing import Any
 from kvcluster.core.ids import Tenant
 from kvcluster.testing.conformance import World
 from kvcluster.testing.conformance.world import BOUND_S, ONE
-from kvcluster.testing.split_transport import Over
+from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmHost, ShmServer
@@ -37,8 +37,8 @@ class Served:
         self._server.start()
         self.address = self._server.address
 
-    def open(self, tenant: Tenant) -> Over:
-        return Over(MemoryTransport(self._host, tenant), ShmPages(self.address, token(tenant)))
+    def open(self, tenant: Tenant) -> SplitTransport:
+        return SplitTransport(MemoryTransport(self._host, tenant), ShmPages(self.address, token(tenant)))
 
     def close(self) -> None:
         self._server.close()

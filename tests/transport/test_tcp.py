@@ -27,7 +27,7 @@ from kvcluster.testing.conformance.content import (
 )
 from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, soon
-from kvcluster.testing.split_transport import Over
+from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
@@ -57,8 +57,8 @@ class Served:
         self._server.start()
         self.address = self._server.address
 
-    def open(self, tenant: Tenant) -> Over:
-        return Over(MemoryTransport(self._host, tenant), TcpPages(self.address, token(tenant)))
+    def open(self, tenant: Tenant) -> SplitTransport:
+        return SplitTransport(MemoryTransport(self._host, tenant), TcpPages(self.address, token(tenant)))
 
     def close(self) -> None:
         self._server.close()

@@ -67,7 +67,9 @@ def format_of(spec: FullAttentionSpec) -> KVFormat:
 
 def blocks_of(isa: str, k: torch.Tensor, v: torch.Tensor, block: int) -> torch.Tensor:
     """The cache after vLLM's kernel has written these tokens, `[tokens, heads, dim]`, block by block."""
-    return torch.cat([kv_format.written(isa, a, b) for a, b in zip(k.split(block), v.split(block), strict=True)])
+    return torch.cat(
+        [kv_format.block_of_kernel(isa, a, b) for a, b in zip(k.split(block), v.split(block), strict=True)]
+    )
 
 
 # ------------------------------------------------------------------------------------------------ what a kernel writes
@@ -161,10 +163,10 @@ def test_tokens_of_a_head_that_are_not_contiguous_are_refused(packing: str) -> N
 
 def test_a_kernel_that_orders_blocks_in_a_way_of_its_own_makes_them_opaque(without_amx: None) -> None:
     """As a later release of a kernel of the same name may."""
-    real = kv_format.written
+    real = kv_format.block_of_kernel
     kv_format._packing.cache_clear()
     try:
-        with patch.object(kv_format, "written", lambda isa, k, v: real(isa, k, v).flip(3)):
+        with patch.object(kv_format, "block_of_kernel", lambda isa, k, v: real(isa, k, v).flip(3)):
             found = format_of(layers_of(dtype=torch.float32))
     finally:
         kv_format._packing.cache_clear()
@@ -261,12 +263,12 @@ ORDERS: dict[str, Fake] = {
 @pytest.fixture
 def orders() -> Iterator[Callable[[str], Any]]:
     """Makes the kernel of this machine order a block as another one's might."""
-    real = kv_format.written
+    real = kv_format.block_of_kernel
 
     def of(order: str) -> Any:
         kv_format._packing.cache_clear()
         fake = ORDERS.get(order, lambda cache: cache)
-        return patch.object(kv_format, "written", lambda isa, k, v: fake(real(isa, k, v)))
+        return patch.object(kv_format, "block_of_kernel", lambda isa, k, v: fake(real(isa, k, v)))
 
     yield of
     kv_format._packing.cache_clear()

@@ -30,39 +30,29 @@ def add(commands: Any) -> None:
     )
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
 
-    def kind(name: str, run: Callable[[argparse.Namespace], int], does: str, quick: str = "") -> Any:
+    def kind(
+        name: str, run: Callable[[argparse.Namespace], int], does: str, *, quick: str = "", plot: bool = False
+    ) -> Any:
         parser = kinds.add_parser(name, help=does, allow_abbrev=False)
         parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
         if quick:
             parser.add_argument("--quick", action="store_true", help=f"measure less: {quick}")
+        if plot:
+            parser.add_argument("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
         parser.set_defaults(run=run)
         return parser.add_argument
 
     _add_lookup(kind("lookup", _lookup, "measure the prefix index, and lookups over gRPC"))
-    option = kind(
-        "transfer", _transfer, "measure loads and stores over every path", quick="3 rounds of 32 MiB, one client"
-    )
-    _add_transfer(option)
-    option = kind(
-        "codec",
-        _codec,
-        "measure speed and error of the page codecs",
-        quick="3 rounds of 8 MiB, one seed, 256 tokens of KV",
-    )
-    option("--rounds", type=positive, metavar="N", help="rounds of each speed measurement (default 7)")
-    option("--dims", type=positive, nargs="+", default=[64, 128], metavar="N", help="head dims (default 64 128)")
-    option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
-    option = kind(
-        "tiers",
-        _tiers,
-        "measure loads from lower tiers, stores during demotion",
-        quick="3 rounds of 32 pages, 60 stores",
-    )
-    option("--disk-dir", type=Path, help="folder on the drive to measure (default: a temporary folder)")
+    quick = "3 rounds of 32 MiB, one client"
+    _add_transfer(kind("transfer", _transfer, "measure loads and stores over every path", quick=quick, plot=True))
+    quick = "3 rounds of 8 MiB, one seed, 256 tokens of KV"
+    _add_codec(kind("codec", _codec, "measure speed and error of the page codecs", quick=quick, plot=True))
+    quick = "3 rounds of 32 pages, 60 stores"
+    _add_tiers(kind("tiers", _tiers, "measure loads from lower tiers, stores during demotion", quick=quick))
     quick = "3 rounds over 1,024 tokens, prefill of 64"
-    _add_attend(kind("attend", _attend, "measure attention over the pages of sequences", quick=quick))
-    quick = "1,024 and 4,096 tokens, 20 calls each"
-    _add_sequences(kind("sequences", _sequences, "measure a sequence as it grows to a million tokens", quick=quick))
+    _add_attend(kind("attend", _attend, "measure attention over the pages of sequences", quick=quick, plot=True))
+    does, quick = "measure a sequence as it grows to a million tokens", "1,024 and 4,096 tokens, 20 calls each"
+    _add_sequences(kind("sequences", _sequences, does, quick=quick, plot=True))
     _add_trace(kind("trace", _trace, "replay a request trace for hit rates by tier and codec"))
 
 
@@ -103,7 +93,15 @@ def _add_transfer(option: Callable[..., object]) -> None:
         metavar="PYTHON",
         help="Python in whose environment the peers are installed (default: this one)",
     )
-    option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
+
+
+def _add_codec(option: Callable[..., object]) -> None:
+    option("--rounds", type=positive, metavar="N", help="rounds of each speed measurement (default 7)")
+    option("--dims", type=positive, nargs="+", default=[64, 128], metavar="N", help="head dims (default 64 128)")
+
+
+def _add_tiers(option: Callable[..., object]) -> None:
+    option("--disk-dir", type=Path, help="folder on the drive to measure (default: a temporary folder)")
 
 
 def _add_attend(option: Callable[..., object]) -> None:
@@ -113,7 +111,6 @@ def _add_attend(option: Callable[..., object]) -> None:
     option("--threads", type=positive, default=2, metavar="N", help="threads of the row with several (default 2)")
     option("--forks", type=positive, default=8, metavar="N", help="forks of the row with several (default 8)")
     option("--prefill", type=positive, metavar="N", help="query tokens of prefill (default 512)")
-    option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
 
 
 def _add_sequences(option: Callable[..., object]) -> None:
@@ -126,7 +123,6 @@ def _add_sequences(option: Callable[..., object]) -> None:
     )
     option("--calls", type=positive, metavar="N", help="calls of each measurement (default 100)")
     option("--decoded", type=positive, metavar="N", help="tokens decoded to count calls (default 4096)")
-    option("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
 
 
 def _add_trace(option: Callable[..., object]) -> None:

@@ -1,11 +1,12 @@
 """Times alternatives in rounds, so that noise of the machine affects all of them alike.
 
 The alternatives take turns: each round runs every one once. One more round comes first, to warm up. What is reported
-is the median of the rounds, and ratios of medians within one run.
+is the median of the rounds, and ratios within one run: of medians, or of pairs that ran one right after the other.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +32,38 @@ def interleaved(
     for number in range(rounds + 1):
         for name, run in runs.items():
             before(name)
-            began = time.perf_counter()
-            run()
-            took = time.perf_counter() - began
+            took = duration(run)
             if number:
                 seconds[name].append(took)
     return seconds
+
+
+def paired(
+    base: Callable[[], object],
+    runs: Mapping[Name, Callable[[], object]],
+    rounds: int,
+    before: Callable[[Name], object] = lambda _: None,
+) -> dict[Name, list[tuple[float, float]]]:
+    """Returns for each run the seconds of `base` and its own, one pair per round. `base` runs right before it, both
+    with cold caches, and each round has the runs in a random order. Calls `before` with the name of each run first."""
+    pairs: dict[Name, list[tuple[float, float]]] = {name: [] for name in runs}
+    for number in range(rounds + 1):
+        for name in random.sample(list(runs), len(runs)):
+            before(name)
+            sweep_caches()
+            of_base = duration(base)
+            sweep_caches()
+            took = duration(runs[name])
+            if number:
+                pairs[name].append((of_base, took))
+    return pairs
+
+
+def duration(run: Callable[[], object]) -> float:
+    """Returns the seconds that `run` takes."""
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def medians(seconds: Mapping[Name, Sequence[float]]) -> dict[Name, float]:

@@ -1,4 +1,4 @@
-"""The specs that the benchmarks use: the KV of a well-known model, in pages of several sizes."""
+"""The specs that the benchmarks use, the KV of known models in pages of several sizes; and the deadline of calls."""
 
 from __future__ import annotations
 
@@ -59,6 +59,9 @@ def page_shape(spec: KVSpec) -> tuple[int, int, int, int, int]:
     group = spec.groups[0]
     return len(group.layers), len(group.planes), spec.block_tokens, group.heads, group.planes[0].dim
 
+
+CALL_MS = 60_000
+"""Deadline of each call: a benchmark is slow rather than given up."""
 
 PASSING_ADAPTER = "bench-stores"
 """The adapter of blocks that are stored in a round and purged after it. Batch 0, which is loaded in every round, has

@@ -144,14 +144,14 @@ def _sharing(computed: list[Figures], stored: Figures, loaded: list[Figures]) ->
             }
             for replica, i, answer in pairs
         ],
-        "logit_difference": max(_difference(answer, computed[i]) for _, i, answer in pairs),
+        "logit_difference": max(third_act.logit_difference(answer, computed[i]) for _, i, answer in pairs),
         "logit_scale": max(abs(logit) for answer in computed for logit in answer["logits"]),
     }
 
 
 def _control(spoiled: Figures, computed: Figures, figures: Figures) -> Figures:
     """Compares the answer with a zeroed block: `differs` if its ids differ, or its logits by more than rounding."""
-    moved = _difference(spoiled, computed)
+    moved = third_act.logit_difference(spoiled, computed)
     beyond_rounding = max(100 * figures["logit_difference"], 1e-3 * figures["logit_scale"])
     return {
         "without_cache": computed["digest"],
@@ -170,7 +170,3 @@ def _other_weights(trained: Figures, explained: Figures) -> Figures:
 
 def _seconds(answers: list[Figures]) -> float:
     return float(statistics.median(answer["first_token_ns"] for answer in answers)) / 1e9
-
-
-def _difference(one: Figures, other: Figures) -> float:
-    return max(abs(float(a) - float(b)) for a, b in zip(one["logits"], other["logits"], strict=True))

@@ -79,7 +79,7 @@ def assess(computed: list[Figures], loaded: list[Figures], status: Figures, work
         "tokens_reused": sum(answer["cached_tokens"] for answer in loaded),
         "tokens_asked": len(loaded) * TOKENS,
         "same_next_token": same,
-        "logit_difference": max(_difference(*pair) for pair in zip(computed, loaded, strict=True)),
+        "logit_difference": max(logit_difference(*pair) for pair in zip(computed, loaded, strict=True)),
         "logit_scale": max(abs(logit) for answer in computed for logit in answer["logits"]),
         "ok": lay["host"] > 0 and lay["device"] + lay["host"] > asked * 3 // 4,
     }
@@ -96,5 +96,6 @@ def _settled(reader: ChildProcess) -> None:
     wait_until(unchanged, "no more pages are demoted", poll_s=1.0)
 
 
-def _difference(one: Figures, other: Figures) -> float:
+def logit_difference(one: Figures, other: Figures) -> float:
+    """Returns the largest difference of a logit of two answers."""
     return max(abs(float(a) - float(b)) for a, b in zip(one["logits"], other["logits"], strict=True))

@@ -66,7 +66,7 @@ class HostPool:
 
 
 @contextmanager
-def reading() -> Iterator[None]:
+def supported_release() -> Iterator[None]:
     """Wraps the first access to SGLang's objects: raises CallerError for an attribute that they lack, which means that
     the release is not supported."""
     try:

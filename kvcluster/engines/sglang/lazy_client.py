@@ -88,10 +88,13 @@ class LazyClient:
     def call(self) -> Iterator[ClientCall | None]:
         """Wraps one call. Yields None if `connected` returns None, while another call probes whether the coordinator is
         back, and while too many calls are in progress."""
-        call, admitted = self._admit()
-        if call is None or admitted is None:
+        with self._lock:
+            connected = None if self._closed.is_set() else self._connected
+            admitted = self._policy.ask(time.monotonic_ns()) if connected is not None else None
+        if connected is None or not isinstance(admitted, Admission):
             yield None
             return
+        call = ClientCall(connected.client, connected.namespace)
         try:
             yield call
         finally:
@@ -113,15 +116,6 @@ class LazyClient:
             connected, self._connected = self._connected, None
         if connected is not None:
             connected.client.close()
-
-    def _admit(self) -> tuple[ClientCall, Admission] | tuple[None, None]:
-        with self._lock:
-            if self._closed.is_set() or self._connected is None:
-                return None, None
-            admitted = self._policy.ask(time.monotonic_ns())
-            if not isinstance(admitted, Admission):
-                return None, None
-            return ClientCall(self._connected.client, self._connected.namespace), admitted
 
     def _end(self, call: ClientCall, admitted: Admission) -> None:
         with self._lock:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvcluster import config
+from kvcluster.client.credential import read_token
 from kvcluster.config import ClientConfig
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
@@ -88,7 +88,7 @@ def read(given: Mapping[str, object], model_name: str) -> StorageSettings:
         weights=_text(given, "weights"),
         model=_text(given, "model") or model_name,
         client=_client(given.get("client", {})),
-        token=_token(_text(given, "token_file")),
+        token=read_token(_text(given, "token_file")),
         kv_cache_dtype=_text(given, "kv_cache_dtype"),
         kv_heads=_number(given, "kv_heads", 0, least=0),
         draft_weights=_text(given, "draft_weights"),
@@ -141,12 +141,3 @@ def _client(value: object) -> ClientConfig:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{_WHERE}: client must be an object ({_OURS['client']}), not {value!r}")
     return config.load(overrides={"client": dict(value)}).client
-
-
-def _token(path: str) -> str | None:
-    if not path:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{_WHERE}: token_file {path!r} cannot be read: {error}") from None

@@ -46,7 +46,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
     """
 
     def __init__(self, storage_config: object, options: Mapping[str, object] | None = None) -> None:
-        with compat.reading():
+        with compat.supported_release():
             self._rank = compat.rank(storage_config)
             self._settings = read(compat.extra_config(storage_config), compat.model_name(storage_config))
         self.mem_pool_host: object = None
@@ -62,7 +62,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         spec."""
         self.close()
         self.mem_pool_host = mem_pool_host
-        with compat.reading():
+        with compat.supported_release():
             pool, memory = compat.describe(mem_pool_host), compat.PoolMemory(mem_pool_host)
             layout = self._layout = HostPoolLayout(pool, memory, self._rank, self._settings, compat.version())
         self._lossy_pages = lossy_pages_of(mem_pool_host)

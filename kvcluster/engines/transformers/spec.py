@@ -10,12 +10,12 @@ implementation is left out: implementations differ only by float rounding, as ba
 from __future__ import annotations
 
 import hashlib
-import json
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcluster.core.spec import Group, KVSpec, Plane
+from kvcluster.engines.texts import canonical, settings_digest
 from kvcluster.engines.transformers.compat import check_model, layers, planes, text_config
 from kvcluster.errors import CallerError
 
@@ -55,8 +55,8 @@ def spec_of(
         block_tokens=block_tokens,
         groups=groups(model),
         adapter=adapter,
-        rope=_canonical(rope),
-        extra=(("config", "sha256:" + hashlib.sha256(_canonical(settings).encode()).hexdigest()),),
+        rope=canonical(rope),
+        extra=(("config", settings_digest(settings)),),
     )
     _check_real_kv(model, spec)
     return spec
@@ -87,7 +87,7 @@ def fingerprint(model: PreTrainedModel) -> str:
             raise CallerError(f"{name} is not in memory, so it cannot be fingerprinted; give weights='sha256:...'")
         place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
         first = first_names.setdefault(place, name) if tensor.numel() else name
-        header = _canonical([name, first, str(tensor.dtype), list(tensor.shape)]).encode()
+        header = canonical([name, first, str(tensor.dtype), list(tensor.shape)]).encode()
         digest.update(len(header).to_bytes(8, "little") + header)
         if first == name:
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -136,7 +136,3 @@ def _shape(kv: tuple[Group, ...]) -> str:
 
 def _plane(plane: Plane) -> str:
     return f"{plane.name} [{plane.heads} heads x {plane.dim}, {plane.dtype}]"
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

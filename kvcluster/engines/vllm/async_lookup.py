@@ -15,7 +15,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.tickets import Ticket
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.errors import KVClusterError
+from kvcluster.engines.texts import error_text
 from kvcluster.transport.base import Unavailable
 
 _NO_ANSWER = (MissReason.DEADLINE, MissReason.SHARD_LOST)
@@ -86,10 +86,8 @@ class AsyncLookups:
             ticket = client.prepare_load(hashes, whole=True, adapter=adapter, deadline_ms=deadline_ms)
         except Unavailable as trouble:
             call.failure = trouble.miss
-        except KVClusterError as error:
-            call.failure = Miss(MissReason.SHARD_LOST, str(error))
         except Exception as error:
-            call.failure = Miss(MissReason.SHARD_LOST, f"{type(error).__name__}: {error}")
+            call.failure = Miss(MissReason.SHARD_LOST, error_text(error))
         else:
             if ticket.blocks or ticket.miss is None or ticket.miss.reason not in _NO_ANSWER:
                 call.answered()

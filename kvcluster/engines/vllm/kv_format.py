@@ -108,14 +108,14 @@ def _packing(isa: str, dtype: str, block_tokens: int, dim: int) -> str:
     digest, plain = hashlib.sha256(), True
     for digit in range(_DIGITS):
         k, v = (((numbers >> 8 * digit) & 0xFF).to(getattr(torch, dtype)) for numbers in (keys, values))
-        cache = written(isa, k, v)
+        cache = block_of_kernel(isa, k, v)
         read_k, read_v = (plane[0] for plane in Paged.vllm_cpu([cache], []).layers[0])
         plain = plain and torch.equal(read_k, k) and torch.equal(read_v, v)
         digest.update(bytes(cache.view(torch.uint8).flatten().tolist()))
     return "" if plain else f"vllm cpu {isa} {dtype} {digest.hexdigest()[:16]}"
 
 
-def written(isa: str, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def block_of_kernel(isa: str, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Returns a cache of one block, `[1, heads, tokens, 2 * dim]`, into which vLLM's kernel has written K and V, each
     `[tokens, heads, dim]`. Raises RuntimeError for shapes that the kernel does not support."""
     from vllm import _custom_ops

@@ -10,12 +10,10 @@ it and it receives that name.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
@@ -26,6 +24,7 @@ from kvcluster.client.connect import connect
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import EngineInfo
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
+from kvcluster.engines.texts import canonical, error_text, settings_digest
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.transport.base import Unavailable
@@ -51,7 +50,7 @@ def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fin
     told = compat.settings_of_model(config)
     rope = told["config"].pop("rope_parameters", None)
     extra = [
-        ("config", "sha256:" + hashlib.sha256(_canonical(told).encode()).hexdigest()),
+        ("config", settings_digest(told)),
         ("engine", f"vllm-{compat.version()}"),
     ]
     isas = dict.fromkeys(of_group.isa for of_group in layout.formats if of_group.isa)
@@ -62,7 +61,7 @@ def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fin
         weights=fingerprint,
         block_tokens=layout.block_tokens,
         groups=layout.groups,
-        rope=_canonical(rope),
+        rope=canonical(rope),
         extra=tuple(extra),
     )
 
@@ -141,11 +140,8 @@ class Registration:
                     left, self._left = self._left, None
                 if left is not None:
                     left.close()
-        except KVClusterError as error:
-            self.why = str(error)
-            self._log(f"neither loads nor stores: {error}")
         except Exception as error:  # a thread must not die silently
-            self.why = f"{type(error).__name__}: {error}"
+            self.why = error_text(error)
             self._log(f"neither loads nor stores: {self.why}")
 
     def _attend(self) -> None:
@@ -247,17 +243,8 @@ class Adapters:
     def _read(self, number: int, path: str) -> None:
         try:
             read = self._fingerprint(path)
-        except KVClusterError as error:
-            self._log(f"neither loads nor stores for the adapter {path}: {error}")
-            return
         except Exception as error:  # a thread must not die silently
-            self._log(f"neither loads nor stores for the adapter {path}: {type(error).__name__}: {error}")
+            self._log(f"neither loads nor stores for the adapter {path}: {error_text(error)}")
             return
         with self._lock:
             self._known[number] = read
-
-
-def _canonical(value: object) -> str:
-    if isinstance(value, Mapping):
-        value = dict(value)
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

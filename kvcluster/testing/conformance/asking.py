@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from kvcluster.core.ids import Epoch, NamespaceId
 from kvcluster.core.messages import PageKey, PageWant, RefusedKind
 from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import Part
 from kvcluster.testing.conformance.content import (
-    ActiveRead,
     Content,
     ContentSink,
     ContentSource,
     load,
     opaque_spec,
+    refused,
     stop_at,
     store,
+    stored,
     write,
 )
 from kvcluster.testing.conformance.world import ONE, TWO, World, soon
-from kvcluster.transport.base import Deadline, RefusedByShard, Transport, Unavailable
+from kvcluster.transport.base import Deadline, Transport, Unavailable, run_to_completion
 
 
 def check_refused(
@@ -39,13 +38,10 @@ def check_refused(
     epoch = reading.epoch if epoch is None else epoch
     reading = replace(reading, namespace=namespace, epoch=epoch)
     writing = replace(writing, namespace=namespace, epoch=epoch)
-    sink = ContentSink(content, reading, stop_at(1))
-    with pytest.raises(RefusedByShard) as refused_load:
-        ActiveRead(reading, transport.read(reading, sink, soon()), sink).finish()
-    with pytest.raises(RefusedByShard) as refused_store:
+    with refused(kind):
+        list(transport.read(reading, ContentSink(content, reading, stop_at(1)), soon()))
+    with refused(kind):
         transport.write(writing, ContentSource(content, writing, stop_at(1)), soon())
-    assert refused_load.value.refused.kind is kind
-    assert refused_store.value.refused.kind is kind
 
 
 class AskingClaims:
@@ -75,22 +71,18 @@ class AskingClaims:
         store(world.open(), content)
         stranger = world.second_tenant()
         request = replace(content.read_request(), namespace=stranger.attach(content.spec, soon()).namespace)
-        sink = ContentSink(content, request, stop_at(1))
-        outcome = ActiveRead(request, stranger.read(request, sink, soon()), sink).finish()
+        outcome = run_to_completion(stranger.read(request, ContentSink(content, request, stop_at(1)), soon()))
         assert [miss and miss.reason for miss in outcome] == [MissReason.EVICTED] * 2
 
     def test_a_refusal_leaves_the_transport_to_the_next_call(self, world: World) -> None:
         transport, content = world.open(), Content.of(world, 1, 1, 8)
         for _ in range(2):
-            with pytest.raises(RefusedByShard) as refused:
+            with refused(RefusedKind.UNKNOWN_NAMESPACE):
                 load(transport, content)
-            assert refused.value.refused.kind is RefusedKind.UNKNOWN_NAMESPACE
         store(transport, content)
 
     def test_another_incarnation_of_the_shard_is_not_taken_for_this_one(self, world: World) -> None:
-        content = Content.of(world, 1, 1, 8)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content.of(world, 1, 1, 8))
         for epoch in (Epoch(world.epoch - 1), Epoch(world.epoch + 1)):
             check_refused(transport, content, RefusedKind.STALE, epoch=epoch)
 
@@ -100,9 +92,8 @@ class AskingClaims:
         store(transport, content)
         world.memory(content.namespace, content.keys[0])[0] ^= 1
         stranger.attach(content.spec, soon())
-        with pytest.raises(RefusedByShard) as refused:
+        with refused(RefusedKind.UNKNOWN_NAMESPACE):
             stranger.suspect(content.namespace, world.epoch, content.keys, soon())
-        assert refused.value.refused.kind is RefusedKind.UNKNOWN_NAMESPACE
         transport.suspect(content.namespace, Epoch(world.epoch - 1), content.keys, soon())
         other = Content.of(world, 1, 1, 8, first=5)
         store(transport, other)
@@ -118,14 +109,11 @@ class AskingClaims:
         for group, part in [(1, Part(0, 2, 0, 1)), (0, Part(0, 3, 0, 1)), (0, Part(0, 2, 0, 2))]:
             request = content.write_request(keys=[PageKey(content.keys[0].hash, group, part)])
             source = ContentSource(content, content.write_request(), stop_at(1))
-            with pytest.raises(RefusedByShard) as refused:
+            with refused(RefusedKind.BAD):
                 transport.write(request, source, soon())
-            assert refused.value.refused.kind is RefusedKind.BAD
 
     def test_a_suspicion_condemns_what_the_shard_itself_finds_rotten_and_nothing_else(self, world: World) -> None:
-        content = Content.of(world, 4, 3, 1_000)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content.of(world, 4, 3, 1_000))
         rotten, sound = content.keys[:2], content.keys[2:]
         for key in rotten:
             world.memory(content.namespace, key)[1_500] ^= 1
@@ -139,9 +127,7 @@ class AskingClaims:
         assert load(transport, content) == [MissReason.EVICTED, MissReason.EVICTED, None, None]
 
     def test_what_is_flushed_is_known_to_the_coordinator(self, world: World) -> None:
-        content = Content.of(world, 300, 1, 8)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content.of(world, 300, 1, 8))
         assert transport.flush(soon())
         coordinator = world.cluster.coordinator_core()
 

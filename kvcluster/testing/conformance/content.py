@@ -5,20 +5,36 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch
-from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest, WriteRequest, Written
-from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest, RefusedKind, WriteRequest, Written
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import Group, KVSpec, Plane
 from kvcluster.pages import checksum, codec
-from kvcluster.testing.conformance.world import ONE, soon
-from kvcluster.transport.base import DataPath, Deadline, Payload, Transport, read_whole
+from kvcluster.testing.conformance.world import ONE, Pause, World, soon
+from kvcluster.transport.base import (
+    DataPath,
+    Deadline,
+    Payload,
+    RefusedByShard,
+    Transport,
+    Unavailable,
+    read_whole,
+    run_to_completion,
+)
 
 Pieces = Generator[None, None, list[Miss | None]]
+
+Came = dict[tuple[int, int], tuple[int, int, bytes]]
+"""What arrived, by item and layer, counted from its page's first: codec, checksum and bytes."""
 
 
 class Asker(Protocol):
@@ -117,29 +133,34 @@ class ContentSource:
 
 
 class ContentSink:
-    """Verifies and keeps what arrives for a request. `after_receive` is called after every piece."""
+    """Keeps and verifies what arrives for a request. `after_receive` is called after every piece."""
 
     def __init__(self, content: Content, request: ReadRequest, after_receive: Callable[[], object] = lambda: None):
         self._content = content
         self._wants = request.wants
         self._after_receive = after_receive
-        self.got: dict[tuple[int, int], bytes] = {}
+        self.came: Came = {}
         self.corrupt: list[tuple[int, int]] = []
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
         key = self._wants[item].key
         identity = checksum.identity(self._content.namespace, key, codec_id)
-        nbytes = self._content.spec.layer_bytes(key.group, key.part)
-        assert data.nbytes == nbytes * len(sums), "whole layers"
+        nbytes = data.nbytes // len(sums)
+        raw = self._content.spec.layer_bytes(key.group, key.part)
+        assert data.nbytes == len(sums) * (raw if codec_id == codec.RAW else nbytes), "whole layers"
         for at, expected in enumerate(sums, layer):
             copy = bytearray(nbytes)
             read_whole(data, memoryview(copy))
-            assert (item, at) not in self.got, "every layer comes once"
-            if checksum.layer_sum(identity, at, bytes(copy)) == expected:
-                self.got[item, at] = bytes(copy)
-            else:
+            assert (item, at) not in self.came or (item, at) in self.corrupt, "every layer comes once"
+            self.came[item, at] = codec_id, expected, bytes(copy)
+            if checksum.layer_sum(identity, at, bytes(copy)) != expected:
                 self.corrupt.append((item, at))
         self._after_receive()
+
+    @property
+    def got(self) -> dict[tuple[int, int], bytes]:
+        """What has arrived and is not corrupt."""
+        return {place: data for place, (_, _, data) in self.came.items() if place not in self.corrupt}
 
     def check(self, without: Sequence[int] = ()) -> None:
         """Raises AssertionError unless exactly what was wanted has arrived, except for these items."""
@@ -163,12 +184,7 @@ class ActiveRead:
 
     def finish(self) -> list[Miss | None]:
         """Reads to the end and returns the outcome."""
-        while True:
-            try:
-                next(self.pieces)
-            except StopIteration as end:
-                outcome: list[Miss | None] = end.value
-                return outcome
+        return run_to_completion(self.pieces)
 
 
 def read(
@@ -176,11 +192,12 @@ def read(
     content: Content,
     wants: Sequence[PageWant] | None = None,
     *,
+    accept: Loss = Loss.EXACT,
     after_receive: Callable[[], object] = lambda: None,
     deadline: Deadline | None = None,
 ) -> ActiveRead:
     """Returns a load that has not begun."""
-    request = content.read_request(wants)
+    request = replace(content.read_request(wants), accept=accept)
     sink = ContentSink(content, request, after_receive)
     return ActiveRead(request, transport.read(request, sink, deadline or soon()), sink)
 
@@ -206,18 +223,54 @@ def write(
     content: Content,
     before_copy: Callable[[], object] = lambda: None,
     *,
+    lies_about: Sequence[int] = (),
     wait_ns: int = 0,
     deadline: Deadline | None = None,
 ) -> list[Written]:
     """Attaches and stores all pages; returns the outcome."""
     transport.attach(content.spec, soon())
     request = content.write_request(wait_ns=wait_ns)
-    return transport.write(request, ContentSource(content, request, before_copy), deadline or soon())
+    source = ContentSource(content, request, before_copy, lies_about=lies_about)
+    return transport.write(request, source, deadline or soon())
+
+
+def write_begun(
+    world: World, transport: Transport, content: Content, *, at: int = 1
+) -> tuple[Future[list[Written]], Pause]:
+    """Returns a store of all pages on another thread, which stands still before its piece number `at` until the pause
+    is released."""
+    pause = Pause(at)
+    under_way = world.meanwhile(lambda: write(transport, content, pause))
+    pause.wait_reached()
+    return under_way, pause
 
 
 def store(transport: Transport, content: Content) -> None:
     """Stores all pages; raises AssertionError unless all are committed."""
     assert write(transport, content) == [Written.COMMITTED] * len(content.keys)
+
+
+def stored(world: World, content: Content | None = None) -> tuple[Transport, Content]:
+    """Stores these pages, by default those of Content.big; returns the transport, and what is stored."""
+    transport, content = world.open(), content or Content.big(world)
+    store(transport, content)
+    return transport, content
+
+
+@contextmanager
+def unavailable(reason: MissReason) -> Iterator[pytest.ExceptionInfo[Unavailable]]:
+    """Raises AssertionError unless the block raises Unavailable for this reason."""
+    with pytest.raises(Unavailable) as trouble:
+        yield trouble
+    assert trouble.value.miss.reason is reason
+
+
+@contextmanager
+def refused(kind: RefusedKind) -> Iterator[None]:
+    """Raises AssertionError unless the block raises RefusedByShard of this kind."""
+    with pytest.raises(RefusedByShard) as refusal:
+        yield
+    assert refusal.value.refused.kind is kind
 
 
 class Stop(Exception):

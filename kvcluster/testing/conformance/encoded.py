@@ -6,7 +6,6 @@ import itertools
 import random
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -16,16 +15,13 @@ from kvcluster.core.messages import PageKey, PageWant
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
-from kvcluster.testing.conformance.content import Content, block, store
-from kvcluster.testing.conformance.world import World, soon
-from kvcluster.transport.base import Payload, Transport, read_whole, run_to_completion
+from kvcluster.testing.conformance.content import Came, Content, block, read, stored
+from kvcluster.testing.conformance.world import World
+from kvcluster.transport.base import Transport
 
 LOSSY = [Codec.Q8, Codec.Q4]
 SMALL, LARGE = 8, limits.FRAME_BYTES // (2 * 2 * 2 * 64)
 """Tokens of a block. SMALL: several pages fit into a frame. LARGE: a raw layer is one frame."""
-
-Came = dict[tuple[int, int], tuple[int, int, bytes]]
-"""What arrived, by item and layer, counted from its page's first: codec, checksum and bytes."""
 
 
 def numbers(world: World, pages: int, block_tokens: int = SMALL) -> Content:
@@ -51,28 +47,12 @@ def numbers(world: World, pages: int, block_tokens: int = SMALL) -> Content:
     return content
 
 
-class _Sink:
-    """A PageSink that keeps what arrives."""
-
-    def __init__(self) -> None:
-        self.came: Came = {}
-
-    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
-        assert data.nbytes % len(sums) == 0, "whole layers"
-        for at, layer_sum in enumerate(sums, layer):
-            copy = bytearray(data.nbytes // len(sums))
-            read_whole(data, memoryview(copy))
-            assert (item, at) not in self.came, "every layer comes once"
-            self.came[item, at] = codec_id, layer_sum, bytes(copy)
-
-
 def load(
     transport: Transport, content: Content, wants: Sequence[PageWant] | None = None, accept: Loss = Loss.Q4
 ) -> tuple[list[Miss | None], Came]:
     """Returns the outcome of a load that accepts that loss, and what arrived."""
-    sink = _Sink()
-    request = replace(content.read_request(wants), accept=accept)
-    return run_to_completion(transport.read(request, sink, soon())), sink.came
+    reading = read(transport, content, wants, accept=accept)
+    return reading.finish(), reading.sink.came
 
 
 def committed(world: World, content: Content, wants: Sequence[PageWant], items: Sequence[int] | None = None) -> Came:
@@ -90,10 +70,9 @@ def committed(world: World, content: Content, wants: Sequence[PageWant], items: 
 
 def demoted(world: World, codec: Codec, pages: int = 2, *, block_tokens: int = SMALL) -> Content:
     """Stores pages and demotes them to the host tier."""
-    stored = numbers(world, pages, block_tokens)
-    store(world.open(), stored)
-    world.demote(stored.namespace, stored.keys, codec)
-    return stored
+    _, content = stored(world, numbers(world, pages, block_tokens))
+    world.demote(content.namespace, content.keys, codec)
+    return content
 
 
 class EncodedClaims:
@@ -134,8 +113,7 @@ class EncodedClaims:
             assert matches == [codec is Codec.Q8 for codec in Codec]
 
     def test_raw_and_encoded_pages_travel_in_one_call_each_as_it_lies(self, world: World) -> None:
-        content, transport = numbers(world, 8), world.open()
-        store(transport, content)
+        transport, content = stored(world, numbers(world, 8))
         for codec, keys in (
             (Codec.Q8, content.keys[1:3]),
             (Codec.Q4, content.keys[4:6]),
@@ -152,8 +130,7 @@ class EncodedClaims:
     def test_a_reader_that_accepts_less_loss_misses_those_pages_and_gets_the_ones_beside_them(
         self, world: World, accept: Loss
     ) -> None:
-        content, transport = numbers(world, 5), world.open()
-        store(transport, content)
+        transport, content = stored(world, numbers(world, 5))
         codecs = [Codec.RAW, Codec.Q8, Codec.RAW, Codec.Q4, Codec.RAW]
         for item in (1, 2, 3):
             world.demote(content.namespace, [content.keys[item]], codecs[item])
@@ -169,22 +146,16 @@ class EncodedClaims:
         content = demoted(world, Codec.Q4, 3)
         memory = world.memory(content.namespace, content.keys[1])
         memory[len(memory) // 2] ^= 1  # of the second of three layers
-        outcome, came = load(world.open(), content)
-        assert outcome == [None] * 3
-        wrong = []
-        for (item, layer), (codec_id, layer_sum, data) in came.items():
-            identity = checksum.identity(content.namespace, content.keys[item], codec_id)
-            if checksum.layer_sum(identity, layer, data) != layer_sum:
-                wrong.append((item, layer))
-        assert wrong == [(1, 1)]
+        reading = read(world.open(), content, accept=Loss.Q4)
+        assert reading.finish() == [None] * 3
+        assert reading.sink.corrupt == [(1, 1)]
 
     def test_what_is_evicted_below_while_it_is_read_arrives_whole(self, world: World) -> None:
         content = demoted(world, Codec.Q8, block_tokens=LARGE)
-        expected, sink = committed(world, content, content.wants()), _Sink()
-        request = replace(content.read_request(), accept=Loss.Q8)
-        pieces = world.open().read(request, sink, soon())
-        next(pieces)
+        expected = committed(world, content, content.wants())
+        reading = read(world.open(), content, accept=Loss.Q8)
+        next(reading.pieces)
         pool = world.host.core.pool
         world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])
-        assert run_to_completion(pieces) == [None] * 2
-        assert sink.came == expected
+        assert reading.finish() == [None] * 2
+        assert reading.sink.came == expected

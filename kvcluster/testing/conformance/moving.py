@@ -23,9 +23,11 @@ from kvcluster.testing.conformance.content import (
     read,
     read_begun,
     store,
+    stored,
     write,
+    write_begun,
 )
-from kvcluster.testing.conformance.world import BOUND_S, Pause, World, soon
+from kvcluster.testing.conformance.world import BOUND_S, World, soon
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 
 FRAME = limits.FRAME_BYTES
@@ -61,15 +63,12 @@ class MovingClaims:
 
     @pytest.mark.parametrize(("pages", "layers", "layer_bytes"), SHAPES)
     def test_what_is_stored_is_what_is_loaded(self, world: World, pages: int, layers: int, layer_bytes: int) -> None:
-        content = Content.of(world, pages, layers, layer_bytes)
-        store(world.open(), content)
+        _, content = stored(world, Content.of(world, pages, layers, layer_bytes))
         assert load(world.open(), content) == [None] * pages
 
     @pytest.mark.parametrize("layer_bytes", [5, FRAME // 3, FRAME + 1])
     def test_any_range_of_layers_can_be_loaded_alone(self, world: World, layer_bytes: int) -> None:
-        content = Content.of(world, 2, 4, layer_bytes)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content.of(world, 2, 4, layer_bytes))
         for start, end in itertools.combinations(range(5), 2):
             assert load(transport, content, [PageWant(key, start, end) for key in content.keys]) == [None, None]
 
@@ -81,17 +80,13 @@ class MovingClaims:
         keys = [PageKey(block(number), 0, part) for number in range(5) for part in quarters]
         keys += [PageKey(block(number), 1, spec.whole(1)) for number in range(3)]
         random.Random(1).shuffle(keys)
-        content = Content(world, spec, keys)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content(world, spec, keys))
         wants = content.wants()
         random.Random(2).shuffle(wants)
         assert load(transport, content, wants) == [None] * len(keys)
 
     def test_a_page_may_be_wanted_twice_in_a_call(self, world: World) -> None:
-        content = Content.of(world, 1, 3, 1_000)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content.of(world, 1, 3, 1_000))
         (key,) = content.keys
         assert load(transport, content, [PageWant(key, 0, 2), PageWant(key, 1, 3)]) == [None, None]
 
@@ -110,15 +105,12 @@ class MovingClaims:
         assert source.drained_calls == 1
 
     def test_readers_at_the_same_time_get_the_same(self, world: World) -> None:
-        content = Content.big(world)
-        store(world.open(), content)
+        _, content = stored(world)
         readers = [world.meanwhile(lambda: load(world.open(), content)) for _ in range(3)]
         assert [reader.result(BOUND_S) for reader in readers] == [[None] * len(content.keys)] * 3
 
     def test_one_transport_serves_several_loads_in_turns(self, world: World) -> None:
-        content = Content.big(world)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world)
         readings = [read(transport, content) for _ in range(2)]
         for _ in itertools.zip_longest(*[reading.pieces for reading in readings]):
             """A piece of each."""
@@ -126,15 +118,14 @@ class MovingClaims:
             reading.sink.check()
 
     def test_threads_share_one_transport(self, world: World) -> None:
-        transport, stored = world.open(), Content.of(world, 4, 2, FRAME // 2)
-        store(transport, stored)
+        transport, shared = stored(world, Content.of(world, 4, 2, FRAME // 2))
         together = threading.Barrier(4)
 
         def use(number: int) -> None:
             mine = Content.of(world, 3, 2, FRAME // 2, first=100 * (number + 1))
             together.wait(BOUND_S)
             for _ in range(3):
-                assert load(transport, stored) == [None] * 4
+                assert load(transport, shared) == [None] * 4
             store(transport, mine)
             assert load(transport, mine) == [None] * 3
             assert transport.flush(soon())
@@ -144,8 +135,7 @@ class MovingClaims:
             user.result(BOUND_S)
 
     def test_a_load_that_is_not_driven_on_holds_up_no_other_call(self, world: World) -> None:
-        transport, content, new = world.open(), Content.big(world), Content.of(world, 1, 1, 100, first=100)
-        store(transport, content)
+        (transport, content), new = stored(world), Content.of(world, 1, 1, 100, first=100)
         reading = read_begun(transport, content)
         store(transport, new)
         assert transport.flush(soon())
@@ -156,22 +146,18 @@ class MovingClaims:
     # ------------------------------------------------------------------------- an outcome for every page
 
     def test_a_load_says_for_each_page_why_it_misses(self, world: World) -> None:
-        stored, writing, never = (Content.of(world, 2, 2, 300, first=first) for first in (0, 10, 20))
-        transport, writer, pause = world.open(), world.open(), Pause()
-        store(transport, stored)
-        under_way = world.meanwhile(lambda: write(writer, writing, pause))
-        pause.wait_reached()
-        outcome = load(transport, stored, [*never.wants(), *stored.wants(), *writing.wants()])
+        ready, writing, never = (Content.of(world, 2, 2, 300, first=first) for first in (0, 10, 20))
+        transport, _ = stored(world, ready)
+        under_way, pause = write_begun(world, world.open(), writing)
+        outcome = load(transport, ready, [*never.wants(), *ready.wants(), *writing.wants()])
         assert outcome == [EVICTED, EVICTED, None, None, MissReason.PENDING, MissReason.PENDING]
         pause.release()
         assert under_way.result(BOUND_S) == [COMMITTED] * 2
 
     def test_a_store_says_for_each_page_what_became_of_it(self, world: World) -> None:
         ready, writing, new = (Content.of(world, 2, 2, 300, first=first) for first in (0, 10, 20))
-        transport, writer, pause = world.open(), world.open(), Pause()
-        store(transport, ready)
-        under_way = world.meanwhile(lambda: write(writer, writing, pause))
-        pause.wait_reached()
+        transport, _ = stored(world, ready)
+        under_way, pause = write_begun(world, world.open(), writing)
         everything = Content(world, new.spec, [*new.keys[:1], *ready.keys, *writing.keys, *new.keys[1:]], seed=3)
         request = everything.write_request()
         source = ContentSource(everything, request)
@@ -227,28 +213,20 @@ class MovingClaims:
     # --------------------------------------------------------------------------------- never a wrong byte
 
     def test_a_page_that_does_not_match_its_checksum_is_never_readable(self, world: World) -> None:
-        content = Content.of(world, 3, 2, 1_000)
-        transport = world.open()
-        transport.attach(content.spec, soon())
-        request = content.write_request()
-        outcome = transport.write(request, ContentSource(content, request, lies_about=[1]), soon())
-        assert outcome == [COMMITTED, Written.CORRUPT, COMMITTED]
+        transport, content = world.open(), Content.of(world, 3, 2, 1_000)
+        assert write(transport, content, lies_about=[1]) == [COMMITTED, Written.CORRUPT, COMMITTED]
         assert load(transport, content) == [None, EVICTED, None]
         assert write(transport, content) == [DUPLICATE, COMMITTED, DUPLICATE]
 
     def test_a_byte_that_rots_reaches_the_reader_as_a_checksum_that_fails(self, world: World) -> None:
-        content = Content.of(world, 3, 4, 1_000)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content.of(world, 3, 4, 1_000))
         world.memory(content.namespace, content.keys[1])[2_500] ^= 1
         reading = read(transport, content)
         assert reading.finish() == [None] * 3
         assert reading.sink.corrupt == [(1, 2)], "that layer, and no other"
 
     def test_a_page_of_another_block_does_not_verify(self, world: World) -> None:
-        content = Content.of(world, 2, 1, 1_000)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content.of(world, 2, 1, 1_000))
         one, other = (world.memory(content.namespace, key) for key in content.keys)
         one[:] = other
         reading = read(transport, content)
@@ -256,9 +234,7 @@ class MovingClaims:
         assert reading.sink.corrupt == [(0, 0)]
 
     def test_what_is_evicted_while_it_is_read_arrives_whole(self, world: World) -> None:
-        content, other = Content.big(world), Content.of(world, 12, 2, FRAME // 2, first=100)
-        transport = world.open()
-        store(transport, content)
+        (transport, content), other = stored(world), Content.of(world, 12, 2, FRAME // 2, first=100)
         reading = read_begun(transport, content)
         pool = world.host.core.pool
         world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])

@@ -9,10 +9,9 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.messages import Pin, ReadRequest, RefusedKind, Reserve, Written
+from kvcluster.core.messages import Pin, RefusedKind, Reserve, Written
 from kvcluster.core.miss import MissReason
 from kvcluster.testing.conformance.content import (
-    ActiveRead,
     Content,
     ContentSink,
     ContentSource,
@@ -21,12 +20,16 @@ from kvcluster.testing.conformance.content import (
     load,
     read,
     read_begun,
+    refused,
     stop_at,
     store,
+    stored,
+    unavailable,
     write,
+    write_begun,
 )
 from kvcluster.testing.conformance.world import BOUND_S, Pause, World, soon
-from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.base import Deadline, Unavailable
 
 EVICTED = MissReason.EVICTED
 
@@ -37,9 +40,7 @@ class StoppingClaims:
     # -------------------------------------------------------------------------------------------- of itself
 
     def test_a_reader_that_stops_half_way_leaves_no_lease(self, world: World) -> None:
-        content = Content.big(world)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world)
         reading = read_begun(transport, content)
         assert len(world.host.core.leases) == 1
         reading.pieces.close()
@@ -47,9 +48,7 @@ class StoppingClaims:
         assert load(transport, content) == [None] * 16
 
     def test_a_sink_that_raises_is_heard_and_leaves_no_lease(self, world: World) -> None:
-        content = Content.big(world)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world)
         with pytest.raises(Stop):
             read(transport, content, after_receive=stop_at(3)).finish()
         world.wait_until_unleased()
@@ -67,26 +66,20 @@ class StoppingClaims:
     # ---------------------------------------------------------------------------------------- for being late
 
     def test_a_deadline_that_is_over_ends_every_call(self, world: World) -> None:
-        content = Content.of(world, 1, 1, 8)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content.of(world, 1, 1, 8))
         for call in every_call(transport, content, deadline=lambda: Deadline.after_ms(0)):
-            with pytest.raises(Unavailable) as trouble:
+            with unavailable(MissReason.DEADLINE):
                 call()
-            assert trouble.value.miss.reason is MissReason.DEADLINE
 
     def test_a_reader_too_slow_for_its_deadline_leaves_no_lease(self, world: World) -> None:
-        content = Content.big(world)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world)
         deadline = Deadline.after_ms(100)
 
         def until_it_is_over() -> None:
             threading.Event().wait(deadline.remaining_s())
 
-        with pytest.raises(Unavailable) as trouble:
+        with unavailable(MissReason.DEADLINE):
             read(transport, content, after_receive=until_it_is_over, deadline=deadline).finish()
-        assert trouble.value.miss.reason is MissReason.DEADLINE
         world.wait_until_unleased()
 
     def test_a_writer_too_slow_for_its_deadline_leaves_no_page(self, world: World) -> None:
@@ -97,16 +90,13 @@ class StoppingClaims:
         def until_it_is_over() -> None:
             threading.Event().wait(deadline.remaining_s())
 
-        with pytest.raises(Unavailable) as trouble:
+        with unavailable(MissReason.DEADLINE):
             write(transport, content, until_it_is_over, deadline=deadline)
-        assert trouble.value.miss.reason is MissReason.DEADLINE
         world.wait_until_unleased()
         assert load(transport, content) == [EVICTED] * 16
 
     def test_every_piece_of_a_load_shows_that_its_reader_lives(self, world: World) -> None:
-        content = Content.big(world)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world)
         reading = read_begun(transport, content)
         begun = world.lease_expiry()
         assert begun is not None
@@ -133,35 +123,28 @@ class StoppingClaims:
         assert under_way.result(BOUND_S) == [Written.COMMITTED] * 16
 
     def test_a_load_whose_lease_ends_gets_no_wrong_byte_and_leaves_no_lease(self, world: World) -> None:
-        content = Content.big(world)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world)
         reading = read_begun(transport, content)
         world.expire_leases()
-        with pytest.raises(Unavailable) as trouble:
+        with unavailable(MissReason.DEADLINE):  # the reader failed, not the shard
             reading.finish()
-        assert trouble.value.miss.reason is MissReason.DEADLINE, "the reader failed, not the shard"
         assert not reading.sink.corrupt
         world.wait_until_unleased()
 
     def test_a_store_whose_lease_ends_commits_nothing(self, world: World) -> None:
         content = Content.of(world, 2, 2, limits.FRAME_BYTES // 2)
-        transport, pause = world.open(), Pause(at=2)
-        under_way = world.meanwhile(lambda: write(transport, content, pause))
-        pause.wait_reached()
+        transport = world.open()
+        under_way, pause = write_begun(world, transport, content, at=2)
         world.expire_leases()
         pause.release()
-        with pytest.raises(Unavailable) as trouble:
+        with unavailable(MissReason.DEADLINE):
             under_way.result(BOUND_S)
-        assert trouble.value.miss.reason is MissReason.DEADLINE
         world.wait_until_unleased()
         assert load(transport, content) == [EVICTED] * 2
 
     @pytest.mark.parametrize("kind", [Pin, Reserve])
     def test_a_grant_that_comes_too_late_is_given_back(self, world: World, kind: type[Pin | Reserve]) -> None:
-        content, new = Content.of(world, 2, 1, 100), Content.of(world, 1, 1, 100, first=5)
-        transport = world.open()
-        store(transport, content)
+        (transport, content), new = stored(world, Content.of(world, 2, 1, 100)), Content.of(world, 1, 1, 100, first=5)
         world.watched.answer_late(kind)
         with pytest.raises(Unavailable):
             if kind is Pin:
@@ -179,23 +162,18 @@ class StoppingClaims:
         request = content.write_request()
         under_way = world.meanwhile(lambda: transport.write(request, ContentSource(content, request, pause), soon()))
         pause.wait_reached()
-        with pytest.raises(RefusedByShard) as refused:
+        with refused(RefusedKind.BAD):
             second.write(request, ContentSource(content, request, stop_at(1)), soon())
-        assert refused.value.refused.kind is RefusedKind.BAD
-        reading: ReadRequest = replace(content.read_request(), attempt=request.attempt)
-        sink = ContentSink(content, reading, stop_at(1))
-        with pytest.raises(RefusedByShard) as refused:
-            ActiveRead(reading, second.read(reading, sink, soon()), sink).finish()
-        assert refused.value.refused.kind is RefusedKind.BAD
+        reading = replace(content.read_request(), attempt=request.attempt)
+        with refused(RefusedKind.BAD):
+            list(second.read(reading, ContentSink(content, reading, stop_at(1)), soon()))
         pause.release()
         assert under_way.result(BOUND_S) == [Written.COMMITTED] * 2, "the first is not affected"
 
     # ----------------------------------------------------------------------------------- for being closed
 
     def test_a_transport_that_is_closed_under_a_load_leaves_no_lease(self, world: World) -> None:
-        content = Content.big(world)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world)
         reading = read_begun(transport, content)
         transport.close()
         try:
@@ -206,9 +184,7 @@ class StoppingClaims:
         world.wait_until_unleased()
 
     def test_a_transport_that_was_closed_raises_nothing_but_trouble(self, world: World) -> None:
-        content = Content.of(world, 1, 1, 8)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content.of(world, 1, 1, 8))
         transport.close()
         transport.close()
         for call in every_call(transport, content):
@@ -223,41 +199,30 @@ class StoppingClaims:
     # --------------------------------------------------------------------------- when the shard goes away
 
     def test_a_shard_that_is_gone_is_told_as_lost(self, world: World) -> None:
-        content = Content.of(world, 1, 1, 8)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world, Content.of(world, 1, 1, 8))
         world.cut()
         for call in every_call(transport, content):
-            with pytest.raises(Unavailable) as trouble:
+            with unavailable(MissReason.SHARD_LOST):
                 call()
-            assert trouble.value.miss.reason is MissReason.SHARD_LOST
 
     def test_a_shard_that_goes_away_under_a_load_is_told_as_lost(self, world: World) -> None:
-        content = Content.big(world)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world)
         reading = read_begun(transport, content)
         world.cut()
-        with pytest.raises(Unavailable) as trouble:
+        with unavailable(MissReason.SHARD_LOST):
             reading.finish()
-        assert trouble.value.miss.reason is MissReason.SHARD_LOST
         assert not reading.sink.corrupt
 
     def test_a_reader_may_stop_after_the_shard_has_gone(self, world: World) -> None:
-        content = Content.big(world)
-        transport = world.open()
-        store(transport, content)
+        transport, content = stored(world)
         reading = read_begun(transport, content)
         world.cut()
         reading.pieces.close()
 
     def test_a_shard_that_goes_away_under_a_store_is_told_as_lost(self, world: World) -> None:
         content = Content.big(world)
-        transport, pause = world.open(), Pause(at=3)
-        under_way = world.meanwhile(lambda: write(transport, content, pause))
-        pause.wait_reached()
+        under_way, pause = write_begun(world, world.open(), content, at=3)
         world.cut()
         pause.release()
-        with pytest.raises(Unavailable) as trouble:
+        with unavailable(MissReason.SHARD_LOST):
             under_way.result(BOUND_S)
-        assert trouble.value.miss.reason is MissReason.SHARD_LOST

@@ -30,7 +30,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page, PageState
-from kvcluster.core.tiers import FASTEST, STAGING
+from kvcluster.core.tiers import STAGING
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import MemoryCluster
 from kvcluster.testing.core_stepper import build_request
@@ -205,12 +205,6 @@ class World:
         self._order([Move(namespace, key.hash, STAGING, codec) for key in keys])
         pages = [self.page(namespace, key) for key in keys]
         assert all(page is not None and page.tier is STAGING and page.codec is codec for page in pages), "not there"
-
-    def promote(self, namespace: NamespaceId, keys: Sequence[PageKey]) -> None:
-        """Has the coordinator order these pages up again, and waits until they are in the device tier as well."""
-        self._order([Move(namespace, key.hash, FASTEST) for key in keys])
-        pages = [self.page(namespace, key) for key in keys]
-        assert all(page is not None and page.tier is FASTEST for page in pages), "not there"
 
     def _order(self, moves: Sequence[Move]) -> None:
         """Gives these orders and waits until the shard has carried them out and reported so."""

@@ -31,24 +31,21 @@ class Destination:
         self._owners: dict[Place, int] = {}
         self._told = False
         self._loss = Loss.EXACT
-        for piece in pieces:
-            for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
-                require(place not in self._right, "two pieces of one load fill the same place")
-                self._right[place] = False
+        for place in _all_places(pieces):
+            require(place not in self._right, "two pieces of one load fill the same place")
+            self._right[place] = False
 
     def take(self, exchange: int, pieces: Iterable[Piece]) -> None:
         """Makes an exchange the owner of these pieces' places."""
-        for piece in pieces:
-            for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
-                require(place not in self._owners, "memory is given to an exchange while another may write it")
-                self._owners[place] = exchange
+        for place in _all_places(pieces):
+            require(place not in self._owners, "memory is given to an exchange while another may write it")
+            self._owners[place] = exchange
 
     def give_back(self, exchange: int, pieces: Iterable[Piece]) -> None:
         """Ends the exchange's ownership of these pieces' places."""
-        for piece in pieces:
-            for place in places(piece, piece.want.layer_start, piece.want.layer_stop):
-                if self._owners.get(place) == exchange:
-                    del self._owners[place]
+        for place in _all_places(pieces):
+            if self._owners.get(place) == exchange:
+                del self._owners[place]
 
     def write(self, exchange: int, piece: Piece, layer: int, *, right: bool) -> None:
         """Records that one layer of a piece, counted as its want counts them, was written."""
@@ -87,6 +84,11 @@ class Destination:
 
     def _of_layer(self, layer: int) -> Iterator[Place]:
         return (place for place in self._right if self._spec.groups[place[1]].layers[place[2]] == layer)
+
+
+def _all_places(pieces: Iterable[Piece]) -> Iterator[Place]:
+    for piece in pieces:
+        yield from places(piece, piece.want.layer_start, piece.want.layer_stop)
 
 
 def places(piece: Piece, layer_start: int, layer_stop: int) -> Iterator[Place]:

@@ -34,7 +34,7 @@ class SimulatedCore(CoreProcess, Server):
 
     def judge(self, message: Any, effects: list[Effect], now: int) -> None:
         """Shows a step to the oracle, before its effects are performed."""
-        raise AssertionError("every process is judged")
+        raise AssertionError("a subclass overrides judge()")
 
     def messages_before_timer(self, count: int) -> int:
         """Draws the order in which the threads that bring messages and the timer's thread wake."""

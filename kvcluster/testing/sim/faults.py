@@ -94,10 +94,7 @@ class Faults:
         world = self._world
         if world.scenario.nodes < 2 or world.coordinator.dead:
             return False
-        old = world.coordinator.node
-        links = self._around(old)
-        world.network.cut(links)
-        world.kernel.at(self._lasts(), None, world.network.mend, links)
+        self._cut_for_a_while(self._around(world.coordinator.node))
         world.replace_coordinator()
         return True
 
@@ -107,9 +104,7 @@ class Faults:
         shard = world.shards[self._rng.choice(world.names)]
         if world.scenario.nodes < 2 or shard.dead or shard.shard not in world.names:
             return False
-        links = self._around(shard.node)
-        world.network.cut(links)
-        world.kernel.at(self._lasts(), None, world.network.mend, links)
+        self._cut_for_a_while(self._around(shard.node))
         world.replace_shard(shard)
         return True
 
@@ -140,9 +135,12 @@ class Faults:
         links = [(a, b) for a in here for b in there]
         if both:
             links += [(b, a) for a, b in links]
-        world.network.cut(links)
-        world.kernel.at(self._lasts(), None, world.network.mend, links)
+        self._cut_for_a_while(links)
         return True
+
+    def _cut_for_a_while(self, links: list[tuple[int, int]]) -> None:
+        self._world.network.cut(links)
+        self._world.kernel.at(self._lasts(), None, self._world.network.mend, links)
 
     def _clog(self) -> bool:
         world = self._world

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
@@ -55,31 +55,9 @@ def line(entry: Entry) -> str:
 
 def words(value: Any) -> str:
     """Formats any value of the core, short enough to read."""
-    if isinstance(value, ShardInfo):
-        return f"{value.shard}:{value.epoch % 10**12} free {value.free_bytes} leases {value.leases}"
-    if isinstance(value, ShardAddress):
-        return f"{value.address}:{value.epoch % 10**12}"
-    if isinstance(value, PageKey):
-        whose = value.part
-        return f"{value.hash.hex()[:6]}/{value.group}:{whose.head_start}-{whose.head_stop}"
-    if isinstance(value, Attempt):
-        return f"#{int.from_bytes(value.holder[-2:], 'big')}.{value.counter}"
-    if isinstance(value, Need):
-        return f"need{' without ' + ' '.join(value.avoid) if value.avoid else ''}"
-    if isinstance(value, PageEvent):
-        return f"+{words(value.key)}"
-    if isinstance(value, GoneEvent):
-        return f"-{words(value.key)}{' corrupt' if value.corrupt else ''}"
-    if isinstance(value, Miss):
-        return value.reason.value
-    if isinstance(value, bytes):
-        return value.hex()[:6] if value else "-"
-    if isinstance(value, Enum):
-        return str(value.name).lower()
-    if value is None or isinstance(value, (int, str)):
-        return str(value)
-    if isinstance(value, list):
-        return "; ".join(map(words, value)) or "nothing"
+    for kinds, form in _FORMS:
+        if isinstance(value, kinds):
+            return form(value)
     if is_dataclass(value) and not isinstance(value, type):
         if hasattr(value, "canonical"):  # a spec: its namespace is printed elsewhere
             return "spec"
@@ -88,6 +66,23 @@ def words(value: Any) -> str:
         name = type(value).__name__ if hasattr(value, "_fields") else ""
         return f"{name}({_joined(value)})"
     return type(value).__name__
+
+
+_FORMS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
+    (ShardInfo, lambda info: f"{info.shard}:{info.epoch % 10**12} free {info.free_bytes} leases {info.leases}"),
+    (ShardAddress, lambda shard: f"{shard.address}:{shard.epoch % 10**12}"),
+    (PageKey, lambda key: f"{key.hash.hex()[:6]}/{key.group}:{key.part.head_start}-{key.part.head_stop}"),
+    (Attempt, lambda attempt: f"#{int.from_bytes(attempt.holder[-2:], 'big')}.{attempt.counter}"),
+    (Need, lambda need: f"need{' without ' + ' '.join(need.avoid) if need.avoid else ''}"),
+    (PageEvent, lambda event: f"+{words(event.key)}"),
+    (GoneEvent, lambda event: f"-{words(event.key)}{' corrupt' if event.corrupt else ''}"),
+    (Miss, lambda miss: miss.reason.value),
+    (bytes, lambda name: name.hex()[:6] if name else "-"),
+    (Enum, lambda member: str(member.name).lower()),
+    ((int, str, type(None)), str),
+    (list, lambda values: "; ".join(map(words, values)) or "nothing"),
+)
+"""How values of these types are formatted: the first that fits counts."""
 
 
 def _joined(values: Iterable[Any]) -> str:

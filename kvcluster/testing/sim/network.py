@@ -28,7 +28,7 @@ class Server(Process):
 
     def receive(self, build: Build, asker: Process, promise: Promise) -> None:
         """Handles the message that `build` makes for a call id; `Network.answer` brings the reply."""
-        raise AssertionError("every server handles its messages")
+        raise AssertionError("a subclass overrides receive()")
 
 
 class Network:

@@ -14,12 +14,13 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 from kvcluster.core import event_emitter, evictor, limits, report_handler
 from kvcluster.testing.sim import bugs, journal, phases
@@ -75,7 +76,7 @@ def run_seed(
     seed: int, bug: str | None = None, *, whole_journal: bool = False
 ) -> tuple[SimulatedWorld, Failure | None]:
     """Runs one seed, to its end or to its first failure."""
-    with bugs.active(bug):
+    with bugs.planted_bug(bug):
         world = SimulatedWorld(seed, whole_journal=whole_journal)  # its first shards have the bug too
         try:
             with _bounds(world.scenario.limits):
@@ -178,15 +179,10 @@ _OWNERS: dict[str, ModuleType] = {"SWEEP_BLOCKS": report_handler, "BATCH": evict
 @contextmanager
 def _bounds(instead: dict[str, int]) -> Iterator[None]:
     """Sets the bounds of the core to those of the scenario for the duration of the block."""
-    owners = {name: _OWNERS.get(name, limits) for name in instead}
-    before = {name: getattr(owner, name) for name, owner in owners.items()}
-    try:
+    with ExitStack() as stack:
         for name, value in instead.items():
-            setattr(owners[name], name, value)
+            stack.enter_context(patch.object(_OWNERS.get(name, limits), name, value))
         yield
-    finally:
-        for name, value in before.items():
-            setattr(owners[name], name, value)
 
 
 def _counts(counter: Counter[str]) -> str:

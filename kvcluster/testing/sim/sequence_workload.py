@@ -32,7 +32,7 @@ def user(world: SequenceSurroundings, worker: SequenceWorker) -> Script:
         if world.working:
             name = rng.choices(_NAMES, cum_weights=_WEIGHTS)[0] if mine else "open"
             world.journal.add((world.kernel.now, worker.name, name, ()))
-            yield from _SCRIPTS[name](world, worker, mine)
+            yield from _ERRANDS[name][1](world, worker, mine)
     for sequence in mine:
         yield from _read_all(worker, sequence)
         worker.close(sequence)
@@ -137,16 +137,15 @@ def _read_span(worker: SequenceWorker, sequence: OpenSequence, position: int, co
     return None
 
 
-_SCRIPTS: dict[str, Callable[[SequenceSurroundings, SequenceWorker, list[OpenSequence]], Script]] = {
-    "open": _open,
-    "append": _append,
-    "fork": _fork,
-    "truncate": _truncate,
-    "write": _write,
-    "read": _read,
-    "close": _close,
+_ERRANDS: dict[str, tuple[int, Callable[[SequenceSurroundings, SequenceWorker, list[OpenSequence]], Script]]] = {
+    "open": (8, _open),
+    "append": (55, _append),
+    "fork": (8, _fork),
+    "truncate": (8, _truncate),
+    "write": (3, _write),
+    "read": (20, _read),
+    "close": (5, _close),
 }
-_ERRANDS = {"open": 8, "append": 55, "fork": 8, "truncate": 8, "write": 3, "read": 20, "close": 5}
+"""What users do, and how often beside the others."""
 _NAMES = list(_ERRANDS)
-_WEIGHTS = list(accumulate(_ERRANDS.values()))
-assert list(_SCRIPTS) == _NAMES
+_WEIGHTS = list(accumulate(weight for weight, _ in _ERRANDS.values()))

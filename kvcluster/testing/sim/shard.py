@@ -252,10 +252,7 @@ class ShardProcess(SimulatedCore):
             sums.append(made)
             tiers = f"{page.source.tier.name} to {page.target.tier.name}".lower()
             self.world.count("move", tiers if made is not None else "cannot be")
-        session.moving = False
-        self.step(Moved(effect.attempt, tuple(sums), tuple(corrupt)))
-        self.finish(session)
-        del self.moves[effect.attempt]
+        self._ended(session, Moved(effect.attempt, tuple(sums), tuple(corrupt)))
 
     def _began(self, effect: MovePages | Stage) -> Session:
         self.moves[effect.attempt] = effect
@@ -264,6 +261,12 @@ class ShardProcess(SimulatedCore):
         session.pages = [slot for slot in slots if slot.tier.spec.addressable]
         self.begin(session)
         return session
+
+    def _ended(self, session: Session, message: Moved | Staged) -> None:
+        session.moving = False
+        self.step(message)
+        self.finish(session)
+        del self.moves[session.attempt]
 
     def _write(self, page: PageMove, stored_at: int) -> Script:
         """Writes a page to a store, as it is. Returns its packed sums."""
@@ -289,10 +292,7 @@ class ShardProcess(SimulatedCore):
             if not self.storage.matches(page.namespace, page.source, data):
                 corrupt.append(index)
             self.world.count("stage", "corrupt" if index in corrupt else "read")
-        session.moving = False
-        self.step(Staged(effect.attempt, tuple(corrupt)))
-        self.finish(session)
-        del self.moves[effect.attempt]
+        self._ended(session, Staged(effect.attempt, tuple(corrupt)))
 
     def _fetch(self, effect: Fetch) -> Script:
         """Fetches pages as a worker would, under the cluster's own credential, straight into this shard's pages."""

@@ -69,15 +69,20 @@ class Worker(ClientProcess):
     def redeem(self, model: Model, body: TicketBody, give_up: int) -> Script:
         """Loads what a ticket names and returns its Loaded. Some engines cancel."""
         load = Load(self, model, body, give_up)
-        load.begin()
+        return (yield from self._outcome(load, "a load", "a load that was cancelled goes on"))
+
+    def _outcome(self, plan: Load | Store, name: str, goes_on: str) -> Script:
+        """Carries out a plan and returns its outcome. Some engines cancel: `goes_on` is what is wrong with a plan that
+        then does not end soon."""
+        plan.begin()
         if self.world.working and self.world.later.random() < 0.05:
-            yield load.done, int(self.world.scenario.frame_ns * 4 * self.world.later.random())
-            load.cancel()
-            soon = yield load.done, STOPPED_NS
-            require(soon is not TIMED_OUT, "a load that was cancelled goes on")
-        loaded = yield load.done, 10 * self.world.scenario.patience_ns
-        require(loaded is not TIMED_OUT, "a load does not end by its deadline")
-        return loaded
+            yield plan.done, int(self.world.scenario.frame_ns * 4 * self.world.later.random())
+            plan.cancel()
+            soon = yield plan.done, STOPPED_NS
+            require(soon is not TIMED_OUT, goes_on)
+        outcome = yield plan.done, 10 * self.world.scenario.patience_ns
+        require(outcome is not TIMED_OUT, f"{name} does not end by its deadline")
+        return outcome
 
     def _keep(self, model: Model, ticket: Attempt, wait_ns: int) -> Script:
         """Renews a ticket until it is used."""
@@ -97,15 +102,8 @@ class Worker(ClientProcess):
         return stored.miss is None and not stored.pending
 
     def carry_out(self, store: Store) -> Script:
-        """Carries out a store and returns its Stored. Some engines cancel."""
-        store.begin()
-        if self.world.working and self.world.later.random() < 0.05:
-            yield store.done, int(self.world.scenario.frame_ns * 4 * self.world.later.random())
-            store.cancel()
-            soon = yield store.done, STOPPED_NS
-            require(soon is not TIMED_OUT, "a cancelled store still reads its source")
-        stored = yield store.done, 10 * self.world.scenario.patience_ns
-        require(stored is not TIMED_OUT, "a store does not end by its deadline")
+        """Carries out a store and returns its Stored."""
+        stored = yield from self._outcome(store, "a store", "a cancelled store still reads its source")
         over = yield store.over, 20 * self.world.scenario.patience_ns
         require(over is not TIMED_OUT, "a store never ends")
         self.world.count("store", "whole" if stored.miss is None else stored.miss.reason.value)

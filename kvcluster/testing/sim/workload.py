@@ -13,6 +13,7 @@ from typing import Protocol
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import (
     BlocksPinned,
+    CoordinatorQuestion,
     Done,
     Drain,
     Explain,
@@ -42,21 +43,6 @@ HALVES = 0.7
 
 REDEEM_NS = 10 * MS
 """The mean time between two tickets of a redeemer."""
-_ERRANDS = {
-    "request": 100,
-    "redeem": 8,
-    "lookup": 5,
-    "pin": 6,
-    "unpin": 2,
-    "explain": 3,
-    "flush": 4,
-    "status": 1,
-    "siblings": 1,
-    "purge": 2,
-    "drain": 1,
-}
-_NAMES = list(_ERRANDS)
-_WEIGHTS = list(accumulate(_ERRANDS.values()))
 
 
 class EngineSurroundings(WorkerSurroundings, Protocol):
@@ -69,6 +55,9 @@ class EngineSurroundings(WorkerSurroundings, Protocol):
     told_to_go: dict[ShardId, None]
 
 
+Errand = Callable[[EngineSurroundings, Worker], Script]
+
+
 def slot(world: EngineSurroundings, worker: Worker) -> Script:
     """Runs one random errand after another."""
     rng = world.rng
@@ -77,7 +66,7 @@ def slot(world: EngineSurroundings, worker: Worker) -> Script:
         if world.working:
             name = rng.choices(_NAMES, cum_weights=_WEIGHTS)[0]
             world.journal.add((world.kernel.now, worker.name, name, ()))
-            yield from _SCRIPTS[name](world, worker)
+            yield from _ERRANDS[name][1](world, worker)
 
 
 def redeemer(world: EngineSurroundings, worker: Worker) -> Script:
@@ -133,57 +122,28 @@ def _redeem(world: EngineSurroundings, worker: Worker) -> Script:
         world.count("redeem", "part failed" if loaded.miss is not None else "hit")
 
 
-def _lookup(world: EngineSurroundings, worker: Worker) -> Script:
-    model, hashes = conversation(world)
-    attempt = worker.attempt()
-    reply = yield from worker.question(
-        model,
-        PrepareLoad(attempt, hashes, model.need(), hold=False),
-        worker.now() + world.scenario.patience_ns,
-    )
-    world.count("lookup", "answered" if reply is not None else "no answer")
+def _question(
+    name: str,
+    make: Callable[[EngineSurroundings, Worker, Model, tuple[BlockHash, ...]], CoordinatorQuestion],
+    reply: type,
+    outcome: str,
+) -> Errand:
+    """Returns an errand that asks the coordinator one question about a conversation, and counts it as `outcome` if the
+    answer is a `reply`."""
+
+    def ask(world: EngineSurroundings, worker: Worker) -> Script:
+        model, hashes = conversation(world)
+        question = make(world, worker, model, hashes)
+        answer = yield from worker.question(model, question, worker.now() + world.scenario.patience_ns)
+        answered = answer is not None and isinstance(answer, reply)
+        world.count(name, outcome if answered else "no answer")
+
+    return ask
 
 
-def _pin(world: EngineSurroundings, worker: Worker) -> Script:
+def _pin(world: EngineSurroundings, worker: Worker, model: Model, hashes: tuple[BlockHash, ...]) -> PinBlocks:
     rng = world.rng
-    model, hashes = conversation(world)
-    ttl_ns, replicas = rng.choice((100, 500, 1_500)) * MS, rng.choice((1, 1, 2, 3))
-    reply = yield from worker.question(
-        model,
-        PinBlocks(hashes, ttl_ns, replicas),
-        worker.now() + world.scenario.patience_ns,
-    )
-    world.count("pin", "pinned" if isinstance(reply, BlocksPinned) else "no answer")
-
-
-def _unpin(world: EngineSurroundings, worker: Worker) -> Script:
-    model, hashes = conversation(world)
-    reply = yield from worker.question(
-        model,
-        UnpinBlocks(hashes),
-        worker.now() + world.scenario.patience_ns,
-    )
-    world.count("unpin", "unpinned" if isinstance(reply, BlocksPinned) else "no answer")
-
-
-def _explain(world: EngineSurroundings, worker: Worker) -> Script:
-    model, hashes = conversation(world)
-    reply = yield from worker.question(
-        model,
-        Explain(hashes, model.need()),
-        worker.now() + world.scenario.patience_ns,
-    )
-    world.count("explain", "explained" if isinstance(reply, Explained) else "no answer")
-
-
-def _siblings(world: EngineSurroundings, worker: Worker) -> Script:
-    model, _ = conversation(world)
-    reply = yield from worker.question(
-        model,
-        Siblings(),
-        worker.now() + world.scenario.patience_ns,
-    )
-    world.count("siblings", "answered" if isinstance(reply, SiblingSpecs) else "no answer")
+    return PinBlocks(hashes, rng.choice((100, 500, 1_500)) * MS, rng.choice((1, 1, 2, 3)))
 
 
 def _status(world: EngineSurroundings, worker: Worker) -> Script:
@@ -218,16 +178,30 @@ def _drain(world: EngineSurroundings, worker: Worker) -> Script:
         world.count("drain", "begun" if reply == Done(True) else "not known")
 
 
-_SCRIPTS: dict[str, Callable[[EngineSurroundings, Worker], Script]] = {
-    "request": _request,
-    "redeem": _redeem,
-    "lookup": _lookup,
-    "pin": _pin,
-    "unpin": _unpin,
-    "explain": _explain,
-    "flush": _flush,
-    "status": _status,
-    "siblings": _siblings,
-    "purge": _purge,
-    "drain": _drain,
+_ERRANDS: dict[str, tuple[int, Errand]] = {
+    "request": (100, _request),
+    "redeem": (8, _redeem),
+    "lookup": (
+        5,
+        _question(
+            "lookup",
+            lambda _, worker, model, hashes: PrepareLoad(worker.attempt(), hashes, model.need(), hold=False),
+            object,
+            "answered",
+        ),
+    ),
+    "pin": (6, _question("pin", _pin, BlocksPinned, "pinned")),
+    "unpin": (2, _question("unpin", lambda _, worker, model, hashes: UnpinBlocks(hashes), BlocksPinned, "unpinned")),
+    "explain": (
+        3,
+        _question("explain", lambda _, worker, model, hashes: Explain(hashes, model.need()), Explained, "explained"),
+    ),
+    "flush": (4, _flush),
+    "status": (1, _status),
+    "siblings": (1, _question("siblings", lambda *_: Siblings(), SiblingSpecs, "answered")),
+    "purge": (2, _purge),
+    "drain": (1, _drain),
 }
+"""What engines do, and how often beside the others."""
+_NAMES = list(_ERRANDS)
+_WEIGHTS = list(accumulate(weight for weight, _ in _ERRANDS.values()))

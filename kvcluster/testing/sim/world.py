@@ -144,8 +144,7 @@ class SimulatedWorld:
         shard.start_driver()
 
     def _worker(self, name: str, node: int) -> Worker:
-        self._holders += 1
-        worker = Worker(self, name, node, self._clocks[node], Holder(self._holders.to_bytes(16, "big")))
+        worker = Worker(self, name, node, self._clocks[node], self._next_holder())
         self._began(name, node, self._holders)
         for _ in range(self.rng.randint(1, 2)):
             worker.slots.append(worker.start(workload.slot(self, worker)))
@@ -155,14 +154,17 @@ class SimulatedWorld:
     def _sequence_worker(self, name: str, node: int) -> SequenceWorker:
         load = self.scenario.sequences
         assert load is not None
-        self._holders += 1
-        holder = Holder(self._holders.to_bytes(16, "big"))
+        holder = self._next_holder()
         model = self.sequence_rng.choice(content.SEQUENCE_MODELS)
         worker = SequenceWorker(self, name, node, self._clocks[node], holder, load=load, model=model)
         self._began(name, node, self._holders)
         worker.slots += [worker.start(worker.keep_tables()), worker.start(worker.keep_storing())]
         worker.slots += [worker.start(sequence_workload.user(self, worker)) for _ in range(load.users)]
         return worker
+
+    def _next_holder(self) -> Holder:
+        self._holders += 1
+        return Holder(self._holders.to_bytes(16, "big"))
 
     def _began(self, name: str, node: int, epoch: int) -> None:
         self.journal.add((self.kernel.now, name, "begins", (f"on node {node}, epoch", epoch)))

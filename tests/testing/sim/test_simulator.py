@@ -77,7 +77,7 @@ SEARCH = 500
 def test_a_planted_bug_is_found(bug: str, nightly: bool) -> None:
     tally = runner.run(range(SEARCH) if nightly else [SEEDS[bug]], bug)
     assert tally.failures, (
-        f"{bug} was not found ({bugs.BUGS[bug].__doc__}). If its seed has another course now, put the seed that "
+        f"{bug} was not found ({bugs.BUGS[bug].breaks}). If its seed has another course now, put the seed that "
         f"`kvcluster simulate --bug {bug} --seeds {SEARCH}` ends with into SEEDS"
     )
     error = tally.failures[0].error
@@ -162,7 +162,7 @@ def test_a_failure_is_told_with_all_that_repeats_it() -> None:
 
 
 def test_a_bug_is_gone_when_its_run_is_over() -> None:
-    with bugs.active("lost-abort"):
+    with bugs.planted_bug("lost-abort"):
         assert runner.run_seed(0)[0].steps
     assert runner.run_seed(0)[1] is None
 
@@ -170,7 +170,7 @@ def test_a_bug_is_gone_when_its_run_is_over() -> None:
 def test_a_bug_that_does_not_exist_is_refused_by_name() -> None:
     with (
         pytest.raises(CallerError, match=r"there is no planted bug 'typo'; known: .*no-epoch-fence"),
-        bugs.active("typo"),
+        bugs.planted_bug("typo"),
     ):
         pass
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from kvcluster.cli.bench.attend.contexts import ModelLayer
 
 Step = Callable[[], object]
+DTYPES = ("bfloat16", "float32")
+"""The precisions of the flash kernel."""
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 

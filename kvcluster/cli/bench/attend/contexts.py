@@ -3,6 +3,7 @@ keys and values as tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -61,18 +62,11 @@ def model(name: str) -> ModelLayer:
 
 
 class Context:
-    """A sequence of `tokens` tokens, encoded by `codec` where it is not "raw", and its KV as tensors."""
+    """A sequence whose tokens are a context, and which decodes one more at a time."""
 
-    def __init__(self, client: Client, of: ModelLayer, tokens: int, codec: str, values: list[Tensor]) -> None:
+    def __init__(self, of: ModelLayer, sequence: kvcluster.Sequence) -> None:
         self.model = of
-        self.values = values
-        self.sequence = client.sequence(
-            kvcluster.Prompt([], salt=f"{codec} {tokens}".encode()), policy=replace(_EAGER, codec=codec)
-        )
-        for first in range(0, tokens, _STEP_TOKENS):
-            step = [plane[first : first + _STEP_TOKENS] for plane in values]
-            self.sequence.append(0, *step)
-            self.sequence.advance(range(first, first + len(step[0])))
+        self.sequence = sequence
 
     def decode(self, threads: int = 1) -> Tensor:
         """One token's step: its KV is appended, it attends to all, and counts."""
@@ -83,9 +77,21 @@ class Context:
         return out
 
 
-def borrowed(client: Client, of: Context, tokens: int) -> Context:
-    """Returns the same tokens as a sequence of another client of this host, whose pages are borrowed."""
-    found = object.__new__(Context)
-    found.model, found.values = of.model, of.values
-    found.sequence = client.sequence(kvcluster.Prompt(range(tokens), salt=f"raw {tokens}".encode()), policy=_EAGER)
-    return found
+def filled(client: Client, of: ModelLayer, codec: str, values: list[Tensor]) -> Context:
+    """Returns a context with this KV, encoded by `codec` where it is not "raw"."""
+    tokens = len(values[0])
+    sequence = client.sequence(_prompt([], codec, tokens), policy=replace(_EAGER, codec=codec))
+    for first in range(0, tokens, _STEP_TOKENS):
+        step = [plane[first : first + _STEP_TOKENS] for plane in values]
+        sequence.append(0, *step)
+        sequence.advance(range(first, first + len(step[0])))
+    return Context(of, sequence)
+
+
+def borrowed(client: Client, of: ModelLayer, tokens: int) -> Context:
+    """Returns the raw context of so many tokens that another client of this host has stored; its pages are borrowed."""
+    return Context(of, client.sequence(_prompt(range(tokens), "raw", tokens), policy=_EAGER))
+
+
+def _prompt(token_ids: Sequence[int], codec: str, tokens: int) -> kvcluster.Prompt:
+    return kvcluster.Prompt(token_ids, salt=f"{codec} {tokens}".encode())

@@ -14,7 +14,8 @@ import torch
 
 import kvcluster
 from kvcluster.cli.bench.attend import baselines
-from kvcluster.cli.bench.attend.contexts import Context, ModelLayer, borrowed, model
+from kvcluster.cli.bench.attend.baselines import DTYPES
+from kvcluster.cli.bench.attend.contexts import Context, ModelLayer, borrowed, filled, model
 from kvcluster.cli.bench.report import progress
 from kvcluster.cli.bench.rounds import interleaved, sweep_caches
 from kvcluster.client import Client
@@ -51,25 +52,22 @@ def _decode(cluster: Any, of: ModelLayer, tokens: int, rounds: int, threads: int
     progress(f"{tokens:,} tokens")
     nbytes, values = tokens * of.token_bytes, of.values(tokens)
     with cluster.client(of.spec) as client, cluster.client(of.spec) as other:
-        contexts = {codec: Context(client, of, tokens, codec, values) for codec in CODECS}
+        contexts = {codec: filled(client, of, codec, values) for codec in CODECS}
         raw = contexts["raw"]
         if not raw.sequence.flush(deadline_ms=60_000):
             raise kvcluster.errors.KVClusterError("the context could not be stored: raise the memory of the shard")
-        lent = borrowed(other, raw, tokens)
+        lent = borrowed(other, of, tokens)
         runs: dict[str, baselines.Step] = {FLOOR: baselines.read(nbytes)}
         runs |= {f"sequence, {codec}": context.decode for codec, context in contexts.items()}
         runs["sequence, borrowed"] = lent.decode
         runs[f"sequence, raw, {threads} threads"] = lambda: raw.decode(threads)
         runs[f"sequence, raw, {forks} forks"] = _forked(raw, forks)
         if of.planes == 2:
-            runs |= {f"torch flash, {dtype}": baselines.flash(of, values, getattr(torch, dtype)) for dtype in _DTYPES}
+            runs |= {f"torch flash, {dtype}": baselines.flash(of, values, getattr(torch, dtype)) for dtype in DTYPES}
             runs["torch flash, pages gathered"] = baselines.gathered(of, values)
         runs |= _transformers(of, values)
         seconds = interleaved(runs, rounds, before=lambda _: sweep_caches())
     return {"tokens": tokens, "raw_bytes": nbytes, "rows": _rows(seconds, FLOOR, nbytes)}
-
-
-_DTYPES = ("bfloat16", "float32")
 
 
 def _forked(context: Context, forks: int) -> baselines.Step:
@@ -97,10 +95,10 @@ def _transformers(of: ModelLayer, values: list[torch.Tensor]) -> dict[str, basel
 def _prefill(client: Client, of: ModelLayer, context: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
     progress(f"prefill of {tokens:,} tokens")
     values = of.values(context)
-    sequence = Context(client, of, context, "raw", values).sequence
+    sequence = filled(client, of, "raw", values).sequence
     query = of.query(tokens)
     runs: dict[str, baselines.Step] = {
-        f"torch flash, {dtype}": baselines.flash_prefill(of, values, tokens, getattr(torch, dtype)) for dtype in _DTYPES
+        f"torch flash, {dtype}": baselines.flash_prefill(of, values, tokens, getattr(torch, dtype)) for dtype in DTYPES
     }
     runs["sequence, raw"] = lambda: sequence.attend(0, query)
     seconds = interleaved(runs, max(3, rounds // 3), before=lambda _: sweep_caches())

@@ -38,7 +38,7 @@ def _pages(memory: memoryview, page_bytes: int) -> list[memoryview]:
     return [memory[at : at + page_bytes] for at in range(0, memory.nbytes, page_bytes)]
 
 
-def restored(which: Codec, group: Group, pages: torch.Tensor) -> torch.Tensor:
+def round_trip(which: Codec, group: Group, pages: torch.Tensor) -> torch.Tensor:
     """Returns whole pages, layers of `[planes, block_tokens, heads, dim]` of the planes' dtype, encoded and decoded."""
     raw = memoryview(bytearray(pages.contiguous().view(torch.uint8).flatten().numpy().tobytes()))
     coded = CodedPages(which, group, pages.shape[-3], raw)

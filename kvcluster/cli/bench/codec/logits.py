@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcluster.cli.bench.codec.coded import restored
+from kvcluster.cli.bench.codec.coded import round_trip
 from kvcluster.cli.demo_model import document, encode, llama
 from kvcluster.core.codecs import Codec
 from kvcluster.engines.transformers.compat import layers, planes, text_config
@@ -43,7 +43,7 @@ def measure(*, prefix_tokens: int, tokens: int = 256) -> list[dict[str, Any]]:
         pages = prefilled(model, prefix)
         exact = _logits(model, pages, rest)
         for codec, raw_blocks in CODINGS:
-            lossy = torch.cat([pages[:raw_blocks], restored(codec, group, pages[raw_blocks:])])
+            lossy = torch.cat([pages[:raw_blocks], round_trip(codec, group, pages[raw_blocks:])])
             row = {"codec": codec.name.lower(), "raw_blocks": raw_blocks, "prefix_tokens": prefix_tokens}
             rows.append(row | {"tokens": tokens} | difference(_logits(model, lossy, rest), exact))
     return rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvcluster.cli.bench.codec.coded import CodedPages, restored
+from kvcluster.cli.bench.codec.coded import CodedPages, round_trip
 from kvcluster.cli.bench.codec.synthetic import Attention, attention, output
 from kvcluster.cli.bench.rounds import interleaved, medians, sweep_caches
 from kvcluster.cli.bench.transfer.worker import warm_memory
@@ -112,7 +112,7 @@ def _worst(dim: int, seeds: int, through: Callable[[Attention], Attention]) -> d
 
 def _through(which: Codec, tokens: int, given: Attention) -> Attention:
     """Returns the attention inputs after encoding and decoding K and V."""
-    k, v = restored(which, _group(given.k.shape[-1]), _planes(given, tokens)).unbind(1)
+    k, v = round_trip(which, _group(given.k.shape[-1]), _planes(given, tokens)).unbind(1)
     return Attention(k.reshape(given.k.shape), v.reshape(given.v.shape), given.q)
 
 

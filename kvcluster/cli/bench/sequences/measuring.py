@@ -12,6 +12,8 @@ import torch
 
 import kvcluster
 from kvcluster.cli.bench.report import progress
+from kvcluster.cli.bench.rounds import duration
+from kvcluster.cli.bench.specs import CALL_MS
 from kvcluster.client import Client
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ClientConfig
@@ -33,7 +35,6 @@ SPEC = kvcluster.KVSpec.uniform(
 )
 _TAIL, _STEP_TOKENS, _WINDOW, _QUERY_HEADS = 64, 512, 1_024, 4
 _MIGRATION = 256
-_CALL_MS = 60_000
 
 _TOLD_S = 0.7
 """What is sealed is told to the coordinator within this time. A model takes longer for _MIGRATION tokens, so it asks as
@@ -61,7 +62,7 @@ def measure(*, tokens: Sequence[int], calls: int, decoded: int) -> dict[str, Any
     room = 2 * token_bytes * tokens[-1] + 2**26
     with kvcluster.local(shards=2, device_bytes=room) as cluster:
         port = CountingPort(Connection(cluster.address, None))
-        config = ClientConfig(resident_bytes=room, deadline_ms=_CALL_MS)
+        config = ClientConfig(resident_bytes=room, deadline_ms=CALL_MS)
         attempts = own_attempts()
         client = Client(port, lambda shard: choose(shard, None, attempts), SPEC, config=config)
         try:
@@ -79,7 +80,7 @@ def _measure(
     for length in lengths:
         progress(f"{length:,} tokens")
         _grow(sequence, length)
-        if not sequence.flush(deadline_ms=_CALL_MS):
+        if not sequence.flush(deadline_ms=CALL_MS):
             raise KVClusterError("a sequence could not be stored: raise the memory of the shards")
         rows.append({"tokens": length} | _calls(sequence, calls) | _opening(other, length))
     before = dict(port.asked)
@@ -87,7 +88,7 @@ def _measure(
         step(sequence)
         if not (number + 1) % _MIGRATION:
             time.sleep(_TOLD_S)
-    sequence.flush(deadline_ms=_CALL_MS)
+    sequence.flush(deadline_ms=CALL_MS)
     time.sleep(_TOLD_S)
     asked = {name: count - before.get(name, 0) for name, count in port.asked.items()}
     return {
@@ -143,22 +144,18 @@ def _calls(sequence: kvcluster.Sequence, calls: int) -> dict[str, float]:
 
 def _opening(client: Client, length: int) -> dict[str, float]:
     """Returns the milliseconds in which another worker opens a sequence with this prompt, and closes it."""
-    prompt, opened = list(range(length)), list[kvcluster.Sequence]()
+    prompt = list(range(length))
     began = time.perf_counter()
-    opened.append(client.sequence(prompt, deadline_ms=_CALL_MS))
+    opened = client.sequence(prompt, deadline_ms=CALL_MS)
     took = time.perf_counter() - began
-    if opened[0].length != length // SPEC.block_tokens * SPEC.block_tokens:
-        raise KVClusterError(f"of {length} stored tokens another worker found {opened[0].length}")
-    began = time.perf_counter()
-    opened[0].close()
-    return {"open elsewhere": took * 1e3, "close there": (time.perf_counter() - began) * 1e3}
+    if opened.length != length // SPEC.block_tokens * SPEC.block_tokens:
+        raise KVClusterError(f"of {length} stored tokens another worker found {opened.length}")
+    return {"open elsewhere": took * 1e3, "close there": duration(opened.close) * 1e3}
 
 
 def _median(call: Callable[[], object], calls: int, before: Callable[[], object] = lambda: None) -> float:
     took = []
     for _ in range(calls):
         before()
-        began = time.perf_counter()
-        call()
-        took.append(time.perf_counter() - began)
+        took.append(duration(call))
     return statistics.median(took) * 1e3

@@ -15,7 +15,7 @@ import torch
 import kvcluster
 from kvcluster.actors.local import LocalCluster
 from kvcluster.cli.bench.rounds import medians
-from kvcluster.cli.bench.specs import llama_8b, page_shape
+from kvcluster.cli.bench.specs import CALL_MS, llama_8b, page_shape
 from kvcluster.cli.bench.transfer.worker import warm_memory
 from kvcluster.cli.waiting import wait_until
 from kvcluster.client import Client
@@ -28,7 +28,6 @@ from kvcluster.transport.rpc import Connection
 SPEC = llama_8b()
 SHAPE = page_shape(SPEC)
 PAGE_BYTES = SPEC.page_bytes(0, SPEC.whole(0))
-CALL_MS = 60_000
 
 Name = TypeVar("Name")
 

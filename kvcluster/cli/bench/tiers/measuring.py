@@ -16,8 +16,8 @@ import kvcluster
 from kvcluster.cli.bench.codec.coded import CodedPages
 from kvcluster.cli.bench.report import progress
 from kvcluster.cli.bench.rounds import interleaved, latency_ms, medians
+from kvcluster.cli.bench.specs import CALL_MS
 from kvcluster.cli.bench.tiers.fixtures import (
-    CALL_MS,
     PAGE_BYTES,
     SPEC,
     load,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kvcluster
-from kvcluster.cli.bench.specs import PASSING_ADAPTER, batch_spec, page_shape
+from kvcluster.cli.bench.specs import CALL_MS, PASSING_ADAPTER, batch_spec, page_shape
 from kvcluster.cli.bench.transfer.worker import Path, Work
 from kvcluster.cli.waiting import wait_until
 from kvcluster.client import Client, Prompt
@@ -31,14 +31,13 @@ PATHS = {
     "client tcp": {"over": "tcp", "note": _NOTE},
     "client grpc": {"over": "tcp", "note": _NOTE},
 }
-_CALL_MS = 60_000
 
 
 def connect(path: str, work: Work, at: Any) -> Path:
     """Connects a client that uses only this transport."""
     torch.set_num_threads(1)
     name = path.removeprefix("client ")
-    config = ClientConfig(deadline_ms=_CALL_MS, transports=(name,))
+    config = ClientConfig(deadline_ms=CALL_MS, transports=(name,))
     client = kvcluster.connect(at, batch_spec(work.page_bytes, 0), config=config)
     source, into = (pages_tensor(memory, client.spec) for memory in (work.source, work.into))
     return _Whole(client, name, work, source, into)

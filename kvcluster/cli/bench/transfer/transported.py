@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from kvcluster.cli.bench.specs import PASSING_ADAPTER, batch_spec
+from kvcluster.cli.bench.specs import CALL_MS, PASSING_ADAPTER, batch_spec
 from kvcluster.cli.bench.transfer.worker import Path, Work
 from kvcluster.core.ids import HASH_BYTES, BlockHash, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, WriteRequest, Written
@@ -41,7 +41,6 @@ PATHS = {
 _OPEN: dict[str, Callable[[str, str | None], DataPath]] = {"shm": ShmPages, "tcp": TcpPages, "grpc": GrpcPages}
 _TENANT = Tenant("default")
 _SPARE_BYTES = 64 * 2**20
-_CALL_MS = 60_000
 _LEASE_MS = 60_000
 """Long enough that a client that is not scheduled for a while is slow, and does not lose its lease."""
 
@@ -66,16 +65,10 @@ class _BenchSource:
     def layer_bytes(self, item: int) -> int:
         return self._layer_bytes
 
-    def send(self, item: int, layer: int, layers: int) -> tuple[Sequence[int], memoryview]:
-        data = self._bytes(item, layer, layers)
-        return checksum.layer_sums(self._identities[item], layer, layers, data), data
-
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        return checksum.copy_sums(self._identities[item], layer, layers, into, self._bytes(item, layer, layers))
-
-    def _bytes(self, item: int, layer: int, layers: int) -> memoryview:
         start = (self._first + item) * self._work.page_bytes + layer * self._layer_bytes
-        return self._work.source[start : start + layers * self._layer_bytes]
+        data = self._work.source[start : start + layers * self._layer_bytes]
+        return checksum.copy_sums(self._identities[item], layer, layers, into, data)
 
     def drained(self) -> None:
         """Does nothing: the source memory stays valid."""
@@ -120,7 +113,7 @@ class _Transported(Path):
     def forget(self, batch: int) -> None:
         """Attaches again: the shard has purged the batch, and may have dropped its empty namespace as well."""
         for spec in self._specs:
-            self._control.attach(spec, Deadline.after_ms(_CALL_MS))
+            self._control.attach(spec, Deadline.after_ms(CALL_MS))
 
     def close(self) -> None:
         self._path.close()
@@ -142,16 +135,16 @@ class _Transported(Path):
         sink = PageWriter(self._namespace, slots, lambda slot: into[slot.offset : slot.offset + slot.nbytes])
         wants = self._wants[share.start : share.stop]
         request = ReadRequest(self._namespace, self._next_attempt(), self._epoch, wants)
-        run_to_completion(self._path.read(request, sink, Deadline.after_ms(_CALL_MS)))
+        run_to_completion(self._path.read(request, sink, Deadline.after_ms(CALL_MS)))
         if sink.missing() is not None or sink.wrong():
             raise KVClusterError(f"a load of {len(share)} pages returned too few pages, or wrong bytes")
 
     def _write(self, share: range) -> None:
         mine = slice(share.start, share.stop)
         attempt = self._next_attempt()
-        request = WriteRequest(self._namespace, attempt, self._epoch, self._new[mine], _CALL_MS * 1_000_000)
+        request = WriteRequest(self._namespace, attempt, self._epoch, self._new[mine], CALL_MS * 1_000_000)
         source = _BenchSource(self._work, self._namespace, self._keys[mine], share.start)
-        outcome = self._path.write(request, source, Deadline.after_ms(_CALL_MS))
+        outcome = self._path.write(request, source, Deadline.after_ms(CALL_MS))
         if outcome != [Written.COMMITTED] * len(share):
             raise KVClusterError(f"a store of {len(share)} pages failed; the outcome of the first is {outcome[0]}")
 

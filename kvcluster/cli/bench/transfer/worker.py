@@ -152,8 +152,8 @@ class BenchWorker:
     def connect(
         self, driver: str, at: Any, paths: Sequence[str], work: dict[str, Any], layouts: Sequence[str], shape: Any
     ) -> None:
-        """Allocates this client's memory, opens the paths, and stores batch 0 by each, from contiguous memory.
-        `layouts`: those that loads and stores are asked for in, of pages of this `shape`."""
+        """Allocates this client's memory, opens the paths, and stores batch 0 by each, from contiguous memory. Later
+        requests may name any of `layouts`, which hold pages of this `shape`."""
         plain = Work(**work)
         self._work = replace(plain, source=warm_memory(plain.nbytes), into=warm_memory(plain.nbytes))
         self._work.source[:] = os.urandom(plain.nbytes)

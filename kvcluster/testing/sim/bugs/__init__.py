@@ -5,6 +5,6 @@ order. Each module of bugs adds its own to BUGS when it is imported, as it is he
 """
 
 from kvcluster.testing.sim.bugs import clients, coordinators, sequences, shards
-from kvcluster.testing.sim.bugs.planting import BUGS, active
+from kvcluster.testing.sim.bugs.planting import BUGS, planted_bug
 
-__all__ = ["BUGS", "active", "clients", "coordinators", "sequences", "shards"]
+__all__ = ["BUGS", "clients", "coordinators", "planted_bug", "sequences", "shards"]

@@ -11,105 +11,68 @@ from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.store_plan import FreeSource, SourceDrained, StorePlan
 from kvcluster.core.miss import Loss
-from kvcluster.testing.sim.bugs.planting import Patch, planted
+from kvcluster.testing.sim.bugs.planting import planted
 from kvcluster.transport.page_session import PageSession
 
 
-@planted
-def handed_over_before_stopped() -> list[Patch]:
+@planted(LoadPlan, "_take_away")
+def handed_over_before_stopped(original: Any, self: LoadPlan, exchange: Any, found: Any) -> list[Any]:
     """The pages that a silent shard should have sent are read from another before the first exchange has stopped."""
-    take_away = LoadPlan._take_away
-
-    def at_once(self: LoadPlan, exchange: Any, found: Any) -> list[Any]:
-        effects = take_away(self, exchange, found)
-        return effects + self._hand_over(exchange, exchange.ranges.heard_ns) if effects else []
-
-    return [(LoadPlan, "_take_away", at_once)]
+    effects: list[Any] = original(self, exchange, found)
+    return effects + self._hand_over(exchange, exchange.ranges.heard_ns) if effects else []
 
 
-@planted
-def reroute_not_counted() -> list[Patch]:
+@planted(LoadProgress, "replace")
+def reroute_not_counted(original: Any, self: LoadProgress, rest: Any, others: Any) -> None:
     """When several pieces replace one, the layers still count that one alone."""
-    return [(LoadProgress, "replace", lambda self, rest, others: None)]
 
 
-@planted
-def told_before_stopped() -> list[Patch]:
+@planted(LoadPlan, "_stop")
+def told_before_stopped(original: Any, self: LoadPlan, why: Any) -> list[Any]:
     """A cancelled load reports its outcome at once."""
-    stop = LoadPlan._stop
-
-    def tell(self: LoadPlan, why: Any) -> list[Any]:
-        effects = stop(self, why)
-        return [*effects, FinishLoad(self._progress.loaded(why))] if effects else effects
-
-    return [(LoadPlan, "_stop", tell)]
+    effects: list[Any] = original(self, why)
+    return [*effects, FinishLoad(self._progress.loaded(why))] if effects else effects
 
 
-@planted
-def stopped_and_writes() -> list[Patch]:
+@planted(ReadRanges, "may_write")
+def stopped_and_writes(original: Any, self: ReadRanges, item: int, layer: int, now: int) -> Any:
     """An exchange goes on writing the items that were taken away from it."""
-    may_write = ReadRanges.may_write
-
-    def may(self: ReadRanges, item: int, layer: int, now: int) -> bool:
-        self.dropped[:] = bytes(len(self.dropped))
-        return may_write(self, item, layer, now)
-
-    return [(ReadRanges, "may_write", may)]
+    self.dropped[:] = bytes(len(self.dropped))
+    return original(self, item, layer, now)
 
 
-@planted
-def goes_on_after_cancel() -> list[Patch]:
+@planted(LoadPlan, "_read_stopped")
+def goes_on_after_cancel(original: Any, self: LoadPlan, event: ReadStopped, now: int) -> list[Any]:
     """A cancelled load reads elsewhere what its exchanges did not bring."""
-    read_stopped = LoadPlan._read_stopped
-
-    def look(self: LoadPlan, event: ReadStopped, now: int) -> list[Any]:
-        exchange = self._exchanges.get(event.exchange)
-        effects = read_stopped(self, event, now)
-        if exchange is not None and event.items is None:
-            rests = [rest for _, rest in exchange.missing()]
-            effects += self._start({exchange.shard: rests}, now) if rests else []
-        return effects
-
-    return [(LoadPlan, "_read_stopped", look)]
+    exchange = self._exchanges.get(event.exchange)
+    effects: list[Any] = original(self, event, now)
+    if exchange is not None and event.items is None:
+        rests = [rest for _, rest in exchange.missing()]
+        effects += self._start({exchange.shard: rests}, now) if rests else []
+    return effects
 
 
-@planted
-def accepts_any_loss() -> list[Patch]:
+@planted(LoadPlan, "_start")
+def accepts_any_loss(original: Any, self: LoadPlan, *arguments: Any, **options: Any) -> list[Any]:
     """A load accepts any loss, and reports the loss that the ticket had named."""
-    start = LoadPlan._start
-
-    def take_all(self: LoadPlan, *arguments: Any, **options: Any) -> list[Any]:
-        effects = start(self, *arguments, **options)
-        return [replace(each, accept=Loss.Q4) if isinstance(each, StartRead) else each for each in effects]
-
-    return [(LoadPlan, "_start", take_all)]
+    effects = original(self, *arguments, **options)
+    return [replace(each, accept=Loss.Q4) if isinstance(each, StartRead) else each for each in effects]
 
 
-@planted
-def source_freed_by_the_first() -> list[Patch]:
+@planted(StorePlan, "step")
+def source_freed_by_the_first(original: Any, self: StorePlan, event: Any, now: int) -> list[Any]:
     """The source of a store is reported as free when the first of its exchanges has drained it."""
-    step = StorePlan.step
-
-    def free(self: StorePlan, event: Any, now: int) -> list[Any]:
-        effects = step(self, event, now)
-        return [*effects, FreeSource()] if isinstance(event, SourceDrained) else effects
-
-    return [(StorePlan, "step", free)]
+    effects: list[Any] = original(self, event, now)
+    return [*effects, FreeSource()] if isinstance(event, SourceDrained) else effects
 
 
-@planted
-def probe_forgotten() -> list[Patch]:
+@planted(ShardPolicy, "gave_up")
+def probe_forgotten(original: Any, self: ShardPolicy, permit: Any) -> None:
     """A cancelled exchange that was the breaker's probe does not return its permit, so that no other may probe."""
-    return [(ShardPolicy, "gave_up", lambda self, permit: None)]
 
 
-@planted
-def revoked_lease_kept() -> list[Patch]:
+@planted(PageSession, "_stopped")
+def revoked_lease_kept(original: Any, self: PageSession, for_good: bool) -> Any:
     """A session whose lease was revoked does not tell the core that it has stopped, as if the core had ended the
     lease."""
-    stopped = PageSession._stopped
-
-    def keep(self: PageSession, for_good: bool) -> list[Any]:
-        return stopped(self, for_good and not self._revoked)
-
-    return [(PageSession, "_stopped", keep)]
+    return original(self, for_good and not self._revoked)

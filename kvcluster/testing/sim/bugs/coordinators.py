@@ -23,207 +23,148 @@ from kvcluster.core.spec import Part
 from kvcluster.core.tenant_floors import TenantFloors
 from kvcluster.eviction.lru import DEPTH_BITS, LRU
 from kvcluster.testing.core_process import CoreProcess
-from kvcluster.testing.sim.bugs.planting import Patch, planted
+from kvcluster.testing.sim.bugs.planting import planted
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
 
 
-@planted
-def stale_inventory() -> list[Patch]:
+@planted(ReportCursor, "chunk")
+def stale_inventory(original: Any, self: ReportCursor, chunk: int, *, upto: int, last: bool) -> bool:
     """Chunks of an inventory are accepted as they come, even if they belong to another inventory."""
-
-    def chunk(self: ReportCursor, chunk: int, *, upto: int, last: bool) -> bool:
-        self._next_chunk = chunk + 1
-        if last:
-            self._next = upto + 1
-        return True
-
-    return [(ReportCursor, "chunk", chunk)]
+    self._next_chunk = chunk + 1
+    if last:
+        self._next = upto + 1
+    return True
 
 
-@planted
-def purge_not_on_disk() -> list[Patch]:
+@planted(CoordinatorProcess, "perform")
+def purge_not_on_disk(original: Any, self: CoordinatorProcess, effect: Any) -> None:
     """A purge is acknowledged and never written to disk."""
-    original = CoordinatorProcess.perform
-
-    def perform(self: CoordinatorProcess, effect: Any) -> None:
-        if not isinstance(effect, Persist):
-            original(self, effect)
-
-    return [(CoordinatorProcess, "perform", perform)]
+    if not isinstance(effect, Persist):
+        original(self, effect)
 
 
-@planted
-def lost_shard_named() -> list[Patch]:
+@planted(ReplicaTable, "kill_slot")
+def lost_shard_named(original: Any, self: ReplicaTable, slot: Any) -> None:
     """Plans that name a lost shard are kept."""
-    return [(ReplicaTable, "kill_slot", lambda self, slot: None)]
 
 
-@planted
-def floors_not_kept() -> list[Patch]:
+@planted(TenantFloors, "closed")
+def floors_not_kept(original: Any, self: TenantFloors, tenant: Any) -> bool:
     """What a tenant has below its floor is evicted for others."""
-    return [(TenantFloors, "closed", lambda self, tenant: False)]
+    return False
 
 
-@planted
-def replicas_charged() -> list[Patch]:
+@planted(members, "charged")
+def replicas_charged(original: Any, copies: ReplicaSet, group: int, part: Part) -> list[Replica]:
     """A tenant is charged for each copy of its blocks, so that others may evict the only copies of some."""
-
-    def charged(copies: ReplicaSet, group: int, part: Part) -> list[Replica]:
-        return [copy for copy in copies.entries if (copy.group, copy.part) == (group, part)]
-
-    return [(members, "charged", charged)]
+    return [copy for copy in copies.entries if (copy.group, copy.part) == (group, part)]
 
 
-@planted
-def evicts_while_rebuilding() -> list[Patch]:
+@planted(ReportHandler, "_give_orders")
+def evicts_while_rebuilding(original: Any, self: ReportHandler, m: Any, member: Any, now: int) -> None:
     """A coordinator that knows only some shards orders evictions."""
-    original = ReportHandler._give_orders
-
-    def give(self: ReportHandler, m: Any, member: Any, now: int) -> None:
-        until, self._state.rebuild_until = self._state.rebuild_until, None
-        original(self, m, member, now)
-        self._state.rebuild_until = until
-
-    return [(ReportHandler, "_give_orders", give)]
+    until, self._state.rebuild_until = self._state.rebuild_until, None
+    original(self, m, member, now)
+    self._state.rebuild_until = until
 
 
-@planted
-def judged_after_a_stall() -> list[Patch]:
+@planted(CoreProcess, "catch_up")
+def judged_after_a_stall(original: Any, self: CoreProcess) -> None:
     """A process that was stalled judges deadlines first, and steps the messages that arrived meanwhile afterwards."""
-    original = CoreProcess.catch_up
-
-    def catch_up(self: CoreProcess) -> None:
-        deadline = self.core.next_deadline()
-        if deadline is not None and deadline <= self.now():
-            self.step(Tick())
-        original(self)
-
-    return [(CoreProcess, "catch_up", catch_up)]
+    deadline = self.core.next_deadline()
+    if deadline is not None and deadline <= self.now():
+        self.step(Tick())
+    original(self)
 
 
-@planted
-def forgotten_tombstone() -> list[Patch]:
+@planted(NamespaceTable, "apply_tombstone")
+def forgotten_tombstone(original: Any, self: NamespaceTable, stone: Any) -> Any:
     """A purge removes the records, and forgets that there was a purge."""
-    original = NamespaceTable.apply_tombstone
-
-    def apply_tombstone(self: NamespaceTable, stone: Any) -> Any:
-        before = [(space, space.purged) for space in self]
-        records = original(self, stone)
-        for space, purged in before:
-            space.purged = purged
-        return records
-
-    return [(NamespaceTable, "apply_tombstone", apply_tombstone)]
+    before = [(space, space.purged) for space in self]
+    records = original(self, stone)
+    for space, purged in before:
+        space.purged = purged
+    return records
 
 
-@planted
-def purged_writers_go_on() -> list[Patch]:
+@planted(OrderExecutor, "_stop_writers")
+def purged_writers_go_on(original: Any, self: OrderExecutor, space: Any) -> list[Any]:
     """A shard that carries out a purge does not stop the writers of older pages."""
-    return [(OrderExecutor, "_stop_writers", lambda self, space: [])]
+    return []
 
 
-@planted
-def drained_too_early() -> list[Patch]:
+@planted(Replicator, "drained")
+def drained_too_early(original: Any, self: Replicator, member: Any) -> bool:
     """A draining shard is told to leave before another shard has fetched the blocks that only it holds."""
-    return [(Replicator, "drained", lambda self, member: True)]
+    return True
 
 
-@planted
-def evicts_what_is_promised() -> list[Patch]:
+@planted(Evictor, "_spares")
+def evicts_what_is_promised(original: Any, self: Evictor, record: Any, now: int) -> bool:
     """An order takes blocks that are held for a load, or that an operator has pinned."""
-    return [(Evictor, "_spares", lambda self, record, now: False)]
+    return False
 
 
-@planted
-def order_number_used_again() -> list[Patch]:
+@planted(OrderStream, "give")
+def order_number_used_again(original: Any, self: OrderStream, make: Any) -> None:
     """Order numbers are counted from the unfinished orders, so that a new order gets the number of one that has
     ended."""
-    original = OrderStream.give
-
-    def give(self: OrderStream, make: Any) -> None:
-        self._numbers = count(len(self) + 1)
-        original(self, make)
-
-    return [(OrderStream, "give", give)]
+    self._numbers = count(len(self) + 1)
+    original(self, make)
 
 
-@planted
-def order_numbers_reset() -> list[Patch]:
+@planted(Membership, "admit")
+def order_numbers_reset(original: Any, self: Membership, info: Any, now: int) -> Any:
     """The orders to a shard are counted from 1 again when it sends its inventory again, though the shard goes on
     counting."""
-    original = Membership.admit
-
-    def admit(self: Membership, info: Any, now: int) -> Any:
-        self._order_numbers = count(1)
-        return original(self, info, now)
-
-    return [(Membership, "admit", admit)]
+    self._order_numbers = count(1)
+    return original(self, info, now)
 
 
-@planted
-def roots_go_first() -> list[Patch]:
+@planted(EvictionQueue, "_is_leaf")
+def roots_go_first(original: Any, self: EvictionQueue[Any], state: int) -> bool:
     """A block that others follow may be evicted; of equally cold blocks the beginning of a conversation is evicted
     first."""
-    return [
-        (EvictionQueue, "_is_leaf", staticmethod(lambda state: state % 2 == 1)),
-        (LRU, "score", lambda self, block, now: block.stamp << DEPTH_BITS | block.depth),
-    ]
+    return state % 2 == 1
 
 
-@planted
-def repeat_treated_as_new() -> list[Patch]:
+@roots_go_first.also(LRU, "score")
+def _score(original: Any, self: LRU, block: Any, now: int) -> Any:
+    return block.stamp << DEPTH_BITS | block.depth
+
+
+@planted(PrepareHandler, "_answered_before")
+def repeat_treated_as_new(original: Any, self: PrepareHandler, attempt: Any, space: Any, kind: Any) -> None:
     """A prepare that is repeated because its answer was lost is answered as if it were a new one."""
-
-    def forget(self: PrepareHandler, attempt: Any, space: Any, kind: Any) -> None:
-        ticket = self._state.tickets.end((space.tenant, attempt))
-        if ticket is not None:
-            self._release(ticket)
-
-    return [(PrepareHandler, "_answered_before", forget)]
+    ticket = self._state.tickets.end((space.tenant, attempt))
+    if ticket is not None:
+        self._release(ticket)
 
 
-@planted
-def swept_in_part() -> list[Patch]:
+@planted(ReportHandler, "sweep_some")
+def swept_in_part(original: Any, self: ReportHandler, now: int) -> None:
     """The records of a lost shard that one step has no time for are never swept."""
-    original = ReportHandler.sweep_some
-
-    def sweep_some(self: ReportHandler, now: int) -> None:
-        original(self, now)
-        self._sweep.clear()
-
-    return [(ReportHandler, "sweep_some", sweep_some)]
+    original(self, now)
+    self._sweep.clear()
 
 
-@planted
-def removal_not_told() -> list[Patch]:
+@planted(EventEmitter, "changed")
+def removal_not_told(original: Any, self: EventEmitter, space: Any, record: Any, before: int) -> None:
     """KV events report what is stored in a tier, and not what is removed from it."""
-    original = EventEmitter.changed
-
-    def changed(self: EventEmitter, space: Any, record: Any, before: int) -> None:
-        if record.tiers & ~before:
-            original(self, space, record, before & record.tiers)
-
-    return [(EventEmitter, "changed", changed)]
+    if record.tiers & ~before:
+        original(self, space, record, before & record.tiers)
 
 
-@planted
-def retold_in_part() -> list[Patch]:
+@planted(EventEmitter, "tell_some")
+def retold_in_part(original: Any, self: EventEmitter) -> None:
     """A coordinator that publishes all blocks again forgets the rest after its first step."""
-    original = EventEmitter.tell_some
-
-    def tell_some(self: EventEmitter) -> None:
-        original(self)
-        self._retelling.clear()
-
-    return [(EventEmitter, "tell_some", tell_some)]
+    original(self)
+    self._retelling.clear()
 
 
-@planted
-def tokens_of_another() -> list[Patch]:
+@planted(EventEmitter, "remember")
+def tokens_of_another(
+    original: Any, self: EventEmitter, space: Any, hashes: Any, tokens: Any, block_tokens: int
+) -> None:
     """KV events give the token ids of the first block of a store for all of its blocks."""
-    original = EventEmitter.remember
-
-    def remember(self: EventEmitter, space: Any, hashes: Any, tokens: Any, block_tokens: int) -> None:
-        original(self, space, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens)
-
-    return [(EventEmitter, "remember", remember)]
+    original(self, space, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens)

@@ -3,36 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 from kvcluster.errors import CallerError
 
-Patch = tuple[Any, str, Any]
-"""Owner, attribute, and the value that replaces it."""
-
-BUGS: dict[str, Callable[[], list[Patch]]] = {}
-"""The bugs by name. The docstring of each function says what it breaks."""
+Mistake = Callable[..., Any]
+"""Is called in place of a function of the code under test, with that function as its first argument."""
 
 
-def planted(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
-    """Names a bug after the function that makes its patches."""
-    BUGS[make.__name__.replace("_", "-")] = make
-    return make
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """`breaks` says what is wrong. Each of `patches` is an owner, the name of one of its attributes, and the value that
+    replaces it."""
+
+    breaks: str
+    patches: list[tuple[Any, str, Any]] = field(default_factory=list)
+
+    def also(self, owner: Any, attribute: str) -> Callable[[Mistake], Mistake]:
+        """Has the decorated function called in place of `owner.attribute` as well."""
+
+        def add(mistake: Mistake) -> Mistake:
+            original = vars(owner)[attribute]
+
+            def instead(*arguments: Any, **options: Any) -> Any:
+                return mistake(original, *arguments, **options)
+
+            self.patches.append((owner, attribute, property(instead) if isinstance(original, property) else instead))
+            return mistake
+
+        return add
+
+
+BUGS: dict[str, Bug] = {}
+"""The bugs by name."""
+
+
+def planted(owner: Any, attribute: str) -> Callable[[Mistake], Bug]:
+    """Adds a bug: the decorated function is called in place of `owner.attribute`. The bug has the function's name, and
+    the docstring says what it breaks."""
+
+    def add(mistake: Mistake) -> Bug:
+        bug = BUGS[mistake.__name__.replace("_", "-")] = Bug(mistake.__doc__ or "")
+        bug.also(owner, attribute)(mistake)
+        return bug
+
+    return add
 
 
 @contextmanager
-def active(name: str | None) -> Iterator[None]:
+def planted_bug(name: str | None) -> Iterator[None]:
     """Plants this bug in the code under test for the duration of the block. Raises CallerError if there is none of that
     name."""
     if name is not None and name not in BUGS:
         raise CallerError(f"there is no planted bug {name!r}; known: {', '.join(BUGS)}")
-    before: list[Patch] = []
-    try:
-        for owner, attribute, instead in BUGS[name]() if name is not None else ():
-            before.append((owner, attribute, owner.__dict__[attribute]))
-            setattr(owner, attribute, instead)
+    with ExitStack() as stack:
+        for owner, attribute, instead in BUGS[name].patches if name is not None else ():
+            stack.enter_context(patch.object(owner, attribute, instead))
         yield
-    finally:
-        for owner, attribute, original in reversed(before):
-            setattr(owner, attribute, original)

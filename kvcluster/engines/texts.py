@@ -1,0 +1,26 @@
+"""Texts that engines make alike: of settings, which must be equal in every process, and of errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from kvcluster.errors import KVClusterError
+
+
+def canonical(value: object) -> str:
+    """Returns a value of plain settings as JSON, which is equal in every process if the settings are."""
+    if isinstance(value, Mapping):
+        value = dict(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
+
+
+def settings_digest(settings: Mapping[str, object]) -> str:
+    """Returns a digest of settings that may change KV, for `KVSpec.extra`."""
+    return "sha256:" + hashlib.sha256(canonical(settings).encode()).hexdigest()
+
+
+def error_text(error: Exception) -> str:
+    """Returns the message of an error; of one that is not ours, with the name of its type."""
+    return str(error) if isinstance(error, KVClusterError) else f"{type(error).__name__}: {error}"
