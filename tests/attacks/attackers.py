@@ -108,12 +108,18 @@ def look(address: str, token: str, events: str) -> Target:
 @contextmanager
 def _header_streams(target: Target) -> Iterator[Act]:
     """Calls whose message never comes, so many at each server; one that ends is begun again."""
-    stop, open_calls = threading.Event(), dict[str, list[Any]]()
+    open_calls: dict[str, list[tuple[Any, threading.Event]]] = {}
     path = COORDINATOR["GetStatus"].path
 
-    def silence() -> Iterator[bytes]:
-        stop.wait()
+    def silence(ended: threading.Event) -> Iterator[bytes]:
+        ended.wait()
         yield from ()
+
+    def begun(call: Any) -> tuple[Any, threading.Event]:
+        ended = threading.Event()
+        future = call.future(silence(ended))
+        future.add_done_callback(lambda _: ended.set())
+        return future, ended
 
     with ExitStack() as house:
         begin: dict[str, Any] = {
@@ -122,17 +128,19 @@ def _header_streams(target: Target) -> Iterator[Act]:
         }
 
         def act() -> int:
-            begun = 0
+            count = 0
             for address, call in begin.items():
-                going = [each for each in open_calls.get(address, ()) if not each.done()]
-                fresh = [call.future(silence()) for _ in range(_HEADERS_ONLY - len(going))]
-                open_calls[address], begun = going + fresh, begun + len(fresh)
-            return begun
+                going = [each for each in open_calls.get(address, ()) if not each[1].is_set()]
+                fresh = [begun(call) for _ in range(_HEADERS_ONLY - len(going))]
+                open_calls[address], count = going + fresh, count + len(fresh)
+            return count
 
         try:
             yield act
         finally:
-            stop.set()
+            for calls in open_calls.values():
+                for _, ended in calls:
+                    ended.set()
 
 
 @contextmanager
