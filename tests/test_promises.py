@@ -23,6 +23,7 @@ TREE = {
     "tests/fuzz/wire_parsers.py": "yield_ = Parser('ticket', read)\n",
     "tests/chaos/faults.py": "class Kind(Enum):\n    FLIP = 'bits flipped'\n",
     "tests/vllm/e2e/__main__.py": "CHECKS = {'identity': identity.check}\n",
+    "tests/attacks/attackers.py": "ATTACKS = {'streams': Attack('calls', streams)}\n",
     "tests/core/transcripts/both/stall.txt": "",
 }
 
@@ -48,6 +49,7 @@ def said(root: Path, *rows: str, header: str = "| promise | mechanism | test | r
         ("parser `ticket`", "CI, nightly"),
         ("chaos `bits flipped`", "nightly"),
         ("e2e `identity`", "nightly"),
+        ("attack `streams`", "nightly"),
         ("`tests/test_leases.py`, chaos `bits flipped`", "CI, nightly"),
     ],
 )

@@ -9,6 +9,7 @@ A promise is a row of a table whose header is `promise | mechanism | test | runs
     parser `name`                          of tests/fuzz/*_parsers.py                       CI, nightly
     chaos `fault`                          of tests/chaos/faults.py                         nightly
     e2e `check`                            of tests/vllm/e2e/__main__.py                    nightly
+    attack `name`                          of tests/attacks/attackers.py                    nightly
 
 Its fourth cell is the last column of this list, for all of its references together. Tests are found in syntax trees,
 without importing them (collector.py), so parametrised ids select nothing here.
@@ -28,7 +29,7 @@ DOCUMENTS = ("docs/reliability.md", "docs/security.md")
 COLUMNS = ["promise", "mechanism", "test", "runs in"]
 CI, NIGHTLY = "CI", "nightly"
 
-REFERENCE = re.compile(r"(?:(planted bug|parser|chaos|e2e) )?`([^`]+)`")
+REFERENCE = re.compile(r"(?:(planted bug|parser|chaos|e2e|attack) )?`([^`]+)`")
 SELECTION = re.compile(r"""(tests/[\w/]+\.py)(?: -k (?:"([^"]+)"|(\w+)))?""")
 
 NAMED_IN = {
@@ -36,6 +37,7 @@ NAMED_IN = {
     "parser": ("tests/fuzz/*_parsers.py", {CI, NIGHTLY}),
     "chaos": ("tests/chaos/faults.py", {NIGHTLY}),
     "e2e": ("tests/vllm/e2e/__main__.py", {NIGHTLY}),
+    "attack": ("tests/attacks/attackers.py", {NIGHTLY}),
 }
 
 
@@ -97,7 +99,7 @@ def _names(kind: str, path: Path) -> Iterator[str]:
                 yield name
             case "chaos", ast.Assign(value=ast.Constant(value=str(name))):
                 yield name
-            case "e2e", ast.Dict():
+            case "e2e" | "attack", ast.Dict():
                 yield from (str(key.value) for key in node.keys if isinstance(key, ast.Constant))
 
 
