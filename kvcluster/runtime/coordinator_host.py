@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CALL_S = 0.0005
+"""As TenantTurns' `call_s`: a gRPC call with its request and its answer."""
+
 
 class CoordinatorHost:
     """One coordinator incarnation. Raises ConfigError if the state that the last incarnation kept cannot be read, or if
@@ -65,6 +68,7 @@ class CoordinatorHost:
             stall_ns=config.stall_ms * 1_000_000,
             on_failure=lambda error: on_end(Leave(f"the coordinator failed: {error!r}")),
             name="coordinator",
+            call_s=_CALL_S,
         )
 
     def start(self) -> None:

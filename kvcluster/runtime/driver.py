@@ -69,7 +69,9 @@ class Driver(Generic[M]):
         on_failure: Callable[[BaseException], None],
         clock: Callable[[], int] = time.monotonic_ns,
         name: str = "core",
+        call_s: float = 0.0,
     ) -> None:
+        """`call_s` as in TenantTurns."""
         self._core = core
         self._perform = perform
         self._stall_ns = stall_ns
@@ -77,7 +79,7 @@ class Driver(Generic[M]):
         self._clock = clock
         self._name = name
         self._mailbox: deque[M] = deque()
-        self._turns = TenantTurns()
+        self._turns = TenantTurns(call_s)
         self._lock = FairLock()
         self._wake = threading.Condition(self._lock)  # type: ignore[arg-type] # it needs no more than acquire and release
         self._calls = itertools.count(1)

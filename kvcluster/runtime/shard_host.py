@@ -53,6 +53,9 @@ from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 
 log = logging.getLogger(__name__)
 
+_CALL_S = 0.0001
+"""As TenantTurns' `call_s`: most are steps of exchanges, which have a connection already."""
+
 Tell = Callable[[Report | Inventory, Deadline], Reply]
 """Sends a report to the coordinator and returns its answer; raises Unavailable or KVClusterError."""
 
@@ -98,6 +101,7 @@ class ShardHost:
             stall_ns=config.stall_ms * 1_000_000,
             on_failure=fail,
             name=shard,
+            call_s=_CALL_S,
         )
 
         self._fetcher = ReplicaPuller(self, open_source)

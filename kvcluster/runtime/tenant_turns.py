@@ -20,9 +20,6 @@ from kvcluster.transport.base import Unavailable
 REST = 2.0
 """A tenant gets a third of the time of a core, beside another that calls at all."""
 
-CALL_S = 0.0005
-"""What a call takes of the interpreter beside its step: gRPC, decoding and encoding."""
-
 ACTIVE_S = 1.0
 """A tenant that has not called for this long lets the others go on without rests."""
 
@@ -75,11 +72,18 @@ class _Turn:
 
 
 class TenantTurns:
-    """The turns of all tenants at one core. Shards of the cluster, which act for all tenants, need none."""
+    """The turns of all tenants at one core. Shards of the cluster, which act for all tenants, need none.
+
+    `call_s`: what a call takes of the interpreter beside its step: to receive, decode and encode it.
+    """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], object] = time.sleep
+        self,
+        call_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
+        self._call_s = call_s
         self._clock = clock
         self._sleep = sleep
         self._turns: dict[Tenant, _Turn] = {}
@@ -110,7 +114,7 @@ class TenantTurns:
         """Takes into account that a step of this tenant took so long, and what its call takes besides."""
         turn = self._turns.get(tenant)
         if turn is not None:
-            turn.rests_until = self._clock() + REST * (seconds + CALL_S)
+            turn.rests_until = self._clock() + REST * (seconds + self._call_s)
 
     def _others_call(self, tenant: Tenant, now: float) -> bool:
         return any(other != tenant and turn.called > now - ACTIVE_S for other, turn in list(self._turns.items()))

@@ -10,10 +10,11 @@ import pytest
 
 from kvcluster.core.ids import CLUSTER, Tenant
 from kvcluster.core.miss import MissReason
-from kvcluster.runtime.tenant_turns import ACTIVE_S, CALL_S, REST, FairLock, TenantTurns
+from kvcluster.runtime.tenant_turns import ACTIVE_S, REST, FairLock, TenantTurns
 from kvcluster.transport.base import Unavailable
 from tests.waiting import eventually
 
+CALL_S = 0.001
 A, B, C = Tenant("a"), Tenant("b"), Tenant("c")
 LONG_S = 60.0
 
@@ -37,7 +38,7 @@ def time() -> Time:
 
 @pytest.fixture
 def turns(time: Time) -> TenantTurns:
-    return TenantTurns(lambda: time.now, time.rest)
+    return TenantTurns(CALL_S, lambda: time.now, time.rest)
 
 
 def call(turns: TenantTurns, time: Time, tenant: Tenant, step_s: float = 0.0, wait_s: float = LONG_S) -> None:
