@@ -141,6 +141,15 @@ class EventsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """Metrics and health over HTTP. `port`: that of the coordinator; shard-0 listens on the next one, and so on. 0 for
+    none. They show figures of all tenants to everyone who reaches them, so `host` should be closed to strangers."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ClientConfig:
     """`deadline_ms`: of one call, however many parts it has.
     `store_wait_ms`: the time that a store may wait for room.
@@ -174,6 +183,7 @@ class Config:
     shard: ShardConfig = field(default_factory=ShardConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
 
 
@@ -273,6 +283,10 @@ def _cluster_rules(config: Config) -> Iterator[_Rule]:
         "server.report_port must differ from server.port: workers may not keep shards from reporting",
     )
     yield config.server.threads >= 2, "server.threads must be at least 2"
+    yield (
+        0 <= config.metrics.port <= 65_535 - config.shards,
+        "metrics.port must be at most 65535 less the number of shards, each of which takes a port after it; 0 for none",
+    )
     yield (
         2 * config.shard.report_interval_ms < config.membership_ttl_ms,
         "membership_ttl_ms must exceed two report intervals, or one lost report loses a shard",

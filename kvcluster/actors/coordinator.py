@@ -23,6 +23,8 @@ from kvcluster.core.messages import Leave
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
+from kvcluster.runtime.metrics import CallMetrics
+from kvcluster.runtime.metrics_server import ProcessSamples, serve_metrics
 from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
 from kvcluster.transport.rpc import RpcHandler, host_and_port
 from kvcluster.wire.methods import COORDINATOR
@@ -45,21 +47,34 @@ class CoordinatorActor:
             lambda: CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process), patient=patient
         )
         auth = authenticator(server, secret, restarted=patient)
-        for_workers, for_shards = handlers_of(self._host.ask)
+        calls = CallMetrics(COORDINATOR)
+        for_workers, for_shards = handlers_of(self._host.ask, calls)
         self._server = waited_for(
             lambda: GrpcServer(
-                for_workers, auth, server.host, server.port, server.threads, message_bytes=limits.QUESTION_BYTES
+                for_workers, auth, server.host, server.port, server.threads, limits.QUESTION_BYTES, calls
             ),
             patient=patient,
         )
         self._reports = waited_for(
-            lambda: GrpcServer(for_shards, auth, server.host, server.report_port, server.threads), patient=patient
+            lambda: GrpcServer(for_shards, auth, server.host, server.report_port, server.threads, metrics=calls),
+            patient=patient,
         )
         self._garbage = GarbageKeeper()
         self._garbage.start()
         self._host.start()
         self._reports.start()
         self._server.start()
+        process = ProcessSamples()
+        self._metrics = waited_for(
+            lambda: serve_metrics(
+                config.metrics,
+                0,
+                lambda: [*self._host.samples(), *calls.samples(), *process()],
+                alive=self._host.why_not_alive,
+                ready=self._host.why_not_ready,
+            ),
+            patient=patient,
+        )
 
     def address(self) -> str:
         """Returns the address at which workers reach it, from other nodes too."""
@@ -71,27 +86,30 @@ class CoordinatorActor:
 
     def shards_up(self) -> int:
         """Returns the number of shards whose whole inventory has been received."""
-        up = self._host.inspect(lambda: sum(m.cursor.current for m in self._host.core.members.all()))
-        assert isinstance(up, int)
-        return up
+        return self._host.inspect(lambda: sum(m.cursor.current for m in self._host.core.members.all()))
 
     def pid(self) -> int:
         return os.getpid()
 
     def stop(self) -> None:
         """Ends serving; the caller ends the process."""
+        if self._metrics is not None:
+            self._metrics.close()
         self._server.close()
         self._reports.close()
         self._host.close()
         self._garbage.close()
 
 
-def handlers_of(ask: Ask) -> tuple[dict[str, RpcHandler], dict[str, RpcHandler]]:
+def handlers_of(ask: Ask, metrics: CallMetrics | None = None) -> tuple[dict[str, RpcHandler], dict[str, RpcHandler]]:
     """Returns the handlers of the server for workers, and of that for shards. `ask` passes a question on to the
     core."""
     reports = {name: COORDINATOR[name] for name in _REPORTS}
     questions = {name: method for name, method in COORDINATOR.items() if name not in _REPORTS}
-    return unary_handlers(questions, ask, operators=_FOR_OPERATORS), unary_handlers(reports, ask, _REPORTS)
+    return (
+        unary_handlers(questions, ask, operators=_FOR_OPERATORS, metrics=metrics),
+        unary_handlers(reports, ask, _REPORTS, metrics=metrics),
+    )
 
 
 def end_process(leave: Leave) -> None:

@@ -14,11 +14,13 @@ import ray
 from kvcluster.actors.addresses import reachable_host
 from kvcluster.actors.coordinator import end_process
 from kvcluster.actors.process_limits import set_limits
-from kvcluster.actors.restarts import restarted
+from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
 from kvcluster.runtime.auth import authenticator
+from kvcluster.runtime.metrics import CallMetrics
+from kvcluster.runtime.metrics_server import ProcessSamples, serve_metrics
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
@@ -46,7 +48,9 @@ class ShardActor:
         auth = authenticator(config.server, secret, restarted=restarted())
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
-        self._server = GrpcServer(handlers, auth, reachable_host(config.server.host), 0, config.server.threads)
+        calls = CallMetrics(SHARD)
+        host = reachable_host(config.server.host)
+        self._server = GrpcServer(handlers, auth, host, 0, config.server.threads, metrics=calls)
         self._host = ShardHost(
             ShardId(shard),
             Epoch(time.time_ns()),
@@ -58,11 +62,22 @@ class ShardActor:
             on_end=self._leave,
         )
 
-        handlers.update(unary_handlers(SHARD, self._host.ask, shared=_ALSO_FOR_SHARDS))
+        handlers.update(unary_handlers(SHARD, self._host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls))
         handlers.update(page_handlers(self._host))
         self._paths = serve_paths(self._host, auth, config.server, self._server.host)
         self._server.start()
         self._host.start(self._paths.offers)
+        process, number = ProcessSamples(), int(shard.rpartition("-")[2])
+        self._metrics = waited_for(
+            lambda: serve_metrics(
+                config.metrics,
+                1 + number,
+                lambda: [*self._host.samples(), *calls.samples(), *process()],
+                alive=self._host.why_not_alive,
+                ready=self._host.why_not_ready,
+            ),
+            patient=restarted(),
+        )
 
     def address(self) -> str:
         return self._server.address
@@ -72,6 +87,8 @@ class ShardActor:
 
     def stop(self) -> None:
         """Ends serving; the caller ends the process."""
+        if self._metrics is not None:
+            self._metrics.close()
         self._server.close()
         self._paths.close()
         self._host.close()

@@ -13,7 +13,7 @@ worker says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from kvcluster.config import CoordinatorConfig
@@ -69,6 +69,7 @@ from kvcluster.core.messages import (
     Tombstone,
     UnpinBlocks,
 )
+from kvcluster.core.miss import MissReason
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.prepare_handler import PrepareHandler
 from kvcluster.core.replica_sets import ReplicaTable
@@ -300,9 +301,14 @@ class Coordinator:
         return (("cache", "off" if self._state.off else "on"), *self.tiering.policy)
 
     def _status(self, request: Request[GetStatus], now: int) -> list[Effect]:
+        status = self.status(now)
+        return [Answer(request.call, status if request.operator else self._of_tenant(status, request.tenant))]
+
+    def status(self, now: int) -> Status:
+        """Returns the status of the whole cluster."""
         shards = [ShardStatus(s.info, s.state, max(0, now - s.seen_at)) for s in self._state.members.all()]
         shards += [ShardStatus(info, "lost", 0) for info in self._state.members.lost.values()]
-        status = Status(
+        return Status(
             epoch=self.epoch,
             state="rebuilding" if self.rebuilding else "serving",
             uptime_ns=now - self._started_at,
@@ -317,7 +323,11 @@ class Coordinator:
             claimed_blocks=self._state.tables.claimed_blocks,
             private_blocks=self._state.directory.private_blocks,
         )
-        return [Answer(request.call, status if request.operator else self._of_tenant(status, request.tenant))]
+
+    @property
+    def missed_tokens(self) -> Mapping[MissReason, int]:
+        """The tokens that lookups asked for and did not find, by reason."""
+        return self._state.missed_tokens
 
     def _of_tenant(self, status: Status, tenant: Tenant) -> Status:
         """Returns what a tenant sees of a status: its own figures, and which shards are up."""

@@ -14,6 +14,7 @@ from kvcluster.core.ids import BlockHash, Epoch, Tenant
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Membership
 from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone
+from kvcluster.core.miss import MissReason
 from kvcluster.core.namespaces import NamespaceTable
 from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.replicas_first import ReplicasFirst
@@ -26,7 +27,16 @@ ENGINE_TTL_NS = 10_000 * MS
 """An engine registers several times within this period (engines/vllm/registration.py)."""
 UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first")
 _OF_TENANTS = (
-    *("loads", "asked_blocks", "hit_blocks", "stores", "write_blocks", "duplicate_blocks"),
+    *(
+        "loads",
+        "asked_blocks",
+        "hit_blocks",
+        "asked_tokens",
+        "hit_tokens",
+        "stores",
+        "write_blocks",
+        "duplicate_blocks",
+    ),
     *("pending_blocks", "refused_blocks"),
 )
 _COUNTERS = (
@@ -65,6 +75,8 @@ class CoordinatorState:
         self.tombstones = tombstones
         self.engines = EngineRegistry(ENGINE_TTL_NS)
         self.counters = dict.fromkeys(_COUNTERS, 0)
+        self.missed_tokens = dict.fromkeys(MissReason, 0)
+        """Tokens that lookups asked for and did not find, by the reason why the first of them was not found."""
         self._counted: dict[Tenant, dict[str, int]] = {}
 
     def count(self, tenant: Tenant, name: str, amount: int = 1) -> None:

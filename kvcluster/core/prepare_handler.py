@@ -71,12 +71,10 @@ class PrepareHandler:
         if again is not None:
             return [Answer(request.call, again)]
         found = space.index.find(m.hashes, m.need, youngest=m.attempt.holder[-1] % 2 == 1)
-        state.count(space.tenant, "loads")
-        state.count(space.tenant, "asked_blocks", len(m.hashes))
-        state.count(space.tenant, "hit_blocks", found.blocks)
         miss = None
         if found.blocks < len(m.hashes):
             miss = found.miss or self._why_absent(space, m.hashes[found.blocks], now)
+        self._count_lookup(space, len(m.hashes), found.blocks, miss)
         hashes = m.hashes[: found.blocks]
         if m.hold:
             space.index.touch(hashes, now, now + self._hold)
@@ -168,6 +166,16 @@ class PrepareHandler:
         if self._state.tickets.writing(space.id, block):
             return _PENDING
         return self._state.evicted.why(space.id, block, now) or _NEVER_SEEN
+
+    def _count_lookup(self, space: CoordinatorNamespace, asked: int, hit: int, miss: Miss | None) -> None:
+        """Counts a lookup of so many blocks, of which the first `hit` were found, and `miss` says why not one more."""
+        state, tokens = self._state, space.spec.block_tokens
+        for name, amount in (("loads", 1), ("asked_blocks", asked), ("hit_blocks", hit)):
+            state.count(space.tenant, name, amount)
+        state.count(space.tenant, "asked_tokens", asked * tokens)
+        state.count(space.tenant, "hit_tokens", hit * tokens)
+        if miss is not None:
+            state.missed_tokens[miss.reason] += (asked - hit) * tokens
 
     def _release(self, ticket: IssuedTicket) -> None:
         space = self._state.directory.known(ticket.space)

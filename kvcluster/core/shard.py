@@ -313,7 +313,7 @@ class Shard:
         named = (event.namespace for event in (*piece.pages, *piece.events) if isinstance(event, PageEvent))
         known = (self._namespaces.known(space) for space in dict.fromkeys(named))
         specs = tuple((space.tenant, space.spec) for space in known if space is not None)
-        info, coordinator = self._info(), self._sender.coordinator
+        info, coordinator = self.info(), self._sender.coordinator
         if piece.inventory:
             stones = self._inventoried
             return Inventory(info, coordinator, piece.upto, piece.chunk, piece.last, piece.pages, specs, stones)
@@ -367,7 +367,8 @@ class Shard:
     def _uses(self, namespace: NamespaceId) -> bool:
         return bool(self._pool.parts(namespace)) or namespace in self._queue.namespaces() + self._pins.namespaces()
 
-    def _info(self) -> ShardInfo:
+    def info(self) -> ShardInfo:
+        """Returns what the shard reports about itself."""
         allocator = self._pool.allocator
         return ShardInfo(
             shard=self._shard,

@@ -39,7 +39,7 @@ class Arena(HostRegion):
         if nbytes < 1:
             raise ConfigError(f"an arena of {nbytes} bytes cannot hold a page; give device_bytes a size, such as 1GiB")
         # Checked before mapping, because populating beyond a container's limit kills the process without an error.
-        limit = _memory_bytes()
+        limit = memory_limit_bytes()
         if nbytes > limit:
             raise ConfigError(_refusal(nbytes, f"this machine or container has {limit >> 20} MiB in all"))
         self._file = _memory_file()
@@ -110,7 +110,7 @@ def _mapped(file: int | None, nbytes: int) -> mmap.mmap:
     return memory
 
 
-def _memory_bytes() -> int:
+def memory_limit_bytes() -> int:
     """Returns the memory that this process may use at most: the machine's, or the limit of its container."""
     limit = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     for path in _CONTAINER_LIMITS:

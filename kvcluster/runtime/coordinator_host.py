@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from kvcluster.config import Config, EventsConfig
 from kvcluster.core.coordinator import Coordinator
@@ -25,6 +25,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.driver import Driver
+from kvcluster.runtime.metrics import Sample, coordinator_samples
 from kvcluster.runtime.settings_file import read_settings, write_settings
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvcluster.runtime.event_publisher import EventPublisher
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _CALL_S = 0.0005
 """As TenantTurns' `call_s`: a gRPC call with its request and its answer."""
@@ -91,9 +93,25 @@ class CoordinatorHost:
             raise Unavailable(Miss(MissReason.SHARD_LOST, reply.detail))
         return reply
 
-    def inspect(self, look: Callable[[], object]) -> object:
+    def inspect(self, look: Callable[[], T]) -> T:
         """Calls `look` while the core is not stepped."""
         return self._driver.inspect(look)
+
+    def samples(self) -> list[Sample]:
+        """Returns the series of COORDINATOR_METRICS."""
+        return self._driver.inspect(
+            lambda: coordinator_samples(self.core.status(time.monotonic_ns()), self.core.missed_tokens)
+        )
+
+    def why_not_alive(self) -> str:
+        """Returns why this incarnation should be ended; "" if it should not."""
+        return self._driver.failure
+
+    def why_not_ready(self) -> str:
+        """Returns why it cannot serve now; "" if it can."""
+        if self._driver.failure:
+            return self._driver.failure
+        return "it learns from the shards what they hold" if self.core.rebuilding else ""
 
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Publish):

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 MessageT_contra = TypeVar("MessageT_contra", contravariant=True)
 M = TypeVar("M")
+T = TypeVar("T")
 _IDLE_S = 3600.0
 
 
@@ -137,11 +138,16 @@ class Driver(Generic[M]):
         with self._lock:
             self._drain()
 
-    def inspect(self, look: Callable[[], object]) -> object:
+    def inspect(self, look: Callable[[], T]) -> T:
         """Calls `look` while no step runs: for status and for tests that check invariants."""
         with self._lock:
             self._drain()
             return look()
+
+    @property
+    def failure(self) -> str:
+        """Why the core answers nothing any more; "" while it does."""
+        return f"{self._name} failed: {self._failure}" if self._failure is not None else ""
 
     # ------------------------------------------------------------------------------- under the lock
 
@@ -197,7 +203,7 @@ class Driver(Generic[M]):
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self._name} failed: {self._failure}"))
+            raise Unavailable(Miss(MissReason.SHARD_LOST, self.failure))
         if self._closed:
             raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self._name} is ending"))
 

@@ -22,8 +22,9 @@ import grpc
 from kvcluster.core import limits
 from kvcluster.core.ids import Caller, Tenant
 from kvcluster.core.messages import Done, Reply
-from kvcluster.errors import ConfigError, CredentialError, KVClusterError
+from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
 from kvcluster.runtime.auth import Authenticator
+from kvcluster.runtime.metrics import CallMetrics, Refusal
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.rpc import RpcHandler, host_and_port, identity, server_options, status_of
 from kvcluster.wire.methods import Method
@@ -79,7 +80,10 @@ class _Table(grpc.GenericRpcHandler):
     A refused call is answered on a thread that serves nothing else. As a stream it does not wait for its message.
     """
 
-    def __init__(self, handlers: Mapping[str, RpcHandler], authenticator: Authenticator, threads: int) -> None:
+    def __init__(
+        self, handlers: Mapping[str, RpcHandler], authenticator: Authenticator, threads: int, metrics: CallMetrics
+    ) -> None:
+        self._metrics = metrics
         self.refusing = _Threads(1, "kvcluster-rpc-refuse")
         self._handlers = handlers
         self._authenticator = authenticator
@@ -91,14 +95,16 @@ class _Table(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> _GrpcHandler | None:
         handler = self._handlers.get(details.method)
         if handler is None:
+            self._metrics.refused(Refusal.METHOD)
             return None
         try:
             caller = self._authenticator.caller(_token(details.invocation_metadata))
         except CredentialError as error:
-            return self._refuse(grpc.StatusCode.UNAUTHENTICATED, str(error))
+            return self._refuse(Refusal.CREDENTIAL, grpc.StatusCode.UNAUTHENTICATED, str(error))
         threads = self._threads_of(caller.tenant)
         if threads.full:
-            return self._refuse(grpc.StatusCode.UNAVAILABLE, "too many calls with this token's tenant are under way")
+            why = "too many calls with this token's tenant are under way"
+            return self._refuse(Refusal.BUSY, grpc.StatusCode.UNAVAILABLE, why)
         name = details.method, caller
         bound = self._bound.get(name)
         if bound is None:
@@ -116,9 +122,10 @@ class _Table(grpc.GenericRpcHandler):
             threads = self._threads[tenant] = _Threads(share, "kvcluster-rpc")
         return threads
 
-    def _refuse(self, code: grpc.StatusCode, why: str) -> _GrpcHandler | None:
+    def _refuse(self, kind: Refusal, code: grpc.StatusCode, why: str) -> _GrpcHandler | None:
         """Returns a handler that answers with this status. After _REFUSALS in a second returns None instead, which gRPC
         answers without a thread."""
+        self._metrics.refused(kind)
         second = int(time.monotonic())
         if second != self._second:
             self._second, self._refused = second, 0
@@ -165,8 +172,9 @@ class GrpcServer:
         port: int,
         threads: int,
         message_bytes: int = limits.MESSAGE_BYTES,
+        metrics: CallMetrics | None = None,
     ) -> None:
-        self._table = _Table(handlers, authenticator, threads)
+        self._table = _Table(handlers, authenticator, threads, metrics or CallMetrics(()))
         # The pool that is given to gRPC serves only handlers that name no other: there are none.
         options = server_options(message_bytes)
         self._server = grpc.server(self._table.refusing, handlers=[self._table], options=options)
@@ -205,8 +213,9 @@ def unary_handlers(
     *,
     operators: frozenset[str] = frozenset(),
     shared: frozenset[str] = frozenset(),
+    metrics: CallMetrics | None = None,
 ) -> dict[str, RpcHandler]:
-    """Returns a handler for each method, by its path.
+    """Returns a handler for each method, by its path. What calls take is added to `metrics`, which knows the methods.
 
     Only shards of the cluster may call the methods named in `internal`; shards and workers those in `shared`; workers
     with an operator's credential those in `operators`; and any worker all others.
@@ -222,16 +231,21 @@ def unary_handlers(
             )
         return None
 
-    return {method.path: RpcHandler("unary_unary", _unary(method, ask, why_not)) for method in methods.values()}
+    metrics = metrics or CallMetrics(methods)
+    return {
+        method.path: RpcHandler("unary_unary", _unary(method, ask, why_not, metrics)) for method in methods.values()
+    }
 
 
 def _unary(
-    method: Method, ask: Ask, why_not: Callable[[str, Caller], str | None]
+    method: Method, ask: Ask, why_not: Callable[[str, Caller], str | None], metrics: CallMetrics
 ) -> Callable[[Caller, bytes, grpc.ServicerContext], bytes]:
     def handle(caller: Caller, data: bytes, context: grpc.ServicerContext) -> bytes:
         refusal = why_not(method.name, caller)
         if refusal is not None:
+            metrics.refused(Refusal.CREDENTIAL)
             context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
+        began = time.monotonic()
         wait_s = min(context.time_remaining(), _LONGEST_S)
         try:
             if method.name == "Ping":
@@ -241,7 +255,11 @@ def _unary(
             reply = ask(lambda call: method.decode_request(data, call, caller), wait_s)
             return method.encode_reply(reply)
         except (Unavailable, KVClusterError) as error:
+            if isinstance(error, ProtocolError):
+                metrics.refused(Refusal.PROTOCOL)
             context.abort(status_of(error), str(error))
+        finally:
+            metrics.took(method.name, time.monotonic() - began)
         raise AssertionError("abort raises")
 
     return handle

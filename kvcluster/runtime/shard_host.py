@@ -9,6 +9,7 @@ passed in, so that the same host runs over gRPC and within a test.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,7 @@ from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
 from kvcluster.runtime import tier_io
 from kvcluster.runtime.driver import Driver
+from kvcluster.runtime.metrics import Sample, shard_samples
 from kvcluster.runtime.replica_pull import OpenSource, ReplicaPuller
 from kvcluster.runtime.scrub import NICENESS, verify
 from kvcluster.runtime.threads import JobThread
@@ -123,6 +125,20 @@ class ShardHost:
         for thread in dict.fromkeys(self._threads.values()):
             thread.close()
         self._stores.close()
+
+    def samples(self) -> list[Sample]:
+        """Returns the series of SHARD_METRICS."""
+        return self._driver.inspect(lambda: shard_samples(self.core.info()))
+
+    def why_not_alive(self) -> str:
+        """Returns why this incarnation should be ended; "" if it should not."""
+        return self._driver.failure
+
+    def why_not_ready(self) -> str:
+        """Returns why it cannot serve now; "" if it can."""
+        return self._driver.failure or (
+            "" if self.core.member(time.monotonic_ns()) else "no coordinator answers its reports"
+        )
 
     # ------------------------------------------------------------------------------- PageHost and ShmHost
 

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import ray
@@ -20,8 +21,10 @@ from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import Part
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.malloc_env import ENVIRONMENT
+from tests.actors.conftest import QUICK
 from tests.actors.processes import descendants, listening, outcome, start_worker
 from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
+from tests.ports import free_port
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -87,6 +90,23 @@ def test_nothing_listens_beyond_loopback(shared_cluster: LocalCluster) -> None:
     heard = listening([os.getpid(), *descendants(os.getpid())])
     assert set(shared_cluster.pids()) <= set(heard)
     assert set().union(*heard.values()) <= {"127.0.0.1", "::1"}
+
+
+def test_each_process_serves_its_metrics_at_a_port_of_its_own(shared_ray: None) -> None:
+    port = free_port()
+    config = {"metrics": {"port": port}, **QUICK}
+    with kvcluster.local(shards=1, device_bytes="16MiB", config=config) as cluster:
+        store(cluster.client(SPEC), 7)
+        found = {}
+        for at in (port, port + 1):
+            with urlopen(f"http://127.0.0.1:{at}/metrics", timeout=60) as answer:
+                found[at] = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+            with urlopen(f"http://127.0.0.1:{at}/readyz", timeout=60) as answer:
+                assert answer.read() == b"ok\n"
+    assert float(found[port]['kvcluster_store_blocks_total{decision="write"}']) == 8
+    assert float(found[port]['kvcluster_call_seconds_count{method="PrepareStore"}']) == 1
+    assert float(found[port + 1]['kvcluster_shard_pages_total{event="commits"}']) == 8
+    assert float(found[port + 1]["kvcluster_memory_bytes"]) < float(found[port + 1]["kvcluster_memory_limit_bytes"])
 
 
 def test_rays_sockets_lie_where_no_other_user_comes(shared_cluster: LocalCluster) -> None:

@@ -82,7 +82,7 @@ def test_a_containers_limit_is_the_machines(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_the_system_refuses_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "_memory_bytes", lambda: 2**62)
+    monkeypatch.setattr(arena, "memory_limit_bytes", lambda: 2**62)
     with pytest.raises(ConfigError, match="Cannot allocate memory"):
         Arena(2**61)
 

@@ -151,7 +151,7 @@ def test_a_rotten_copy_is_made_anew_from_the_good_one(monkeypatch: pytest.Monkey
 
 
 def counters(cluster: MemoryCluster, shard: ShardId) -> dict[str, int]:
-    return dict(cluster.shards[shard].core._info().counters)
+    return dict(cluster.shards[shard].core.info().counters)
 
 
 # --------------------------------------------------------------------------------------------------- drains

@@ -1,0 +1,178 @@
+"""Metrics and health of a process over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for probes.
+
+It authenticates nobody: its address is closed to strangers (config.MetricsConfig). A few requests are answered at a
+time, each connection has seconds to send its request, and a request has no body.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from kvcluster.config import MetricsConfig
+from kvcluster.errors import ConfigError
+from kvcluster.pages.arena import memory_limit_bytes
+from kvcluster.runtime.metrics import BUCKETS, METRICS, Histogram, MetricKind, Sample
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 8
+_REQUEST_S = 5.0
+_TEXT = "text/plain; charset=utf-8"
+_STATUS = {True: "200 OK", False: "503 Service Unavailable"}
+
+Collect = Callable[[], Iterable[Sample | Histogram]]
+WhyNot = Callable[[], str]
+"""Returns why the process is not ready (or not alive); "" if it is."""
+
+
+class MetricsServer:
+    """Serves from `start` to `close`. Raises ConfigError if it cannot listen, or if prometheus-client is missing."""
+
+    def __init__(self, host: str, port: int, collect: Collect, *, alive: WhyNot, ready: WhyNot) -> None:
+        self._exposition, registry = _registry(collect)
+        self._registry = registry
+        self._probes: Mapping[str, WhyNot] = {"/healthz": alive, "/readyz": ready}
+        try:
+            self._server = _Server((host, port), _Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve metrics on {host}:{port}: {error.strerror or error}. Choose another metrics.port"
+            ) from None
+        self.port = self._server.server_port
+        self._server.set_app(self._answer)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvcluster-metrics", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends serving. May be called before `start`."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+    def _answer(self, environ: Mapping[str, Any], respond: Callable[..., Any]) -> list[bytes]:
+        path, probe = environ["PATH_INFO"], self._probes.get(environ["PATH_INFO"])
+        if environ["REQUEST_METHOD"] != "GET":
+            status, kind, body = "405 Method Not Allowed", _TEXT, b"only GET is served here\n"
+        elif path == "/metrics":
+            body = self._exposition.generate_latest(self._registry)
+            status, kind = "200 OK", self._exposition.CONTENT_TYPE_LATEST
+        elif probe is not None:
+            why_not = probe()
+            status, kind, body = _STATUS[not why_not], _TEXT, f"{why_not or 'ok'}\n".encode()
+        else:
+            status, kind, body = "404 Not Found", _TEXT, b"there are /metrics, /healthz and /readyz\n"
+        respond(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
+        return [body]
+
+
+def serve_metrics(
+    config: MetricsConfig, number: int, collect: Collect, *, alive: WhyNot, ready: WhyNot
+) -> MetricsServer | None:
+    """Returns the started server of one process; None if none is configured. `number`: 0 for the coordinator, from 1 on
+    for shards. Raises as MetricsServer."""
+    if not config.port:
+        return None
+    server = MetricsServer(config.host, config.port + number, collect, alive=alive, ready=ready)
+    server.start()
+    return server
+
+
+class ProcessSamples:
+    """The series of a process itself: its memory, and since when it serves."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def __call__(self) -> list[Sample]:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return [
+            Sample("kvcluster_memory_bytes", (), float(pages * os.sysconf("SC_PAGESIZE"))),
+            Sample("kvcluster_memory_limit_bytes", (), float(memory_limit_bytes())),
+            Sample("kvcluster_uptime_seconds", (), time.monotonic() - self._began),
+        ]
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers at most _AT_ONCE requests at a time; a further connection is closed."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._places = threading.Semaphore(_AT_ONCE)
+        super().__init__(*arguments)
+
+    def server_bind(self) -> None:
+        # Not WSGIServer's, which asks a name server who this host is.
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.info("a request for metrics failed", exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _REQUEST_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing: probes come every few seconds."""
+
+
+def _registry(collect: Collect) -> tuple[Any, Any]:
+    """Returns prometheus_client.exposition, and a registry that collects these samples."""
+    try:
+        from prometheus_client import CollectorRegistry, exposition
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    except ImportError as error:
+        raise ConfigError(f"metrics.port needs {error.name}: pip install 'kvcluster[cluster]'") from None
+    families = {
+        MetricKind.COUNTER: CounterMetricFamily,
+        MetricKind.GAUGE: GaugeMetricFamily,
+        MetricKind.HISTOGRAM: HistogramMetricFamily,
+    }
+
+    class Collector:
+        def collect(self) -> Iterator[Any]:
+            found: dict[str, Any] = {}
+            for sample in collect():
+                row = METRICS[sample.name]
+                family = found.get(sample.name)
+                if family is None:
+                    family = found[sample.name] = families[row.kind](sample.name, row.about, labels=row.labels)
+                if isinstance(sample, Histogram):
+                    bounds = [*map(str, BUCKETS), "+Inf"]
+                    family.add_metric(sample.labels, list(zip(bounds, sample.counts, strict=True)), sample.seconds)
+                else:
+                    family.add_metric(sample.labels, sample.value)
+            yield from found.values()
+
+        def describe(self) -> list[Any]:
+            return []
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Collector())
+    return exposition, registry
