@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import groupby
+from typing import TypeAlias
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.coordinator_state import MS, CoordinatorState
@@ -30,6 +32,7 @@ from kvcluster.core.messages import (
     RefusedKind,
     RenewTicket,
     Request,
+    ShardAddress,
     StoreGrant,
     StoreRun,
 )
@@ -40,6 +43,9 @@ from kvcluster.core.placement import run_start
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.tickets import IssuedTicket, Writing
 from kvcluster.core.tiering import Tiering
+
+_Fate: TypeAlias = tuple[Decision, ShardAddress | None, Miss | None]
+"""The fields of a StoreRun besides its count."""
 
 
 class PrepareHandler:
@@ -104,16 +110,13 @@ class PrepareHandler:
         # present.
         askings = [NeedPlanner(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]
         member = partial(state.members.place, tenant=space.tenant, host=m.host, purged=space.purged)
-        place = cache(lambda run: member(run) or self._why_nowhere(space))
-        runs: list[StoreRun] = []
+        placed = cache(_placed)  # so that blocks with one fate share one object, which is quick to compare
+        place = cache(lambda run: placed(member(run) or self._why_nowhere(space)))
         writes: list[Writing] = []
-        for at in range(len(m.hashes)):
-            run = self._decide(space, m, askings, at, place, writes)
-            if runs and (runs[-1].decision, runs[-1].shard, runs[-1].miss) == (run.decision, run.shard, run.miss):
-                runs[-1] = StoreRun(runs[-1].count + 1, run.decision, run.shard, run.miss)
-            else:
-                runs.append(run)
-            state.count(space.tenant, _COUNTED[run.decision])
+        fates = [self._decide(space, m, askings, at, place, writes) for at in range(len(m.hashes))]
+        runs = [StoreRun(len(list(alike)), *fate) for fate, alike in groupby(fates)]
+        for run in runs:
+            state.count(space.tenant, _COUNTED[run.decision], run.count)
         grant = StoreGrant(tuple(runs))
         if writes:
             expires_at = now + state.tickets.ttl_ns
@@ -180,23 +183,22 @@ class PrepareHandler:
         m: PrepareStore,
         askings: Sequence[NeedPlanner],
         at: int,
-        place: Callable[[BlockHash], Member | Miss],
+        place: Callable[[BlockHash], _Fate],
         writes: list[Writing],
-    ) -> StoreRun:
+    ) -> _Fate:
         """Returns the decision for one block of a store. Adds the pages that the attempt may write to `writes`."""
         block = m.hashes[at]
         record = space.index.get(block)
         if record is not None and all(asking.complete(record.copies) for asking in askings):
-            return StoreRun(1, Decision.COMMITTED)
+            return _COMMITTED
         pages: list[Writing] = [(space.id, block, group, part) for group, part in m.parts]
-        if all(self._state.tickets.writer(page) is not None for page in pages):
-            return StoreRun(1, Decision.PENDING, miss=Miss(MissReason.PENDING))
+        if None not in map(self._state.tickets.writer, pages):
+            return _PENDING
         start = run_start(m.first + at, self._run_blocks) - m.first
-        member = place(m.run if start <= 0 else m.hashes[start])
-        if isinstance(member, Miss):
-            return StoreRun(1, Decision.REFUSED, miss=member)
-        writes += pages
-        return StoreRun(1, Decision.WRITE, member.address)
+        fate = place(m.run if start <= 0 else m.hashes[start])
+        if fate[0] is Decision.WRITE:
+            writes += pages
+        return fate
 
     def _why_nowhere(self, space: CoordinatorNamespace) -> Miss:
         """Returns the reason why no shard can take a block."""
@@ -237,6 +239,15 @@ class PrepareHandler:
         return None
 
 
+def _placed(where: Member | Miss) -> _Fate:
+    """Returns the decision for a block whose run belongs there."""
+    if isinstance(where, Miss):
+        return Decision.REFUSED, None, where
+    return Decision.WRITE, where.address, None
+
+
+_COMMITTED: _Fate = Decision.COMMITTED, None, None
+_PENDING: _Fate = Decision.PENDING, None, Miss(MissReason.PENDING)
 OFF = Miss(MissReason.OFF, "an operator has turned the cache off; `kvcluster on` turns it on again")
 _BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
 _NO_ROOM = Miss(MissReason.FULL, "no shard has room or can make some")
