@@ -29,8 +29,8 @@ class LoadProgress:
         self._why: dict[int, Miss] = {}  # by block, the first thing that went wrong
         self._layers = layer_counts(each(pieces), spec)  # model layer -> pieces that have not arrived
         self._left = [0] * len(body.hashes)  # by block, layers of pieces that have not arrived
-        for piece in each(pieces):
-            self._left[piece.block] += piece.layers
+        for block, _, (_, start, stop), _, _ in each(pieces):
+            self._left[block] += stop - start
         # If a group needs only the last blocks, a failed block leaves no shorter prefix that is known to be usable.
         needed = [group for group, part in enumerate(body.need.parts) if part is not None]
         self._whole_prefix = all(spec.groups[group].reuse.kind == "prefix" for group in needed)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from typing import NamedTuple
 
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey, PageWant, ShardAddress, Source, TicketBody
 from kvcluster.core.rect_cover import cover as choose
+from kvcluster.core.rows import make_rows
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, ProtocolError
 
@@ -120,10 +122,10 @@ class _Cut:
         """Returns the piece of each of these blocks, which are consecutive from block `first` on."""
         part, fills = self.part, self.fills
         start, stop = fills.layer_start - part.layer_start, fills.layer_stop - part.layer_start
-        return [
-            Piece(block, group, PageWant(PageKey(name, group, part), start, stop), fills.head_start, fills.head_stop)
-            for block, name in enumerate(hashes, first)
-        ]
+        keys = make_rows(PageKey, hashes, repeat(group), repeat(part))
+        wants = make_rows(PageWant, keys, repeat(start), repeat(stop))
+        heads = repeat(fills.head_start), repeat(fills.head_stop)
+        return make_rows(Piece, range(first, first + len(wants)), repeat(group), wants, *heads)
 
 
 def _cuts(rect: Part, sources: Iterable[Source]) -> list[_Cut] | None:
@@ -148,22 +150,37 @@ def each(pieces: Pieces) -> Iterable[Piece]:
 
 def sizes(pieces: Iterable[Piece], spec: KVSpec) -> list[int]:
     """Returns the bytes that arrive for each piece, those of its `rect`."""
-    layer_bytes: dict[tuple[int, Part], int] = {}  # thousands of pieces share few parts
-    found = []
-    for _, group, want, _, _ in pieces:
-        part = want.key.part
-        if (group, part) not in layer_bytes:
-            layer_bytes[group, part] = spec.layer_bytes(group, part)
-        found.append((want.layer_stop - want.layer_start) * layer_bytes[group, part])
+    found: list[int] = []
+    of, layer_bytes = (-1, None), 0  # the group and part of the last piece: thousands of pieces share few parts
+    for _, group, ((_, _, part), start, stop), _, _ in pieces:
+        if part is not of[1] or group != of[0]:
+            of, layer_bytes = (group, part), spec.layer_bytes(group, part)
+        found.append((stop - start) * layer_bytes)
     return found
+
+
+def number_kinds(pieces: Iterable[Piece]) -> tuple[list[int], list[tuple[int, Part, int, int]]]:
+    """Returns the number of each piece's kind, and the kinds: group, part of the page, first layer, and the one behind the
+    last. Thousands of pieces are of few kinds, and consecutive ones mostly of the same."""
+    numbers: dict[tuple[int, Part, int, int], int] = {}
+    found: list[int] = []
+    last, number = (-1, None, 0, 0), -1
+    for _, group, ((_, _, part), start, stop), _, _ in pieces:
+        if part is not last[1] or start != last[2] or stop != last[3] or group != last[0]:
+            last = kind = (group, part, start, stop)
+            number = numbers.setdefault(kind, len(numbers))
+        found.append(number)
+    return found, list(numbers)
 
 
 def layer_counts(pieces: Iterable[Piece], spec: KVSpec) -> dict[int, int]:
     """Returns the number of pieces that each model layer waits for."""
     # Thousands of pieces share few combinations of layers, so these are counted first.
-    alike = Counter((group, key.part.layer_start, start, stop) for _, group, (key, start, stop), _, _ in pieces)
+    numbers, kinds = number_kinds(pieces)
+    alike = Counter(numbers)
     counts: Counter[int] = Counter()
-    for (group, first, start, stop), count in alike.items():
+    for number, (group, part, start, stop) in enumerate(kinds):
+        first, count = part.layer_start, alike[number]
         for layer in spec.groups[group].layers[first + start : first + stop]:
             counts[layer] += count
     return counts

@@ -102,8 +102,10 @@ class ReadRanges:
 
     def unfinished(self) -> list[int]:
         """Returns the items of which something is left."""
-        stops = zip(self._next, self.pieces, strict=True)
-        return [at for at, (stop, piece) in enumerate(stops) if stop < piece.want.layer_stop or at in self.corrupt]
+        stops = [want.layer_stop for _, _, want, _, _ in self.pieces]
+        if self._next == stops and not self.corrupt:
+            return []
+        return [at for at, stop in enumerate(stops) if self._next[at] < stop or at in self.corrupt]
 
     def left(self, item: int) -> list[Piece]:
         """Returns the pieces of an item that this exchange has not brought, corrupt ones included."""

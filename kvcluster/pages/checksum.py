@@ -54,8 +54,13 @@ def identities(namespace: NamespaceId, keys: Sequence[PageKey], codecs: Sequence
     """Returns the identity of each of these pages in its codec."""
     assert len(namespace) == HASH_BYTES
     before = _DOMAIN + namespace
-    pairs = zip(keys, codecs, strict=True)
-    return array("Q", [xxh3_64_intdigest(before + name + _rest(group, part, c)) for (name, group, part), c in pairs])
+    found: list[int] = []
+    of, rest = (-1, None, -1), b""  # the group, part and codec of the last page: thousands of pages share them
+    for (name, group, part), codec in zip(keys, codecs, strict=True):
+        if part is not of[1] or group != of[0] or codec != of[2]:
+            of, rest = (group, part, codec), _rest(group, part, codec)
+        found.append(xxh3_64_intdigest(before + name + rest))
+    return array("Q", found)
 
 
 @lru_cache(maxsize=1_024)
