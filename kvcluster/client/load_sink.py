@@ -18,12 +18,11 @@ from collections.abc import Callable, Sequence
 from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.memory import BoundMemory
-from kvcluster.client.pieces import number_kinds
 from kvcluster.client.python_copies import PythonCopies
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.codec import RAW
@@ -65,7 +64,7 @@ class LoadSink:
         self._progress = progress
         self._layer_came = layer_came
         self._items = _items(ranges, into)
-        self._kinds, _ = number_kinds(ranges.pieces)
+        self._kinds = ranges.pieces.wants.kind_of
         self._python = PythonCopies(into)
         self._layer_bytes: dict[tuple[int, int, int], int] = {}  # by group, heads and codec
         self._layers: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}  # see `_layers_of`
@@ -76,7 +75,8 @@ class LoadSink:
     def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
         """As CopySink. Records that cannot be decoded here, or whose length does not fit their codec, are not copied
         and count as not matching. Raises ProtocolError for layers that were not requested."""
-        pieces, status = self._ranges.pieces, bytearray(len(records))
+        wants, status = self._ranges.pieces.wants, bytearray(len(records))
+        places = [(kind.group, kind.part) for kind in wants.kinds]
         kinds = [self._kinds[item] for item in records.items]
         rows = list(zip(kinds, records.layers, records.counts, records.codecs, records.nbytes, strict=True))
         examples = dict(zip(rows, range(len(rows)), strict=True))  # thousands of records differ only in their block
@@ -87,7 +87,8 @@ class LoadSink:
         codecs: Sequence[int] = records.codecs
         if CopyStatus.UNREADABLE in status:  # some of them no number of a codec
             codecs = [RAW if was == CopyStatus.UNREADABLE else own for was, own in zip(status, codecs, strict=True)]
-        identities = checksum.identities(self._namespace, [pieces[item].want.key for item in records.items], codecs)
+        hashes = [wants.hashes[item] for item in records.items]
+        identities = checksum.identities(self._namespace, hashes, [places[number] for number in kinds], codecs)
         batch = CopyBatch(
             CopyDirection.LOAD,
             source,
@@ -147,10 +148,10 @@ class LoadSink:
             elif status in (CopyStatus.MISMATCH, CopyStatus.UNREADABLE) and not ranges.dropped[item]:
                 ranges.did_not_match(item, layer, layer + layers)
         came: dict[tuple[int, ...], list[int]] = {}  # blocks, by the model layers that they got
-        nbytes = 0
+        nbytes, blocks = 0, ranges.pieces.blocks
         for (_, layer, layers), items in done.items():
             of_model, raw_bytes = self._layers_of(items[0], layer, layer + layers)
-            came.setdefault(of_model, []).extend([ranges.pieces[item].block for item in items])
+            came.setdefault(of_model, []).extend([blocks[item] for item in items])
             nbytes += raw_bytes * len(items)
         return self._progress.came(came, nbytes)
 
@@ -195,8 +196,8 @@ class LoadSink:
 
 def _items(ranges: ReadRanges, into: BoundMemory) -> CopyItems:
     """Returns one row for each piece of an exchange."""
-    blocks, groups, wants, head_starts, head_stops = zip(*ranges.pieces, strict=True)
-    parts = zip(*[want.key.part for want in wants], strict=True)
-    rows = [block - into.first for block in blocks]
-    columns = (array("I", column) for column in (groups, rows, *parts, head_starts, head_stops))
-    return CopyItems(into.geometries(), *columns)
+    pieces = ranges.pieces
+    groups, parts, _, _ = zip(*pieces.wants.kinds, strict=True)
+    columns = [pieces.column(of_kind) for of_kind in (*zip(*parts, strict=True), *zip(*pieces.heads, strict=True))]
+    rows = [block - into.first for block in pieces.blocks]
+    return CopyItems(into.geometries(), *(array("I", each) for each in (pieces.column(groups), rows, *columns)))

@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain, repeat
 
 from kvcluster.client.exchange_split import split_among_exchanges
 from kvcluster.client.load_plan import NEVER_BEGUN, Begin, Cancel, PlanTick
@@ -28,6 +29,7 @@ from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import NewPage, PageKey, ShardAddress, StoreGrant, WriteRequest, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.rows import make_rows
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.transport.base import PathLost, Streams, Unavailable
 
@@ -470,12 +472,10 @@ def _why(error: BaseException | None, verdict: Miss | AskAgain, shard: ShardAddr
 
 def _pages(terms: StoreTerms, blocks: Sequence[int]) -> tuple[tuple[NewPage, ...], list[int]]:
     """Returns the pages of these new blocks, and the block of each page."""
-    pages: list[NewPage] = []
-    of_block: list[int] = []
-    for block in blocks:
-        at = terms.first + block
-        parent = terms.before(at)
-        for group, part in terms.parts:
-            pages.append(NewPage(PageKey(terms.hashes[at - terms.start], group, part), parent, at, terms.loss))
-            of_block.append(block)
-    return tuple(pages), of_block
+    depths = [terms.first + block for block in blocks]
+    hashes, parents = [terms.hashes[depth - terms.start] for depth in depths], [terms.before(depth) for depth in depths]
+    by_part: list[list[NewPage]] = []
+    for group, part in terms.parts:
+        keys = make_rows(PageKey, hashes, repeat(group), repeat(part))
+        by_part.append(make_rows(NewPage, keys, parents, depths, repeat(terms.loss)))
+    return tuple(chain.from_iterable(zip(*by_part, strict=True))), [block for block in blocks for _ in terms.parts]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from itertools import compress
 
 from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.memory import BoundMemory
@@ -18,7 +18,7 @@ from kvcluster.client.python_copies import PythonCopies
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import NewPage
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import KVSpec
+from kvcluster.core.spec import KVSpec, Part
 from kvcluster.pages import checksum
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
@@ -28,10 +28,8 @@ from kvcluster.pages.region import address_of
 from kvcluster.transport.base import Cancelled, Deadline
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 
-if TYPE_CHECKING:
-    pass
-
 _SOURCE = HostMemory()
+_DONE = int(CopyStatus.DONE)
 _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
 
 
@@ -49,13 +47,15 @@ class StoreSource:
         deadline: Deadline,
         on_drained: Callable[[], object],
     ) -> None:
-        self._spec = spec
         self._namespace = namespace
         self._pages = pages
         self._memory = memory
         self._deadline = deadline
         self._on_drained = on_drained
         self._items = _items(pages, blocks, memory)
+        shared: dict[tuple[int, Part], tuple[int, Part]] = {}
+        self._places = [shared.setdefault(place, place) for place in (page.key[1:] for page in pages)]
+        self._layer_bytes = {(group, part): spec.layer_bytes(group, part) for group, part in shared}
         self._gate = threading.Lock()
         self._cancel = array("I", [0])
         self.nbytes = 0
@@ -63,8 +63,7 @@ class StoreSource:
 
     def layer_bytes(self, item: int) -> int:
         """As PageSource."""
-        key = self._pages[item].key
-        return self._spec.layer_bytes(key.group, key.part)
+        return self._layer_bytes[self._places[item]]
 
     def stop(self) -> None:
         """Stops reading the caller's memory. Waits for the chunk in progress."""
@@ -102,15 +101,16 @@ class StoreSource:
             self._check()
             self.taken.update(dict.fromkeys(batch.records.items[start:stop]))
             run(start, stop)
-            done = [at for at in range(start, stop) if batch.status[at] == CopyStatus.DONE]
-            self.nbytes += sum(batch.records.nbytes[at] for at in done)
-        if len(done) < stop - start:
+            is_done = [status == _DONE for status in batch.status[start:stop]]
+            self.nbytes += sum(compress(batch.records.nbytes[start:stop], is_done))
+        if not all(is_done):
             self._deadline.check()
             raise Cancelled(_GIVEN_UP)
 
     def _identities(self, records: CopyRecords) -> array[int]:
-        keys = [self._pages[item].key for item in records.items]
-        return checksum.identities(self._namespace, keys, records.codecs)
+        hashes = [self._pages[item].key.hash for item in records.items]
+        places = [self._places[item] for item in records.items]
+        return checksum.identities(self._namespace, hashes, places, records.codecs)
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         """As PageSource, for transports that know nothing of batches: a batch of one record."""

@@ -10,8 +10,8 @@ Row = TypeVar("Row", bound=NamedTuple)
 
 
 def make_rows(kind: type[Row], *columns: Iterable[object]) -> list[Row]:
-    """Returns a `kind` for each row of the columns, of which there is one for each field. Columns end with the shortest,
-    so that an endless one (itertools.repeat) may stand for a value that all rows share.
+    """Returns a `kind` for each row of the columns, one column for each field. An endless column (itertools.repeat) may
+    stand for a value that all rows share: the shortest column determines the number of rows.
 
     This takes about half the time of calling `kind` for each row, which is a Python function.
     """

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
-from kvcluster.core.messages import PageSlot, PageWant, ReadRequest, Reply, WriteRequest, Written
+from kvcluster.core.messages import PageSlot, PageWant, PageWants, ReadRequest, Reply, WriteRequest, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
@@ -181,12 +181,14 @@ def in_order_of_use(wants: Sequence[PageWant], layer_bytes: Sequence[int]) -> It
 
     The first layers of every page come before the second of any.
     """
-    alike: dict[tuple[int, int, int, int], list[int]] = {}
-    for at, ((key, start, stop), nbytes) in enumerate(zip(wants, layer_bytes, strict=True)):
-        alike.setdefault((key.part.layer_start, start, stop, nbytes), []).append(at)
+    columns = PageWants.of(wants)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for at, kind in enumerate(zip(columns.kind_of, layer_bytes, strict=True)):
+        alike.setdefault(kind, []).append(at)
     runs = []
-    for (first, start, stop, nbytes), pages in alike.items():
-        runs += [(first + layer, layer, count, pages) for layer, count in runs_of(start, stop, nbytes)]
+    for (number, nbytes), pages in alike.items():
+        _, part, start, stop = columns.kinds[number]
+        runs += [(part.layer_start + layer, layer, count, pages) for layer, count in runs_of(start, stop, nbytes)]
     for _, layer, count, pages in sorted(runs, key=itemgetter(0)):
         yield layer, count, pages
 

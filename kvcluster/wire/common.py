@@ -35,6 +35,7 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.rows import make_rows
 from kvcluster.core.spec import Group, KVSpec, Part, Plane, Reuse
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire.checks import at_most, must, numbers
@@ -196,14 +197,32 @@ PLACES: Values[tuple[int, Part]] = Values(_encode_places, _decode_places)
 
 PLACE_TABLE: Interned[tuple[int, Part]] = Interned(pb.PlaceTable, PLACES, "a part")
 
+_BLOCK_TABLE: Interned[BlockHash] = Interned(pb.HashTable, HASHES, "a hash")
+
+
+def _join_keys(hashes: Sequence[BlockHash], places: Sequence[tuple[int, Part]]) -> list[PageKey]:
+    return make_rows(PageKey, hashes, [place[0] for place in places], [place[1] for place in places])
+
+
 KEYS: Columns[PageKey] = Columns(
     pb.PageKeys,
-    lambda block, place: PageKey(block, *place),
+    join=_join_keys,
     split=itemgetter(0, slice(1, None)),
-    hash=Interned(pb.HashTable, HASHES, "a hash"),
+    hash=_BLOCK_TABLE,
     place=PLACE_TABLE,
 )
 """The keys of pages: those of a message share few blocks and even fewer parts."""
+
+
+def encode_keys(hashes: Sequence[BlockHash], places: Sequence[tuple[int, Part]]) -> Any:
+    """As `KEYS.encode`, from columns."""
+    return cast("Any", pb.PageKeys)(hash=_BLOCK_TABLE.encode(hashes), place=PLACE_TABLE.encode(places))
+
+
+def decode_keys(m: pb.PageKeys, most: int, what: str) -> tuple[list[BlockHash], list[tuple[int, Part]]]:
+    """As `KEYS.decode`, to columns, whose lengths are still to be compared."""
+    return _BLOCK_TABLE.decode(m.hash, most, what), PLACE_TABLE.decode(m.place, most, what)
+
 
 DEPTHS = amounts("depth", limits.TOKENS_PER_SEQUENCE)
 NEW_PAGES: Columns[NewPage] = Columns(

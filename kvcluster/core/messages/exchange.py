@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
 from kvcluster.core.messages.common import Need, Run
 from kvcluster.core.messages.shard import NewPage
 from kvcluster.core.miss import Loss
 from kvcluster.core.page_key import PageKey
+from kvcluster.core.rows import make_rows
+from kvcluster.core.spec import Part
 
 
 class PageWant(NamedTuple):
@@ -20,6 +23,79 @@ class PageWant(NamedTuple):
     layer_stop: int
 
 
+class WantKind(NamedTuple):
+    """What the wants of many blocks have in common: group and part of the pages, and the layers of them."""
+
+    group: int
+    part: Part
+    layer_start: int
+    layer_stop: int
+
+
+class PageWants(Sequence[PageWant]):
+    """Wants as columns: want i is of the block `hashes[i]` and of the kind `kinds[kind_of[i]]`.
+
+    A load of thousands of pages hands these columns on and makes no object for each page. Objects that live as long as
+    a load have Python's cycle collector walk the whole heap again and again, and an engine's heap is large.
+    """
+
+    __slots__ = ("hashes", "kind_of", "kinds")
+
+    def __init__(self, hashes: Sequence[BlockHash], kind_of: Sequence[int], kinds: Sequence[WantKind]) -> None:
+        self.hashes = hashes
+        self.kind_of = kind_of
+        self.kinds = kinds
+
+    @classmethod
+    def of(cls, wants: Sequence[PageWant]) -> PageWants:
+        """Returns these wants as columns; `wants` itself if it has them already."""
+        if isinstance(wants, PageWants):
+            return wants
+        numbers: dict[WantKind, int] = {}
+        kind_of = [
+            numbers.setdefault(WantKind(key.group, key.part, start, stop), len(numbers)) for key, start, stop in wants
+        ]
+        return cls([key.hash for key, _, _ in wants], kind_of, list(numbers))
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    @overload
+    def __getitem__(self, at: int) -> PageWant: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> PageWants: ...
+
+    def __getitem__(self, at: int | slice) -> PageWant | PageWants:
+        if isinstance(at, slice):
+            return PageWants(self.hashes[at], self.kind_of[at], self.kinds)
+        group, part, start, stop = self.kinds[self.kind_of[at]]
+        return PageWant(PageKey(self.hashes[at], group, part), start, stop)
+
+    def __iter__(self) -> Iterator[PageWant]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def keys(self) -> list[PageKey]:
+        """Returns the key of each wanted page."""
+        groups, parts = ([kind[field] for kind in self.kinds] for field in (0, 1))
+        kind_of = self.kind_of
+        return make_rows(PageKey, self.hashes, [groups[kind] for kind in kind_of], [parts[kind] for kind in kind_of])
+
+    def select(self, items: Sequence[int]) -> PageWants:
+        """Returns the wants with these indices, which are ascending."""
+        if len(items) == len(self):
+            return self
+        return PageWants([self.hashes[item] for item in items], [self.kind_of[item] for item in items], self.kinds)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
     """Pin these pages, send these layers of them, unpin: one exchange of a transport. Pages that have lost more than
@@ -28,7 +104,7 @@ class ReadRequest:
     namespace: NamespaceId
     attempt: Attempt
     epoch: Epoch
-    wants: tuple[PageWant, ...]
+    wants: Sequence[PageWant]
     accept: Loss = Loss.EXACT
 
 
