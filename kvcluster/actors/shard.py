@@ -19,6 +19,7 @@ from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
 from kvcluster.runtime.auth import authenticator
+from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
@@ -63,6 +64,8 @@ class ShardActor:
         self._paths = serve_paths(self._host, auth, config.server, self._server.host)
         self._server.start()
         self._host.start(self._paths.offers)
+        self._garbage = GarbageKeeper()
+        self._garbage.start()
 
     def address(self) -> str:
         return self._server.address
@@ -76,6 +79,7 @@ class ShardActor:
         self._paths.close()
         self._host.close()
         self._coordinator.close()
+        self._garbage.close()
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
         return self._coordinator.ask(COORDINATOR[type(message).__name__], message, deadline)

@@ -308,7 +308,9 @@ class PagePool:
         self._generation += 1
         self.changes += 1
         space, key = pool_key
-        held, part = self._held.setdefault(space, {}), key[1:]
+        held, part = self._held.get(space), key[1:]
+        if held is None:
+            held = self._held[space] = {}
         held[part] = held.get(part, 0) + 1
         page = Page(
             space,
@@ -322,7 +324,7 @@ class PagePool:
             tier=tier,
             codec=codec,
         )
-        self._count_writing(page, 1)
+        self.writing_bytes[tier] += self.allocators[tier].size_class(nbytes)
         return page
 
     def _count_writing(self, page: Page, sign: int) -> None:

@@ -8,6 +8,8 @@ are committed here as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvcluster.core.leases import LeaseBook, LeaseKind
 from kvcluster.core.messages import (
     Answer,
@@ -109,21 +111,26 @@ class WriteHandler:
 
     def committed(self, page: Page) -> None:
         """Registers a page that is now READY, and withdraws its copies in other tiers that have more loss."""
-        if page.tier.spec.addressable:  # a page in a store is verified when it is read
-            self._scrubber.committed(page)
-        self._report_sender.tell(page.event())
-        for other in self._pool.elsewhere(page):
-            if other.state is PageState.READY and other.loss > page.loss:
-                self._withdraw(other)
+        self._register(page, self._pool.elsewhere(page))
 
     def _commit(self, page: Page, sums: bytes) -> Written:
-        for other in self._pool.elsewhere(page):
+        others = self._pool.elsewhere(page)
+        for other in others:
             if other.state is PageState.READY and other.loss <= page.loss:  # it was committed first
                 self._pool.abort(page)
                 return Written.DUPLICATE
         self._pool.commit(page, sums)
-        self.committed(page)
+        self._register(page, others)
         return Written.COMMITTED
+
+    def _register(self, page: Page, others: Sequence[Page]) -> None:
+        """As `committed`; `others` are the pages for the same key in other tiers."""
+        if page.tier.spec.addressable:  # a page in a store is verified when it is read
+            self._scrubber.committed(page)
+        self._report_sender.tell(page.event())
+        for other in others:
+            if other.state is PageState.READY and other.loss > page.loss:
+                self._withdraw(other)
 
     def _grant(self, request: Request[Reserve], space: ShardNamespace, now: int) -> Answer:
         m = request.question

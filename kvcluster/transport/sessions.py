@@ -213,6 +213,7 @@ class WriteSession(_Session):
     ) -> None:
         super().__init__(host, tenant, request, stop, deadline)
         self._namespace = request.namespace
+        self._asked = request.pages
         self._arrivals = PageWriter(request.namespace, {}, host.view)
         self._left = False
         self.granted: dict[int, PageSlot] = {}
@@ -239,9 +240,14 @@ class WriteSession(_Session):
             raise ProtocolError(f"page {item} arrived in codec {codec_id:#06x}, but stores must be raw")
         self._arrivals.receive(item, layer, codec_id, sums, data)
 
-    def written(self, item: int, sums: Sequence[int]) -> None:
-        """The worker has written the whole page in place, and no longer writes it. Raises as `receive`."""
-        self._arrivals.written(item, sums)
+    def written(self, items: Sequence[int], sums: Sequence[int]) -> None:
+        """The worker has written these whole pages in place, and no longer writes them. `sums` are those of all their
+        layers, one page after the other. Raises as `receive`."""
+        at = 0
+        for item in items:
+            stop = at + self._asked[item].key.part.layers
+            self._arrivals.written(item, sums[at:stop])
+            at = stop
 
     def leave(self) -> None:
         """The worker has not stopped, and the shard will not see it stop: its pages stay leased until the arena is

@@ -178,18 +178,18 @@ def _check_end(body: bytes, end: int) -> None:
 
 
 class Progress(NamedTuple):
-    """Progress of a store: the completed pages, by their index in the request, each with the checksums of all its
-    layers; and the processor that the writer runs on, NO_PROCESSOR if it does not know."""
+    """Progress of a store: the completed pages, by their index in the request; the checksums of all their layers, one
+    page after the other; and the processor that the writer runs on, NO_PROCESSOR if it does not know."""
 
-    pages: Sequence[tuple[int, Sequence[int]]]
+    items: Sequence[int]
+    sums: Sequence[int]
     processor: int
 
 
 def encode_written(progress: Progress) -> bytes:
     """Encodes the body of a WRITTEN."""
-    items = [item for item, _ in progress.pages]
-    sums = [layer_sum for _, sums in progress.pages for layer_sum in sums]
-    head = _PROGRESS.pack(progress.processor, NO_PROCESSOR - progress.processor, len(items))
+    items, sums, processor = progress
+    head = _PROGRESS.pack(processor, NO_PROCESSOR - processor, len(items))
     return head + struct.pack(f"<{len(items)}I{len(sums)}Q", *items, *sums)
 
 
@@ -204,17 +204,13 @@ def decode_written(body: bytes, pages: Sequence[NewPage]) -> Progress:
     at = _PROGRESS.size + _COUNT.size * count
     must(at <= len(body), f"a WRITTEN of {len(body)} bytes cannot name {count} pages")
     items = struct.unpack_from(f"<{count}I", body, _PROGRESS.size)
-    must(all(item < len(pages) for item in items), f"a WRITTEN names a page beyond the {len(pages)} of its request")
-    layers = [pages[item].key.part.layers for item in items]
+    must(max(items, default=-1) < len(pages), f"a WRITTEN names a page beyond the {len(pages)} of its request")
+    layers = sum([pages[item].key.part.layers for item in items])
     must(
-        at + SUM_BYTES * sum(layers) == len(body),
-        f"a WRITTEN of {len(body)} bytes must have one sum for each of {sum(layers)} layers",
+        at + SUM_BYTES * layers == len(body),
+        f"a WRITTEN of {len(body)} bytes must have one sum for each of {layers} layers",
     )
-    written = []
-    for item, count in zip(items, layers, strict=True):
-        written.append((item, struct.unpack_from(f"<{count}Q", body, at)))
-        at += SUM_BYTES * count
-    return Progress(written, processor)
+    return Progress(items, struct.unpack_from(f"<{layers}Q", body, at), processor)
 
 
 # ---------------------------------------------------------------------------------------------- leases
