@@ -19,6 +19,8 @@ from kvcluster.core.spec import KVSpec, Part
 from kvcluster.core.tiers import FASTEST, Takes
 from kvcluster.core.withdrawal import Withdraw
 
+_RAW = Codec.RAW  # looked up once: `offer` is called for every page, and reading a member of an enum class is slow
+
 
 class ShardNamespace:
     """One namespace. `parts`: the (group, part) pairs that were reserved here, and the bytes of a raw page of each."""
@@ -42,7 +44,7 @@ class ShardNamespace:
     ) -> Page | Written:
         """Reserves a page of this namespace to write. Returns it, or why not: it exists already (DUPLICATE), it is
         being written (PENDING), or there is no room (FULL). An existing page with more loss is withdrawn."""
-        assert codec is Codec.RAW or tier.spec.takes is not Takes.RAW, "an encoded page in a raw tier"
+        assert codec is _RAW or tier.spec.takes is not Takes.RAW, "an encoded page in a raw tier"
         key = new.key
         there = pool.there(self.id, key)
         taken = pool.taken_by(there, new.loss, tier) if there else None
@@ -50,7 +52,7 @@ class ShardNamespace:
             return taken
         if tier not in pool.memory:
             return Written.FULL
-        known = self.parts.get(key[1:]) if codec is Codec.RAW else None
+        known = self.parts.get(key[1:]) if codec is _RAW else None
         if known is None and not self.takes(key.group, key.part):
             return Written.FULL
         nbytes = known or self.page_bytes(key.group, key.part, codec)
@@ -63,7 +65,7 @@ class ShardNamespace:
             *(self.id, key, nbytes),
             parent=new.parent,
             depth=new.depth,
-            loss=new.loss if codec is Codec.RAW else max(new.loss, codec.loss),
+            loss=new.loss if codec is _RAW else max(new.loss, codec.loss),
             tier=tier,
             codec=codec,
         )

@@ -136,9 +136,10 @@ class WriteHandler:
         m = request.question
         pages: list[Page | None] = []
         told: list[PageSlot | Written] = []
-        nbytes = 0
+        nbytes, shared = 0, self._namespaces.tenants > 1
         for new in m.pages:
-            offer = space.offer(self._pool, new, self._withdraw) if self._may_take(space, nbytes) else Written.FULL
+            may_take = not shared or self._may_take(space, nbytes)
+            offer = space.offer(self._pool, new, self._withdraw) if may_take else Written.FULL
             if isinstance(offer, Page):
                 nbytes += offer.nbytes
                 pages.append(offer)
