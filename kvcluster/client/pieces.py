@@ -7,13 +7,14 @@ how its bytes travel. Rectangles are in their group's own layers and heads.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey, PageWant, PageWants, ShardAddress, Source, TicketBody, WantKind
 from kvcluster.core.rect_cover import cover as choose
+from kvcluster.core.rows import ColumnSequence
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, ProtocolError
 
@@ -57,8 +58,8 @@ class Piece(NamedTuple):
         return spec.groups[self.group].layers[first + self.want.layer_start : first + self.want.layer_stop]
 
 
-class PieceList(Sequence[Piece]):
-    """Pieces as columns, as PageWants and for the same reason: piece i is of the block `blocks[i]` and has the want
+class PieceList(ColumnSequence[Piece]):
+    """Pieces as columns: piece i is of the block `blocks[i]` and has the want
     `wants[i]`. It fills `heads[number]`, where `number` is that of its kind, `wants.kind_of[i]`."""
 
     __slots__ = ("blocks", "heads", "wants")
@@ -95,14 +96,6 @@ class PieceList(Sequence[Piece]):
             return PieceList(self.blocks[at], self.wants[at], self.heads)
         number = self.wants.kind_of[at]
         return Piece(self.blocks[at], self.wants.kinds[number].group, self.wants[at], *self.heads[number])
-
-    def __iter__(self) -> Iterator[Piece]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as of a list
 
     def column(self, of_kind: Sequence[int]) -> list[int]:
         """Returns for each piece the value of its kind."""

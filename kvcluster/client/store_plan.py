@@ -19,7 +19,6 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain, repeat
 
 from kvcluster.client.exchange_split import split_among_exchanges
 from kvcluster.client.load_plan import NEVER_BEGUN, Begin, Cancel, PlanTick
@@ -27,9 +26,8 @@ from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.client.results import Stored
 from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
-from kvcluster.core.messages import NewPage, PageKey, ShardAddress, StoreGrant, WriteRequest, Written
+from kvcluster.core.messages import NewPages, ShardAddress, StoreGrant, WriteRequest, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.rows import make_rows
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.transport.base import PathLost, Streams, Unavailable
 
@@ -189,7 +187,7 @@ class _Pages:
     attempt that broke off may still hold its pages (`doubtful`), or may have committed those that it had `taken`."""
 
     shard: ShardAddress
-    pages: tuple[NewPage, ...]
+    pages: NewPages
     blocks: Sequence[int]
     known: list[Written | None]
     doubtful: dict[int, None] = field(default_factory=dict)
@@ -348,7 +346,7 @@ class StorePlan:
             return []
         assert self._namespace is not None
         number, items = next(self._numbers), of.open()
-        pages = tuple(of.pages[at] for at in items)
+        pages = of.pages.select(items)
         wait_ns = min(self._terms.wait_ns, max(0, self._deadline_ns - now))
         request = WriteRequest(self._namespace, self._next_attempt(), of.shard.epoch, pages, wait_ns)
         self._exchanges[number] = _WriteExchange(of, items, permit, reattached)
@@ -470,12 +468,11 @@ def _why(error: BaseException | None, verdict: Miss | AskAgain, shard: ShardAddr
     return Miss(MissReason.SHARD_LOST, f"{shard.shard} forgot the namespace")
 
 
-def _pages(terms: StoreTerms, blocks: Sequence[int]) -> tuple[tuple[NewPage, ...], list[int]]:
+def _pages(terms: StoreTerms, blocks: Sequence[int]) -> tuple[NewPages, Sequence[int]]:
     """Returns the pages of these new blocks, and the block of each page."""
-    depths = [terms.first + block for block in blocks]
+    parts = len(terms.parts)
+    of_block = [block for block in blocks for _ in range(parts)]
+    depths = [terms.first + block for block in of_block]
     hashes, parents = [terms.hashes[depth - terms.start] for depth in depths], [terms.before(depth) for depth in depths]
-    by_part: list[list[NewPage]] = []
-    for group, part in terms.parts:
-        keys = make_rows(PageKey, hashes, repeat(group), repeat(part))
-        by_part.append(make_rows(NewPage, keys, parents, depths, repeat(terms.loss)))
-    return tuple(chain.from_iterable(zip(*by_part, strict=True))), [block for block in blocks for _ in terms.parts]
+    places, losses = list(range(parts)) * len(blocks), [terms.loss] * len(depths)
+    return NewPages(hashes, places, terms.parts, parents, depths, losses), of_block

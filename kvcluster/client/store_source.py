@@ -16,9 +16,9 @@ from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.memory import BoundMemory
 from kvcluster.client.python_copies import PythonCopies
 from kvcluster.core.ids import NamespaceId
-from kvcluster.core.messages import NewPage
+from kvcluster.core.messages import NewPage, NewPages
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
@@ -48,14 +48,12 @@ class StoreSource:
         on_drained: Callable[[], object],
     ) -> None:
         self._namespace = namespace
-        self._pages = pages
+        self._pages = NewPages.of(pages)
         self._memory = memory
         self._deadline = deadline
         self._on_drained = on_drained
-        self._items = _items(pages, blocks, memory)
-        shared: dict[tuple[int, Part], tuple[int, Part]] = {}
-        self._places = [shared.setdefault(place, place) for place in (page.key[1:] for page in pages)]
-        self._layer_bytes = {(group, part): spec.layer_bytes(group, part) for group, part in shared}
+        self._items = _items(self._pages, blocks, memory)
+        self._layer_bytes = [spec.layer_bytes(group, part) for group, part in self._pages.places]
         self._gate = threading.Lock()
         self._cancel = array("I", [0])
         self.nbytes = 0
@@ -63,7 +61,7 @@ class StoreSource:
 
     def layer_bytes(self, item: int) -> int:
         """As PageSource."""
-        return self._layer_bytes[self._places[item]]
+        return self._layer_bytes[self._pages.place_of[item]]
 
     def stop(self) -> None:
         """Stops reading the caller's memory. Waits for the chunk in progress."""
@@ -108,8 +106,9 @@ class StoreSource:
             raise Cancelled(_GIVEN_UP)
 
     def _identities(self, records: CopyRecords) -> array[int]:
-        hashes = [self._pages[item].key.hash for item in records.items]
-        places = [self._places[item] for item in records.items]
+        pages = self._pages
+        hashes = [pages.hashes[item] for item in records.items]
+        places = [pages.places[pages.place_of[item]] for item in records.items]
         return checksum.identities(self._namespace, hashes, places, records.codecs)
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
@@ -124,9 +123,10 @@ class StoreSource:
             raise Cancelled(_GIVEN_UP)
 
 
-def _items(pages: Sequence[NewPage], blocks: Sequence[int], memory: BoundMemory) -> CopyItems:
+def _items(pages: NewPages, blocks: Sequence[int], memory: BoundMemory) -> CopyItems:
     """Returns one row for each page of an exchange, with all its heads."""
-    keys = [page.key for page in pages]
-    rows, parts = [block - memory.first for block in blocks], list(zip(*[key.part for key in keys], strict=True))
-    columns = ([key.group for key in keys], rows, *parts, *parts[2:])
-    return CopyItems(memory.geometries(), *(array("I", column) for column in columns))
+    of_place = [(group, *part, part.head_start, part.head_stop) for group, part in pages.places]
+    groups, *bounds = ([row[field] for row in of_place] for field in range(7))
+    columns = (array("I", [column[number] for number in pages.place_of]) for column in bounds)
+    rows = array("I", [block - memory.first for block in blocks])
+    return CopyItems(memory.geometries(), array("I", [groups[number] for number in pages.place_of]), rows, *columns)

@@ -1,11 +1,12 @@
-"""Rows: many named tuples, made at once. Messages about thousands of pages consist of them."""
+"""Rows: named tuples about thousands of pages, made at once, or kept as columns until one is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+T = TypeVar("T")
 Row = TypeVar("Row", bound=NamedTuple)
 
 
@@ -17,3 +18,26 @@ def make_rows(kind: type[Row], *columns: Iterable[object]) -> list[Row]:
     """
     assert len(columns) == len(kind._fields), f"{kind.__name__} has {len(kind._fields)} fields, not {len(columns)}"
     return list(map(partial(tuple.__new__, kind), zip(*columns, strict=False)))
+
+
+class ColumnSequence(Sequence[T]):
+    """A sequence of rows that holds columns and makes a row when it is asked for one. Subclasses have `__len__` and
+    `__getitem__`. It equals every sequence of equal rows.
+
+    A load or store of thousands of pages hands such sequences on and makes no object for each page. Objects that live
+    as long as the transfer have Python's cycle collector walk the whole heap again and again, and an engine's heap is
+    large.
+    """
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
 from kvcluster.core.ids import SUM_BYTES
-from kvcluster.core.messages import NewPage, PageWant, PageWants
+from kvcluster.core.messages import NewPage, NewPages, PageWant, PageWants
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
@@ -108,10 +108,12 @@ def reserved_records(pages: Sequence[NewPage], places: Places) -> CopyRecords:
     """Returns the records reserved for a store, page after page so that each is complete early, with room for the
     sums."""
     items, offsets, layer_bytes, _, _ = places
-    kinds = list(zip(layer_bytes, [pages[item].key.part.layers for item in items], strict=True))
-    runs_of_kind = {
-        (nbytes, layers): runs_of(0, layers, nbytes) for nbytes, layers in set(kinds)
-    }  # thousands share few
+    reserved = NewPages.of(pages).select(items)
+    kinds = list(zip(layer_bytes, reserved.place_of, strict=True))
+    runs_of_kind = {  # of which thousands of pages share few
+        (nbytes, number): runs_of(0, reserved.places[number][1].layers, nbytes)
+        for nbytes, number in dict.fromkeys(kinds)
+    }
     runs = [runs_of_kind[kind] for kind in kinds]
     rows = [at for at, of_page in enumerate(runs) for _ in of_page]
     layers = [layer for of_page in runs for layer, _ in of_page]

@@ -213,7 +213,7 @@ class PageSession:
     def _opening(self) -> AskCore:
         r, tenant = self._request, self._tenant
         if isinstance(r, WriteRequest):
-            pages, wait_ns = r.pages, r.wait_ns
+            pages, wait_ns = tuple(r.pages), r.wait_ns
             reserve = Reserve(r.attempt, r.epoch, pages, wait_ns)
             return AskCore(lambda call: Request(call, tenant, r.namespace, reserve), PROMPT_NS + wait_ns)
         pin = Pin(r.attempt, r.epoch, tuple(PageWants.of(r.wants).keys()), r.accept)

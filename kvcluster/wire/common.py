@@ -25,6 +25,7 @@ from kvcluster.core.messages import (
     Done,
     Need,
     NewPage,
+    NewPages,
     PageKey,
     Plan,
     Refused,
@@ -225,14 +226,23 @@ def decode_keys(m: pb.PageKeys, most: int, what: str) -> tuple[list[BlockHash], 
 
 
 DEPTHS = amounts("depth", limits.TOKENS_PER_SEQUENCE)
-NEW_PAGES: Columns[NewPage] = Columns(
-    pb.NewPages,
-    NewPage,
-    key=KEYS,
-    parent=Interned(pb.HashTable, HASHES, "a parent"),
-    depth=DEPTHS,
-    loss=LOSS.column,
+_PARENTS: Interned[BlockHash] = Interned(pb.HashTable, HASHES, "a parent")
+_NEW_PAGE_ROWS: Columns[NewPage] = Columns(
+    pb.NewPages, NewPage, key=KEYS, parent=_PARENTS, depth=DEPTHS, loss=LOSS.column
 )
+
+
+def _encode_new_pages(pages: Sequence[NewPage]) -> pb.NewPages | None:
+    """As `_NEW_PAGE_ROWS.encode`, but without an object for each page."""
+    if not pages:
+        return None
+    columns = NewPages.of(pages)
+    key = encode_keys(columns.hashes, [columns.places[number] for number in columns.place_of])
+    parent: Any = _PARENTS.encode(columns.parents)
+    return pb.NewPages(key=key, parent=parent, depth=columns.depths, loss=LOSS.column.encode(columns.losses))
+
+
+NEW_PAGES: Values[NewPage] = Values(_encode_new_pages, _NEW_PAGE_ROWS.decode)
 
 _ABSENT = (0, 0, 0, 0)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.ids import SUM_BYTES
-from kvcluster.core.messages import NewPage, PageSlot, PageWant, PageWants, Written
+from kvcluster.core.messages import NewPage, NewPages, PageSlot, PageWant, PageWants, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire import shard
@@ -113,9 +113,9 @@ def decode_write_grant(body: bytes, pages: Sequence[NewPage], arena_bytes: int) 
     head, at = _head(body)
     outcome = _of_length(shard.decode_write_head(head), len(pages))
     items = [item for item, fate in enumerate(outcome) if fate is None]
-    layers = [page.key.part.layers for page in (pages if len(items) == len(pages) else [pages[item] for item in items])]
-    kinds = {count: number for number, count in enumerate(dict.fromkeys(layers))}
-    offsets, layer_bytes, at = _spots(body, at, [kinds[count] for count in layers], list(kinds), arena_bytes)
+    granted = NewPages.of(pages).select(items)
+    layers_of = [part.layers for _, part in granted.places]
+    offsets, layer_bytes, at = _spots(body, at, granted.place_of, layers_of, arena_bytes)
     _check_end(body, at)
     return outcome, Places(items, offsets, layer_bytes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, overload
 
@@ -11,7 +11,7 @@ from kvcluster.core.messages.common import Need, Run
 from kvcluster.core.messages.shard import NewPage
 from kvcluster.core.miss import Loss
 from kvcluster.core.page_key import PageKey
-from kvcluster.core.rows import make_rows
+from kvcluster.core.rows import ColumnSequence, make_rows
 from kvcluster.core.spec import Part
 
 
@@ -32,12 +32,8 @@ class WantKind(NamedTuple):
     layer_stop: int
 
 
-class PageWants(Sequence[PageWant]):
-    """Wants as columns: want i is of the block `hashes[i]` and of the kind `kinds[kind_of[i]]`.
-
-    A load of thousands of pages hands these columns on and makes no object for each page. Objects that live as long as
-    a load have Python's cycle collector walk the whole heap again and again, and an engine's heap is large.
-    """
+class PageWants(ColumnSequence[PageWant]):
+    """Wants as columns: want i is of the block `hashes[i]` and of the kind `kinds[kind_of[i]]`."""
 
     __slots__ = ("hashes", "kind_of", "kinds")
 
@@ -72,17 +68,6 @@ class PageWants(Sequence[PageWant]):
         group, part, start, stop = self.kinds[self.kind_of[at]]
         return PageWant(PageKey(self.hashes[at], group, part), start, stop)
 
-    def __iter__(self) -> Iterator[PageWant]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as of a list
-
     def keys(self) -> list[PageKey]:
         """Returns the key of each wanted page."""
         groups, parts = ([kind[field] for kind in self.kinds] for field in (0, 1))
@@ -94,6 +79,62 @@ class PageWants(Sequence[PageWant]):
         if len(items) == len(self):
             return self
         return PageWants([self.hashes[item] for item in items], [self.kind_of[item] for item in items], self.kinds)
+
+
+class NewPages(ColumnSequence[NewPage]):
+    """New pages as columns: page i is of the block `hashes[i]`, and its group and part are `places[place_of[i]]`."""
+
+    __slots__ = ("depths", "hashes", "losses", "parents", "place_of", "places")
+
+    def __init__(
+        self,
+        hashes: Sequence[BlockHash],
+        place_of: Sequence[int],
+        places: Sequence[tuple[int, Part]],
+        parents: Sequence[BlockHash],
+        depths: Sequence[int],
+        losses: Sequence[Loss],
+    ) -> None:
+        self.hashes = hashes
+        self.place_of = place_of
+        self.places = places
+        self.parents = parents
+        self.depths = depths
+        self.losses = losses
+
+    @classmethod
+    def of(cls, pages: Sequence[NewPage]) -> NewPages:
+        """Returns these pages as columns; `pages` itself if it has them already."""
+        if isinstance(pages, NewPages):
+            return pages
+        numbers: dict[tuple[int, Part], int] = {}
+        place_of = [numbers.setdefault((page.key.group, page.key.part), len(numbers)) for page in pages]
+        hashes, parents = [page.key.hash for page in pages], [page.parent for page in pages]
+        depths, losses = [page.depth for page in pages], [page.loss for page in pages]
+        return cls(hashes, place_of, list(numbers), parents, depths, losses)
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    @overload
+    def __getitem__(self, at: int) -> NewPage: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> NewPages: ...
+
+    def __getitem__(self, at: int | slice) -> NewPage | NewPages:
+        if isinstance(at, slice):
+            return self.select(range(len(self))[at])
+        key = PageKey(self.hashes[at], *self.places[self.place_of[at]])
+        return NewPage(key, self.parents[at], self.depths[at], self.losses[at])
+
+    def select(self, items: Sequence[int]) -> NewPages:
+        """Returns the pages with these indices, which are ascending."""
+        if len(items) == len(self):
+            return self
+        hashes, parents = [self.hashes[item] for item in items], [self.parents[item] for item in items]
+        place_of, depths = [self.place_of[item] for item in items], [self.depths[item] for item in items]
+        return NewPages(hashes, place_of, self.places, parents, depths, [self.losses[item] for item in items])
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +156,7 @@ class WriteRequest:
     namespace: NamespaceId
     attempt: Attempt
     epoch: Epoch
-    pages: tuple[NewPage, ...]
+    pages: Sequence[NewPage]
     wait_ns: int = 0
 
 
