@@ -65,6 +65,7 @@ class LoadSink:
         self._layer_came = layer_came
         self._items = _items(ranges, into)
         self._kinds = ranges.pieces.wants.kind_of
+        self._places = [(kind.group, kind.part) for kind in ranges.pieces.wants.kinds]
         self._python = PythonCopies(into)
         self._layer_bytes: dict[tuple[int, int, int], int] = {}  # by group, heads and codec
         self._layers: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}  # see `_layers_of`
@@ -76,7 +77,6 @@ class LoadSink:
         """As CopySink. Records that cannot be decoded here, or whose length does not fit their codec, are not copied
         and count as not matching. Raises ProtocolError for layers that were not requested."""
         wants, status = self._ranges.pieces.wants, bytearray(len(records))
-        places = [(kind.group, kind.part) for kind in wants.kinds]
         kinds = [self._kinds[item] for item in records.items]
         rows = list(zip(kinds, records.layers, records.counts, records.codecs, records.nbytes, strict=True))
         examples = dict(zip(rows, range(len(rows)), strict=True))  # thousands of records differ only in their block
@@ -88,7 +88,7 @@ class LoadSink:
         if CopyStatus.UNREADABLE in status:  # some of them no number of a codec
             codecs = [RAW if was == CopyStatus.UNREADABLE else own for was, own in zip(status, codecs, strict=True)]
         hashes = [wants.hashes[item] for item in records.items]
-        identities = checksum.identities(self._namespace, hashes, [places[number] for number in kinds], codecs)
+        identities = checksum.identities(self._namespace, hashes, [self._places[number] for number in kinds], codecs)
         batch = CopyBatch(
             CopyDirection.LOAD,
             source,
