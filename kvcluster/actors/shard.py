@@ -19,6 +19,7 @@ from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
 from kvcluster.runtime.auth import authenticator
+from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.metrics import CallMetrics
 from kvcluster.runtime.metrics_server import ProcessSamples, serve_metrics
 from kvcluster.runtime.server import GrpcServer, unary_handlers
@@ -67,6 +68,8 @@ class ShardActor:
         self._paths = serve_paths(self._host, auth, config.server, self._server.host)
         self._server.start()
         self._host.start(self._paths.offers)
+        self._garbage = GarbageKeeper()
+        self._garbage.start()
         process, number = ProcessSamples(), int(shard.rpartition("-")[2])
         self._metrics = waited_for(
             lambda: serve_metrics(
@@ -93,6 +96,7 @@ class ShardActor:
         self._paths.close()
         self._host.close()
         self._coordinator.close()
+        self._garbage.close()
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
         return self._coordinator.ask(COORDINATOR[type(message).__name__], message, deadline)

@@ -83,7 +83,7 @@ class LoadExecutor:
 
     def _read(self, start: StartRead) -> LoadEvent:
         """Runs one exchange."""
-        wants = tuple(piece.want for piece in start.ranges.pieces)
+        wants = start.ranges.pieces.wants
         request = ReadRequest(self._namespace, start.attempt, start.shard.epoch, wants, start.accept)
         sink = LoadSink(self._namespace, self._spec, self._into, start.ranges, self._progress, self._layer_came)
         start.ranges.heard_ns = time.monotonic_ns()  # the exchange may have waited for a thread

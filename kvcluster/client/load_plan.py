@@ -16,13 +16,13 @@ chunk. Only executors count how far the load has come (load_progress.py); the pl
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvcluster.client.exchange_split import split_among_exchanges
 from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.pieces import Piece, Pieces, sizes
+from kvcluster.client.pieces import Piece, PieceList, sizes
 from kvcluster.client.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, Permit, ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded
@@ -190,7 +190,7 @@ class LoadPlan:
         body: TicketBody,
         spec: KVSpec,
         parts: Sequence[Part | None],
-        pieces: Pieces,
+        pieces: Mapping[ShardAddress, Sequence[Piece]],
         progress: LoadProgress,
         policy: ShardPolicy,
         *,
@@ -272,11 +272,14 @@ class LoadPlan:
 
     # ----------------------------------------------------------------------------------------- starting
 
-    def _start(self, pieces: Pieces, now: int, *, reattached: bool = False) -> list[LoadEffect]:
+    def _start(
+        self, pieces: Mapping[ShardAddress, Sequence[Piece]], now: int, *, reattached: bool = False
+    ) -> list[LoadEffect]:
         """Starts exchanges that read these pieces. For shards that may not be asked, looks for other replicas."""
         effects: list[LoadEffect] = []
         spare = READERS - len(self._exchanges)
-        for shard, of_shard in pieces.items():
+        for shard, its_pieces in pieces.items():
+            of_shard = PieceList.of(its_pieces)
             streams = self._streams(shard)
             most = min(streams.decoding if self._decodes else streams.loads, spare // len(pieces))
             for run in split_among_exchanges(sizes(of_shard, self._spec), most):
@@ -361,14 +364,14 @@ class LoadPlan:
             return [] if exchange is None else self._take_away(exchange, found)
         return self._start(self._alternatives(asked.rests, found), now)
 
-    def _alternatives(self, rests: Sequence[Piece], found: Alternatives) -> Pieces:
+    def _alternatives(self, rests: Sequence[Piece], found: Alternatives) -> dict[ShardAddress, list[Piece]]:
         """Returns pieces on other shards that replace these; pieces without another replica are left out. No exchange
         owns `rests`."""
-        pieces: Pieces = {}
+        pieces: dict[ShardAddress, list[Piece]] = {}
         for rest in rests:
             placed = self._retry.alternatives(rest, found)
             if placed is not None:
-                self._progress.replace(rest, (piece for _, piece in placed))
+                self._progress.replace(rest, [piece for _, piece in placed])
                 for shard, piece in placed:
                     pieces.setdefault(shard, []).append(piece)
         return pieces

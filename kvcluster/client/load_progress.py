@@ -8,11 +8,12 @@ piece that is replaced by others counts until those have arrived, and is replace
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvcluster.client.pieces import Piece, Pieces, each, layer_counts
+from kvcluster.client.pieces import Piece, PieceList, layer_counts
 from kvcluster.client.results import Loaded
-from kvcluster.core.messages import TicketBody
+from kvcluster.core.messages import ShardAddress, TicketBody
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 
@@ -20,17 +21,23 @@ from kvcluster.core.spec import KVSpec
 class LoadProgress:
     """The progress of one load. Thread-safe. It no longer changes once every exchange of the load has been stopped."""
 
-    def __init__(self, body: TicketBody, spec: KVSpec, pieces: Pieces, first: int = 0) -> None:
+    def __init__(
+        self, body: TicketBody, spec: KVSpec, pieces: Mapping[ShardAddress, Sequence[Piece]], first: int = 0
+    ) -> None:
         self._spec = spec
         self._first = first  # the caller already has the blocks before it
         self._lock = threading.Lock()  # held for counting only, never while bytes move
         self._nbytes = 0
         self._loss = body.loss
         self._why: dict[int, Miss] = {}  # by block, the first thing that went wrong
-        self._layers = layer_counts(each(pieces), spec)  # model layer -> pieces that have not arrived
+        columns = [PieceList.of(of_shard) for of_shard in pieces.values()]
+        self._layers: Counter[int] = Counter()  # model layer -> pieces that have not arrived
         self._left = [0] * len(body.hashes)  # by block, layers of pieces that have not arrived
-        for piece in each(pieces):
-            self._left[piece.block] += piece.layers
+        for of_shard in columns:
+            self._layers.update(layer_counts(of_shard, spec))
+            layers = of_shard.column([stop - start for _, _, start, stop in of_shard.wants.kinds])
+            for block, count in zip(of_shard.blocks, layers, strict=True):
+                self._left[block] += count
         # If a group needs only the last blocks, a failed block leaves no shorter prefix that is known to be usable.
         needed = [group for group, part in enumerate(body.need.parts) if part is not None]
         self._whole_prefix = all(spec.groups[group].reuse.kind == "prefix" for group in needed)
@@ -70,7 +77,7 @@ class LoadProgress:
         others = list(others)
         with self._lock:
             self._left[rest.block] += sum(piece.layers for piece in others) - rest.layers
-            for layer, count in layer_counts(others, self._spec).items():
+            for layer, count in layer_counts(PieceList.of(others), self._spec).items():
                 self._layers[layer] += count - 1  # one is `rest` itself
 
     def failed(self, block: int, why: Miss) -> None:

@@ -22,7 +22,7 @@ from kvcluster.client.python_copies import PythonCopies
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.codec import RAW
@@ -42,6 +42,7 @@ from kvcluster.transport.base import Payload, read_whole
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 
 _TARGET = HostMemory()
+_DONE = int(CopyStatus.DONE)
 
 
 class LoadSink:
@@ -63,9 +64,11 @@ class LoadSink:
         self._progress = progress
         self._layer_came = layer_came
         self._items = _items(ranges, into)
+        self._kinds = ranges.pieces.wants.kind_of
+        self._places = [(kind.group, kind.part) for kind in ranges.pieces.wants.kinds]
         self._python = PythonCopies(into)
         self._layer_bytes: dict[tuple[int, int, int], int] = {}  # by group, heads and codec
-        self._layers: dict[tuple[int, Part, int, int], tuple[tuple[int, ...], int]] = {}  # see `_layers_of`
+        self._layers: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}  # see `_layers_of`
         self._staging = Staging()
 
     # ------------------------------------------------------------------------------------ batches of copies
@@ -73,20 +76,19 @@ class LoadSink:
     def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
         """As CopySink. Records that cannot be decoded here, or whose length does not fit their codec, are not copied
         and count as not matching. Raises ProtocolError for layers that were not requested."""
-        pieces, status = self._ranges.pieces, bytearray(len(records))
-        known: dict[tuple[object, ...], CopyStatus] = {}  # thousands of records differ only in their block
-        rows = zip(records.items, records.layers, records.counts, records.codecs, records.nbytes, strict=True)
-        for at, (item, layer, layers, codec_id, nbytes) in enumerate(rows):
-            _, group, (key, start, stop), _, _ = pieces[item]
-            kind = group, key.part, start, stop, layer, layers, codec_id, nbytes
-            if kind not in known:
-                known[kind] = self._status(at, records)
-            if known[kind]:
+        wants, status = self._ranges.pieces.wants, bytearray(len(records))
+        kinds = [self._kinds[item] for item in records.items]
+        rows = list(zip(kinds, records.layers, records.counts, records.codecs, records.nbytes, strict=True))
+        examples = dict(zip(rows, range(len(rows)), strict=True))  # thousands of records differ only in their block
+        wrong = {row for row, at in examples.items() if self._status(at, records)}
+        for at, row in enumerate(rows if wrong else ()):
+            if row in wrong:
                 status[at] = self._status(at, records)  # which notes why this item cannot be decoded
         codecs: Sequence[int] = records.codecs
         if CopyStatus.UNREADABLE in status:  # some of them no number of a codec
             codecs = [RAW if was == CopyStatus.UNREADABLE else own for was, own in zip(status, codecs, strict=True)]
-        identities = checksum.identities(self._namespace, [pieces[item].want.key for item in records.items], codecs)
+        hashes = [wants.hashes[item] for item in records.items]
+        identities = checksum.identities(self._namespace, hashes, [self._places[number] for number in kinds], codecs)
         batch = CopyBatch(
             CopyDirection.LOAD,
             source,
@@ -134,19 +136,23 @@ class LoadSink:
     def _count_records(self, batch: CopyBatch, start: int, stop: int) -> bool:
         """Counts what has become of these records. True if that completes some layer in every block."""
         records, ranges = batch.records, self._ranges
-        came: dict[tuple[int, ...], list[int]] = {}  # blocks, by the model layers that they got
-        nbytes, rows = 0, slice(start, stop)
+        done: dict[tuple[int, int, int], list[int]] = {}  # items of one kind that got the same layers
+        rows = slice(start, stop)
         columns = records.items[rows], records.layers[rows], records.counts[rows], batch.status[rows]
         for item, layer, layers, status in zip(*columns, strict=True):
             if not ranges.is_next(item, layer):
                 continue
-            if status == CopyStatus.DONE:
+            if status == _DONE:
                 ranges.came(item, layer + layers)
-                of_model, raw_bytes = self._layers_of(item, layer, layer + layers)
-                came.setdefault(of_model, []).append(ranges.pieces[item].block)
-                nbytes += raw_bytes
+                done.setdefault((self._kinds[item], layer, layers), []).append(item)
             elif status in (CopyStatus.MISMATCH, CopyStatus.UNREADABLE) and not ranges.dropped[item]:
                 ranges.did_not_match(item, layer, layer + layers)
+        came: dict[tuple[int, ...], list[int]] = {}  # blocks, by the model layers that they got
+        nbytes, blocks = 0, ranges.pieces.blocks
+        for (_, layer, layers), items in done.items():
+            of_model, raw_bytes = self._layers_of(items[0], layer, layer + layers)
+            came.setdefault(of_model, []).extend([blocks[item] for item in items])
+            nbytes += raw_bytes * len(items)
         return self._progress.came(came, nbytes)
 
     # ------------------------------------------------------------------------------------ single records
@@ -165,9 +171,9 @@ class LoadSink:
 
     def _layers_of(self, item: int, layer: int, stop: int) -> tuple[tuple[int, ...], int]:
         """Returns the model's numbers of these layers of a page, and their raw bytes."""
-        _, group, (key, _, _), _, _ = self._ranges.pieces[item]
-        kind = group, key.part, layer, stop
+        kind = self._kinds[item], layer, stop
         if kind not in self._layers:
+            _, group, (key, _, _), _, _ = self._ranges.pieces[item]
             first, layer_bytes = key.part.layer_start, self._spec.layer_bytes(group, key.part)
             self._layers[kind] = (
                 self._spec.groups[group].layers[first + layer : first + stop],
@@ -190,8 +196,8 @@ class LoadSink:
 
 def _items(ranges: ReadRanges, into: BoundMemory) -> CopyItems:
     """Returns one row for each piece of an exchange."""
-    blocks, groups, wants, head_starts, head_stops = zip(*ranges.pieces, strict=True)
-    parts = zip(*[want.key.part for want in wants], strict=True)
-    rows = [block - into.first for block in blocks]
-    columns = (array("I", column) for column in (groups, rows, *parts, head_starts, head_stops))
-    return CopyItems(into.geometries(), *columns)
+    pieces = ranges.pieces
+    groups, parts, _, _ = zip(*pieces.wants.kinds, strict=True)
+    columns = [pieces.column(of_kind) for of_kind in (*zip(*parts, strict=True), *zip(*pieces.heads, strict=True))]
+    rows = [block - into.first for block in pieces.blocks]
+    return CopyItems(into.geometries(), *(array("I", each) for each in (pieces.column(groups), rows, *columns)))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.messages import PageKey, PageWant, ShardAddress, Source, TicketBody
+from kvcluster.core.messages import PageKey, PageWant, PageWants, ShardAddress, Source, TicketBody, WantKind
 from kvcluster.core.rect_cover import cover as choose
+from kvcluster.core.rows import ColumnSequence
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, ProtocolError
 
@@ -58,8 +58,52 @@ class Piece(NamedTuple):
         return spec.groups[self.group].layers[first + self.want.layer_start : first + self.want.layer_stop]
 
 
+class PieceList(ColumnSequence[Piece]):
+    """Pieces as columns: piece i is of the block `blocks[i]` and has the want
+    `wants[i]`. It fills `heads[number]`, where `number` is that of its kind, `wants.kind_of[i]`."""
+
+    __slots__ = ("blocks", "heads", "wants")
+
+    def __init__(self, blocks: Sequence[int], wants: PageWants, heads: Sequence[tuple[int, int]]) -> None:
+        self.blocks = blocks
+        self.wants = wants
+        self.heads = heads
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> PieceList:
+        """Returns these pieces as columns; `pieces` itself if it has them already."""
+        if isinstance(pieces, PieceList):
+            return pieces
+        kinds: dict[tuple[WantKind, tuple[int, int]], int] = {}
+        kind_of = []
+        for _, group, (key, start, stop), head_start, head_stop in pieces:
+            kind = WantKind(group, key.part, start, stop), (head_start, head_stop)
+            kind_of.append(kinds.setdefault(kind, len(kinds)))
+        wants = PageWants([piece.want.key.hash for piece in pieces], kind_of, [kind for kind, _ in kinds])
+        return cls([piece.block for piece in pieces], wants, [heads for _, heads in kinds])
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @overload
+    def __getitem__(self, at: int) -> Piece: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> PieceList: ...
+
+    def __getitem__(self, at: int | slice) -> Piece | PieceList:
+        if isinstance(at, slice):
+            return PieceList(self.blocks[at], self.wants[at], self.heads)
+        number = self.wants.kind_of[at]
+        return Piece(self.blocks[at], self.wants.kinds[number].group, self.wants[at], *self.heads[number])
+
+    def column(self, of_kind: Sequence[int]) -> list[int]:
+        """Returns for each piece the value of its kind."""
+        return [of_kind[number] for number in self.wants.kind_of]
+
+
 Placed = tuple[ShardAddress, Piece]
-Pieces = dict[ShardAddress, list[Piece]]
+Pieces = dict[ShardAddress, PieceList]
 
 
 def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None], first: int = 0) -> Pieces:
@@ -79,7 +123,7 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None], fi
                 f"this ticket was prepared for {prepared or 'nothing'} of group {group}; this client wants {part}. "
                 "Prepare it with a client that holds both"
             )
-    pieces: Pieces = {}
+    columns: dict[ShardAddress, _PieceColumns] = {}
     total = len(body.hashes)
     first_needed = [
         None if part is None else max(first, total - group.reuse.blocks_needed(total, spec.block_tokens))
@@ -89,23 +133,23 @@ def plan_pieces(body: TicketBody, spec: KVSpec, parts: Sequence[Part | None], fi
     for run in body.runs:
         # The blocks of a run have the same sources, so their cuts are computed once.
         cuts = [None if part is None else _cuts(part, run.plan[group] or ()) for group, part in enumerate(parts)]
-        stop, of_run = at + run.count, Pieces()
+        stop, of_run = at + run.count, dict[ShardAddress, _PieceColumns]()
         for group, (needed, of_group) in enumerate(zip(first_needed, cuts, strict=True)):
             start = stop if needed is None else max(at, needed)
             if start < stop and of_group is None:
                 raise ProtocolError(f"this ticket does not say where block {start} lies; prepare a new one")
             for cut in of_group or ():
-                of_run.setdefault(cut.shard, []).extend(cut.pieces(body.hashes[start:stop], start, group))
+                of_run.setdefault(cut.shard, _PieceColumns()).add(cut, body.hashes[start:stop], start, group)
         for shard, of_shard in of_run.items():
-            pieces.setdefault(shard, []).extend(sorted(of_shard, key=attrgetter("block")))  # of a block by group
+            columns.setdefault(shard, _PieceColumns()).extend(of_shard)
         at = stop
-    return pieces
+    return {shard: of_shard.pieces() for shard, of_shard in columns.items()}
 
 
 def cover(name: BlockHash, block: int, group: int, rect: Part, sources: Iterable[Source]) -> list[Placed] | None:
     """Returns pieces of these sources, in order of preference, that together fill `rect`; None if they leave a hole."""
     cuts = _cuts(rect, sources)
-    return None if cuts is None else [(cut.shard, piece) for cut in cuts for piece in cut.pieces([name], block, group)]
+    return None if cuts is None else [(cut.shard, cut.piece(name, block, group)) for cut in cuts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +160,45 @@ class _Cut:
     part: Part
     fills: Part
 
-    def pieces(self, hashes: Sequence[BlockHash], first: int, group: int) -> list[Piece]:
-        """Returns the piece of each of these blocks, which are consecutive from block `first` on."""
-        part, fills = self.part, self.fills
-        start, stop = fills.layer_start - part.layer_start, fills.layer_stop - part.layer_start
-        return [
-            Piece(block, group, PageWant(PageKey(name, group, part), start, stop), fills.head_start, fills.head_stop)
-            for block, name in enumerate(hashes, first)
-        ]
+    def kind(self, group: int) -> WantKind:
+        first = self.part.layer_start
+        return WantKind(group, self.part, self.fills.layer_start - first, self.fills.layer_stop - first)
+
+    def piece(self, name: BlockHash, block: int, group: int) -> Piece:
+        _, part, start, stop = self.kind(group)
+        want = PageWant(PageKey(name, group, part), start, stop)
+        return Piece(block, group, want, self.fills.head_start, self.fills.head_stop)
+
+
+class _PieceColumns:
+    """The columns of a PieceList that is being planned."""
+
+    def __init__(self) -> None:
+        self._blocks: list[int] = []
+        self._hashes: list[BlockHash] = []
+        self._kind_of: list[int] = []
+        self._kinds: dict[tuple[WantKind, tuple[int, int]], int] = {}
+
+    def add(self, cut: _Cut, hashes: Sequence[BlockHash], first: int, group: int) -> None:
+        """Appends the piece of each of these blocks, which are consecutive from block `first` on."""
+        kind = cut.kind(group), (cut.fills.head_start, cut.fills.head_stop)
+        self._blocks.extend(range(first, first + len(hashes)))
+        self._hashes.extend(hashes)
+        self._kind_of.extend([self._kinds.setdefault(kind, len(self._kinds))] * len(hashes))
+
+    def extend(self, other: _PieceColumns) -> None:
+        """Appends the pieces of another, by block; those of one block remain in their order, which is by group."""
+        numbers = [self._kinds.setdefault(kind, len(self._kinds)) for kind in other._kinds]
+        order: Sequence[int] = range(len(other._blocks))
+        if len(numbers) > 1:  # otherwise they are in order
+            order = sorted(order, key=other._blocks.__getitem__)
+        self._blocks.extend([other._blocks[at] for at in order])
+        self._hashes.extend([other._hashes[at] for at in order])
+        self._kind_of.extend([numbers[other._kind_of[at]] for at in order])
+
+    def pieces(self) -> PieceList:
+        wants = PageWants(self._hashes, self._kind_of, [kind for kind, _ in self._kinds])
+        return PieceList(self._blocks, wants, [heads for _, heads in self._kinds])
 
 
 def _cuts(rect: Part, sources: Iterable[Source]) -> list[_Cut] | None:
@@ -146,26 +221,21 @@ def each(pieces: Pieces) -> Iterable[Piece]:
     return (piece for of_shard in pieces.values() for piece in of_shard)
 
 
-def sizes(pieces: Iterable[Piece], spec: KVSpec) -> list[int]:
+def sizes(pieces: PieceList, spec: KVSpec) -> list[int]:
     """Returns the bytes that arrive for each piece, those of its `rect`."""
-    layer_bytes: dict[tuple[int, Part], int] = {}  # thousands of pieces share few parts
-    found = []
-    for _, group, want, _, _ in pieces:
-        part = want.key.part
-        if (group, part) not in layer_bytes:
-            layer_bytes[group, part] = spec.layer_bytes(group, part)
-        found.append((want.layer_stop - want.layer_start) * layer_bytes[group, part])
-    return found
+    kinds = pieces.wants.kinds
+    return pieces.column([(stop - start) * spec.layer_bytes(group, part) for group, part, start, stop in kinds])
 
 
-def layer_counts(pieces: Iterable[Piece], spec: KVSpec) -> dict[int, int]:
+def layer_counts(pieces: PieceList, spec: KVSpec) -> dict[int, int]:
     """Returns the number of pieces that each model layer waits for."""
-    # Thousands of pieces share few combinations of layers, so these are counted first.
-    alike = Counter((group, key.part.layer_start, start, stop) for _, group, (key, start, stop), _, _ in pieces)
+    alike = Counter(pieces.wants.kind_of)
     counts: Counter[int] = Counter()
-    for (group, first, start, stop), count in alike.items():
-        for layer in spec.groups[group].layers[first + start : first + stop]:
-            counts[layer] += count
+    for number, (group, part, start, stop) in enumerate(pieces.wants.kinds):
+        first, count = part.layer_start, alike[number]
+        if count:
+            for layer in spec.groups[group].layers[first + start : first + stop]:
+                counts[layer] += count
     return counts
 
 

@@ -19,7 +19,7 @@ import threading
 from array import array
 from collections.abc import Iterable, Sequence
 
-from kvcluster.client.pieces import Piece
+from kvcluster.client.pieces import Piece, PieceList
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.transport.base import Cancelled
@@ -33,6 +33,7 @@ class ReadRanges:
 
     __slots__ = (
         "_next",
+        "_stops",
         "cancel",
         "corrupt",
         "deadline_ns",
@@ -44,12 +45,14 @@ class ReadRanges:
     )
 
     def __init__(self, pieces: Sequence[Piece], *, now: int, deadline_ns: int) -> None:
-        self.pieces = pieces
+        self.pieces = PieceList.of(pieces)
+        kinds = self.pieces.wants.kinds
         self.gate = threading.Lock()
         self.heard_ns = now
         self.corrupt: dict[int, list[tuple[int, int]]] = {}  # by item, the layers that did not match their sums
         self.unreadable: dict[int, Miss] = {}  # those of them that cannot be decoded here, and why
-        self._next = [piece.want.layer_start for piece in pieces]
+        self._next = self.pieces.column([kind.layer_start for kind in kinds])
+        self._stops = self.pieces.column([kind.layer_stop for kind in kinds])
         self.cancel = array("I", [0])  # 1: nothing more may be written
         self.dropped = bytearray(len(pieces))  # by item, 1 if it may no longer be written
         self.deadline_ns = deadline_ns
@@ -102,8 +105,9 @@ class ReadRanges:
 
     def unfinished(self) -> list[int]:
         """Returns the items of which something is left."""
-        stops = zip(self._next, self.pieces, strict=True)
-        return [at for at, (stop, piece) in enumerate(stops) if stop < piece.want.layer_stop or at in self.corrupt]
+        if self._next == self._stops and not self.corrupt:
+            return []
+        return [at for at, stop in enumerate(self._stops) if self._next[at] < stop or at in self.corrupt]
 
     def left(self, item: int) -> list[Piece]:
         """Returns the pieces of an item that this exchange has not brought, corrupt ones included."""

@@ -26,7 +26,7 @@ from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.client.results import Stored
 from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
-from kvcluster.core.messages import NewPage, PageKey, ShardAddress, StoreGrant, WriteRequest, Written
+from kvcluster.core.messages import NewPages, ShardAddress, StoreGrant, WriteRequest, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.transport.base import PathLost, Streams, Unavailable
@@ -187,7 +187,7 @@ class _Pages:
     attempt that broke off may still hold its pages (`doubtful`), or may have committed those that it had `taken`."""
 
     shard: ShardAddress
-    pages: tuple[NewPage, ...]
+    pages: NewPages
     blocks: Sequence[int]
     known: list[Written | None]
     doubtful: dict[int, None] = field(default_factory=dict)
@@ -346,7 +346,7 @@ class StorePlan:
             return []
         assert self._namespace is not None
         number, items = next(self._numbers), of.open()
-        pages = tuple(of.pages[at] for at in items)
+        pages = of.pages.select(items)
         wait_ns = min(self._terms.wait_ns, max(0, self._deadline_ns - now))
         request = WriteRequest(self._namespace, self._next_attempt(), of.shard.epoch, pages, wait_ns)
         self._exchanges[number] = _WriteExchange(of, items, permit, reattached)
@@ -468,14 +468,11 @@ def _why(error: BaseException | None, verdict: Miss | AskAgain, shard: ShardAddr
     return Miss(MissReason.SHARD_LOST, f"{shard.shard} forgot the namespace")
 
 
-def _pages(terms: StoreTerms, blocks: Sequence[int]) -> tuple[tuple[NewPage, ...], list[int]]:
+def _pages(terms: StoreTerms, blocks: Sequence[int]) -> tuple[NewPages, Sequence[int]]:
     """Returns the pages of these new blocks, and the block of each page."""
-    pages: list[NewPage] = []
-    of_block: list[int] = []
-    for block in blocks:
-        at = terms.first + block
-        parent = terms.before(at)
-        for group, part in terms.parts:
-            pages.append(NewPage(PageKey(terms.hashes[at - terms.start], group, part), parent, at, terms.loss))
-            of_block.append(block)
-    return tuple(pages), of_block
+    parts = len(terms.parts)
+    of_block = [block for block in blocks for _ in range(parts)]
+    depths = [terms.first + block for block in of_block]
+    hashes, parents = [terms.hashes[depth - terms.start] for depth in depths], [terms.before(depth) for depth in depths]
+    places, losses = list(range(parts)) * len(blocks), [terms.loss] * len(depths)
+    return NewPages(hashes, places, terms.parts, parents, depths, losses), of_block

@@ -10,13 +10,13 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from itertools import compress
 
 from kvcluster.client.batch_copies import BatchCopies
 from kvcluster.client.memory import BoundMemory
 from kvcluster.client.python_copies import PythonCopies
 from kvcluster.core.ids import NamespaceId
-from kvcluster.core.messages import NewPage
+from kvcluster.core.messages import NewPage, NewPages
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
@@ -28,10 +28,8 @@ from kvcluster.pages.region import address_of
 from kvcluster.transport.base import Cancelled, Deadline
 from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
 
-if TYPE_CHECKING:
-    pass
-
 _SOURCE = HostMemory()
+_DONE = int(CopyStatus.DONE)
 _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
 
 
@@ -49,13 +47,13 @@ class StoreSource:
         deadline: Deadline,
         on_drained: Callable[[], object],
     ) -> None:
-        self._spec = spec
         self._namespace = namespace
-        self._pages = pages
+        self._pages = NewPages.of(pages)
         self._memory = memory
         self._deadline = deadline
         self._on_drained = on_drained
-        self._items = _items(pages, blocks, memory)
+        self._items = _items(self._pages, blocks, memory)
+        self._layer_bytes = [spec.layer_bytes(group, part) for group, part in self._pages.places]
         self._gate = threading.Lock()
         self._cancel = array("I", [0])
         self.nbytes = 0
@@ -63,8 +61,7 @@ class StoreSource:
 
     def layer_bytes(self, item: int) -> int:
         """As PageSource."""
-        key = self._pages[item].key
-        return self._spec.layer_bytes(key.group, key.part)
+        return self._layer_bytes[self._pages.place_of[item]]
 
     def stop(self) -> None:
         """Stops reading the caller's memory. Waits for the chunk in progress."""
@@ -102,15 +99,17 @@ class StoreSource:
             self._check()
             self.taken.update(dict.fromkeys(batch.records.items[start:stop]))
             run(start, stop)
-            done = [at for at in range(start, stop) if batch.status[at] == CopyStatus.DONE]
-            self.nbytes += sum(batch.records.nbytes[at] for at in done)
-        if len(done) < stop - start:
+            is_done = [status == _DONE for status in batch.status[start:stop]]
+            self.nbytes += sum(compress(batch.records.nbytes[start:stop], is_done))
+        if not all(is_done):
             self._deadline.check()
             raise Cancelled(_GIVEN_UP)
 
     def _identities(self, records: CopyRecords) -> array[int]:
-        keys = [self._pages[item].key for item in records.items]
-        return checksum.identities(self._namespace, keys, records.codecs)
+        pages = self._pages
+        hashes = [pages.hashes[item] for item in records.items]
+        places = [pages.places[pages.place_of[item]] for item in records.items]
+        return checksum.identities(self._namespace, hashes, places, records.codecs)
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         """As PageSource, for transports that know nothing of batches: a batch of one record."""
@@ -124,9 +123,10 @@ class StoreSource:
             raise Cancelled(_GIVEN_UP)
 
 
-def _items(pages: Sequence[NewPage], blocks: Sequence[int], memory: BoundMemory) -> CopyItems:
+def _items(pages: NewPages, blocks: Sequence[int], memory: BoundMemory) -> CopyItems:
     """Returns one row for each page of an exchange, with all its heads."""
-    keys = [page.key for page in pages]
-    rows, parts = [block - memory.first for block in blocks], list(zip(*[key.part for key in keys], strict=True))
-    columns = ([key.group for key in keys], rows, *parts, *parts[2:])
-    return CopyItems(memory.geometries(), *(array("I", column) for column in columns))
+    of_place = [(group, *part, part.head_start, part.head_stop) for group, part in pages.places]
+    groups, *bounds = ([row[field] for row in of_place] for field in range(7))
+    columns = (array("I", [column[number] for number in pages.place_of]) for column in bounds)
+    rows = array("I", [block - memory.first for block in blocks])
+    return CopyItems(memory.geometries(), array("I", [groups[number] for number in pages.place_of]), rows, *columns)

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from kvcluster.client.lease_keeper import LeaseKeeper
-from kvcluster.client.pieces import Piece, Pieces, each, plan_pieces
+from kvcluster.client.pieces import Piece, PieceList, Pieces, each, plan_pieces
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.validation import check_open
 from kvcluster.core import limits
@@ -298,7 +298,7 @@ def _whole_pages(pieces: Pieces, parts: Sequence[Part | None]) -> tuple[Pieces, 
     for shard, of_shard in pieces.items():
         kept = [piece for piece in of_shard if piece.rect == parts[piece.group]]
         if kept:
-            whole[shard] = kept
+            whole[shard] = PieceList.of(kept)
     there = {(piece.block, piece.group) for piece in each(whole)}
     misses = {
         piece.block: Miss(MissReason.PART, f"no single page holds exactly {parts[piece.group]} of group {piece.group}")

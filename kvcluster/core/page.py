@@ -24,6 +24,8 @@ from kvcluster.core.tiers import FASTEST
 class PageState(Enum):
     """The state of a page; see the module's diagram."""
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and every change of a page's state looks its state up
+
     WRITING = "writing"
     READY = "ready"
     CONDEMNED = "condemned"
@@ -32,6 +34,8 @@ class PageState(Enum):
 
 class PageAction(Enum):
     """The actions that change a page's state."""
+
+    __hash__ = object.__hash__  # as of PageState
 
     COMMIT = "commit"
     ABORT = "abort"

@@ -188,6 +188,8 @@ class PinHandler:
     ) -> tuple[dict[int, Page], int]:
         """Reserves a private copy of each page that is not addressable. Returns the copies by index, and the bytes that
         found no room. `whole`: all of them or none; but no reader waits for more than the staging tier's capacity."""
+        if not self._pool.stores:
+            return {}, 0
         stored = {at: page for at, page in enumerate(found) if isinstance(page, Page) and _is_stored(page)}
         if not stored or len(self._staging) >= limits.PINS_FROM_DISK:
             return {}, 0
@@ -221,12 +223,15 @@ class PinHandler:
         pages: list[Page | None] = []
         told: list[PageSlot | Miss] = []
         for at, page in enumerate(found):
-            if isinstance(page, Page) and _is_stored(page) and at not in copies:
+            if isinstance(page, Page) and page.tier in self._pool.stores and at not in copies:
                 page = _NO_ROOM
             if isinstance(page, Page):
                 self._pool.pin(page)
-            pages.append(page if isinstance(page, Page) else None)
-            told.append(page.slot() if isinstance(page, Page) else page)
+                pages.append(page)
+                told.append(page.slot())
+            else:
+                pages.append(None)
+                told.append(page)
         lease = self._leases.grant(request.question.attempt, LeaseKind.READ, pages, now, request.tenant)
         if not copies:
             return [Answer(request.call, PinGrant(tuple(told)))]

@@ -45,7 +45,8 @@ from kvcluster.core.replicator import Replicator
 from kvcluster.core.tickets import IssuedTicket, Writing
 from kvcluster.core.tiering import Tiering
 
-_Decided: TypeAlias = "tuple[Decision, ShardAddress | None, Miss | None]"
+_Fate: TypeAlias = tuple[Decision, ShardAddress | None, Miss | None]
+"""The fields of a StoreRun besides its count."""
 
 
 class PrepareHandler:
@@ -108,13 +109,12 @@ class PrepareHandler:
         # present.
         askings = [NeedPlanner(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]
         member = partial(state.members.place, tenant=space.tenant, host=m.host, purged=space.purged)
-        place = cache(lambda run: member(run) or self._why_nowhere(space))
-        runs: list[StoreRun] = []
+        placed = cache(_placed)  # so that blocks with one fate share one object, which is quick to compare
+        place = cache(lambda run: placed(member(run) or self._why_nowhere(space)))
         writes: list[Writing] = []
-        decided = (self._decide(space, m, askings, at, place, writes) for at in range(len(m.hashes)))
-        for what, alike in groupby(decided):
-            run = StoreRun(sum(1 for _ in alike), *what)
-            runs.append(run)
+        fates = [self._decide(space, m, askings, at, place, writes) for at in range(len(m.hashes))]
+        runs = [StoreRun(len(list(alike)), *fate) for fate, alike in groupby(fates)]
+        for run in runs:
             state.count(space.tenant, _COUNTED[run.decision], run.count)
         grant = StoreGrant(tuple(runs))
         if writes:
@@ -164,7 +164,7 @@ class PrepareHandler:
         if self._state.rebuilding:
             return _REBUILDING
         if self._state.tickets.writing(space.id, block):
-            return _PENDING
+            return _BEING_WRITTEN
         return self._state.evicted.why(space.id, block, now) or _NEVER_SEEN
 
     def _count_lookup(self, space: CoordinatorNamespace, asked: int, hit: int, miss: Miss | None) -> None:
@@ -188,24 +188,22 @@ class PrepareHandler:
         m: PrepareStore,
         askings: Sequence[NeedPlanner],
         at: int,
-        place: Callable[[BlockHash], Member | Miss],
+        place: Callable[[BlockHash], _Fate],
         writes: list[Writing],
-    ) -> _Decided:
-        """Returns the decision for one block of a store, with its shard or miss. Adds the pages that the attempt may
-        write to `writes`."""
+    ) -> _Fate:
+        """Returns the decision for one block of a store. Adds the pages that the attempt may write to `writes`."""
         block = m.hashes[at]
         record = space.index.get(block)
         if record is not None and all(asking.complete(record.copies) for asking in askings):
-            return Decision.COMMITTED, None, None
+            return _COMMITTED
         pages: list[Writing] = [(space.id, block, group, part) for group, part in m.parts]
-        if all(self._state.tickets.writer(page) is not None for page in pages):
-            return Decision.PENDING, None, _PENDING
+        if None not in map(self._state.tickets.writer, pages):
+            return _PENDING
         start = run_start(m.first + at, self._run_blocks) - m.first
-        member = place(m.run if start <= 0 else m.hashes[start])
-        if isinstance(member, Miss):
-            return Decision.REFUSED, None, member
-        writes += pages
-        return Decision.WRITE, member.address, None
+        fate = place(m.run if start <= 0 else m.hashes[start])
+        if fate[0] is Decision.WRITE:
+            writes += pages
+        return fate
 
     def _why_nowhere(self, space: CoordinatorNamespace) -> Miss:
         """Returns the reason why no shard can take a block."""
@@ -246,8 +244,17 @@ class PrepareHandler:
         return None
 
 
+def _placed(where: Member | Miss) -> _Fate:
+    """Returns the decision for a block whose run belongs there."""
+    if isinstance(where, Miss):
+        return Decision.REFUSED, None, where
+    return Decision.WRITE, where.address, None
+
+
 OFF = Miss(MissReason.OFF, "an operator has turned the cache off; `kvcluster on` turns it on again")
-_REBUILDING, _PENDING, _NEVER_SEEN = map(Miss, (MissReason.REBUILDING, MissReason.PENDING, MissReason.NEVER_SEEN))
+_REBUILDING, _BEING_WRITTEN, _NEVER_SEEN = map(Miss, (MissReason.REBUILDING, MissReason.PENDING, MissReason.NEVER_SEEN))
+_COMMITTED: _Fate = Decision.COMMITTED, None, None
+_PENDING: _Fate = Decision.PENDING, None, _BEING_WRITTEN
 _BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
 _NO_ROOM = Miss(MissReason.FULL, "no shard has room or can make some")
 _PURGING = Miss(MissReason.REBUILDING, "the shards are carrying out a purge")

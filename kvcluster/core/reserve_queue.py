@@ -7,12 +7,13 @@ has its own time limit, after which it gets what fits.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, CallId, NamespaceId, Tenant
-from kvcluster.core.messages import Answer, Request, Reserve, WriteGrant, Written
+from kvcluster.core.messages import Answer, NewPage, Request, Reserve, WriteGrant, Written
 from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespace
 from kvcluster.core.shares import Shares
@@ -96,11 +97,16 @@ class ReserveQueue:
 
     def lacking(self, m: Reserve, space: ShardNamespace) -> int:
         """Returns the bytes that `m` lacks. Pages beyond the capacity are not counted, since waiting would not help."""
+        if not self._lacking(m.pages, space):
+            return 0  # not even if none of its pages were there; most often so, and then no page is looked up
+        return self._lacking([new for new in m.pages if self._pool.taken(space.id, new) is None], space)
+
+    def _lacking(self, pages: Sequence[NewPage], space: ShardNamespace) -> int:
+        """As `lacking`, for pages none of which is there."""
         wanted: dict[int, int] = {}
-        for new in m.pages:
-            if self._pool.taken(space.id, new) is None:
-                nbytes = space.page_bytes(new.key.group, new.key.part)
-                wanted[nbytes] = wanted.get(nbytes, 0) + 1
+        for (group, part), count in Counter([new.key[1:] for new in pages]).items():
+            nbytes = space.page_bytes(group, part)
+            wanted[nbytes] = wanted.get(nbytes, 0) + count
         allocator = self._pool.allocator
         most = allocator.capacity_bytes
         wanted = {nbytes: min(count, most // allocator.size_class(nbytes)) for nbytes, count in wanted.items()}

@@ -70,7 +70,9 @@ class Scrubber:
         """Adds a committed page to the round."""
         if self._rate:
             self._round.append(page)
-            if len(self._round) > 2 * len(self._pool) + 1_024:  # most are gone: do not keep them until their turn
+            held = len(self._round)
+            # Checked at every 1,024th page, since counting the pool's pages takes longer than all else here.
+            if held % 1_024 == 1 and held > 2 * len(self._pool) + 1_024:  # most are gone: do not keep them
                 self._round = deque(page for page in self._round if page.state is PageState.READY)
                 self._left = min(self._left, len(self._round))
 

@@ -19,6 +19,8 @@ from kvcluster.core.spec import KVSpec, Part
 from kvcluster.core.tiers import FASTEST, Takes
 from kvcluster.core.withdrawal import Withdraw
 
+_RAW = Codec.RAW  # looked up once: `offer` is called for every page, and reading a member of an enum class is slow
+
 
 class ShardNamespace:
     """One namespace. `parts`: the (group, part) pairs that were reserved here, and the bytes of a raw page of each."""
@@ -42,30 +44,35 @@ class ShardNamespace:
     ) -> Page | Written:
         """Reserves a page of this namespace to write. Returns it, or why not: it exists already (DUPLICATE), it is
         being written (PENDING), or there is no room (FULL). An existing page with more loss is withdrawn."""
-        assert codec is Codec.RAW or tier.spec.takes is not Takes.RAW, "an encoded page in a raw tier"
-        group, part = new.key.group, new.key.part
-        taken = pool.taken(self.id, new, tier)
+        assert codec is _RAW or tier.spec.takes is not Takes.RAW, "an encoded page in a raw tier"
+        key = new.key
+        there = pool.there(self.id, key)
+        taken = pool.taken_by(there, new.loss, tier) if there else None
         if taken is not None:
             return taken
-        nbytes = self.page_bytes(group, part, codec)
-        if tier not in pool.memory or not self.takes(group, part):
+        if tier not in pool.memory:
             return Written.FULL
-        worse = pool.on(tier, self.id, new.key)
+        known = self.parts.get(key[1:]) if codec is _RAW else None
+        if known is None and not self.takes(key.group, key.part):
+            return Written.FULL
+        nbytes = known or self.page_bytes(key.group, key.part, codec)
+        worse = pool.on(tier, self.id, key) if there else None
         if worse is not None:
             if not pool.memory[tier].room(nbytes):
                 return Written.FULL
             withdraw(worse)
         page = pool.reserve(
-            *(self.id, new.key, nbytes),
+            *(self.id, key, nbytes),
             parent=new.parent,
             depth=new.depth,
-            loss=max(new.loss, codec.loss),
+            loss=new.loss if codec is _RAW else max(new.loss, codec.loss),
             tier=tier,
             codec=codec,
         )
         if page is None:
             return Written.FULL
-        self.hold(group, part)
+        if known is None:
+            self.hold(key.group, key.part)
         return page
 
     def takes(self, group: int, part: Part) -> bool:
@@ -99,7 +106,8 @@ class ShardNamespace:
 
     def hold(self, group: int, part: Part) -> None:
         """Records that this part has pages."""
-        self.parts.setdefault((group, part), self.page_bytes(group, part))
+        if (group, part) not in self.parts:
+            self.parts[group, part] = self.page_bytes(group, part)
 
     def page_bytes(self, group: int, part: Part, codec: Codec = Codec.RAW) -> int:
         """Returns the bytes of a page in that codec. Cached, since it is called for every page to be written."""

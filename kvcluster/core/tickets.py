@@ -83,9 +83,10 @@ class TicketBook:
         self._shares.add((ticket.tenant, ticket.attempt.holder))
         self._named.add(ticket.tenant, ticket.named)
         for write in ticket.writes:
-            self.written(write)  # the writer of another part may have been recorded for this page
+            if write not in self._writing:  # the writer of another part may have been recorded for this page
+                block = write[:2]
+                self._blocks_written[block] = self._blocks_written.get(block, 0) + 1
             self._writing[write] = ticket.attempt
-            self._blocks_written[write[:2]] = self._blocks_written.get(write[:2], 0) + 1
 
     def renew(self, name: TicketName, now: int) -> IssuedTicket | None:
         """Restarts the time of a ticket and returns it; None if it has ended."""

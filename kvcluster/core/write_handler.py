@@ -8,8 +8,20 @@ are committed here as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvcluster.core.leases import LeaseBook, LeaseKind
-from kvcluster.core.messages import Answer, Commit, CommitGrant, Effect, NewPage, Request, Reserve, WriteGrant, Written
+from kvcluster.core.messages import (
+    Answer,
+    Commit,
+    CommitGrant,
+    Effect,
+    PageSlot,
+    Request,
+    Reserve,
+    WriteGrant,
+    Written,
+)
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.pool import PagePool
 from kvcluster.core.puller import Puller
@@ -91,55 +103,56 @@ class WriteHandler:
                 continue
             lease.pages[index] = None
             outcome.append(self._commit(page, sums))
-        self._puller.ended(m.attempt, outcome.count(Written.COMMITTED))
+        committed = outcome.count(Written.COMMITTED)
+        self._counters["commits"] += committed
+        self._puller.ended(m.attempt, committed)
         self._counters["aborted"] += self._pool.give_back(lease)
         return CommitGrant(tuple(outcome))
 
     def committed(self, page: Page) -> None:
         """Registers a page that is now READY, and withdraws its copies in other tiers that have more loss."""
+        self._register(page, self._pool.elsewhere(page))
+
+    def _commit(self, page: Page, sums: bytes) -> Written:
+        others = self._pool.elsewhere(page)
+        for other in others:
+            if other.state is PageState.READY and other.loss <= page.loss:  # it was committed first
+                self._pool.abort(page)
+                return Written.DUPLICATE
+        self._pool.commit(page, sums)
+        self._register(page, others)
+        return Written.COMMITTED
+
+    def _register(self, page: Page, others: Sequence[Page]) -> None:
+        """As `committed`; `others` are the pages for the same key in other tiers."""
         if page.tier.spec.addressable:  # a page in a store is verified when it is read
             self._scrubber.committed(page)
         self._report_sender.tell(page.event())
-        for tier in self._pool.allocators:
-            other = self._pool.on(tier, page.space, page.key)
-            if other is not None and other.state is PageState.READY and other.loss > page.loss:
+        for other in others:
+            if other.state is PageState.READY and other.loss > page.loss:
                 self._withdraw(other)
-
-    def _commit(self, page: Page, sums: bytes) -> Written:
-        if self._pool.taken(page.space, page.new()) is Written.DUPLICATE:  # in another tier, committed first
-            self._pool.abort(page)
-            return Written.DUPLICATE
-        self._pool.commit(page, sums)
-        self._counters["commits"] += 1
-        self.committed(page)
-        return Written.COMMITTED
 
     def _grant(self, request: Request[Reserve], space: ShardNamespace, now: int) -> Answer:
         m = request.question
-        offers: list[Page | Written] = []
-        nbytes = 0
+        pages: list[Page | None] = []
+        told: list[PageSlot | Written] = []
+        nbytes, shared = 0, self._namespaces.tenants > 1
         for new in m.pages:
-            offer = self._offer(space, new, nbytes)
-            nbytes += offer.nbytes if isinstance(offer, Page) else 0
-            offers.append(offer)
-        pages = [offer if isinstance(offer, Page) else None for offer in offers]
+            may_take = not shared or self._may_take(space, nbytes)
+            offer = space.offer(self._pool, new, self._withdraw) if may_take else Written.FULL
+            if isinstance(offer, Page):
+                nbytes += offer.nbytes
+                pages.append(offer)
+                told.append(offer.slot())
+            else:
+                pages.append(None)
+                told.append(offer)
+        self._counters["duplicates"] += told.count(Written.DUPLICATE)
+        self._counters["full"] += told.count(Written.FULL)
         self._leases.grant(m.attempt, LeaseKind.WRITE, pages, now, request.tenant)
-        granted = WriteGrant(tuple(offer.slot() if isinstance(offer, Page) else offer for offer in offers))
-        return Answer(request.call, granted)
+        return Answer(request.call, WriteGrant(tuple(told)))
 
     def _may_take(self, space: ShardNamespace, nbytes: int) -> bool:
         """Whether the tenant may reserve so many bytes and a page more. Where there are several tenants, none reserves
         more than its share of all bytes without sending them."""
         return self._namespaces.tenants == 1 or not self._leases.written.full(space.tenant, nbytes + 1)
-
-    def _offer(self, space: ShardNamespace, new: NewPage, taken: int) -> Page | Written:
-        """Reserves a page, beside so many bytes that the same request has got."""
-        if not self._may_take(space, taken):
-            self._counters["full"] += 1
-            return Written.FULL
-        offer = space.offer(self._pool, new, self._withdraw)
-        if offer is Written.DUPLICATE:
-            self._counters["duplicates"] += 1
-        elif offer is Written.FULL:
-            self._counters["full"] += 1
-        return offer

@@ -31,7 +31,7 @@ from functools import lru_cache
 from xxhash import xxh3_64_intdigest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, NamespaceId
+from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey
 from kvcluster.core.spec import Part
 from kvcluster.pages import native
@@ -50,12 +50,20 @@ def identity(namespace: NamespaceId, key: PageKey, codec: int) -> int:
     return xxh3_64_intdigest(_DOMAIN + namespace + key.hash + _rest(key.group, key.part, codec))
 
 
-def identities(namespace: NamespaceId, keys: Sequence[PageKey], codecs: Sequence[int]) -> array[int]:
-    """Returns the identity of each of these pages in its codec."""
+def identities(
+    namespace: NamespaceId, hashes: Sequence[BlockHash], places: Sequence[tuple[int, Part]], codecs: Sequence[int]
+) -> array[int]:
+    """Returns the identity of each of these pages in its codec, from its block hash and its (group, part)."""
     assert len(namespace) == HASH_BYTES
     before = _DOMAIN + namespace
-    pairs = zip(keys, codecs, strict=True)
-    return array("Q", [xxh3_64_intdigest(before + name + _rest(group, part, c)) for (name, group, part), c in pairs])
+    found: list[int] = []
+    last: tuple[object, int] = (None, -1)  # place and codec of the page before: thousands of pages share them
+    rest = b""
+    for name, place, codec in zip(hashes, places, codecs, strict=True):
+        if place is not last[0] or codec != last[1]:
+            last, rest = (place, codec), _rest(*place, codec)
+        found.append(xxh3_64_intdigest(before + name + rest))
+    return array("Q", found)
 
 
 @lru_cache(maxsize=1_024)

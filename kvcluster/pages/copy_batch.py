@@ -150,16 +150,19 @@ class CopyRecords:
         assert len(sums) == self.counts[at]
         self.sums[first : first + len(sums)] = array("Q", sums)
 
-    def ended_items(self, start: int, stop: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yields the items whose last record is in range(start, stop), each with the sums of all its records. The
-        records of an item must be consecutive."""
-        for at in range(start, stop):
-            item = self.items[at]
-            if at + 1 == len(self) or self.items[at + 1] != item:
-                first = at
-                while first and self.items[first - 1] == item:
-                    first -= 1
-                yield item, self.sums[self.sum_starts[first] : self.sum_starts[at] + self.counts[at]]
+    def ended_items(self, start: int, stop: int) -> tuple[list[int], array[int]]:
+        """Returns the items whose last record is in range(start, stop), and the sums of all their records, in order.
+        The records of an item must be consecutive."""
+        following = [*self.items[start + 1 : stop + 1], -1]  # -1 counts only behind the last record of all
+        ended = [item for item, after in zip(self.items[start:stop], following, strict=False) if item != after]
+        if not ended:
+            return [], array("Q")
+        first, last = start, stop - 1
+        while first and self.items[first - 1] == self.items[start]:
+            first -= 1
+        while self.items[last] != ended[-1]:
+            last -= 1
+        return ended, self.sums[self.sum_starts[first] : self.sum_starts[last] + self.counts[last]]
 
     def slices(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Splits the records into consecutive ranges of at most `nbytes` each; a single larger record is its own

@@ -1,8 +1,9 @@
 """Keeps Python's cycle collector away from long-lived objects.
 
-When the oldest generation is collected, the collector walks the whole index of millions of records: half a second or
-more in which nothing is answered. Records are freed by their reference counts and form no cycles, so at intervals the
-survivors are collected once and then frozen: the collector never looks at them again.
+When the oldest generation is collected, the collector walks the whole index of millions of records, or the pages of a
+shard: half a second or more in which nothing is answered. Records and pages are freed by their reference counts and
+form no cycles, so at intervals the survivors are collected once and then frozen: the collector never looks at them
+again.
 """
 
 from __future__ import annotations

@@ -9,10 +9,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, repeat
+from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
-from kvcluster.core.messages import NewPage, PageWant
+from kvcluster.core.ids import SUM_BYTES
+from kvcluster.core.messages import NewPage, NewPages, PageWant, PageWants
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
@@ -57,16 +58,24 @@ class CopySource(PageSource, Protocol):
 def granted_records(wants: Sequence[PageWant], places: Places) -> CopyRecords:
     """Returns the records granted to a load, in the order of their use. Offsets are relative to the same base as those
     of `places`."""
-    asked = [wants[item] for item in places.items]
+    asked = PageWants.of(wants).select(places.items)
     runs = list(in_order_of_use(asked, places.layer_bytes))
-    records = _records(places, [(at, layer, count) for layer, count, pages in runs for at in pages])
+    records = CopyRecords()
+    for layer, count, pages in runs:
+        records.items.extend([places.items[at] for at in pages])
+        records.layers.extend(array("I", [layer]) * len(pages))
+        records.counts.extend(array("I", [count]) * len(pages))
+        records.offsets.extend([places.offsets[at] + layer * places.layer_bytes[at] for at in pages])
+        records.nbytes.extend([count * places.layer_bytes[at] for at in pages])
+    records.sum_starts = _sum_starts(records.counts)
     if len(runs) == 1:  # each page is one record
         return replace(records, codecs=array("Q", places.codecs), sums=array("Q", places.sums))
-    starts = [0, *accumulate(want.layer_stop - want.layer_start for want in asked)]  # of each page's sums
+    lengths = [stop - start for _, _, start, stop in asked.kinds]
+    starts = [0, *accumulate([lengths[number] for number in asked.kind_of])]  # of each page's sums
     for layer, count, pages in runs:
         records.codecs.extend([places.codecs[at] for at in pages])
         for at in pages:
-            first = starts[at] + layer - asked[at].layer_start
+            first = starts[at] + layer - asked.kinds[asked.kind_of[at]].layer_start
             records.sums.extend(places.sums[first : first + count])
     return records
 
@@ -98,32 +107,34 @@ def lay_out(records: CopyRecords, address: int, room: int) -> list[tuple[int, in
 def reserved_records(pages: Sequence[NewPage], places: Places) -> CopyRecords:
     """Returns the records reserved for a store, page after page so that each is complete early, with room for the
     sums."""
-    kinds = list(zip(places.layer_bytes, [pages[item].key.part.layers for item in places.items], strict=True))
-    runs = {(nbytes, layers): runs_of(0, layers, nbytes) for nbytes, layers in set(kinds)}  # of thousands of pages
-    records = _records(places, [(at, layer, count) for at, kind in enumerate(kinds) for layer, count in runs[kind]])
-    records.codecs.extend(repeat(RAW, len(records)))
-    records.sums.extend(repeat(0, sum(records.counts)))
-    return records
-
-
-def _records(places: Places, rows: Sequence[tuple[int, int, int]]) -> CopyRecords:
-    """Returns a record for each (place, first layer, layers), without codecs and sums. There are thousands, and
-    building them by columns takes half the time of building them by rows."""
     items, offsets, layer_bytes, _, _ = places
-    counts = [count for _, _, count in rows]
+    reserved = NewPages.of(pages).select(items)
+    kinds = list(zip(layer_bytes, reserved.place_of, strict=True))
+    runs_of_kind = {  # of which thousands of pages share few
+        (nbytes, number): runs_of(0, reserved.places[number][1].layers, nbytes)
+        for nbytes, number in dict.fromkeys(kinds)
+    }
+    runs = [runs_of_kind[kind] for kind in kinds]
+    rows = [at for at, of_page in enumerate(runs) for _ in of_page]
+    layers = [layer for of_page in runs for layer, _ in of_page]
+    counts = [count for of_page in runs for _, count in of_page]
     return CopyRecords(
-        array("I", [items[at] for at, _, _ in rows]),
-        array("I", [layer for _, layer, _ in rows]),
+        array("I", [items[at] for at in rows]),
+        array("I", layers),
         array("I", counts),
-        array("Q", [offsets[at] + layer * layer_bytes[at] for at, layer, _ in rows]),
-        array("Q", [count * layer_bytes[at] for at, _, count in rows]),
-        sum_starts=_sum_starts(counts),
+        array("Q", [offsets[at] + layer * layer_bytes[at] for at, layer in zip(rows, layers, strict=True)]),
+        array("Q", [count * layer_bytes[at] for at, count in zip(rows, counts, strict=True)]),
+        array("Q", [RAW]) * len(rows),
+        _sum_starts(counts),
+        array("Q", bytes(SUM_BYTES * sum(counts))),
     )
 
 
 def _sum_starts(counts: Sequence[int]) -> array[int]:
     """Returns where the sums of each record begin, from the numbers of their layers."""
-    return array("I", [0, *accumulate(counts)][:-1])
+    starts = array("I", accumulate(counts, initial=0))
+    starts.pop()
+    return starts
 
 
 def open_load(

@@ -83,8 +83,7 @@ class MemoryTransport:
                 deadline.check()
                 session.alive()
                 copies.run(start, stop)
-            for item, sums in records.ended_items(0, len(records)):
-                session.written(item, sums)
+            session.written(*records.ended_items(0, len(records)))
             source.drained()
             deadline.check()
             return session.finish()

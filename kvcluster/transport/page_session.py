@@ -26,6 +26,7 @@ from kvcluster.core.messages import (
     CommitGrant,
     Done,
     PageSlot,
+    PageWants,
     Pin,
     PinGrant,
     ReadRequest,
@@ -212,10 +213,10 @@ class PageSession:
     def _opening(self) -> AskCore:
         r, tenant = self._request, self._tenant
         if isinstance(r, WriteRequest):
-            pages, wait_ns = r.pages, r.wait_ns
+            pages, wait_ns = tuple(r.pages), r.wait_ns
             reserve = Reserve(r.attempt, r.epoch, pages, wait_ns)
             return AskCore(lambda call: Request(call, tenant, r.namespace, reserve), PROMPT_NS + wait_ns)
-        pin = Pin(r.attempt, r.epoch, tuple(want.key for want in r.wants), r.accept)
+        pin = Pin(r.attempt, r.epoch, tuple(PageWants.of(r.wants).keys()), r.accept)
         return AskCore(lambda call: Request(call, tenant, r.namespace, pin), PROMPT_NS + STAGED_NS)
 
     def _granted(self, reply: Reply | Miss) -> list[SessionEffect]:

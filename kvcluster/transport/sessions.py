@@ -14,7 +14,7 @@ from types import TracebackType
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
-from kvcluster.core.messages import PageSlot, PageWant, ReadRequest, Reply, WriteRequest, Written
+from kvcluster.core.messages import PageSlot, PageWant, PageWants, ReadRequest, Reply, WriteRequest, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
@@ -181,12 +181,14 @@ def in_order_of_use(wants: Sequence[PageWant], layer_bytes: Sequence[int]) -> It
 
     The first layers of every page come before the second of any.
     """
-    alike: dict[tuple[int, int, int, int], list[int]] = {}
-    for at, ((key, start, stop), nbytes) in enumerate(zip(wants, layer_bytes, strict=True)):
-        alike.setdefault((key.part.layer_start, start, stop, nbytes), []).append(at)
+    columns = PageWants.of(wants)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for at, kind in enumerate(zip(columns.kind_of, layer_bytes, strict=True)):
+        alike.setdefault(kind, []).append(at)
     runs = []
-    for (first, start, stop, nbytes), pages in alike.items():
-        runs += [(first + layer, layer, count, pages) for layer, count in runs_of(start, stop, nbytes)]
+    for (number, nbytes), pages in alike.items():
+        _, part, start, stop = columns.kinds[number]
+        runs += [(part.layer_start + layer, layer, count, pages) for layer, count in runs_of(start, stop, nbytes)]
     for _, layer, count, pages in sorted(runs, key=itemgetter(0)):
         yield layer, count, pages
 
@@ -211,6 +213,7 @@ class WriteSession(_Session):
     ) -> None:
         super().__init__(host, tenant, request, stop, deadline)
         self._namespace = request.namespace
+        self._asked = request.pages
         self._arrivals = PageWriter(request.namespace, {}, host.view)
         self._left = False
         self.granted: dict[int, PageSlot] = {}
@@ -237,9 +240,14 @@ class WriteSession(_Session):
             raise ProtocolError(f"page {item} arrived in codec {codec_id:#06x}, but stores must be raw")
         self._arrivals.receive(item, layer, codec_id, sums, data)
 
-    def written(self, item: int, sums: Sequence[int]) -> None:
-        """The worker has written the whole page in place, and no longer writes it. Raises as `receive`."""
-        self._arrivals.written(item, sums)
+    def written(self, items: Sequence[int], sums: Sequence[int]) -> None:
+        """The worker has written these whole pages in place, and no longer writes them. `sums` are those of all their
+        layers, one page after the other. Raises as `receive`."""
+        at = 0
+        for item in items:
+            stop = at + self._asked[item].key.part.layers
+            self._arrivals.written(item, sums[at:stop])
+            at = stop
 
     def leave(self) -> None:
         """The worker has not stopped, and the shard will not see it stop: its pages stay leased until the arena is

@@ -13,7 +13,7 @@ connection is ended while a byte is being written into the arena.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
@@ -152,22 +152,21 @@ def _store(
     if not places.items:
         return
     records = reserved_records(request.pages, places)
-    layer_bytes = dict(zip(places.items, places.layer_bytes, strict=True))
     arena = control.writable
     copies = open_store(source, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
-    whole: list[tuple[int, Sequence[int]]] = []  # complete, and not reported to the shard yet
-    nbytes = 0
+    begin = nbytes = 0  # the first record that is not reported to the shard yet, and the bytes from there on
     for start, stop in records.slices(limits.FRAME_BYTES):
         deadline.check()
         with control.unbroken:
             control.check_open()
             copies.run(start, stop)
-        for item, sums in records.ended_items(start, stop):
-            whole.append((item, sums))
-            nbytes += len(sums) * layer_bytes[item]
-        if nbytes >= WRITTEN_BYTES or stop == len(records):
+        nbytes += sum(records.nbytes[start:stop])
+        due = nbytes >= WRITTEN_BYTES or stop == len(records)
+        items, sums = records.ended_items(begin, stop) if due else ((), ())
+        if items:
             control.listen(deadline)
-            control.say(Kind.WRITTEN, shm_frames.encode_written(Progress(whole, cpu_affinity.here())), deadline)
-            whole, nbytes = [], 0
+            progress = Progress(items, sums, cpu_affinity.here())
+            control.say(Kind.WRITTEN, shm_frames.encode_written(progress), deadline)
+            begin, nbytes = stop, 0
         else:
             control.renew(deadline)

@@ -146,8 +146,7 @@ class ShmServer:
                     continue
                 progress = shm_frames.decode_written(body, request.pages)
                 thread.keep_off(progress.processor)
-                for item, sums in progress.pages:
-                    session.written(item, sums)
+                session.written(progress.items, progress.sums)
 
     def _until_stopped(self, link: FramedSocket, error: BaseException) -> None:
         """Tells the worker why its store has ended, and waits without limit until it can no longer write."""

@@ -25,6 +25,7 @@ from kvcluster.core.messages import (
     Done,
     Need,
     NewPage,
+    NewPages,
     PageKey,
     Plan,
     Refused,
@@ -35,6 +36,7 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.rows import make_rows
 from kvcluster.core.spec import Group, KVSpec, Part, Plane, Reuse
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire.checks import at_most, must, numbers
@@ -196,24 +198,51 @@ PLACES: Values[tuple[int, Part]] = Values(_encode_places, _decode_places)
 
 PLACE_TABLE: Interned[tuple[int, Part]] = Interned(pb.PlaceTable, PLACES, "a part")
 
+_BLOCK_TABLE: Interned[BlockHash] = Interned(pb.HashTable, HASHES, "a hash")
+
+
+def _join_keys(hashes: Sequence[BlockHash], places: Sequence[tuple[int, Part]]) -> list[PageKey]:
+    return make_rows(PageKey, hashes, [place[0] for place in places], [place[1] for place in places])
+
+
 KEYS: Columns[PageKey] = Columns(
     pb.PageKeys,
-    lambda block, place: PageKey(block, *place),
+    join=_join_keys,
     split=itemgetter(0, slice(1, None)),
-    hash=Interned(pb.HashTable, HASHES, "a hash"),
+    hash=_BLOCK_TABLE,
     place=PLACE_TABLE,
 )
 """The keys of pages: those of a message share few blocks and even fewer parts."""
 
+
+def encode_keys(hashes: Sequence[BlockHash], places: Sequence[tuple[int, Part]]) -> Any:
+    """As `KEYS.encode`, from columns."""
+    return cast("Any", pb.PageKeys)(hash=_BLOCK_TABLE.encode(hashes), place=PLACE_TABLE.encode(places))
+
+
+def decode_keys(m: pb.PageKeys, most: int, what: str) -> tuple[list[BlockHash], list[tuple[int, Part]]]:
+    """As `KEYS.decode`, to columns, whose lengths are still to be compared."""
+    return _BLOCK_TABLE.decode(m.hash, most, what), PLACE_TABLE.decode(m.place, most, what)
+
+
 DEPTHS = amounts("depth", limits.TOKENS_PER_SEQUENCE)
-NEW_PAGES: Columns[NewPage] = Columns(
-    pb.NewPages,
-    NewPage,
-    key=KEYS,
-    parent=Interned(pb.HashTable, HASHES, "a parent"),
-    depth=DEPTHS,
-    loss=LOSS.column,
+_PARENTS: Interned[BlockHash] = Interned(pb.HashTable, HASHES, "a parent")
+_NEW_PAGE_ROWS: Columns[NewPage] = Columns(
+    pb.NewPages, NewPage, key=KEYS, parent=_PARENTS, depth=DEPTHS, loss=LOSS.column
 )
+
+
+def _encode_new_pages(pages: Sequence[NewPage]) -> pb.NewPages | None:
+    """As `_NEW_PAGE_ROWS.encode`, but without an object for each page."""
+    if not pages:
+        return None
+    columns = NewPages.of(pages)
+    key = encode_keys(columns.hashes, [columns.places[number] for number in columns.place_of])
+    parent: Any = _PARENTS.encode(columns.parents)
+    return pb.NewPages(key=key, parent=parent, depth=columns.depths, loss=LOSS.column.encode(columns.losses))
+
+
+NEW_PAGES: Values[NewPage] = Values(_encode_new_pages, _NEW_PAGE_ROWS.decode)
 
 _ABSENT = (0, 0, 0, 0)
 

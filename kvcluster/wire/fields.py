@@ -17,13 +17,15 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import Message
 
 from kvcluster.core.messages import PROTOCOL_VERSION
+from kvcluster.core.rows import make_rows
 from kvcluster.errors import ProtocolError
 from kvcluster.wire.checks import QUANTITY_MAX, TEXT_CHARS, agree, at_most, check_version, must, numbers, parse, text
 
@@ -225,20 +227,27 @@ class Ragged(Generic[V]):
 class Columns(Generic[V]):
     """A column of records, as parallel lists: one column for each field of the record. `kind` makes a record of its
     fields, and `split` is the inverse; without `split` the columns are the attributes of a dataclass, or the items of a
-    tuple; without `kind` a record is a plain tuple."""
+    tuple; without `kind` a record is a plain tuple. `join` stands in place of `kind`, and makes all records of all
+    columns at once."""
 
     def __init__(
         self,
         message: type[Message],
-        kind: Callable[..., V] | None,
+        kind: Callable[..., V] | None = None,
         /,
         split: Callable[[V], tuple[Any, ...]] | None = None,
+        join: Callable[..., list[V]] | None = None,
         **columns: Column[Any],
     ) -> None:
         assert list(message.DESCRIPTOR.fields_by_name) == list(columns), message.DESCRIPTOR.name
-        self._message, self._kind, self._columns = message, kind, columns
-        is_tuple = kind is None or (isinstance(kind, type) and issubclass(kind, tuple))
-        self._split = split if split is not None or is_tuple else attrgetter(*columns)
+        self._message, self._columns = message, columns
+        named = isinstance(kind, type) and issubclass(kind, tuple)
+        self._split = split if split is not None or kind is None or named else attrgetter(*columns)
+        self._join: Callable[..., Any]
+        if join is not None or kind is None:
+            self._join = join or zip
+        else:
+            self._join = partial(make_rows, cast("type[Any]", kind)) if named and split is None else partial(map, kind)
 
     def encode(self, rows: Sequence[V]) -> Message | None:
         if not rows:
@@ -252,7 +261,7 @@ class Columns(Generic[V]):
             return []
         lists = [column.decode(getattr(m, name), most, what) for name, column in self._columns.items()]
         agree(what, *lists)
-        return list(zip(*lists, strict=True) if self._kind is None else map(self._kind, *lists))  # type: ignore[arg-type]
+        return list(self._join(*lists))
 
 
 # ------------------------------------------------------------------------------------------- messages

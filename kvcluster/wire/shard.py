@@ -18,13 +18,16 @@ from kvcluster.core.messages import (
     Offer,
     Offers,
     PageWant,
+    PageWants,
     ReadRequest,
     Suspect,
+    WantKind,
     WriteRequest,
     Written,
 )
+from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
-from kvcluster.wire.checks import at_most
+from kvcluster.wire.checks import agree, at_most, numbers
 from kvcluster.wire.common import (
     ATTEMPT,
     DONE,
@@ -36,6 +39,8 @@ from kvcluster.wire.common import (
     NEW_PAGES,
     NS,
     REFUSED,
+    decode_keys,
+    encode_keys,
     pairs,
 )
 from kvcluster.wire.fields import (
@@ -107,23 +112,42 @@ REPLY = OneOf(
 # ------------------------------------------------------------------------------------ reading and writing
 
 
-def _check_wants(request: ReadRequest) -> None:
-    for key, start, stop in request.wants:
-        if not start < stop <= key.part.layers:
-            raise ProtocolError(f"layers {start}:{stop} were asked for of a page that has {key.part.layers}")
+def _encode_wants(wants: Sequence[PageWant]) -> Message | None:
+    if not wants:
+        return None
+    columns = PageWants.of(wants)
+    groups, parts, starts, stops = zip(*columns.kinds, strict=True)
+    places = list(zip(groups, parts, strict=True))
+    key = encode_keys(columns.hashes, [places[number] for number in columns.kind_of])
+    layer_start, layer_stop = ([of_kind[number] for number in columns.kind_of] for of_kind in (starts, stops))
+    return pb.PageWants(key=key, layer_start=layer_start, layer_stop=layer_stop)
 
 
-_WANTS = Columns(pb.PageWants, PageWant, key=KEYS, layer_start=NUMBERS, layer_stop=NUMBERS)
+def _decode_wants(m: pb.PageWants) -> PageWants:
+    what = "pages in a call"
+    hashes, places = decode_keys(m.key, limits.PAGES_PER_CALL, what)
+    starts, stops = (numbers(column, limits.PAGES_PER_CALL, what) for column in (m.layer_start, m.layer_stop))
+    agree(what, hashes, places, starts, stops)
+    kinds: dict[tuple[tuple[int, Part], int, int], int] = {}
+    kind_of = [kinds.setdefault(kind, len(kinds)) for kind in zip(places, starts, stops, strict=True)]
+    for (_, part), start, stop in kinds:
+        if not start < stop <= part.layers:
+            raise ProtocolError(f"layers {start}:{stop} were asked for of a page that has {part.layers}")
+    return PageWants(hashes, kind_of, [WantKind(*place, start, stop) for place, start, stop in kinds])
+
+
+_WANTS = Scalar(_encode_wants, _decode_wants)
+"""The wants of a request: columns on both sides, since there are thousands."""
+
 encode_read_request, decode_read_request = in_bytes(
     pb.ReadRequest,
     Struct(
         pb.ReadRequest,
         ReadRequest,
-        _check_wants,
         namespace=NAMESPACE,
         attempt=ATTEMPT,
         epoch=EPOCH,
-        wants=Rows(_WANTS, limits.PAGES_PER_CALL, "pages in a call"),
+        wants=_WANTS,
         accept=LOSS,
     ),
 )

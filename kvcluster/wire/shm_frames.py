@@ -16,13 +16,15 @@ for, is refused. Every decoder raises ProtocolError or LimitError for malformed 
 from __future__ import annotations
 
 import struct
+import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from operator import add
 from typing import NamedTuple, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.ids import SUM_BYTES
-from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Written
+from kvcluster.core.messages import NewPage, NewPages, PageSlot, PageWant, PageWants, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire import shard
@@ -76,12 +78,11 @@ def decode_welcome(body: bytes) -> Welcome:
 def encode_read_grant(
     wants: Sequence[PageWant], outcome: Sequence[Miss | None], granted: Mapping[int, PageSlot]
 ) -> bytes:
-    """Encodes where each page lies that is not a miss. Raises LimitError if that does not fit a frame."""
-    sums = [
-        granted[item].sums[SUM_BYTES * want.layer_start : SUM_BYTES * want.layer_stop]
-        for item, want in enumerate(wants)
-        if item in granted
-    ]
+    """Encodes where each page lies that is not a miss; `granted` is in the order of the wants. Raises LimitError if
+    that does not fit a frame."""
+    columns = PageWants.of(wants)
+    spans = [slice(SUM_BYTES * kind.layer_start, SUM_BYTES * kind.layer_stop) for kind in columns.kinds]
+    sums = [slot.sums[spans[columns.kind_of[item]]] for item, slot in granted.items()]
     codecs = struct.pack(f"<{len(granted)}Q", *[slot.codec for slot in granted.values()])
     return _grant(shard.encode_read_head(outcome), granted.values(), [codecs, *sums])
 
@@ -91,12 +92,14 @@ def decode_read_grant(body: bytes, wants: Sequence[PageWant], arena_bytes: int) 
     head, at = _head(body)
     outcome = _of_length(shard.decode_read_head(head), len(wants))
     items = [item for item, miss in enumerate(outcome) if miss is None]
-    granted = [wants[item] for item in items]
-    offsets, layer_bytes, at = _spots(body, at, [want.key for want in granted], arena_bytes)
-    layers = sum(stop - start for _, start, stop in granted)
+    granted = PageWants.of(wants).select(items)
+    kinds = granted.kinds
+    offsets, layer_bytes, at = _spots(body, at, granted.kind_of, [kind.part.layers for kind in kinds], arena_bytes)
+    layers_of = [kind.layer_stop - kind.layer_start for kind in kinds]
+    layers = sum([layers_of[number] for number in granted.kind_of])
     _check_end(body, at + _CODEC_BYTES * len(items) + SUM_BYTES * layers)
-    codecs = struct.unpack_from(f"<{len(items)}Q", body, at)
-    sums = array("Q", struct.unpack_from(f"<{layers}Q", body, at + _CODEC_BYTES * len(items)))
+    codecs = _numbers(body, at, len(items))
+    sums = _numbers(body, at + _CODEC_BYTES * len(items), layers)
     return outcome, Places(items, offsets, layer_bytes, codecs, sums)
 
 
@@ -110,7 +113,9 @@ def decode_write_grant(body: bytes, pages: Sequence[NewPage], arena_bytes: int) 
     head, at = _head(body)
     outcome = _of_length(shard.decode_write_head(head), len(pages))
     items = [item for item, fate in enumerate(outcome) if fate is None]
-    offsets, layer_bytes, at = _spots(body, at, [pages[item].key for item in items], arena_bytes)
+    granted = NewPages.of(pages).select(items)
+    layers_of = [part.layers for _, part in granted.places]
+    offsets, layer_bytes, at = _spots(body, at, granted.place_of, layers_of, arena_bytes)
     _check_end(body, at)
     return outcome, Places(items, offsets, layer_bytes)
 
@@ -132,20 +137,32 @@ def _head(body: bytes) -> tuple[bytes, int]:
     return body[_COUNT.size : at], at
 
 
-def _spots(body: bytes, at: int, keys: Sequence[PageKey], arena_bytes: int) -> tuple[Sequence[int], Sequence[int], int]:
-    """Returns the offsets and the bytes per layer of these pages, and the offset of what follows in the body."""
-    count = len(keys)
+def _spots(
+    body: bytes, at: int, kind_of: Sequence[int], layers_of: Sequence[int], arena_bytes: int
+) -> tuple[array[int], array[int], int]:
+    """Returns the offsets and the bytes per layer of the granted pages, and the offset of what follows in the body.
+    Page i has `layers_of[kind_of[i]]` layers."""
+    count = len(kind_of)
     end = at + _PAGE_BYTES * count
     must(end <= len(body), f"a GRANT of {len(body)} bytes cannot say where {count} pages lie")
-    offsets = struct.unpack_from(f"<{count}Q", body, at)
-    sizes = struct.unpack_from(f"<{count}Q", body, at + _PAGE_BYTES // 2 * count)
-    for part, nbytes in {(key.part, nbytes) for key, nbytes in zip(keys, sizes, strict=True)}:
-        if not nbytes or nbytes % part.layers or nbytes > limits.LAYER_BYTES * part.layers:
-            raise ProtocolError(f"a page of {nbytes} bytes for {part.layers} layers is invalid")
-    for offset, nbytes in zip(offsets, sizes, strict=True):
-        if offset + nbytes > arena_bytes:
-            raise ProtocolError(f"a page at {offset} of {nbytes} bytes is outside an arena of {arena_bytes}")
-    return offsets, [nbytes // key.part.layers for key, nbytes in zip(keys, sizes, strict=True)], end
+    offsets, sizes = _numbers(body, at, count), _numbers(body, at + _PAGE_BYTES // 2 * count, count)
+    layer_bytes: dict[tuple[int, int], int] = {}  # by kind and bytes, of which thousands of pages have few
+    for number, nbytes in dict.fromkeys(zip(kind_of, sizes, strict=True)):
+        layers = layers_of[number]
+        if not nbytes or nbytes % layers or nbytes > limits.LAYER_BYTES * layers:
+            raise ProtocolError(f"a page of {nbytes} bytes for {layers} layers is invalid")
+        layer_bytes[number, nbytes] = nbytes // layers
+    if max(map(add, offsets, sizes), default=0) > arena_bytes:
+        raise ProtocolError(f"a page is outside an arena of {arena_bytes} bytes")
+    return offsets, array("Q", [layer_bytes[kind] for kind in zip(kind_of, sizes, strict=True)]), end
+
+
+def _numbers(body: bytes, at: int, count: int) -> array[int]:
+    """Returns the `count` numbers of 64 bits that begin at this offset. The body must be long enough."""
+    numbers = array("Q", body[at : at + 8 * count])
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
 
 
 def _of_length(outcome: list[T], asked: int) -> list[T]:
@@ -161,18 +178,18 @@ def _check_end(body: bytes, end: int) -> None:
 
 
 class Progress(NamedTuple):
-    """Progress of a store: the completed pages, by their index in the request, each with the checksums of all its
-    layers; and the processor that the writer runs on, NO_PROCESSOR if it does not know."""
+    """Progress of a store: the completed pages, by their index in the request; the checksums of all their layers, one
+    page after the other; and the processor that the writer runs on, NO_PROCESSOR if it does not know."""
 
-    pages: Sequence[tuple[int, Sequence[int]]]
+    items: Sequence[int]
+    sums: Sequence[int]
     processor: int
 
 
 def encode_written(progress: Progress) -> bytes:
     """Encodes the body of a WRITTEN."""
-    items = [item for item, _ in progress.pages]
-    sums = [layer_sum for _, sums in progress.pages for layer_sum in sums]
-    head = _PROGRESS.pack(progress.processor, NO_PROCESSOR - progress.processor, len(items))
+    items, sums, processor = progress
+    head = _PROGRESS.pack(processor, NO_PROCESSOR - processor, len(items))
     return head + struct.pack(f"<{len(items)}I{len(sums)}Q", *items, *sums)
 
 
@@ -187,17 +204,13 @@ def decode_written(body: bytes, pages: Sequence[NewPage]) -> Progress:
     at = _PROGRESS.size + _COUNT.size * count
     must(at <= len(body), f"a WRITTEN of {len(body)} bytes cannot name {count} pages")
     items = struct.unpack_from(f"<{count}I", body, _PROGRESS.size)
-    must(all(item < len(pages) for item in items), f"a WRITTEN names a page beyond the {len(pages)} of its request")
-    layers = [pages[item].key.part.layers for item in items]
+    must(max(items, default=-1) < len(pages), f"a WRITTEN names a page beyond the {len(pages)} of its request")
+    layers = sum([pages[item].key.part.layers for item in items])
     must(
-        at + SUM_BYTES * sum(layers) == len(body),
-        f"a WRITTEN of {len(body)} bytes must have one sum for each of {sum(layers)} layers",
+        at + SUM_BYTES * layers == len(body),
+        f"a WRITTEN of {len(body)} bytes must have one sum for each of {layers} layers",
     )
-    written = []
-    for item, count in zip(items, layers, strict=True):
-        written.append((item, struct.unpack_from(f"<{count}Q", body, at)))
-        at += SUM_BYTES * count
-    return Progress(written, processor)
+    return Progress(items, struct.unpack_from(f"<{layers}Q", body, at), processor)
 
 
 # ---------------------------------------------------------------------------------------------- leases

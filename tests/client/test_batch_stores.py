@@ -80,8 +80,11 @@ def test_a_batch_gives_what_single_records_would(memory: Callable[[], Any], laye
     reserved.store()
     assert len(reserved.records) == BLOCKS * -(-LAYERS // layers_a_record)
     assert reserved.source.nbytes == BLOCKS * PAGE_BYTES and list(reserved.source.taken) == list(range(BLOCKS))
-    for item, sums in reserved.records.ended_items(0, len(reserved.records)):
-        assert (list(sums), bytes(reserved.pages[item])) == reserved.single(item)
+    items, sums = reserved.records.ended_items(0, len(reserved.records))
+    assert items == list(range(BLOCKS)) and len(sums) == BLOCKS * LAYERS
+    for item in items:
+        of_page = sums[item * LAYERS : (item + 1) * LAYERS]
+        assert (list(of_page), bytes(reserved.pages[item])) == reserved.single(item)
 
 
 def test_pages_of_another_length_are_refused_before_a_byte_moves() -> None:

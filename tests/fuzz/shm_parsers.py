@@ -124,7 +124,7 @@ def _none(outcome: list[Miss | None] | list[Written | None]) -> list[int]:
 
 def _writtens() -> list[Tree]:
     bodies = [
-        shm_frames.encode_written(Progress([(item, range(_LAYERS[item])) for item in items], processor))
+        shm_frames.encode_written(Progress(items, [n for item in items for n in range(_LAYERS[item])], processor))
         for processor, items in enumerate(([], [1], [0, 1, 2]))
     ]
 

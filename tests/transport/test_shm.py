@@ -91,7 +91,7 @@ def bad_request(request: pytest.FixtureRequest) -> BadRequest:
 
 def written(*items: int, layers: int = 2, wrong: int = 0) -> bytes:
     """A WRITTEN frame of these pages, whose sums are those of nothing."""
-    body = shm_frames.encode_written(Progress([(item, (0,) * layers) for item in items], 0)) + bytes(wrong)
+    body = shm_frames.encode_written(Progress(items, (0,) * layers * len(items), 0)) + bytes(wrong)
     return streams.encode_header(Kind.WRITTEN, len(body)) + body
 
 
@@ -677,7 +677,7 @@ def test_a_writer_that_continues_after_the_sums_are_made_gives_no_reader_a_wrong
         memory[:] = page
         if when == "before it is told":
             memory[1_500] ^= 1
-        peer.send(Kind.WRITTEN, shm_frames.encode_written(Progress([(0, sums)], 0)))
+        peer.send(Kind.WRITTEN, shm_frames.encode_written(Progress([0], sums, 0)))
         peer.send(Kind.DONE)
         kind, body = peer.frame()
         assert kind is Kind.TAIL

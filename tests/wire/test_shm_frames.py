@@ -66,8 +66,8 @@ def test_what_a_writer_was_granted_and_says_to_have_written_likewise(
     assert list(places.items) == list(granted)
     assert list(places.offsets) == [page.offset for page in granted.values()]
     assert list(places.layer_bytes) == [page.nbytes // page.key.part.layers for page in granted.values()]
-    written = [(item, sums_of(item, pages[item].key.part.layers)) for item in granted]
-    progress = Progress(written, data.draw(st.integers(0, NO_PROCESSOR)))
+    sums = [layer_sum for item in granted for layer_sum in sums_of(item, pages[item].key.part.layers)]
+    progress = Progress(tuple(granted), tuple(sums), data.draw(st.integers(0, NO_PROCESSOR)))
     assert shm_frames.decode_written(shm_frames.encode_written(progress), pages) == progress
 
 
@@ -88,7 +88,7 @@ def test_the_layout_is_the_one_that_is_documented() -> None:
     assert shm_frames.encode_read_grant(WANTS, [None], {0: page}) == (
         struct.pack("<I", len(head)) + head + struct.pack("<5Q", 0x0102, 24, Codec.Q8, 2, 3)
     )
-    assert shm_frames.encode_written(Progress([(7, (1, 2**64 - 1))], 5)) == struct.pack(
+    assert shm_frames.encode_written(Progress([7], [1, 2**64 - 1], 5)) == struct.pack(
         "<2H2I2Q", 5, 65_530, 1, 7, 1, 2**64 - 1
     )
     assert shm_frames.encode_welcome(Welcome(5, 6)) == struct.pack("<2Q", 5, 6)

@@ -85,7 +85,15 @@ from kvcluster.core.messages.effects import (
 )
 from kvcluster.core.messages.engines import EngineInfo, Engines, GetEngines, Registered, RegisterEngine, SetWeights
 from kvcluster.core.messages.events import Publish
-from kvcluster.core.messages.exchange import PageWant, ReadRequest, TicketBody, WriteRequest
+from kvcluster.core.messages.exchange import (
+    NewPages,
+    PageWant,
+    PageWants,
+    ReadRequest,
+    TicketBody,
+    WantKind,
+    WriteRequest,
+)
 from kvcluster.core.messages.orders import EvictOrder, Move, MoveOrder, Order, OrderProgress, PullOrder
 from kvcluster.core.messages.reports import (
     GoneEvent,
