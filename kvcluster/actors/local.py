@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -20,9 +19,9 @@ from kvcluster.config import ClientConfig, Config, load
 from kvcluster.core.spec import KVSpec, Part
 
 _SOCKET_PATH_BYTES = 107
-_BELOW_TEMPORARY = len("/kvcluster-12345678/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-"""The longest path that Linux takes for a socket, and how long the path of Ray's longest is below the folder for
-temporary files."""
+_BELOW_FOLDER = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+"""The longest path that Linux takes for a socket, and how long the path of Ray's longest is below a cluster's folder.
+If the folder's name is too long, Ray gets another one in /tmp."""
 
 
 class LocalCluster:
@@ -90,6 +89,8 @@ def local(
         folder = house.enter_context(_private_folder())
         settings = with_state_dir(settings, Path(folder))
         if not ray.is_initialized():
+            if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - _BELOW_FOLDER:
+                folder = house.enter_context(_private_folder("/tmp"))
             house.enter_context(_embedded_ray(settings, Path(folder, "ray")))
         running = LocalCluster(cluster.start(settings, detached=False), settings.client)
         try:
@@ -98,12 +99,9 @@ def local(
             running.close()
 
 
-def _private_folder() -> TemporaryDirectory[str]:
-    """Returns a temporary folder that only this user can enter, with a name that is short enough for Ray's sockets in
-    it: in /tmp where the folder for temporary files has a long name."""
-    parent = tempfile.gettempdir()
-    short = len(os.fsencode(parent)) <= _SOCKET_PATH_BYTES - _BELOW_TEMPORARY
-    return TemporaryDirectory(prefix="kvcluster-", dir=parent if short else "/tmp", ignore_cleanup_errors=True)
+def _private_folder(parent: str | None = None) -> TemporaryDirectory[str]:
+    """Returns a temporary folder that only this user can enter."""
+    return TemporaryDirectory(prefix="kvcluster-", dir=parent, ignore_cleanup_errors=True)
 
 
 @contextmanager

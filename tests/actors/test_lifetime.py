@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import tempfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import Mock
 
 import pytest
+import ray
 
-from kvcluster.actors.local import _private_folder
+import kvcluster
+from kvcluster.actors import cluster
 from tests.actors.processes import said, session, start_worker
 from tests.waiting import eventually
 
@@ -28,12 +32,16 @@ def test_a_local_cluster_ends_with_its_block_and_with_its_process(monkeypatch: p
 def test_a_long_name_of_the_folder_for_temporary_files_keeps_no_cluster_from_starting(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 10)))
-    with _private_folder() as folder:
-        assert Path(folder).parent == Path("/tmp")
-    monkeypatch.setattr(tempfile, "tempdir", "/var/tmp")
-    with _private_folder() as folder:
-        assert Path(folder).parent == Path("/var/tmp")
+    started: list[Path] = []
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **settings: started.append(Path(settings["_temp_dir"])))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster, "start", lambda config, detached: Mock())
+    with kvcluster.local():
+        assert started[0].parent.parent == Path("/tmp")
+        assert stat.S_IMODE(started[0].parent.stat().st_mode) == 0o700
+    assert not started[0].parent.exists()
 
 
 def _ends_with_its_block_and_with_its_process() -> None:
