@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import grpc
@@ -128,12 +129,12 @@ def _header_streams(target: Target) -> Iterator[Act]:
         }
 
         def act() -> int:
-            count = 0
+            more = 0
             for address, call in begin.items():
                 going = [each for each in open_calls.get(address, ()) if not each[1].is_set()]
                 fresh = [begun(call) for _ in range(_HEADERS_ONLY - len(going))]
-                open_calls[address], count = going + fresh, count + len(fresh)
-            return count
+                open_calls[address], more = going + fresh, more + len(fresh)
+            return more
 
         try:
             yield act
@@ -288,31 +289,19 @@ def _reservations(target: Target, spec: KVSpec, pages: int, *, keep: bool) -> It
 
 
 @contextmanager
-def _stores(target: Target) -> Iterator[Act]:
-    """Prompts that are stored and never asked for: more than the cluster can hold."""
+def _stores(target: Target, first: int, *, pin: bool) -> Iterator[Act]:
+    """Prompts from the number `first` on that are stored and never asked for, more than the cluster can hold; or each
+    of them pinned."""
     with _client(target) as client:
-        values, at = kv(0), 0
+        values, numbers = kv(0), count(first)
 
         def act() -> int:
-            nonlocal at
-            at += 1
-            return client.store(prompt(10**6 + at), values).blocks
-
-        yield act
-
-
-@contextmanager
-def _pins(target: Target) -> Iterator[Act]:
-    """The same, each of them pinned."""
-    with _client(target) as client:
-        values, at = kv(0), 0
-
-        def act() -> int:
-            nonlocal at
-            at += 1
-            client.store(prompt(2 * 10**6 + at), values)
+            stored = prompt(next(numbers))
+            blocks = client.store(stored, values).blocks
+            if not pin:
+                return blocks
             client.flush()
-            return client.pin(prompt(2 * 10**6 + at), 600).blocks
+            return client.pin(stored, 600).blocks
 
         yield act
 
@@ -338,8 +327,8 @@ ATTACKS: Mapping[str, Attack] = {
         partial(_reservations, spec=TINY, pages=limits.PAGES_PER_CALL, keep=False),
         by_tenant=True,
     ),
-    "stores": Attack("stores without end", _stores, by_tenant=True),
-    "pins": Attack("pins without end", _pins, by_tenant=True),
+    "stores": Attack("stores without end", partial(_stores, first=10**6, pin=False), by_tenant=True),
+    "pins": Attack("pins without end", partial(_stores, first=2 * 10**6, pin=True), by_tenant=True),
 }
 
 
