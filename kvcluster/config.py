@@ -287,6 +287,9 @@ def _cluster_rules(config: Config) -> Iterator[_Rule]:
         0 <= config.metrics.port <= 65_535 - config.shards,
         "metrics.port must be at most 65535 less the number of shards, each of which takes a port after it; 0 for none",
     )
+    taken = range(config.metrics.port, config.metrics.port + config.shards + 1) if config.metrics.port else ()
+    for name, port in (("port", config.server.port), ("report_port", config.server.report_port)):
+        yield port not in taken, f"metrics.port and the shards' ports after it must leave out server.{name} ({port})"
     yield (
         2 * config.shard.report_interval_ms < config.membership_ttl_ms,
         "membership_ttl_ms must exceed two report intervals, or one lost report loses a shard",

@@ -57,6 +57,9 @@ def check(config: Config) -> tuple[int, int]:
     used: to the caller, instead of only in an actor's log."""
     authenticator(config.server, "")
     ports = _ports(config)
+    if config.metrics.port:
+        for number in range(1 + config.shards):
+            _bound(config.metrics.host, config.metrics.port + number, "metrics.port").close()
     publisher = publisher_of(config.events, Epoch(0), lambda: None)
     if publisher is not None:
         publisher.start()
@@ -165,6 +168,6 @@ def _bound(host: str, port: int, setting: str) -> socket.socket:
         bound.close()
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}. "
-            f"Choose another port ({setting}; 0 takes a free one), or stop what listens there"
+            f"Choose another port ({setting}), or stop what listens there"
         ) from None
     return bound

@@ -143,6 +143,13 @@ def test_a_port_in_use_is_refused_before_anything_starts(shared_cluster: LocalCl
         raise AssertionError("it started")
 
 
+def test_a_port_of_metrics_in_use_is_refused_before_anything_starts(shared_cluster: LocalCluster) -> None:
+    port = int(shared_cluster.address.rpartition(":")[2])
+    metrics = {"metrics": {"port": port - 1}}
+    with pytest.raises(ConfigError, match=rf"{port}: .*metrics\.port"), kvcluster.local(shards=1, config=metrics):
+        raise AssertionError("it started")
+
+
 def test_a_second_cluster_on_the_same_ray_is_another_cluster(client: Client) -> None:
     store(client, 3)
     with kvcluster.local(device_bytes="16MiB") as second:
