@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from kvcluster.core import limits
 
 
-def split_among_exchanges(sizes: Sequence[int], most: int) -> list[range]:
+def split_among_exchanges(sizes: Sequence[int], most: int, longest: int | None = None) -> list[range]:
     """Divides `sizes` into consecutive runs of about the same number of bytes. Returns at most `most` runs, and never
-    so many that they would be smaller than STREAM_BYTES; none is empty. A page is not divided."""
+    so many that they would be smaller than STREAM_BYTES; none is empty. A page is not divided. A run of more than
+    `longest` pages is divided once more."""
     total = sum(sizes)
     ways = max(1, min(most, len(sizes), total // limits.STREAM_BYTES))
     runs: list[range] = []
@@ -25,4 +26,6 @@ def split_among_exchanges(sizes: Sequence[int], most: int) -> list[range]:
             runs.append(range(start, stop))
             start = stop
     assert sum(map(len, runs)) == len(sizes) and len(runs) <= ways
-    return runs
+    if longest is None:
+        return runs
+    return [run[at : at + longest] for run in runs for at in range(0, len(run), longest)]

@@ -25,6 +25,7 @@ from kvcluster.client.load_plan import NEVER_BEGUN, Begin, Cancel, PlanTick
 from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.client.results import Stored
 from kvcluster.client.store_progress import StoreProgress
+from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import NewPages, ShardAddress, StoreGrant, WriteRequest, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
@@ -330,9 +331,10 @@ class StorePlan:
             self._ticket = None  # the coordinator keeps no ticket if nothing is to be written
         effects: list[StoreEffect] = []
         block_bytes = sum(self._spec.page_bytes(group, part) for group, part in self._terms.parts)
+        longest = max(1, limits.WRITE_PAGES // len(self._terms.parts))
         for shard, blocks in by_shard.items():
             most = min(self._streams(shard).stores, WRITERS // len(by_shard))
-            for run in split_among_exchanges([block_bytes] * len(blocks), most):
+            for run in split_among_exchanges([block_bytes] * len(blocks), most, longest):
                 pages, of_block = _pages(self._terms, blocks[run.start : run.stop])
                 effects += self._start(_Pages(shard, pages, of_block, [None] * len(pages)), now)
         return effects

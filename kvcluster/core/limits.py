@@ -18,6 +18,10 @@ PARTS_COMPARED = 2 * PARTS_PER_BLOCK
 PAGES_PER_CALL = BLOCKS_PER_CALL * 8
 """Groups and parts multiply the pages of a call; eight is a hybrid model with four groups under TP 2."""
 
+WRITE_PAGES = 4_096
+"""Pages of one exchange that stores: to reserve so many takes a shard some 30 ms, in which it serves no other call. A
+client divides larger stores."""
+
 PARTS_PER_LOOKUP = BLOCKS_PER_CALL * 16
 """Blocks times groups of one lookup: sixteen groups of the longest context."""
 
@@ -255,5 +259,6 @@ assert TRANSPORTS * OFFER_BYTES <= MESSAGE_BYTES
 assert FRAME_BYTES <= LAYER_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL
 assert max(PULL_PAGES, SUSPECTS_PER_CALL) <= PAGES_PER_CALL
+assert PARTS_PER_BLOCK <= WRITE_PAGES <= PAGES_PER_CALL
 assert REPORTS_PER_MESSAGE <= STREAM_BACKLOG
 assert ORDERS_IN_FLIGHT * MOVES_PER_ORDER * 128 <= MESSAGE_BYTES

@@ -160,7 +160,7 @@ encode_write_request, decode_write_request = in_bytes(
         attempt=ATTEMPT,
         epoch=EPOCH,
         wait_ns=NS,
-        pages=Rows(NEW_PAGES, limits.PAGES_PER_CALL, "pages in a call"),
+        pages=Rows(NEW_PAGES, limits.WRITE_PAGES, "pages in a store"),
     ),
 )
 

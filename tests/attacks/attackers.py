@@ -323,8 +323,8 @@ ATTACKS: Mapping[str, Attack] = {
         "reservations without pages", partial(_reservations, spec=SPEC, pages=256, keep=True), by_tenant=True
     ),
     "huge-reservations": Attack(
-        "reservations of 65,536 pages, given back",
-        partial(_reservations, spec=TINY, pages=limits.PAGES_PER_CALL, keep=False),
+        "reservations of 4,096 pages, given back",
+        partial(_reservations, spec=TINY, pages=limits.WRITE_PAGES, keep=False),
         by_tenant=True,
     ),
     "stores": Attack("stores without end", partial(_stores, first=10**6, pin=False), by_tenant=True),

@@ -10,6 +10,7 @@ import pytest
 
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation, Stored
+from kvcluster.core import limits
 from kvcluster.core.miss import MissReason
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline
@@ -30,6 +31,21 @@ from tests.client.build import (
 from tests.client.conftest import Start
 
 TOKENS = prompt(3)
+
+
+def test_a_store_of_more_pages_than_one_exchange_may_have_takes_several(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "WRITE_PAGES", 2)
+    cluster = start(shards=1, device_bytes="1MiB")
+    written: list[int] = []
+    with watched_client(cluster, Steps(write=lambda: written.append(1))) as client:
+        assert client.store(prompt(5), kv(5)).blocks == 5
+        client.flush()
+        assert len(written) == 3
+        out = room(5)
+        assert client.load(prompt(5), out) == 5 * BLOCK
+    assert same(out, kv(5))
 
 
 # ---------------------------------------------------------------------------------------------- explain

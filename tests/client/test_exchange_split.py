@@ -44,6 +44,12 @@ def test_each_of_several_shares_has_as_much_as_a_stream_is_worth(pages: int, mos
     assert [len(run) for run in split_among_exchanges([PAGE] * pages, most)] == shares
 
 
+def test_no_run_is_longer_than_it_may_be() -> None:
+    assert split_among_exchanges([PAGE] * 7, 2, 3) == [range(3), range(3, 6), range(6, 7)]
+    assert split_among_exchanges([PAGE] * 8, 2, 3) == [range(3), range(3, 4), range(4, 7), range(7, 8)]
+    assert split_among_exchanges([], 2, 3) == []
+
+
 def test_one_large_page_is_not_divided() -> None:
     assert split_among_exchanges([9 * STREAM_BYTES], 4) == [range(1)]
     assert split_among_exchanges([9 * STREAM_BYTES, 1, 1], 3) == [range(1), range(1, 2), range(2, 3)]

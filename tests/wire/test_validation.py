@@ -345,7 +345,7 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("write", "pages.depth", [limits.TOKENS_PER_SEQUENCE + 1], LimitError, "depth: "),
     ("write", "pages.loss", [8], ProtocolError, "Loss 8 is not known here"),
     ("write", "wait_ns", HUGE, LimitError, "nanoseconds"),
-    ("write", "pages.key.hash.table", b"", ProtocolError, "lists of pages in a call must be equally long"),
+    ("write", "pages.key.hash.table", b"", ProtocolError, "lists of pages in a store must be equally long"),
     ("write head", "table", [7], ProtocolError, "Written 7 is not known here"),
     ("write head", "of", [0] * 65_537, LimitError, "pages in a call: 65537"),
     ("write tail", "table", [0], ProtocolError, "Written 0 is not known here"),
@@ -542,11 +542,14 @@ def test_a_lookup_asks_for_a_bounded_number_of_blocks_times_groups() -> None:
 
 
 def test_a_read_or_write_of_more_pages_than_a_call_may_have_is_refused() -> None:
-    for name in ("read", "write"):
-        spoiled, read = _start(name)
-        _name_more_pages(spoiled.wants.key if name == "read" else spoiled.pages.key, limits.PAGES_PER_CALL)
-        with pytest.raises(LimitError, match="pages in a call: 65537"):
-            read(spoiled)
+    spoiled, read = _start("read")
+    _name_more_pages(spoiled.wants.key, limits.PAGES_PER_CALL)
+    with pytest.raises(LimitError, match="pages in a call: 65537"):
+        read(spoiled)
+    spoiled, write = _start("write")
+    _name_more_pages(spoiled.pages.key, limits.WRITE_PAGES)
+    with pytest.raises(LimitError, match="pages in a store: 4097 exceeds the limit of 4096"):
+        write(spoiled)
 
 
 def test_an_order_or_a_suspicion_of_too_many_pages_is_refused() -> None:
