@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvcluster.core import limits
 from kvcluster.core.messages import PageWant, RefusedKind
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.testing.conformance import World, open_world
@@ -78,8 +79,9 @@ def test_a_borrowed_page_is_not_reused(world: World, way: ShmPages) -> None:
     pool = world.host.core.pool
     with way.borrow(content.read_request(), soon()) as borrowed:
         world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])
-        room = pool.allocator.room(4_000)
-        store(world.open(), Content.of(world, room, 4, 1_000, first=100))
+        while room := pool.allocator.room(4_000):
+            pages = min(room, limits.WRITE_PAGES)
+            store(world.open(), Content.of(world, pages, 4, 1_000, first=100 + room))
         assert [bytes(view or b"") for view in borrowed.views] == [page_of(content, item) for item in range(3)]
         assert borrowed.valid(soon())
     world.wait_until_unleased()
