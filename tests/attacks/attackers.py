@@ -272,17 +272,21 @@ def _reservations(target: Target, spec: KVSpec, pages: int, *, keep: bool) -> It
         for connection in connections.values():
             house.callback(connection.close)
         house.callback(stop.set)
-        going: dict[str, list[Any]] = {shard: [] for shard in target.shards}
+        going: dict[str, deque[Any]] = {shard: deque() for shard in target.shards}
 
         def act() -> int:
             begun = 0
             for shard, connection in connections.items():
-                calls = [call for call in going[shard] if call.is_active()]
-                fresh = [
-                    connection.write_stream(WRITE, reserve(attached[shard]), _PATIENT)
-                    for _ in range(_WRITERS - len(calls))
-                ]
-                going[shard], begun = calls + fresh, begun + len(fresh)
+                calls = going[shard]
+                if not keep and len(calls) == _WRITERS:
+                    deque(calls.popleft(), 0)  # reads the answers, without which the call does not end
+                for _ in range(len(calls)):
+                    call = calls.popleft()
+                    if call.is_active():
+                        calls.append(call)
+                while len(calls) < _WRITERS:
+                    calls.append(connection.write_stream(WRITE, reserve(attached[shard]), _PATIENT))
+                    begun += 1
             return begun
 
         yield act
