@@ -24,7 +24,7 @@ from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.metrics import CallMetrics
-from kvcluster.runtime.metrics_server import ProcessSamples, serve_metrics
+from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
 from kvcluster.transport.rpc import RpcHandler, host_and_port
 from kvcluster.wire.methods import COORDINATOR
@@ -64,17 +64,7 @@ class CoordinatorActor:
         self._host.start()
         self._reports.start()
         self._server.start()
-        process = ProcessSamples()
-        self._metrics = waited_for(
-            lambda: serve_metrics(
-                config.metrics,
-                0,
-                lambda: [*self._host.samples(), *calls.samples(), *process()],
-                alive=self._host.why_not_alive,
-                ready=self._host.why_not_ready,
-            ),
-            patient=patient,
-        )
+        self._metrics = waited_for(lambda: serve_metrics(config.metrics, 0, self._host, calls), patient=patient)
 
     def address(self) -> str:
         """Returns the address at which workers reach it, from other nodes too."""

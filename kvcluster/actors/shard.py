@@ -21,7 +21,7 @@ from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddres
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.metrics import CallMetrics
-from kvcluster.runtime.metrics_server import ProcessSamples, serve_metrics
+from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
@@ -70,16 +70,9 @@ class ShardActor:
         self._host.start(self._paths.offers)
         self._garbage = GarbageKeeper()
         self._garbage.start()
-        process, number = ProcessSamples(), int(shard.rpartition("-")[2])
+        number = 1 + int(shard.rpartition("-")[2])
         self._metrics = waited_for(
-            lambda: serve_metrics(
-                config.metrics,
-                1 + number,
-                lambda: [*self._host.samples(), *calls.samples(), *process()],
-                alive=self._host.why_not_alive,
-                ready=self._host.why_not_ready,
-            ),
-            patient=restarted(),
+            lambda: serve_metrics(config.metrics, number, self._host, calls), patient=restarted()
         )
 
     def address(self) -> str:

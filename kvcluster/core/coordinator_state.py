@@ -27,17 +27,8 @@ ENGINE_TTL_NS = 10_000 * MS
 """An engine registers several times within this period (engines/vllm/registration.py)."""
 UNKNOWN = Refused(RefusedKind.UNKNOWN_NAMESPACE, "attach first")
 _OF_TENANTS = (
-    *(
-        "loads",
-        "asked_blocks",
-        "hit_blocks",
-        "asked_tokens",
-        "hit_tokens",
-        "stores",
-        "write_blocks",
-        "duplicate_blocks",
-    ),
-    *("pending_blocks", "refused_blocks"),
+    *("loads", "asked_blocks", "hit_blocks", "asked_tokens", "hit_tokens"),
+    *("stores", "write_blocks", "duplicate_blocks", "pending_blocks", "refused_blocks"),
 )
 _COUNTERS = (
     *_OF_TENANTS,

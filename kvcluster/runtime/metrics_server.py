@@ -1,7 +1,7 @@
 """Metrics and health of a process over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for probes.
 
-It authenticates nobody: its address is closed to strangers (config.MetricsConfig). A few requests are answered at a
-time, each connection has seconds to send its request, and a request has no body.
+It asks for no credential, so its address should be closed to strangers (config.MetricsConfig). A few requests are
+answered at a time, each connection has seconds to send its request, and a request has no body.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from socketserver import ThreadingMixIn
-from typing import Any
+from typing import Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from kvcluster.config import MetricsConfig
 from kvcluster.errors import ConfigError
 from kvcluster.pages.arena import memory_limit_bytes
-from kvcluster.runtime.metrics import BUCKETS, METRICS, Histogram, MetricKind, Sample
+from kvcluster.runtime.metrics import BUCKETS, METRICS, CallMetrics, Histogram, MetricKind, Sample
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +76,28 @@ class MetricsServer:
         return [body]
 
 
-def serve_metrics(
-    config: MetricsConfig, number: int, collect: Collect, *, alive: WhyNot, ready: WhyNot
-) -> MetricsServer | None:
+class MeteredHost(Protocol):
+    """What is served of a coordinator or a shard."""
+
+    def samples(self) -> list[Sample]: ...
+
+    def why_not_alive(self) -> str: ...
+
+    def why_not_ready(self) -> str: ...
+
+
+def serve_metrics(config: MetricsConfig, number: int, host: MeteredHost, calls: CallMetrics) -> MetricsServer | None:
     """Returns the started server of one process; None if none is configured. `number`: 0 for the coordinator, from 1 on
     for shards. Raises as MetricsServer."""
     if not config.port:
         return None
-    server = MetricsServer(config.host, config.port + number, collect, alive=alive, ready=ready)
+    process = ProcessSamples()
+
+    def collect() -> list[Sample | Histogram]:
+        return [*host.samples(), *calls.samples(), *process()]
+
+    port = config.port + number
+    server = MetricsServer(config.host, port, collect, alive=host.why_not_alive, ready=host.why_not_ready)
     server.start()
     return server
 

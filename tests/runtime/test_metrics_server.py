@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import socket
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -95,7 +96,8 @@ def test_more_than_a_few_requests_at_a_time_are_turned_away(served: Served) -> N
 
 def test_a_port_in_use_is_a_config_error_and_none_is_none() -> None:
     def serve(port: int) -> MetricsServer | None:
-        return serve_metrics(MetricsConfig(port=port), 0, list, alive=str, ready=str)
+        host = Mock(samples=list, why_not_alive=str, why_not_ready=str)
+        return serve_metrics(MetricsConfig(port=port), 0, host, CallMetrics(()))
 
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
