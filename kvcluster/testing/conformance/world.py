@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -78,6 +79,8 @@ class WatchedHost:
         self._changed = threading.Condition()
         self._changes = 0
         self._late: list[type] = []
+        self.asked: Counter[type[ShardQuestion]] = Counter()
+        """How many questions of each kind the core was asked."""
 
     def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
         asked: list[type] = []
@@ -85,6 +88,7 @@ class WatchedHost:
         def watched(call: CallId) -> Request[ShardQuestion]:
             request = build(call)
             asked.append(type(request.question))
+            self.asked[asked[0]] += 1
             return request
 
         try:
