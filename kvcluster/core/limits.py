@@ -18,7 +18,7 @@ PARTS_COMPARED = 2 * PARTS_PER_BLOCK
 PAGES_PER_CALL = BLOCKS_PER_CALL * 8
 """Groups and parts multiply the pages of a call; eight is a hybrid model with four groups under TP 2."""
 
-WRITE_PAGES = 4_096
+WRITE_PAGES = 2_048
 """Pages of one exchange that stores: to reserve so many takes a shard some 30 ms, in which it serves no other call. A
 client divides larger stores."""
 

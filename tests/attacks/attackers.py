@@ -327,7 +327,7 @@ ATTACKS: Mapping[str, Attack] = {
         "reservations without pages", partial(_reservations, spec=SPEC, pages=256, keep=True), by_tenant=True
     ),
     "huge-reservations": Attack(
-        "reservations of 4,096 pages, given back",
+        f"reservations of {limits.WRITE_PAGES:,} pages, given back",
         partial(_reservations, spec=TINY, pages=limits.WRITE_PAGES, keep=False),
         by_tenant=True,
     ),
