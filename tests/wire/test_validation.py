@@ -548,7 +548,7 @@ def test_a_read_or_write_of_more_pages_than_a_call_may_have_is_refused() -> None
         read(spoiled)
     spoiled, write = _start("write")
     _name_more_pages(spoiled.pages.key, limits.WRITE_PAGES)
-    with pytest.raises(LimitError, match="pages in a store: 4097 exceeds the limit of 4096"):
+    with pytest.raises(LimitError, match="pages in a store: 2049 exceeds the limit of 2048"):
         write(spoiled)
 
 
