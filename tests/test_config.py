@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvcluster import config
 from kvcluster.config import Config
+from kvcluster.config.ports import port_table
 from kvcluster.errors import ConfigError
 
 UNITS = {"": 1, "b": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -63,7 +65,7 @@ def test_a_configuration_cannot_be_changed() -> None:
     ("values", "named"),
     [
         ({"shard": {"device_byte": 1}}, r"unknown setting shard\.device_byte; known here: device_bytes, host_bytes"),
-        ({"lease_ttl_ms": 1}, "unknown setting lease_ttl_ms; known here: shards, membership_ttl_ms"),
+        ({"lease_ttl_ms": 1}, "unknown setting lease_ttl_ms; known here: name, shards, membership_ttl_ms"),
         ({"client": {"deadline": 1}}, r"unknown setting client\.deadline"),
     ],
 )
@@ -109,8 +111,8 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("server", "report_port", 65_536, "server.report_port must be between 0 and 65535"),
         ("server", "report_port", 7_070, "server.report_port must differ from server.port"),
         ("server", "threads", 1, "server.threads must be at least 2"),
-        ("metrics", "port", 65_535, "metrics.port must be at most 65535 less the number of shards"),
-        ("metrics", "port", 7_069, r"the shards' ports after it must leave out server.port \(7070\)"),
+        ("metrics", "port", 65_535, "metrics.port must be at most 65471: shards take ports after it"),
+        ("metrics", "port", 7069, "server.port and metrics.port share a port; move one of them"),
         ("server", "transports", ["shm", "tcp"], "server.transports must name grpc, since control goes over it"),
         ("server", "transports", ["grpc", "rdma"], "server.transports must be some of shm, tcp, grpc, not 'rdma'"),
         ("client", "transports", [], "client.transports must name one of shm, tcp, grpc"),
@@ -288,3 +290,90 @@ def test_a_size_may_have_a_fraction_and_is_whole_bytes() -> None:
 def test_what_is_no_size_is_refused_by_name(text: Any) -> None:
     with pytest.raises(ConfigError, match=r"pool: .* is no size; write bytes, or a number with KiB, MiB, GiB or TiB"):
         config.size(text, "pool")
+
+
+# ------------------------------------------------------------------------------------------------ groups and ports
+
+
+def test_without_groups_all_shards_are_one_group() -> None:
+    loaded = config.load(overrides={"shards": 3, "shard": {"device_bytes": "64MiB"}})
+    assert list(loaded.shard_groups) == ["shard"]
+    group = loaded.shard_groups["shard"]
+    assert (group.shards, group.per_node, group.shard) == (3, False, loaded.shard)
+    assert loaded.of_group("shard") == loaded
+
+
+def test_a_group_has_the_settings_of_all_shards_but_for_its_own() -> None:
+    gpu = {"per_node": True, "resources": {"kvcluster_gpu": 1}, "shard": {"device_bytes": "2GiB"}}
+    shard = {"lease_ttl_ms": 500, "device_bytes": "1GiB"}
+    loaded = config.load(overrides={"shard": shard, "groups": {"gpu": gpu, "cpu": {"shards": 2}}})
+    assert loaded.of_group("gpu").shard == dataclasses.replace(loaded.shard, device_bytes=2**31)
+    assert loaded.shard_groups["cpu"].shard == loaded.shard
+    assert loaded.shard_groups["gpu"].resources == {"kvcluster_gpu": 1.0}
+    assert loaded.shard_groups["cpu"].resources == {config.SHARD_RESOURCE: 1.0}
+    with pytest.raises(ConfigError, match="no group 'tpu' of shards: gpu, cpu"):
+        loaded.of_group("tpu")
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ({"gpu": 3}, "groups.gpu must be a table of settings, not 3"),
+        ({"gpu": {"shard": 3}}, "groups.gpu.shard must be a table of settings, not 3"),
+        ({"gpu": {"size": 3}}, "unknown setting groups.gpu.size"),
+        ({"GPU": {}}, "a name is up to 40 of a-z"),
+        ({"gpu": {"shards": 0}}, "groups.gpu.shards must be at least 1"),
+        ({"gpu": {"per_node": True, "resources": {}}}, "groups.gpu.per_node needs groups.gpu.resources"),
+        ({"gpu": {"resources": {"x": -1.0}}}, "groups.gpu.resources.x must be positive"),
+        ({"gpu": {"resources": {"x": "1"}}}, "groups.gpu.resources.x must be of type float"),
+        ({"gpu": {"shard": {"disk_bytes": 4096}}}, "groups.gpu.shard.disk_bytes needs groups.gpu.shard.disk_dir"),
+    ],
+)
+def test_what_a_group_cannot_be(groups: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        config.load(overrides={"groups": groups})
+
+
+def test_shards_and_groups_contradict_one_another() -> None:
+    with pytest.raises(ConfigError, match="give shards or groups, not both"):
+        config.load(overrides={"shards": 2, "groups": {"gpu": {}}})
+
+
+def test_a_configuration_is_made_again_of_its_values() -> None:
+    for values in ({}, {"groups": {"gpu": {"per_node": True}}}, {"shards": 3, "server": {"advertise": "cache"}}):
+        loaded = config.load(overrides=values)
+        assert config.load(overrides=json.loads(json.dumps(config.as_values(loaded)))) == loaded
+
+
+@pytest.mark.parametrize("text", ["", "-1", "70000", "1-70000", "9-3", "0-5", "a", "1-2-3", "1,2"])
+def test_a_range_of_ports_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.shard_ports must be a range of ports"):
+        config.load(overrides={"server": {"shard_ports": text}})
+
+
+def test_the_ports_of_a_cluster_are_in_one_table() -> None:
+    loaded = config.load(overrides={"server": {"report_port": 7071, "secret_file": "/s"}, "metrics": {"port": 9400}})
+    ports = {(use.setting, use.listener): use.ports for use in port_table(loaded)}
+    assert ports["server.port", "coordinator"] == range(7070, 7071)
+    assert ports["metrics.port", "shards"] == range(9401, 9465)
+    assert ports["ray.port", "Ray's head"] == range(6379, 6380)
+    assert not any(use.ray for use in port_table(config.load()))  # a Ray on loopback takes any ports
+    assert [use.setting for use in port_table(config.load(overrides={"server": {"port": 0, "shard_ports": "0"}}))] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"server": {"shard_ports": "7000-7100"}}, "server.shard_ports and server.port share a port"),
+        ({"server": {"secret_file": "/s"}, "ray": {"node_ports": "6370-6380"}}, "ray.node_ports and ray.port share"),
+        ({"ray": {"node_ports": "6380-6382"}}, "ray.node_ports must be a range of at least 8 ports"),
+        ({"ray": {"worker_ports": "10002"}}, "ray.worker_ports must be a range of at least 16 ports"),
+        ({"ray": {"redis": "host"}}, "ray.redis must be HOST:PORT"),
+        ({"server": {"secret_file": "secret"}}, "server.secret_file must be an absolute path"),
+        ({"server": {"advertise": "cache:7070"}}, "server.advertise must be a host name or address without a port"),
+        ({"name": "My Cluster"}, "name must be up to 40 of a-z"),
+    ],
+)
+def test_ports_and_names_that_cannot_work_are_refused(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        config.load(overrides=values)

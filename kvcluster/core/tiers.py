@@ -9,7 +9,7 @@ A shard has the first tier, and those others that its configuration gives bytes.
 the next one that the shard has, promoted into the first, and evicted only from the last.
 
 To add a tier: a row here, a module with its store, a member of the same name in the wire's enum, and its settings in
-config.py (docs/architecture.md).
+config/sections.py (docs/architecture.md).
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+"""The configuration tree: frozen, validated as a whole, and handed down as the smallest part that each object needs.
+
+`load` is the only way in. Nothing else reads settings; no environment variable changes behaviour.
+"""
+
+from kvcluster.config.loading import as_values, load, size
+from kvcluster.config.sections import (
+    CODECS,
+    LOSSES,
+    SHARD_RESOURCE,
+    TRANSPORTS,
+    ClientConfig,
+    Config,
+    CoordinatorConfig,
+    EventsConfig,
+    GroupConfig,
+    MetricsConfig,
+    RayConfig,
+    ServerConfig,
+    ShardConfig,
+)
+
+__all__ = [
+    "CODECS",
+    "LOSSES",
+    "SHARD_RESOURCE",
+    "TRANSPORTS",
+    "ClientConfig",
+    "Config",
+    "CoordinatorConfig",
+    "EventsConfig",
+    "GroupConfig",
+    "MetricsConfig",
+    "RayConfig",
+    "ServerConfig",
+    "ShardConfig",
+    "as_values",
+    "load",
+    "size",
+]

@@ -1,0 +1,131 @@
+"""Reads the configuration: from a TOML file, a mapping, or both (the mapping wins).
+
+Unknown keys are rejected by name, since a setting that is silently ignored is worse than an error. Durations are
+integer milliseconds, sizes integer bytes or text such as "4GiB".
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from kvcluster.config.rules import check
+from kvcluster.config.sections import OF, Config, GroupConfig
+from kvcluster.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
+
+
+def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Returns the configuration from a TOML file and/or a nested mapping. Raises ConfigError naming the bad key."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    config: Config = _build(Config, _inherited(_merged(values, overrides or {})), "")
+    check(config)
+    return config
+
+
+def as_values(config: Config) -> dict[str, Any]:
+    """Returns the nested mapping of which `load` makes this configuration again, for JSON."""
+    values = asdict(config)
+    if not values["groups"]:
+        del values["groups"]
+    return values
+
+
+def size(text: str | int, name: str = "size") -> int:
+    """Returns the bytes of "1GiB", "512 MiB", "4096" or a number. Raises ConfigError."""
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{name}: {text!r} is no size; write bytes, or a number with KiB, MiB, GiB or TiB")
+    return int(Fraction(match[1]) * unit)
+
+
+def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(values)
+    for key, value in overrides.items():
+        below = out.get(key)
+        out[key] = _merged(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else value
+    return out
+
+
+def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
+    known = {f.name: f for f in fields(kind)}
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"unknown setting {prefix}{key}; known here: {', '.join(known)}")
+    built: dict[str, Any] = {}
+    for name, value in values.items():
+        where = known[name]
+        if where.default_factory is not MISSING:
+            _table(value, prefix + name)
+            if OF in where.metadata:
+                built[name] = _mapping(where.metadata[OF], value, f"{prefix}{name}.")
+            else:
+                built[name] = _build(where.default_factory, value, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            built[name] = _value(value, where.default, prefix + name)
+    return kind(**built)
+
+
+def _mapping(of: type[Any], values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns a mapping of names of the user's choice to values of one type."""
+    if of is GroupConfig:
+        return {name: _build(of, _table(value, prefix + name), f"{prefix}{name}.") for name, value in values.items()}
+    return {name: _value(value, of(), prefix + name) for name, value in values.items()}
+
+
+def _table(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be a table of settings, not {value!r}")
+    return value
+
+
+def _inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the values with [shard] in each group below what the group says itself."""
+    shard, groups = values.get("shard", {}), values.get("groups", {})
+    if not groups or not isinstance(groups, Mapping) or not isinstance(shard, Mapping):
+        return values
+    own = {
+        name: {**group, "shard": {**shard, **_table(group.get("shard", {}), f"groups.{name}.shard")}}
+        for name, group in ((name, _table(group, f"groups.{name}")) for name, group in groups.items())
+    }
+    return {**values, "groups": own}
+
+
+def _value(value: Any, default: Any, name: str) -> Any:
+    if name.endswith("_bytes"):
+        return size(value, name)
+    wanted = type(default)
+    if wanted is tuple:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+            raise ConfigError(f"{name} must be a list of texts, such as {list(default)!r}, not {value!r}")
+        return tuple(value)
+    if wanted is float and type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{name} must be a number such as {default!r}, not one of hundreds of digits") from None
+    if type(value) is not wanted:
+        raise ConfigError(f"{name} must be of type {wanted.__name__}, such as {default!r}, not {value!r}")
+    return value

@@ -1,0 +1,229 @@
+"""The settings: a tree of frozen dataclasses. Each object is handed the smallest part that it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kvcluster.errors import ConfigError
+from kvcluster.transports import NAMES
+
+TRANSPORTS = NAMES
+"""The transports that move pages, the fastest first. They are tried in this order, however a setting lists them."""
+
+CODECS = ("raw", "q8", "q4")
+"""Encodings of pages, by rising loss."""
+
+LOSSES = ("exact", "q8", "q4")
+"""Losses that KV may have, the least first."""
+
+SHARD_RESOURCE = "kvcluster_shard"
+"""The custom resource of Ray that a node offers for each shard that it takes."""
+
+DEFAULT_GROUP = "shard"
+"""The name of the only group where the configuration names none."""
+
+OF = "of"
+"""In the metadata of a field that is a mapping: the type of its values."""
+
+NODE_PORTS = 8
+"""How many ports Ray's own processes listen on, on each node."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """`hold_ms`: time for which promised blocks are spared from eviction.
+    `low_free`, `high_free`: if less than `low_free` of its bytes is free, a shard evicts until `high_free` is.
+    `tenant_floor`: share of each tier that is divided evenly among the tenants that store there. What a tenant has
+    below its part is not evicted for others (core/tenant_floors.py).
+    `pinned_share`: share of all bytes that one tenant alone may pin. Several get less each (core/shares.py).
+    `sequence_share`: likewise, for the blocks of open sequences.
+    `sequence_ttl_ms`: a worker that is silent for this long has its sequences closed.
+    `private_grace_ms`: time for which private pages that no sequence claims are kept, for workers to claim them.
+    `hot_loads`: a run of blocks loaded this often within `hot_window_ms` gets `hot_replicas` replicas in all.
+    `eviction_policy`: lru or gdsf (docs/tiers.md).
+    `host_codec`: encoding of blocks demoted to the host tier, raw, q8 or q4. The first `host_raw_blocks` blocks of a
+    sequence stay raw.
+    `q4_error_budget`: a namespace whose sampled pages lose more than this by q4, on average, gets q8.
+    `promote_loads`: a run loaded this often within `hot_window_ms` is promoted.
+    `drain_ms`: after this time a draining shard leaves, whatever it still holds.
+    `state_dir`: where tombstones are kept for the next coordinator; "" keeps them only in the shards."""
+
+    ticket_ttl_ms: int = 30_000
+    hold_ms: int = 10_000
+    run_blocks: int = 64
+    refresh_ms: int = 10_000
+    rebuild_grace_ms: int = 5_000
+    low_free: float = 0.05
+    high_free: float = 0.10
+    tenant_floor: float = 0.5
+    pinned_share: float = 0.25
+    sequence_share: float = 0.5
+    sequence_ttl_ms: int = 30_000
+    private_grace_ms: int = 60_000
+    hot_loads: int = 32
+    hot_window_ms: int = 60_000
+    hot_replicas: int = 2
+    eviction_policy: str = "lru"
+    host_codec: str = "q8"
+    host_raw_blocks: int = 1
+    q4_error_budget: float = 0.15
+    promote_loads: int = 4
+    drain_ms: int = 300_000
+    state_dir: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    """`device_bytes`: size of the device tier, of raw pages.
+    `host_bytes`: size of the host tier below it, of encoded pages; 0 for none.
+    `disk_bytes`: size of the disk tier below that, of files in a folder of this shard's own within `disk_dir`; 0 for
+    none.
+    `disk_file_bytes`: size of each file, 0 to choose by the size of the tier.
+    `q4_sampled`: share of the pages encoded in q4 whose loss is measured.
+    `extent_bytes`: the allocator's unit, 0 to choose one by the size of each tier.
+    `scrub_bytes`: bytes of its own pages that a shard reads per second to find corrupt ones; 0 for none."""
+
+    device_bytes: int = 2**30
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    disk_dir: str = ""
+    disk_file_bytes: int = 0
+    q4_sampled: float = 0.02
+    extent_bytes: int = 0
+    lease_ttl_ms: int = 10_000
+    report_interval_ms: int = 500
+    report_retry_ms: int = 250
+    scrub_bytes: int = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """A group of shards that are alike, such as those of nodes with a GPU.
+
+    `shards`: how many; with `per_node`, how many on every node that offers the resources.
+    `resources`: what each shard claims of Ray's custom resources, by name; {} for none.
+    `labels`: Ray labels that the node of a shard must have.
+    `shard`: its tiers and all else, by default as in [shard]."""
+
+    shards: int = 1
+    per_node: bool = False
+    resources: Mapping[str, float] = field(default_factory=lambda: {SHARD_RESOURCE: 1.0}, metadata={OF: float})
+    labels: Mapping[str, str] = field(default_factory=dict, metadata={OF: str})
+    shard: ShardConfig = field(default_factory=ShardConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where to listen, and who may connect. The coordinator listens to workers on `port` and to shards on
+    `report_port`; 0 takes a free one.
+    `advertise`: a name or address, without a port, at which workers reach the coordinator on whichever node it runs;
+    "" announces the address of its node.
+    `shard_ports`: a shard listens on the first ports of this range that are free on its node, one for each of grpc and
+    tcp; "0" takes any.
+    Without a `token_file` the only tenant is `default`, and `host` must be a loopback address unless `insecure` is set.
+    `secret_file`: the secret by which the nodes and actors of the cluster know one another, the same file on each node;
+    "" keeps the cluster on this machine, with a secret of its own.
+    `transports`: those by which a shard lets its pages be moved; they must include grpc, which carries control."""
+
+    host: str = "127.0.0.1"
+    port: int = 7070
+    report_port: int = 0
+    advertise: str = ""
+    shard_ports: str = "7100-7163"
+    token_file: str = ""
+    secret_file: str = ""
+    insecure: bool = False
+    threads: int = 16
+    transports: tuple[str, ...] = TRANSPORTS
+
+
+@dataclass(frozen=True, slots=True)
+class EventsConfig:
+    """KV events for external subscribers. `endpoint`: the address to publish on, such as "tcp://127.0.0.1:5557"; "" for
+    none. `replay`: the address that replays missed events, out of the last `buffer_batches` batches. Events show the
+    token ids of all tenants to every subscriber, so both must be loopback addresses unless `insecure` is set."""
+
+    endpoint: str = ""
+    replay: str = ""
+    buffer_batches: int = 10_000
+    insecure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsConfig:
+    """Metrics and health over HTTP. `port`: that of the coordinator; shard-0 listens on the next one, and so on. 0 for
+    none. They show figures of all tenants to everyone who reaches them, so `host` should be closed to strangers."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RayConfig:
+    """The Ray of a cluster of several nodes, which `up` and `join` start with fixed ports.
+
+    `port`: of the head. `node_ports`: a range of NODE_PORTS ports for the processes that Ray has on each node.
+    `worker_ports`: a range for the actors, one port each, and some that Ray keeps in reserve.
+    `redis`: HOST:PORT of a Redis that keeps the head's state, so that the cluster survives the loss of the head's node;
+    "" for none. `redis_password_file`: holds its password."""
+
+    port: int = 6379
+    node_ports: str = "6380-6387"
+    worker_ports: str = "10002-10129"
+    redis: str = ""
+    redis_password_file: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """`deadline_ms`: of one call, however many parts it has.
+    `store_wait_ms`: the time that a store may wait for room.
+    `breaker_failures`: after this many failures in a row a shard is not asked for `breaker_ms`, then for twice as long.
+    `transports`: those that may move pages, whichever others a shard offers.
+    `accept`: the worst loss that loads accept, exact, q8 or q4; pages that have lost more are a miss.
+    `store_niceness`: niceness of the threads that store, 0 to 19, above that of the process's others; for callers that
+    do not wait for their stores.
+    `resident_bytes`: memory for the pages of open sequences, taken as they grow."""
+
+    deadline_ms: int = 10_000
+    connect_ms: int = 5_000
+    store_wait_ms: int = 2_000
+    breaker_failures: int = 3
+    breaker_ms: int = 500
+    accept: str = "q4"
+    transports: tuple[str, ...] = TRANSPORTS
+    store_niceness: int = 0
+    resident_bytes: int = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings. `name`: of the cluster, among those of one Ray. `shards`: how many, if there are no `groups`.
+    `membership_ttl_ms`: a shard that is silent for this long is lost. `stall_ms`: a process that was
+    stalled for longer extends the terms of others, since it could not receive their messages."""
+
+    name: str = "kvcluster"
+    shards: int = 1
+    membership_ttl_ms: int = 5_000
+    stall_ms: int = 500
+    coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)
+    shard: ShardConfig = field(default_factory=ShardConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    events: EventsConfig = field(default_factory=EventsConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+    groups: Mapping[str, GroupConfig] = field(default_factory=dict, metadata={OF: GroupConfig})
+
+    @property
+    def shard_groups(self) -> Mapping[str, GroupConfig]:
+        """The groups of shards by name: `groups`, or one group of `shards` that are as in [shard]."""
+        return self.groups or {DEFAULT_GROUP: GroupConfig(self.shards, shard=self.shard)}
+
+    def of_group(self, group: str) -> Config:
+        """Returns the settings for a shard of this group: its own [shard] in place of that of all. Raises ConfigError
+        if there is no such group."""
+        if group not in self.shard_groups:
+            raise ConfigError(f"the configuration has no group {group!r} of shards: {', '.join(self.shard_groups)}")
+        return replace(self, shard=self.shard_groups[group].shard)
