@@ -77,9 +77,11 @@ def schedule(
     absent: Mapping[ShardId, str] | None = None,
     given_up: Collection[ShardId] = (),
 ) -> Schedule:
-    """Returns what brings the cluster to its configuration. `absent`: shards whose node, which has their volume, is away
-    and still waited for, with its name. `given_up`: those that are waited for no more; no new shard takes their names,
-    since their volumes may come back."""
+    """Returns what brings the cluster to its configuration.
+
+    `absent`: shards whose node, which has their volume, is away and still waited for, with its name. `given_up`: those
+    that are waited for no more; no new shard takes their names, since their volumes may come back.
+    """
     room = {node.id: node for node in nodes}
     parts = [_of_group(name, group, room, running, absent or {}, given_up) for name, group in sorted(groups.items())]
     strange = tuple(each.shard for each in running if group_of(each.shard) not in groups)
@@ -169,6 +171,8 @@ def _home(shard: ShardId, group: GroupConfig, room: Mapping[str, Node], placed: 
         return min(candidates, key=lambda node: (placed.get(node.id, 0), -node.free.get(MEMORY, 0.0), node.name))
     if nodes:
         return f"{shard} waits for {needs(group)} on node {nodes[0].name}, where its volume lies"
+    if room and not any(_offers(node, group) for node in room.values()):
+        return f"a shard of group {group_of(shard)} waits for a node with {needs(group)}: no node is of that kind"
     if room and not any(_fits(node.total, node, group) for node in room.values()):
         largest = max(node.total.get(MEMORY, 0.0) for node in room.values())
         return (

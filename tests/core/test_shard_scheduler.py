@@ -52,9 +52,8 @@ def homes(found: Schedule) -> dict[str, str]:
 
 def test_shards_spread_over_the_nodes_before_any_takes_a_second() -> None:
     found = schedule(config(5).shard_groups, [node("a", memory=20 * GIB), node("b"), node("c")], [])
-    assert (
-        Counter(homes(found).values()) == {"a": 2, "b": 2, "c": 1} or max(Counter(homes(found).values()).values()) == 2
-    )
+    assert sorted(Counter(homes(found).values()).values()) == [1, 2, 2]
+    assert set(homes(found).values()) == {"a", "b", "c"}
     assert sorted(homes(found)) == [f"shard-{number}" for number in range(5)]
     assert not found.waiting and not any(start.bound for start in found.start)
 
@@ -122,14 +121,8 @@ def test_a_group_goes_to_the_nodes_with_its_resources_and_labels() -> None:
     )
     found = schedule(wants, [gpu, node("a")], [])
     assert homes(found) == {"gpu-0": "g", "gpu-1": "g", "cpu-0": "a"}
-    assert (
-        found.waiting
-        == (
-            "a shard of group far waits for a node with kvcluster_shard 1, 1 GiB of memory free, label zone=y: "
-            "none is large enough; the largest has 8 GiB of memory for pools",
-        )
-        or "label zone=y" in found.waiting[0]
-    )
+    far = "a shard of group far waits for a node with kvcluster_shard 1, 1 GiB of memory free, label zone=y"
+    assert found.waiting == (f"{far}: no node is of that kind",)
 
 
 def test_a_group_of_one_a_node_follows_the_nodes() -> None:
@@ -159,8 +152,8 @@ def test_a_shard_whose_node_is_away_is_waited_for_and_replaced_under_another_nam
     found = schedule(with_disk().shard_groups, nodes, running, {ShardId("shard-1"): "c"})
     assert not found.start
     assert found.waiting == ("shard-1 waits for node c, where its volume lies",)
-    # Its name is free again when nobody waits for its volume: nothing tells that it was ever used.
-    assert homes(schedule(with_disk().shard_groups, nodes, running)) == {"shard-1": "b"}
+    found = schedule(with_disk().shard_groups, nodes, running, given_up=[ShardId("shard-1")])
+    assert homes(found) == {"shard-2": "b"}
 
 
 def test_a_volume_that_comes_back_too_late_is_an_orphan() -> None:
