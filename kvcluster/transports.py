@@ -4,7 +4,7 @@ This is data and imports nothing: the configuration takes its names from here, a
 string and loaded when it is first used. Control messages use gRPC, so gRPC is always available; it comes last.
 
 To add a transport: a row here, and a module with `open_path(offer, token)` for workers (transport/path_selector.py,
-Opener) and `serve(host, tenant_of, listen_host)` for shards (runtime/transport_servers.py, Serve).
+Opener) and `serve(host, tenant_of, listen_host, ports)` for shards (runtime/transport_servers.py, Serve).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_a_configuration_cannot_be_changed() -> None:
     ("values", "named"),
     [
         ({"shard": {"device_byte": 1}}, r"unknown setting shard\.device_byte; known here: device_bytes, host_bytes"),
-        ({"lease_ttl_ms": 1}, "unknown setting lease_ttl_ms; known here: name, shards, membership_ttl_ms"),
+        ({"lease_ttl_ms": 1}, "unknown setting lease_ttl_ms; known here: name, shards, volume_wait_ms"),
         ({"client": {"deadline": 1}}, r"unknown setting client\.deadline"),
     ],
 )

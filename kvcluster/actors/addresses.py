@@ -28,6 +28,12 @@ def reachable_host(host: str) -> str:
     if not is_loopback(node):
         return node
     # A Ray of our own stays on loopback and does not know this machine's address.
+    return outward_address(host)
+
+
+def outward_address(host: str) -> str:
+    """Returns the address at which other machines reach a server that listens at `host` on this one. Raises ConfigError
+    if that cannot be found out."""
     if host not in _EVERYWHERE:
         return host
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
 from kvcluster.actors.addresses import announced_host
 from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
+from kvcluster.actors.settings import announce_reports, next_epoch, read_settings
 from kvcluster.config import Config
 from kvcluster.core import limits
-from kvcluster.core.ids import Epoch
-from kvcluster.core.messages import Leave
+from kvcluster.core.ids import CLUSTER, ShardId
+from kvcluster.core.messages import Drain, Leave, Request
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
@@ -32,23 +32,28 @@ from kvcluster.wire.methods import COORDINATOR
 log = logging.getLogger(__name__)
 _REPORTS = frozenset({"Report", "Inventory"})
 _FOR_OPERATORS = frozenset({"Drain", "SetPolicy"})
+_DRAIN_S = 5.0
 
 
 class CoordinatorActor:
     """Serves from its constructor on, because Ray runs nothing else again when it restarts an actor.
 
-    The ports are the same in every incarnation, so that shards and workers find the next one at the same addresses.
+    The ports are the same in every incarnation. Workers find the next one at the same address, or at the advertised
+    name; shards look it up.
     """
 
-    def __init__(self, config: Config, secret: str) -> None:
+    def __init__(self, cluster: str) -> None:
+        """`cluster`: the name under which its configuration was published."""
         set_limits()
-        patient, server = restarted(), config.server
-        self._host = waited_for(
-            lambda: CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process), patient=patient
-        )
+        patient = restarted()
+        config, secret = waited_for(lambda: read_settings(cluster), patient=patient)
+        server, metrics = config.server, config.metrics
+        epoch = next_epoch(cluster, "coordinator")
+        self._host = waited_for(lambda: CoordinatorHost(epoch, config, on_end=end_process), patient=patient)
         auth = authenticator(server, secret, restarted=patient)
         calls = CallMetrics(COORDINATOR)
         for_workers, for_shards = handlers_of(self._host.ask, calls)
+        self._advertised = server.advertise
         self._server = waited_for(
             lambda: GrpcServer(
                 for_workers, auth, server.host, server.port, server.threads, limits.QUESTION_BYTES, calls
@@ -64,15 +69,22 @@ class CoordinatorActor:
         self._host.start()
         self._reports.start()
         self._server.start()
-        self._metrics = waited_for(lambda: serve_metrics(config.metrics, 0, self._host, calls), patient=patient)
+        ports = range(metrics.port, metrics.port + 1)
+        self._metrics = waited_for(lambda: serve_metrics(metrics, ports, self._host, calls), patient=patient)
+        announce_reports(cluster, host_and_port(announced_host(self._reports.host), self._reports.port))
 
     def address(self) -> str:
         """Returns the address at which workers reach it, from other nodes too."""
-        return host_and_port(announced_host(self._server.host), self._server.port)
+        return host_and_port(self._advertised or announced_host(self._server.host), self._server.port)
 
-    def report_address(self) -> str:
-        """Returns the address to which shards report, from other nodes too."""
-        return host_and_port(announced_host(self._reports.host), self._reports.port)
+    def draining(self) -> list[str]:
+        """Returns the names of the shards that are draining."""
+        return self._host.inspect(lambda: [m.info.shard for m in self._host.core.members.all() if m.draining])
+
+    def drain(self, shard: str) -> None:
+        """Begins to drain a shard."""
+        drain = Drain(ShardId(shard))
+        self._host.ask(lambda call: Request(call, CLUSTER, None, drain), _DRAIN_S)
 
     def shards_up(self) -> int:
         """Returns the number of shards whose whole inventory has been received."""

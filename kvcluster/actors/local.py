@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -13,7 +14,8 @@ import ray
 
 from kvcluster.actors import cluster
 from kvcluster.actors.coordinator import with_state_dir
-from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray, pools_bytes
+from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, checked_bytes_for_pools
+from kvcluster.actors.own_ray import own_ray
 from kvcluster.client import Client, connect
 from kvcluster.config import ClientConfig, Config, load
 from kvcluster.core.spec import KVSpec, Part
@@ -76,7 +78,7 @@ def local(
     Uses the Ray that this process is connected to, if there is one; otherwise starts one and ends it with the block.
     `config` are overrides as in config.load. Raises ConfigError if a setting cannot be used.
     """
-    below = dict(config or {})
+    below = {"name": f"local-{secrets.token_hex(4)}", **(config or {})}  # one Ray can hold many
     below["shards"] = shards
     tiers = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
     below["shard"] = {**below.get("shard", {}), **tiers, "disk_dir": str(Path(disk_dir).absolute()) if disk_dir else ""}
@@ -108,15 +110,15 @@ def _private_folder(parent: str | None = None) -> TemporaryDirectory[str]:
 def _embedded_ray(config: Config, folder: Path) -> Iterator[None]:
     """A Ray of this process's own, without a dashboard. Its sockets and logs lie in `folder`, which Ray opens to all
     users of the machine: the folder above it must be closed to them, or they could replace a socket by their own."""
+    memory = checked_bytes_for_pools(config)
     with own_ray():
         ray.init(
             address="local",
-            namespace=cluster.NAMESPACE,
             include_dashboard=False,
             log_to_driver=False,
             logging_level="error",
             object_store_memory=OBJECT_STORE_BYTES,
-            _memory=pools_bytes(config),
+            _memory=memory,
             _node_ip_address="127.0.0.1",
             _temp_dir=str(folder),
         )

@@ -1,4 +1,4 @@
-"""A Ray of our own: on loopback, protected by a token that is not in any file, and without usage statistics.
+"""A Ray of our own: protected by a token, without usage statistics, and on loopback unless it has several nodes.
 
 Ray listens on every address of a machine, even if it is given 127.0.0.1, which it replaces by the machine's outward
 address. It stays on loopback only on systems on which it does not support clusters; so it is told that this is one. Ray
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ray._private import ray_constants
@@ -18,10 +18,21 @@ from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray._raylet import Config as RayConfig  # type: ignore[attr-defined]
 
 from kvcluster.config import Config
+from kvcluster.errors import ConfigError
 from kvcluster.runtime.malloc_env import ENVIRONMENT
+from kvcluster.runtime.secret_file import RAY, derived_key
 
-OBJECT_STORE_BYTES = 80 * 2**20
-"""Pages never enter Ray's object store; this is about the smallest size that Ray accepts."""
+HEALTH_CHECKS = {
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "500",
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""How Ray's head finds out within 5 s that a node hangs or is cut off, where by default it takes 14. A Ray of one node
+has nothing to gain, and a false alarm would end it."""
+
+_HEAD_LOST_S = 600
+"""How long nodes wait for a head that keeps its state to come back, before they end."""
 
 
 @contextmanager
@@ -31,19 +42,55 @@ def own_ray() -> Iterator[None]:
 
     Child processes inherit the settings. Afterwards the process has its old settings, and can reach other Rays again.
     """
+    with _settings({"RAY_AUTH_TOKEN": secrets.token_urlsafe(32)}, clusters=False):
+        yield
+
+
+@contextmanager
+def ray_of_nodes(config: Config) -> Iterator[None]:
+    """As `own_ray`, for the Ray of several nodes that have the same secret file and, if its head keeps its state in
+    Redis, the same Redis. Raises ConfigError if a file cannot be used."""
+    ours = {"RAY_AUTH_TOKEN": derived_key(config.server.secret_file, RAY), **HEALTH_CHECKS}
+    if config.ray.redis:
+        ours |= {
+            "RAY_REDIS_ADDRESS": config.ray.redis,
+            "RAY_external_storage_namespace": config.name,
+            "RAY_gcs_rpc_server_reconnect_timeout_s": str(_HEAD_LOST_S),
+        }
+    with _settings(ours, clusters=True):
+        yield
+
+
+def redis_password(config: Config) -> str:
+    """Returns the password of the Redis that keeps the head's state; "" for none. Raises ConfigError."""
+    path = config.ray.redis_password_file
+    if not path:
+        return ""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read ray.redis_password_file {path}: {error}") from None
+
+
+@contextmanager
+def _settings(ours: Mapping[str, str], *, clusters: bool) -> Iterator[None]:
+    """Has Ray run with these settings within the block. `clusters`: whether it may leave loopback."""
     ours = {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_urlsafe(32),
-        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+        ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: str(int(clusters)),
         "RAY_USAGE_STATS_ENABLED": "0",
         # By default Ray lowers the priority of its actors; but here engines wait for them, and leases run.
         "RAY_worker_niceness": "0",
+        # Ray's own monitor would kill an actor near the limit of memory, and pools count: they are summed beforehand.
+        "RAY_memory_monitor_refresh_ms": "0",
         **ENVIRONMENT,
+        **ours,
     }
     before = {name: os.environ.get(name) for name in ours}
-    clusters = ray_constants.ENABLE_RAY_CLUSTER
+    allowed = ray_constants.ENABLE_RAY_CLUSTER
     os.environ.update(ours)
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    ray_constants.ENABLE_RAY_CLUSTER = clusters
     _read_settings_again()
     try:
         yield
@@ -53,14 +100,8 @@ def own_ray() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-        ray_constants.ENABLE_RAY_CLUSTER = clusters
+        ray_constants.ENABLE_RAY_CLUSTER = allowed
         _read_settings_again()
-
-
-def pools_bytes(config: Config) -> int:
-    """Returns the memory that a Ray of our own declares, in bytes: as much as its shards claim. Whether the machine has
-    it, the arenas find out, with a clearer error than an actor that waits for room."""
-    return config.shards * (config.shard.device_bytes + config.shard.host_bytes)
 
 
 def _read_settings_again() -> None:

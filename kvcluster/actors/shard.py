@@ -13,23 +13,28 @@ import ray
 
 from kvcluster.actors.addresses import reachable_host
 from kvcluster.actors.coordinator import end_process
+from kvcluster.actors.coordinator_link import CoordinatorLink
 from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
-from kvcluster.config import Config
-from kvcluster.core.ids import Epoch, ShardId
-from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
-from kvcluster.runtime.auth import authenticator
+from kvcluster.actors.settings import next_epoch, read_settings
+from kvcluster.config import ServerConfig
+from kvcluster.config.ports import parse_ports, shard_metrics_ports
+from kvcluster.core.ids import ShardId
+from kvcluster.core.messages import Leave, ShardAddress
+from kvcluster.runtime.auth import Authenticator, authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.metrics import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
+from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
-from kvcluster.transport.base import Deadline, Transport
+from kvcluster.transport.base import Transport
+from kvcluster.transport.first_free import first_free
 from kvcluster.transport.grpc_pages import page_handlers
-from kvcluster.transport.rpc import Connection, RpcHandler
-from kvcluster.wire.methods import COORDINATOR, SHARD
+from kvcluster.transport.rpc import RpcHandler
+from kvcluster.wire.methods import SHARD
 
 log = logging.getLogger(__name__)
 _ALSO_FOR_SHARDS = frozenset({"GetOffers", "Suspect"})
@@ -39,26 +44,31 @@ _KILL_S = 10.0
 class ShardActor:
     """Serves from its constructor on, because Ray runs nothing else again when it restarts an actor."""
 
-    def __init__(self, shard: str, reports_to: str, config: Config, secret: str) -> None:
+    def __init__(self, cluster: str, shard: str, group: str) -> None:
+        """`cluster`: the name under which its configuration was published."""
         set_limits()
+        patient = restarted()
+        published, self._secret = waited_for(lambda: read_settings(cluster), patient=patient)
+        config = published.of_group(group)
+        if config.shard.disk_bytes:
+            volume = Identity(cluster, group, ShardId(shard))
+            waited_for(lambda: claim_volume(config.shard.disk_dir, volume), patient=patient)
         self._me = ray.get_runtime_context().current_actor
-        self._secret = secret
-        self._coordinator = Connection(reports_to, secret)
+        self._coordinator = CoordinatorLink(cluster, self._secret)
         self._takes = config.server.transports
         self._next_attempt = own_attempts()
-        auth = authenticator(config.server, secret, restarted=restarted())
+        auth = authenticator(config.server, self._secret, restarted=patient)
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
         calls = CallMetrics(SHARD)
-        host = reachable_host(config.server.host)
-        self._server = GrpcServer(handlers, auth, host, 0, config.server.threads, metrics=calls)
+        self._server = waited_for(lambda: _served(config.server, handlers, auth, calls), patient=patient)
         self._host = ShardHost(
             ShardId(shard),
-            Epoch(time.time_ns()),
+            next_epoch(cluster, shard),
             config,
             address=self._server.address,
             host=socket.gethostname(),
-            tell=self._tell,
+            tell=self._coordinator.report,
             open_source=self._open_source,
             on_end=self._leave,
         )
@@ -70,10 +80,8 @@ class ShardActor:
         self._host.start(self._paths.offers)
         self._garbage = GarbageKeeper()
         self._garbage.start()
-        number = 1 + int(shard.rpartition("-")[2])
-        self._metrics = waited_for(
-            lambda: serve_metrics(config.metrics, number, self._host, calls), patient=restarted()
-        )
+        ports = shard_metrics_ports(config.metrics.port)
+        self._metrics = waited_for(lambda: serve_metrics(config.metrics, ports, self._host, calls), patient=patient)
 
     def address(self) -> str:
         return self._server.address
@@ -91,9 +99,6 @@ class ShardActor:
         self._coordinator.close()
         self._garbage.close()
 
-    def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
-        return self._coordinator.ask(COORDINATOR[type(message).__name__], message, deadline)
-
     def _open_source(self, shard: ShardAddress) -> Transport:
         return choose(shard, self._secret, self._next_attempt, takes=self._takes)
 
@@ -110,3 +115,12 @@ class ShardActor:
         ray.kill(self._me, no_restart=True)
         time.sleep(_KILL_S)
         end_process(leave)  # Ray's head is unreachable; the shard is drained all the same, and the next starts empty
+
+
+def _served(
+    config: ServerConfig, handlers: dict[str, RpcHandler], auth: Authenticator, calls: CallMetrics
+) -> GrpcServer:
+    """Returns a server on the first port for shards that is free on this node. Raises ConfigError if none is."""
+    host = reachable_host(config.host)
+    ports = parse_ports(config.shard_ports, "server.shard_ports")
+    return first_free(ports, lambda port: GrpcServer(handlers, auth, host, port, config.threads, metrics=calls))

@@ -3,7 +3,7 @@
 `load` is the only way in. Nothing else reads settings; no environment variable changes behaviour.
 """
 
-from kvcluster.config.loading import as_values, load, size
+from kvcluster.config.loading import as_values, differences, load, size
 from kvcluster.config.sections import (
     CODECS,
     LOSSES,
@@ -35,6 +35,7 @@ __all__ = [
     "ServerConfig",
     "ShardConfig",
     "as_values",
+    "differences",
     "load",
     "size",
 ]

@@ -50,6 +50,27 @@ def as_values(config: Config) -> dict[str, Any]:
     return values
 
 
+def differences(runs: Config, asked: Config) -> list[str]:
+    """Returns a phrase for each setting that differs, such as "shards is 2, not 3"."""
+    return [
+        f"{name} is {before!r}, not {after!r}"
+        for name, (before, after) in _paired(as_values(runs), as_values(asked)).items()
+        if before != after
+    ]
+
+
+def _paired(runs: Mapping[str, Any], asked: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Returns both values of every setting by its full name; None for one that is missing."""
+    pairs: dict[str, tuple[Any, Any]] = {}
+    for name in dict.fromkeys((*runs, *asked)):
+        before, after = runs.get(name), asked.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            pairs |= _paired(before, after, f"{prefix}{name}.")
+        else:
+            pairs[prefix + name] = before, after
+    return pairs
+
+
 def size(text: str | int, name: str = "size") -> int:
     """Returns the bytes of "1GiB", "512 MiB", "4096" or a number. Raises ConfigError."""
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:

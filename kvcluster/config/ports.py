@@ -50,7 +50,7 @@ def port_table(config: Config) -> list[PortUse]:
         PortUse(_one(server.report_port), "server.report_port", "coordinator", NODES),
         PortUse(shard_ports, "server.shard_ports", "shards: grpc and tcp", f"{WORKERS}, {NODES}"),
         PortUse(_one(metrics.port), "metrics.port", "coordinator", OPERATORS),
-        PortUse(range(metrics.port + 1, metrics.port + 1 + METRICS_PORTS), "metrics.port", "shards", OPERATORS),
+        PortUse(shard_metrics_ports(metrics.port), "metrics.port", "shards", OPERATORS),
     ]
     if not metrics.port:
         used = used[:3]
@@ -65,6 +65,11 @@ def port_table(config: Config) -> list[PortUse]:
             PortUse(worker_ports, "ray.worker_ports", "Ray's actors", NODES, ray=True),
         ]
     return [use for use in used if use.ports.start]
+
+
+def shard_metrics_ports(port: int) -> range:
+    """Returns the ports on which shards serve metrics, from that of the coordinator."""
+    return range(port + 1, port + 1 + METRICS_PORTS)
 
 
 def overlapping(uses: list[PortUse]) -> tuple[PortUse, PortUse] | None:

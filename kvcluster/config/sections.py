@@ -200,11 +200,13 @@ class ClientConfig:
 @dataclass(frozen=True, slots=True)
 class Config:
     """All settings. `name`: of the cluster, among those of one Ray. `shards`: how many, if there are no `groups`.
+    `volume_wait_ms`: a shard with a disk tier whose node is away is waited for this long before another replaces it.
     `membership_ttl_ms`: a shard that is silent for this long is lost. `stall_ms`: a process that was
     stalled for longer extends the terms of others, since it could not receive their messages."""
 
     name: str = "kvcluster"
     shards: int = 1
+    volume_wait_ms: int = 300_000
     membership_ttl_ms: int = 5_000
     stall_ms: int = 500
     coordinator: CoordinatorConfig = field(default_factory=CoordinatorConfig)

@@ -5,7 +5,8 @@ another. One with a disk tier belongs to its volume: it starts where that lies, 
 the wait is over a fresh shard takes its place. A volume that no configured shard needs is an orphan: it is reported and
 left alone.
 
-A shard that drains does not count, so that its replacement starts first where there is room for both.
+A shard that drains does not count, and neither does one on a node that is about to leave, so that its replacement
+starts first where there is room for both.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ MEMORY = "memory"
 @dataclass(frozen=True, slots=True)
 class Node:
     """A living node. `free`: what is left of its resources, `total`: all of them, memory in bytes among them.
-    `volumes`: the shards of this cluster whose disk tiers lie on it."""
+    `volumes`: the shards of this cluster whose disk tiers lie on it. `leaving`: it is about to end: its shards drain,
+    and none starts there."""
 
     id: str
     name: str
@@ -31,6 +33,7 @@ class Node:
     total: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
     volumes: frozenset[ShardId] = frozenset()
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +85,17 @@ def schedule(
     `absent`: shards whose node, which has their volume, is away and still waited for, with its name. `given_up`: those
     that are waited for no more; no new shard takes their names, since their volumes may come back.
     """
-    room = {node.id: node for node in nodes}
+    room = {node.id: node for node in nodes if not node.leaving}
+    left = {node.id for node in nodes if node.leaving}
+    leaving = tuple(each.shard for each in running if each.node in left and not each.draining)
+    running = [replace(each, draining=each.draining or each.node in left) for each in running]
     parts = [_of_group(name, group, room, running, absent or {}, given_up) for name, group in sorted(groups.items())]
     strange = tuple(each.shard for each in running if group_of(each.shard) not in groups)
     drained = {each.shard for each in running if each.draining}
     return Schedule(
         tuple(start for part in parts for start in part.start),
         tuple(shard for part in parts for shard in part.kill),
-        (*(shard for part in parts for shard in part.drain), *(s for s in strange if s not in drained)),
+        (*leaving, *(shard for part in parts for shard in part.drain), *(s for s in strange if s not in drained)),
         tuple(sentence for part in parts for sentence in part.waiting),
         tuple(_orphans(nodes, [*(each.shard for each in running), *(s.shard for part in parts for s in part.start)])),
     )

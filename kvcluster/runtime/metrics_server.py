@@ -20,6 +20,7 @@ from kvcluster.config import MetricsConfig
 from kvcluster.errors import ConfigError
 from kvcluster.pages.arena import memory_limit_bytes
 from kvcluster.runtime.metrics import BUCKETS, METRICS, CallMetrics, Histogram, MetricKind, Sample
+from kvcluster.transport.first_free import first_free
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +87,9 @@ class MeteredHost(Protocol):
     def why_not_ready(self) -> str: ...
 
 
-def serve_metrics(config: MetricsConfig, number: int, host: MeteredHost, calls: CallMetrics) -> MetricsServer | None:
-    """Returns the started server of one process; None if none is configured. `number`: 0 for the coordinator, from 1 on
-    for shards. Raises as MetricsServer."""
+def serve_metrics(config: MetricsConfig, ports: range, host: MeteredHost, calls: CallMetrics) -> MetricsServer | None:
+    """Returns the started server of one process, on the first of these ports that is free; None if none is configured.
+    Raises as MetricsServer."""
     if not config.port:
         return None
     process = ProcessSamples()
@@ -96,8 +97,10 @@ def serve_metrics(config: MetricsConfig, number: int, host: MeteredHost, calls: 
     def collect() -> list[Sample | Histogram]:
         return [*host.samples(), *calls.samples(), *process()]
 
-    port = config.port + number
-    server = MetricsServer(config.host, port, collect, alive=host.why_not_alive, ready=host.why_not_ready)
+    def listen(port: int) -> MetricsServer:
+        return MetricsServer(config.host, port, collect, alive=host.why_not_alive, ready=host.why_not_ready)
+
+    server = first_free(ports, listen)
     server.start()
     return server
 

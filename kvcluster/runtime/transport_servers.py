@@ -18,6 +18,7 @@ from pkgutil import resolve_name
 from typing import Protocol
 
 from kvcluster.config import ServerConfig
+from kvcluster.config.ports import parse_ports
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Offer, Offers
 from kvcluster.errors import KVClusterError
@@ -45,14 +46,15 @@ class PathServer(Protocol):
     def close(self) -> None: ...
 
 
-Serve = Callable[[ShardHost, TenantOf, str], PathServer]
-"""Starts a server from a shard, its credentials and the address to listen at. Raises OSError or KVClusterError if it
+Serve = Callable[[ShardHost, TenantOf, str, range], PathServer]
+"""Starts a server from a shard, its credentials, the address to listen at and the range of ports, of which it takes the
+first free one. Raises OSError or KVClusterError if it
 cannot be served."""
 
 
-def _serve(spec: TransportSpec, host: ShardHost, tenant_of: TenantOf, listen_host: str) -> PathServer:
+def _serve(spec: TransportSpec, host: ShardHost, tenant_of: TenantOf, listen_host: str, ports: range) -> PathServer:
     serve: Serve = resolve_name(f"{spec.module}:serve")
-    return serve(host, tenant_of, listen_host)
+    return serve(host, tenant_of, listen_host, ports)
 
 
 SERVERS: Mapping[str, Serve] = {spec.name: partial(_serve, spec) for spec in BESIDE_GRPC}
@@ -82,6 +84,7 @@ def serve_paths(
     servers: Mapping[str, Serve] = SERVERS,
 ) -> PathServers:
     """Starts every server that can be served for this shard."""
+    ports = parse_ports(config.shard_ports, "server.shard_ports")
     started: list[PathServer] = []
     offered: list[Offer] = []
     refused: list[tuple[str, str]] = []
@@ -95,7 +98,7 @@ def serve_paths(
             refused.append((name, why))
             continue
         try:
-            server = servers[name](host, tenant_of, listen_host)
+            server = servers[name](host, tenant_of, listen_host, ports)
             server.start()
         except (OSError, KVClusterError) as error:
             log.warning("%s is not served: %s", name, error)

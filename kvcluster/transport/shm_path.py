@@ -13,6 +13,6 @@ def open_path(offer: Offer, token: str | None) -> ShmPages:
     return ShmPages(offer.address, token)
 
 
-def serve(host: ShmHost, tenant_of: TenantOf, listen_host: str) -> ShmServer:
-    """As transport_servers.Serve. Ignores `listen_host`: it listens at a random abstract name."""
+def serve(host: ShmHost, tenant_of: TenantOf, listen_host: str, ports: range) -> ShmServer:
+    """As transport_servers.Serve. Ignores host and ports: it listens at a random abstract name."""
     return ShmServer(host, tenant_of)

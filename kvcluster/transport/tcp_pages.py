@@ -28,6 +28,7 @@ from kvcluster.pages.staging import Staging
 from kvcluster.transport.base import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
+from kvcluster.transport.first_free import first_free
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.listener import Listener, TenantNow, TenantOf, bounded, serve_exchanges
 from kvcluster.transport.rpc import check_address, host_and_port
@@ -187,9 +188,9 @@ def open_path(offer: Offer, token: str | None) -> TcpPages:
     return TcpPages(offer.address, token)
 
 
-def serve(host: PageHost, tenant_of: TenantOf, listen_host: str) -> TcpServer:
+def serve(host: PageHost, tenant_of: TenantOf, listen_host: str, ports: range) -> TcpServer:
     """As transport_servers.Serve."""
-    return TcpServer(host, tenant_of, listen_host)
+    return first_free(ports, lambda port: TcpServer(host, tenant_of, listen_host, port))
 
 
 class TcpServer:

@@ -145,7 +145,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(shared_cluster: LocalCl
 
 def test_a_port_of_metrics_in_use_is_refused_before_anything_starts(shared_cluster: LocalCluster) -> None:
     port = int(shared_cluster.address.rpartition(":")[2])
-    metrics = {"metrics": {"port": port - 1}}
+    metrics = {"metrics": {"port": port}}
     with pytest.raises(ConfigError, match=rf"{port}: .*metrics\.port"), kvcluster.local(shards=1, config=metrics):
         raise AssertionError("it started")
 

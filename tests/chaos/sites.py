@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvcluster.actors import background
-from kvcluster.actors.own_ray import OBJECT_STORE_BYTES
+from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
 from kvcluster.config import load
 from kvcluster.runtime.auth import digest, new_token
 from tests.actors.processes import session, title

@@ -105,6 +105,16 @@ def test_a_group_that_is_configured_no_more_drains() -> None:
     assert schedule(config(1).shard_groups, [node("a")], [runs("shard-0", "a"), runs("gpu-0", "a")]).drain == ("gpu-0",)
 
 
+def test_the_shards_of_a_node_that_leaves_drain_beside_their_replacements() -> None:
+    nodes = [replace(node("a"), leaving=True), node("b")]
+    running = [runs("shard-0", "a"), runs("shard-1", "b")]
+    found = schedule(config(2).shard_groups, nodes, running)
+    assert homes(found) == {"shard-2": "b"}
+    assert found.drain == ("shard-0",)
+    draining = [*(replace(each, draining=each.shard == "shard-0") for each in running), runs("shard-2", "b")]
+    assert schedule(config(2).shard_groups, nodes, draining).settled
+
+
 # ------------------------------------------------------------------------------------------------------ groups
 
 

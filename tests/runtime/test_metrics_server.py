@@ -97,7 +97,7 @@ def test_more_than_a_few_requests_at_a_time_are_turned_away(served: Served) -> N
 def test_a_port_in_use_is_a_config_error_and_none_is_none() -> None:
     def serve(port: int) -> MetricsServer | None:
         host = Mock(samples=list, why_not_alive=str, why_not_ready=str)
-        return serve_metrics(MetricsConfig(port=port), 0, host, CallMetrics(()))
+        return serve_metrics(MetricsConfig(port=port), range(port, port + 1), host, CallMetrics(()))
 
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]

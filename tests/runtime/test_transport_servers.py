@@ -35,7 +35,7 @@ class Recorded:
         self.tenant_of: TenantOf = lambda token: CLUSTER
         self.listens_at = ""
 
-    def serve(self, host: ShardHost, tenant_of: TenantOf, listen_host: str) -> Recorded:
+    def serve(self, host: ShardHost, tenant_of: TenantOf, listen_host: str, ports: range) -> Recorded:
         self.tenant_of, self.listens_at = tenant_of, listen_host
         return self
 

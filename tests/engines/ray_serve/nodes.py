@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvcluster.actors.own_ray import OBJECT_STORE_BYTES
+from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
 
 
 @contextmanager

@@ -1,0 +1,248 @@
+"""`kvcluster up --foreground` and `kvcluster up --address`: a process that keeps a cluster as it is configured.
+
+It makes passes of the reconciler until it is told to end, and says what the cluster waits for whenever that changes. It
+reads its configuration file again when that changes: a valid one is published, so that processes that start from then
+on run it. The process keeps nothing: one that starts again goes on where the last one was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcluster.actors import background, cluster, settings
+from kvcluster.actors.coordinator import with_state_dir
+from kvcluster.actors.gcs import asks_for_a_token
+from kvcluster.actors.node_memory import bytes_for_pools
+from kvcluster.actors.own_ray import own_ray, ray_of_nodes, redis_password
+from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, start_node
+from kvcluster.actors.reconciler import Reconciler, call
+from kvcluster.config import Config, differences
+from kvcluster.core.shard_scheduler import Schedule
+from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.runtime.token_file import read_token_file
+
+Say = Callable[[str], object]
+"""Prints a line for the operator."""
+
+UNAUTHENTICATED, TENANTS = "unauthenticated-ray", "several-tenants"
+ALLOWED = (UNAUTHENTICATED, TENANTS)
+"""What `--allow` names: a Ray that asks for no token, and several tenants on a Ray that others use, too."""
+
+_PASS_S = 2.0
+
+
+class Source(NamedTuple):
+    """Where the configuration comes from. `read` returns it and raises ConfigError; `path`: the file, "" for none."""
+
+    read: Callable[[], Config]
+    path: str = ""
+
+    def stamp(self) -> tuple[int, int, int]:
+        """Returns what changes when the file does."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return 0, 0, 0
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def run_local(source: Source, say: Say) -> None:
+    """Runs a cluster on a Ray of this machine alone until a signal. Raises ConfigError, or KVClusterError if Ray
+    ends."""
+    config = source.read()
+    port = background.fixed_port(config)
+    with background.alone():
+        known = background.find(port)
+        if known is not None:
+            raise ConfigError(f"a cluster runs at {known.address} already; `kvcluster down --port {port}` ends it")
+        background.check(config)
+    say(f"starting Ray, a coordinator and {_count(config)}: usually ten seconds")
+    state, given = background.state_dir(config), source
+    source = Source(lambda: with_state_dir(given.read(), state), given.path)
+    with own_ray(), background.local_head(config) as head, stopped_by_signals() as stop:
+        running = cluster.start(source.read(), detached=True)
+        background.record(config, head, running)
+        reconciler = Reconciler(source.read(), detached=True)
+        _reconcile(reconciler, config, source, say, stop, head.node.runs)
+
+
+def run_head(source: Source, node_ip: str, offers: Mapping[str, float], say: Say) -> None:
+    """Runs the head of a cluster of several nodes until a signal, and keeps the cluster as configured. `node_ip`: the
+    address of this machine that the other nodes reach. Raises ConfigError, or KVClusterError if Ray ends."""
+    config = source.read()
+    with ray_of_nodes(config), _head(config, node_ip, offers) as head:
+        address = f"{node_ip}:{config.ray.port}"
+        with background.connected(address, node_ip), stopped_by_signals() as stop:
+            say(f"Ray's head listens at {address}; on each other node: kvcluster join {address} --config FILE")
+            _adopt(config, say)
+            _reconcile(Reconciler(config, detached=True), config, source, say, stop, head.runs)
+
+
+def run_on(address: str, source: Source, allowed: frozenset[str], say: Say, *, once: bool) -> None:
+    """Keeps a cluster on the Ray at that address until a signal, or, if `once`, starts it and returns. Raises
+    ConfigError if that Ray or the configuration is not what the operator has allowed."""
+    config = source.read()
+    check_trust(config, address, allowed)
+    with background.connected(address, ""), stopped_by_signals() as stop:
+        running = settings.published(config.name)
+        if once and running is not None and (differ := differences(running, config)):
+            raise ConfigError(
+                f"cluster {config.name!r} runs there with other settings: {'; '.join(differ)}. "
+                "`kvcluster up --foreground` follows a changed configuration"
+            )
+        _adopt(config, say)
+        reconciler = Reconciler(config, detached=True)
+        if once:
+            try:
+                cluster.settle(reconciler)
+            except BaseException:
+                if running is None:
+                    reconciler.kill_all()
+                raise
+            say(f"up at {call(reconciler.coordinator.address)}: {_count(config)}")
+        else:
+            _reconcile(reconciler, config, source, say, stop, lambda: True)
+
+
+def end_on(address: str, name: str) -> bool:
+    """Ends the cluster of that name on the Ray at that address. Returns False if there is none."""
+    with background.connected(address, ""):
+        config = settings.published(name)
+        if config is None:
+            return False
+        reconciler = Reconciler(config, detached=True)
+        reconciler.look()
+        reconciler.kill_all()
+        return True
+
+
+def check_trust(config: Config, address: str, allowed: frozenset[str]) -> None:
+    """Raises ConfigError unless the operator has allowed what this Ray cannot keep apart: whoever reaches a Ray runs
+    code as any shard there."""
+    if not config.server.secret_file:
+        raise ConfigError(
+            "a cluster on a Ray that is there already needs server.secret_file: without it, its secret would lie in "
+            "Ray's store. `kvcluster token --secret` makes one"
+        )
+    if not asks_for_a_token(address) and UNAUTHENTICATED not in allowed:
+        raise ConfigError(
+            f"the Ray at {address} asks for no token: whoever reaches it can run code there as the cluster. Start Ray "
+            f"with RAY_AUTH_MODE=token, or give --allow {UNAUTHENTICATED}"
+        )
+    token_file = config.server.token_file
+    if token_file and read_token_file(token_file).tenant_count > 1 and TENANTS not in allowed:
+        raise ConfigError(
+            f"{token_file} names several tenants, and other jobs of this Ray could read the pages of all of them. Give "
+            f"the cluster a Ray of its own (`kvcluster up --foreground`), or give --allow {TENANTS}"
+        )
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and SIGINT set within the block. To be entered after this process has connected to Ray,
+    which then takes these signals for itself."""
+    stop = threading.Event()
+    before = {sig: signal.signal(sig, lambda *_: stop.set()) for sig in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for sig, handler in before.items():
+            signal.signal(sig, handler)
+
+
+@contextlib.contextmanager
+def _head(config: Config, node_ip: str, offers: Mapping[str, float]) -> Iterator[RayNode]:
+    """Starts the head of a Ray of several nodes, and ends its processes on this machine with the block."""
+    where = [*HEAD_OPTIONS, f"--node-ip-address={node_ip}", f"--port={config.ray.port}", *fixed_ports(config.ray)]
+    password = redis_password(config)
+    if password:
+        os.environ["RAY_REDIS_PASSWORD"] = password
+    shards = int(sum(offers.values()))
+    with node_folder() as folder:
+        node = start_node(folder, where, bytes_for_pools(shards=shards) if shards else 0, offers)
+        try:
+            node.wait_until_up()
+            yield node
+        finally:
+            node.end()
+
+
+@contextlib.contextmanager
+def node_folder() -> Iterator[Path]:
+    """A private folder for the files of a Ray node, with a path short enough for its sockets."""
+    with tempfile.TemporaryDirectory(prefix="kvcluster-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder, "ray")
+
+
+def _adopt(config: Config, say: Say) -> None:
+    """Publishes the configuration, and says what it changes of one that was published before."""
+    before = settings.published(config.name)
+    if before is not None and (differ := differences(before, config)):
+        say(
+            f"the configuration has changed: {'; '.join(differ)}. Processes that run keep theirs until they start again"
+        )
+    settings.publish(config)
+
+
+def _reconcile(
+    reconciler: Reconciler, config: Config, source: Source, say: Say, stop: threading.Event, runs: Callable[[], bool]
+) -> None:
+    """Makes passes until `stop` is set. Raises KVClusterError when Ray does not run any more."""
+    said, stamp, was_up = "", source.stamp(), False
+    while not stop.is_set():
+        if not runs():
+            raise KVClusterError("Ray has ended on this node; start this command again")
+        if source.stamp() != stamp:
+            stamp = source.stamp()
+            config = _read_again(source, config, reconciler, say)
+        try:
+            plan = reconciler.step()
+            line = _state(plan)
+            if not line and not was_up:
+                reconciler.wait_until_up()
+                was_up = True
+                say(f"up at {call(reconciler.coordinator.address)}: {len(reconciler.shards)} shard(s)")
+        except (ConfigError, KVClusterError) as error:
+            line = str(error)
+        if line != said:
+            say(line or "as configured")
+            said = line
+        stop.wait(_PASS_S)
+
+
+def _read_again(source: Source, config: Config, reconciler: Reconciler, say: Say) -> Config:
+    """Follows a changed file. Returns what holds from now on; an invalid file changes nothing."""
+    try:
+        changed = source.read()
+        if changed.name != config.name:
+            raise ConfigError(f"a running cluster cannot be renamed from {config.name!r} to {changed.name!r}")
+    except ConfigError as error:
+        say(f"the changed configuration is not used: {error}")
+        return config
+    _adopt(changed, say)
+    reconciler.follow(changed)
+    return changed
+
+
+def _state(plan: Schedule) -> str:
+    """Returns a line for what was done and is waited for; "" if there is nothing to say."""
+    parts = [f"starting {', '.join(start.shard for start in plan.start)}"] if plan.start else []
+    parts += [f"draining {', '.join(plan.drain)}"] if plan.drain else []
+    parts += list(plan.waiting)
+    parts += [f"the volume of {shard} on node {node} belongs to no configured shard" for shard, node in plan.orphans]
+    return "; ".join(parts)
+
+
+def _count(config: Config) -> str:
+    shards = ", ".join(
+        f"{group.shards} of group {name}" + (" a node" if group.per_node else "")
+        for name, group in config.groups.items()
+    )
+    return f"{config.shards} shard(s)" if not config.groups else f"shards: {shards}"

@@ -1,0 +1,52 @@
+"""The memory of a node: what the pools of its shards may take, and what everything beside them needs.
+
+Pools are memory files that fill when a shard starts. A machine that runs out kills a process, and not always one of
+ours, so the sum is compared with the machine's memory, or its container's limit, before anything starts.
+"""
+
+from __future__ import annotations
+
+from kvcluster.config import Config
+from kvcluster.core.shard_scheduler import pool_bytes
+from kvcluster.errors import ConfigError
+from kvcluster.pages.arena import memory_limit_bytes
+
+MIB = 2**20
+OBJECT_STORE_BYTES = 80 * MIB
+"""Pages never enter Ray's object store; this is about the smallest size that Ray accepts."""
+
+RAY_BYTES = 512 * MIB
+"""What Ray's own processes on a node take, its object store included."""
+
+PROCESS_BYTES = 256 * MIB
+"""What the process of a coordinator or a shard takes beside its pools."""
+
+_MOST_SHARE = 0.9
+"""The part of a machine's memory that a node may take in all."""
+
+
+def bytes_for_pools(limit: int | None = None, *, shards: int = 1) -> int:
+    """Returns how many bytes the pools of so many shards may take on this node. `limit`: its memory in bytes, by
+    default that of the machine or the container."""
+    limit = memory_limit_bytes() if limit is None else limit
+    return max(0, int(limit * _MOST_SHARE) - RAY_BYTES - (shards + 1) * PROCESS_BYTES)
+
+
+def checked_bytes_for_pools(config: Config, limit: int | None = None) -> int:
+    """Returns how many bytes the pools of a cluster of this machine alone may take. Raises ConfigError if they need
+    more. `limit`: as in `bytes_for_pools`."""
+    limit = memory_limit_bytes() if limit is None else limit
+    shards = sum(group.shards for group in config.shard_groups.values())
+    pools = sum(group.shards * pool_bytes(group) for group in config.shard_groups.values())
+    room = bytes_for_pools(limit, shards=shards)
+    if pools > room:
+        raise ConfigError(
+            f"{shards} shard(s) with {_gib(pools)} of pools in all do not fit: of the {_gib(limit)} that this machine "
+            f"or container has, {_gib(room)} are for pools (all but a tenth, less what the processes take). Give fewer "
+            "shards, or smaller device_bytes and host_bytes"
+        )
+    return room
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -1,0 +1,181 @@
+"""A node of Ray as a session of processes: started, watched and ended as a whole.
+
+`ray start --block` leads the session. Ending it ends these processes and nothing else: it does not touch other Rays of
+the machine, and since each node keeps its files in a folder of its own, other Rays and `ray stop` never take it for
+theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
+from kvcluster.config import RayConfig
+from kvcluster.config.ports import parse_ports
+from kvcluster.errors import KVClusterError
+
+START_S = 60.0
+_GRACE_S = 1.0
+_STOP_S = 20.0
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+_STARTED = "Ray runtime started"
+
+
+class RayNode(NamedTuple):
+    """A node that was started. `pid`: of its session's leader. `folder`: holds its sockets and logs."""
+
+    pid: int
+    folder: Path
+
+    def runs(self) -> bool:
+        return started(self.pid) is not None
+
+    def last_words(self) -> str:
+        """Returns the last line of its log."""
+        return _said(self.folder).strip().rpartition("\n")[2]
+
+    def wait_until_up(self) -> None:
+        """Raises KVClusterError if it ends, or does not come up within START_S."""
+        give_up = time.monotonic() + START_S
+        while time.monotonic() < give_up:
+            if not self.runs():
+                log = log_of(self.folder)
+                raise KVClusterError(f"Ray ended while it started; the last line of its log {log}: {self.last_words()}")
+            if _STARTED in _said(self.folder):
+                return
+            time.sleep(0.1)
+        raise KVClusterError(f"Ray did not start within {START_S:.0f} s; its log is {log_of(self.folder)}")
+
+    def end(self) -> None:
+        end_session(self.pid)
+
+
+def start_node(
+    folder: Path, where: Sequence[str], memory: int, resources: Mapping[str, float] | None = None
+) -> RayNode:
+    """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
+    it joins. `memory`: bytes that actors may claim. Signals that end this process wait until the node is known."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *where]
+    command += [f"--temp-dir={folder}"]
+    # Only what the actors need. They take none of Ray's CPUs; for each CPU Ray would keep a process ready.
+    command += ["--num-cpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--memory={memory}"]
+    if resources:
+        offered = ", ".join(f'"{name}": {amount}' for name, amount in resources.items())
+        command += ["--resources={" + offered + "}"]
+    folder.mkdir(exist_ok=True)
+    with _uninterrupted():
+        return RayNode(_spawn(command, log_of(folder)), folder)
+
+
+def fixed_ports(ray: RayConfig) -> list[str]:
+    """Returns the options of `ray start` by which a node uses the configured ports only."""
+    names = ("node-manager", "object-manager", "runtime-env-agent", "dashboard-agent-grpc", "dashboard-agent-listen")
+    ports = parse_ports(ray.node_ports, "ray.node_ports")
+    options = [f"--{name}-port={port}" for name, port in zip((*names, "metrics-export"), ports, strict=False)]
+    workers = parse_ports(ray.worker_ports, "ray.worker_ports")
+    return [*options, f"--min-worker-port={workers.start}", f"--max-worker-port={workers.stop - 1}"]
+
+
+HEAD_OPTIONS = ("--head", "--include-dashboard=false", "--include-log-monitor=false")
+
+
+def free_port() -> int:
+    """Returns a port of loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def log_of(folder: Path) -> Path:
+    """Returns the log of the node whose files lie in this folder."""
+    return folder / "head.log"
+
+
+def _said(folder: Path) -> str:
+    try:
+        return log_of(folder).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _spawn(command: list[str], log: Path) -> int:
+    """Starts a process that leads a session of its own, and returns its id."""
+    # Not subprocess, whose objects expect to wait for the process that they started.
+    return os.posix_spawn(
+        command[0],
+        command,
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Delays Ctrl-C and SIGTERM until the end of the block: a process that is started in it is known by then, and can
+    be ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python delivers signals to the main thread only
+        return
+    came: list[int] = []
+    handlers = [(sig, signal.signal(sig, lambda number, _: came.append(number))) for sig in _ENDING]
+    try:
+        yield
+    finally:
+        for sig, handler in handlers:
+            signal.signal(sig, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def end_session(leader: int) -> None:
+    """Sends SIGTERM to all processes of a session, and SIGKILL soon after: they hold nothing but memory, and Ray's head
+    is slow to end. Returns when they are gone, or after _STOP_S."""
+    for sig, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _STOP_S)):
+        for pid in _session(leader):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sig)
+        give_up = time.monotonic() + patience_s
+        while time.monotonic() < give_up:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(leader, os.WNOHANG)  # it may be a child of this process
+            if not _session(leader):
+                return
+            time.sleep(0.05)
+
+
+def started(pid: int) -> int | None:
+    """Returns when a process began, in clock ticks since boot; None if it does not exist."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def _session(leader: int) -> list[int]:
+    """Returns the living processes of a session. Ray gives its workers process groups of their own, but no sessions."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if (fields := _stat(pid)) is not None and int(fields[3]) == leader]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Returns the fields of /proc/PID/stat after the name, from the state on; None if the process does not run (any
+    more)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else fields

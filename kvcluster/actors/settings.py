@@ -1,0 +1,96 @@
+"""What the processes of a cluster share through Ray's key-value store: the configuration, addresses and epochs.
+
+An actor is given the name of its cluster and reads the configuration when it starts, so that one that starts again runs
+what was published last. The store lives as long as Ray's head, and longer if that keeps its state in Redis. Secrets are
+in files; only the secret of a cluster that has no file, on a Ray of one process, is in the store.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from ray.experimental import internal_kv as kv
+
+from kvcluster.config import Config, as_values, load
+from kvcluster.core.ids import Epoch
+from kvcluster.errors import ConfigError
+from kvcluster.runtime.secret_file import ACTORS, derived_key
+
+SPACE = b"kvcluster"
+_CONFIG, _SECRET, _REPORTS, _HOMES = "config", "secret", "report-address", "homes"
+LEAVING = "leaving"
+
+
+def publish(config: Config, secret: str = "") -> None:
+    """Stores the configuration under the cluster's name. `secret`: of a cluster without a secret file."""
+    _put(config.name, _CONFIG, json.dumps(as_values(config)))
+    if secret:
+        _put(config.name, _SECRET, secret)
+
+
+def published(cluster: str) -> Config | None:
+    """Returns the configuration that was published last; None if there is no such cluster."""
+    text = _get(cluster, _CONFIG)
+    return None if text is None else load(overrides=json.loads(text))
+
+
+def read_settings(cluster: str) -> tuple[Config, str]:
+    """Returns the configuration and the secret of the cluster's actors. Raises ConfigError if there is no such cluster
+    or if its secret file cannot be used on this node."""
+    config = published(cluster)
+    if config is None:
+        raise ConfigError(f"no configuration of a cluster {cluster!r} has been published on this Ray")
+    if config.server.secret_file:
+        return config, derived_key(config.server.secret_file, ACTORS)
+    return config, _get(cluster, _SECRET) or ""
+
+
+def forget(cluster: str) -> None:
+    """Removes everything about the cluster."""
+    for key in kv._internal_kv_list(f"{cluster}/".encode(), namespace=SPACE):
+        kv._internal_kv_del(key, namespace=SPACE)
+
+
+def next_epoch(cluster: str, process: str) -> Epoch:
+    """Returns an epoch above all that this process has had on this Ray, whatever the clocks of its nodes say."""
+    last = _get(cluster, f"epoch/{process}")
+    epoch = max(time.time_ns(), int(last or 0) + 1)
+    _put(cluster, f"epoch/{process}", str(epoch))
+    return Epoch(epoch)
+
+
+def announce_reports(cluster: str, address: str) -> None:
+    """Stores the address to which shards report now."""
+    _put(cluster, _REPORTS, address)
+
+
+def report_address(cluster: str) -> str:
+    """Returns the address to which shards report now; "" while no coordinator has announced one."""
+    return _get(cluster, _REPORTS) or ""
+
+
+def remember_homes(cluster: str, homes: dict[str, str]) -> None:
+    """Stores which node each volume was last seen on, by shard."""
+    _put(cluster, _HOMES, json.dumps(homes))
+
+
+def remembered_homes(cluster: str) -> dict[str, str]:
+    """Returns what `remember_homes` has stored."""
+    text = _get(cluster, _HOMES)
+    return {} if text is None else {str(shard): str(node) for shard, node in json.loads(text).items()}
+
+
+def leaving_nodes(cluster: str) -> frozenset[str]:
+    """Returns the ids of the nodes that have said that they are about to end."""
+    prefix = f"{cluster}/{LEAVING}/".encode()
+    return frozenset(key[len(prefix) :].decode() for key in kv._internal_kv_list(prefix, namespace=SPACE))
+
+
+def _put(cluster: str, key: str, value: str) -> None:
+    kv._internal_kv_put(f"{cluster}/{key}".encode(), value.encode(), overwrite=True, namespace=SPACE)
+
+
+def _get(cluster: str, key: str) -> str | None:
+    value: bytes | None = kv._internal_kv_get(f"{cluster}/{key}".encode(), namespace=SPACE)
+    return None if value is None else value.decode()
