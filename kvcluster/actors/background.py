@@ -24,7 +24,7 @@ from kvcluster.actors import cluster
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.node_memory import checked_bytes_for_pools
 from kvcluster.actors.own_ray import own_ray
-from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, end_session, free_port, start_node, started
+from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, end_session, free_port, start_node, started, uninterrupted
 from kvcluster.config import Config, as_values, differences, load
 from kvcluster.errors import ConfigError
 
@@ -121,9 +121,9 @@ def local_head(config: Config) -> Iterator[LocalHead]:
     where = [*HEAD_OPTIONS, "--node-ip-address=127.0.0.1", f"--port={port}", f"--ray-client-server-port={free_port()}"]
     head: LocalHead | None = None
     try:
-        head = LocalHead(
-            start_node(folder, where, checked_bytes_for_pools(config), offered(config)), f"127.0.0.1:{port}"
-        )
+        memory = checked_bytes_for_pools(config)
+        with uninterrupted():
+            head = LocalHead(start_node(folder, where, memory, offered(config)), f"127.0.0.1:{port}")
         head.node.wait_until_up()
         with connected(head.address, "127.0.0.1", folder):
             yield head

@@ -21,7 +21,7 @@ from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.gcs import asks_for_a_token
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import own_ray, ray_of_nodes, redis_password
-from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, start_node
+from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, start_node, uninterrupted
 from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.config import Config, differences
 from kvcluster.core.shard_scheduler import Schedule
@@ -166,12 +166,15 @@ def _head(config: Config, node_ip: str, offers: Mapping[str, float]) -> Iterator
         os.environ["RAY_REDIS_PASSWORD"] = password
     shards = int(sum(offers.values()))
     with node_folder() as folder:
-        node = start_node(folder, where, bytes_for_pools(shards=shards) if shards else 0, offers)
+        node: RayNode | None = None
         try:
+            with uninterrupted():
+                node = start_node(folder, where, bytes_for_pools(shards=shards) if shards else 0, offers)
             node.wait_until_up()
             yield node
         finally:
-            node.end()
+            if node is not None:
+                node.end()
 
 
 @contextlib.contextmanager

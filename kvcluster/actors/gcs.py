@@ -73,4 +73,5 @@ def _ask(address: str, token: str) -> Any:
 def _no_ray(address: str, error: Any) -> NoReturn:
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         raise ConfigError(f"what listens at {address} is not the head of a Ray; give its ray.port") from None
-    raise Unreachable(f"no Ray answers at {address}: {error.details() or error.code().name}") from None
+    why = str(error.details() or error.code().name).rpartition(": ")[2]
+    raise Unreachable(f"no Ray answers at {address}: {why}") from None

@@ -20,7 +20,7 @@ from kvcluster.actors.foreground import Say, node_folder, stopped_by_signals
 from kvcluster.actors.gcs import NodeNotes, check_head
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import ray_of_nodes
-from kvcluster.actors.ray_node import RayNode, fixed_ports, start_node
+from kvcluster.actors.ray_node import RayNode, fixed_ports, start_node, uninterrupted
 from kvcluster.config import Config
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
 from kvcluster.runtime.secret_file import RAY, derived_key
@@ -72,8 +72,10 @@ def _run_node(config: Config, joining: Joining, say: Say, stop: threading.Event)
     memory = joining.memory or bytes_for_pools(shards=shards)
     where = [f"--address={joining.head}", f"--node-ip-address={node_ip}", *fixed_ports(config.ray), *_labels(joining)]
     with node_folder() as folder:
-        node = start_node(folder, where, memory, joining.offers)
+        node: RayNode | None = None
         try:
+            with uninterrupted():
+                node = start_node(folder, where, memory, joining.offers)
             node.wait_until_up()
             say(f"joined {joining.head} as {node_ip}, with {memory / 2**30:.2f} GiB for pools")
             while node.runs() and not stop.wait(_LOOK_S):
@@ -83,7 +85,8 @@ def _run_node(config: Config, joining: Joining, say: Say, stop: threading.Event)
             elif not stop.is_set():
                 say(f"Ray has ended on this node: {node.last_words()}")
         finally:
-            node.end()
+            if node is not None:
+                node.end()
 
 
 def _leave(config: Config, joining: Joining, node_ip: str, node: RayNode, say: Say) -> None:

@@ -63,7 +63,7 @@ def start_node(
     folder: Path, where: Sequence[str], memory: int, resources: Mapping[str, float] | None = None
 ) -> RayNode:
     """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
-    it joins. `memory`: bytes that actors may claim. Signals that end this process wait until the node is known."""
+    it joins. `memory`: bytes that actors may claim. To be called within `uninterrupted`."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *where]
     command += [f"--temp-dir={folder}"]
     # Only what the actors need. They take none of Ray's CPUs; for each CPU Ray would keep a process ready.
@@ -72,8 +72,7 @@ def start_node(
         offered = ", ".join(f'"{name}": {amount}' for name, amount in resources.items())
         command += ["--resources={" + offered + "}"]
     folder.mkdir(exist_ok=True)
-    with _uninterrupted():
-        return RayNode(_spawn(command, log_of(folder)), folder)
+    return RayNode(_spawn(command, log_of(folder)), folder)
 
 
 def fixed_ports(ray: RayConfig) -> list[str]:
@@ -125,7 +124,7 @@ def _spawn(command: list[str], log: Path) -> int:
 
 
 @contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Delays Ctrl-C and SIGTERM until the end of the block: a process that is started in it is known by then, and can
     be ended."""
     if threading.current_thread() is not threading.main_thread():

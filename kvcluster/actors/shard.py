@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 import time
 
@@ -33,6 +32,7 @@ from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Transport
 from kvcluster.transport.first_free import first_free
 from kvcluster.transport.grpc_pages import page_handlers
+from kvcluster.transport.here import here
 from kvcluster.transport.rpc import RpcHandler
 from kvcluster.wire.methods import SHARD
 
@@ -67,7 +67,7 @@ class ShardActor:
             next_epoch(cluster, shard),
             config,
             address=self._server.address,
-            host=socket.gethostname(),
+            host=here(),
             tell=self._coordinator.report,
             open_source=self._open_source,
             on_end=self._leave,

@@ -183,13 +183,15 @@ def _down(options: argparse.Namespace) -> int:
     with needs("cluster", "ray"):
         from kvcluster.actors import background, foreground
     if options.address:
-        ended, where = foreground.end_on(options.address, options.name), f"named {options.name!r} at {options.address}"
+        ended = foreground.end_on(options.address, options.name)
+        where = f"at {options.address} under the name {options.name!r}"
     else:
-        ended, where = background.down(options.port), f"that `kvcluster up` started on port {options.port}"
+        ended = background.down(options.port)
+        where = f"on port {options.port}"
     if ended:
         print("down")
         return 0
-    print(f"nothing to stop: there is no cluster {where} that still runs", file=sys.stderr)
+    print(f"nothing to stop: `kvcluster up` started nothing {where} that still runs", file=sys.stderr)
     return 1
 
 

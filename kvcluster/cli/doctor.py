@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
@@ -30,6 +29,7 @@ from kvcluster.pages import native
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.grpc_pages import GrpcPages
+from kvcluster.transport.here import here as this_place
 from kvcluster.transport.path_selector import Opener, not_offered, not_taken, offer_of, said, try_path
 from kvcluster.transport.rpc import Connection
 from kvcluster.transports import BESIDE_GRPC, BY_NAME
@@ -67,7 +67,7 @@ def examine(
     address: str, token: str | None, *, openers: Mapping[str, Opener] = OPENERS, here: str | None = None
 ) -> dict[str, Any]:
     """Returns all findings as plain values for JSON. `healthy` is True if every shard can be reached from here."""
-    here = socket.gethostname() if here is None else here
+    here = this_place() if here is None else here
     coordinator, status = _examine_coordinator(address, token)
     shards = [_examine_shard(shard, token, openers, here) for shard in status.get("shards", ())]
     found = {

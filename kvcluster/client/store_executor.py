@@ -5,7 +5,6 @@ One thread drives each exchange, and gathers its pages from the caller's memory 
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -40,6 +39,7 @@ from kvcluster.core.placement import run_start
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.here import here
 
 _END_TICKET_MS = 1_000
 """Time for ending a ticket, independent of the store's deadline: the ticket of a store that ran out of time must be
@@ -128,7 +128,7 @@ class StoreExecutor:
         try:
             attached = self._control.attach(self._spec, self._deadline)
             asked = True
-            prepare = prepare_store(self._terms, attached, self._tokens, socket.gethostname())
+            prepare = prepare_store(self._terms, attached, self._tokens, here())
             grant = self._control.ask(StoreGrant, self._spec, prepare, self._deadline)
             return StoreGranted(self._control.namespace(self._spec, self._deadline), grant)
         except BaseException as error:

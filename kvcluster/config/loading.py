@@ -6,6 +6,7 @@ integer milliseconds, sizes integer bytes or text such as "4GiB".
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
 
 def as_values(config: Config) -> dict[str, Any]:
     """Returns the nested mapping of which `load` makes this configuration again, for JSON."""
-    values = asdict(config)
+    values: dict[str, Any] = json.loads(json.dumps(asdict(config)))
     if not values["groups"]:
         del values["groups"]
     return values

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcluster.core.ids import BlockHash, ShardId
+from kvcluster.core.locality import may_share_memory, same_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,14 @@ def run_start(depth: int, run_blocks: int) -> int:
 
 
 def choose(run: BlockHash, candidates: Sequence[Candidate], host: str) -> Candidate | None:
-    """Returns the shard for the run whose first hash is `run`: one on the asking worker's `host` if any there is
-    available, otherwise any available one, or None.
+    """Returns the shard for the run whose first hash is `run`: one that may share memory with the asking worker at
+    `host` if any such is available, otherwise one on its node, otherwise any available one, or None.
 
     The result is the same in every process and for every order of the candidates. An empty `host` matches no shard.
     """
     possible = [candidate for candidate in candidates if candidate.available and candidate.weight_bytes > 0]
-    near = [candidate for candidate in possible if host and candidate.host == host]
+    sharing = [candidate for candidate in possible if may_share_memory(candidate.host, host)]
+    near = sharing or [candidate for candidate in possible if same_node(candidate.host, host)]
     return min(near or possible, key=lambda candidate: (_arrival(run, candidate), candidate.shard), default=None)
 
 

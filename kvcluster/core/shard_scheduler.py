@@ -133,6 +133,8 @@ def _of_group(
     target = wanted(group, room.values())
     awaited = {shard: node for shard, node in absent.items() if group_of(shard) == name}
     awaited = {shard: node for shard, node in awaited.items() if all(each.shard != shard for each in own)}
+    if not target:
+        return Schedule(kill=tuple(each.shard for each in staying), waiting=(_no_node(name, group),))
     if len(staying) > target:
         surplus = staying[target:]
         return Schedule(
@@ -178,7 +180,7 @@ def _home(shard: ShardId, group: GroupConfig, room: Mapping[str, Node], placed: 
     if nodes:
         return f"{shard} waits for {needs(group)} on node {nodes[0].name}, where its volume lies"
     if room and not any(_offers(node, group) for node in room.values()):
-        return f"a shard of group {group_of(shard)} waits for a node with {needs(group)}: no node is of that kind"
+        return _no_node(group_of(shard), group)
     if room and not any(_fits(node.total, node, group) for node in room.values()):
         largest = max(node.total.get(MEMORY, 0.0) for node in room.values())
         return (
@@ -186,6 +188,10 @@ def _home(shard: ShardId, group: GroupConfig, room: Mapping[str, Node], placed: 
             f"none is large enough; the largest has {_gib(largest)} of memory for pools"
         )
     return f"a shard of group {group_of(shard)} waits for a node with {needs(group)}"
+
+
+def _no_node(name: str, group: GroupConfig) -> str:
+    return f"a shard of group {name} waits for a node with {needs(group)}: no node is of that kind"
 
 
 def _merged(sentences: Iterable[str]) -> Iterator[str]:

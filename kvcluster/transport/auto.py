@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import socket
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from kvcluster.transport.base import (
     Unavailable,
 )
 from kvcluster.transport.grpc_pages import GrpcPages
+from kvcluster.transport.here import here as this_place
 from kvcluster.transport.path_selector import ControlPath, Opener, PathSelector, said
 from kvcluster.transport.shm_views import BorrowedPages, Lends, NotLent
 from kvcluster.transports import BESIDE_GRPC, TransportSpec
@@ -74,7 +74,7 @@ class AutoTransport:
             openers,
             token=token,
             takes=takes,
-            here=socket.gethostname() if here is None else here,
+            here=this_place() if here is None else here,
             next_attempt=next_attempt,
             clock=clock,
         )

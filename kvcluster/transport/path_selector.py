@@ -19,6 +19,7 @@ from typing import Protocol
 
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import HASH_BYTES, Attempt, Epoch, NamespaceId
+from kvcluster.core.locality import may_share_memory, same_node
 from kvcluster.core.messages import Offer, Offers, ReadRequest, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
@@ -271,8 +272,9 @@ def not_offered(transport: str, offers: Offers, shard_host: str, here: str) -> s
     if not any(offer.transport == transport for offer in offers.offers):
         return dict(offers.refused).get(transport) or "not offered by the shard"
     spec, offer = BY_NAME[transport], offer_of(transport, offers)
-    if spec.same_host and shard_host != here:
-        return f"another host: the shard is on {shard_host}, and this is {here}"
+    if spec.same_host and not may_share_memory(shard_host, here):
+        apart = "another network namespace" if same_node(shard_host, here) else "another host"
+        return f"{apart}: the shard is on {shard_host}, and this is {here}"
     if offer.version != spec.version:
         return f"the shard speaks version {offer.version} of it, and this client version {spec.version}"
     return None

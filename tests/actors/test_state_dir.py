@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ import ray
 
 import kvcluster
 from kvcluster.actors import background, cluster
-from kvcluster.actors.background import Running
+from kvcluster.actors.background import LocalHead
 from kvcluster.actors.coordinator import with_state_dir
+from kvcluster.actors.ray_node import RayNode
 from kvcluster.config import Config, load
 
 
@@ -19,6 +22,7 @@ class Started:
     """In place of a cluster that was started: remembers what it was given."""
 
     address = "127.0.0.1:7070"
+    shards = (1,)
 
     def __init__(self) -> None:
         self.folders: list[Path] = []
@@ -53,11 +57,16 @@ def test_an_embedded_cluster_has_a_folder_until_its_block_ends(
 def test_a_background_cluster_has_a_folder_until_it_is_taken_down(
     started: Started, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def start(config: Config) -> Running:
+    def start(config: Config, *, detached: bool) -> Started:
         (started.start(config).folders[-1]).mkdir()
-        return Running(started.address, 1, 1, 1)
+        return started
 
-    monkeypatch.setattr(background, "_start", start)
+    @contextmanager
+    def no_head(config: Config) -> Iterator[LocalHead]:
+        yield LocalHead(RayNode(1, tmp_path), "127.0.0.1:6379")
+
+    monkeypatch.setattr(cluster, "start", start)
+    monkeypatch.setattr(background, "local_head", no_head)
     background.up(load(overrides={"server": {"port": 7070}}))
     (folder,) = started.folders
     assert folder.parent.parent == tmp_path

@@ -30,7 +30,7 @@ from kvcluster.transport.base import Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.rpc import Connection
-from kvcluster.transport.tcp_pages import TcpServer, open_path
+from kvcluster.transport.tcp_pages import TcpServer, open_path, serve
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from tests.transport.frail import Frail
 
@@ -63,7 +63,7 @@ class Served:
 
     def _offer(self, name: str, host: ShardHost) -> None:
         """What this shard would tell of itself, were it a process of its own."""
-        paths = serve_paths(host, self.auth, ServerConfig(), "127.0.0.1", {"tcp": TcpServer})
+        paths = serve_paths(host, self.auth, ServerConfig(), "127.0.0.1", {"tcp": serve})
         self._closing.append(paths.close)
         (tcp,) = paths.servers
         assert isinstance(tcp, TcpServer)

@@ -40,7 +40,7 @@ SHAPES = [
     (2, 2, FRAME),
     (3, 2, FRAME + 1),
     (2, 2, 5 * FRAME),
-    (4_096, 1, 24),
+    (2_048, 1, 24),
 ]
 """Pages, layers, bytes of a layer: many layers in a frame, exactly one, several frames for a layer, and thousands of
 pages in a call."""
