@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcluster.actors import settings
+from kvcluster.actors.listening import bound_socket
 from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch
@@ -87,18 +87,3 @@ def _ports(config: Config) -> tuple[int, int]:
         bound_socket(server.host, server.report_port, "server.report_port") as report_port,
     ):
         return port.getsockname()[1], report_port.getsockname()[1]
-
-
-def bound_socket(host: str, port: int, setting: str) -> socket.socket:
-    """Returns a socket that is bound to that port and does not listen. Raises ConfigError if the port is in use."""
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}. "
-            f"Choose another port ({setting}), or stop what listens there"
-        ) from None
-    return bound

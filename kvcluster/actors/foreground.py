@@ -19,6 +19,7 @@ from typing import NamedTuple
 from kvcluster.actors import background, cluster, settings
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.gcs import asks_for_a_token
+from kvcluster.actors.listening import bound_socket
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import own_ray, ray_of_nodes, redis_password
 from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, start_node, uninterrupted
@@ -160,7 +161,9 @@ def stopped_by_signals() -> Iterator[threading.Event]:
 @contextlib.contextmanager
 def _head(config: Config, node_ip: str, offers: Mapping[str, float]) -> Iterator[RayNode]:
     """Starts the head of a Ray of several nodes, and ends its processes on this machine with the block."""
-    where = [*HEAD_OPTIONS, f"--node-ip-address={node_ip}", f"--port={config.ray.port}", *fixed_ports(config.ray)]
+    bound_socket(node_ip, config.ray.port, "ray.port").close()
+    where = [*HEAD_OPTIONS, f"--node-ip-address={node_ip}", f"--port={config.ray.port}"]
+    where += fixed_ports(config.ray, node_ip)
     password = redis_password(config)
     if password:
         os.environ["RAY_REDIS_PASSWORD"] = password

@@ -70,7 +70,12 @@ def _run_node(config: Config, joining: Joining, say: Say, stop: threading.Event)
     node_ip = joining.node_ip or address_towards(joining.head)
     shards = max(1, int(sum(joining.offers.values())))
     memory = joining.memory or bytes_for_pools(shards=shards)
-    where = [f"--address={joining.head}", f"--node-ip-address={node_ip}", *fixed_ports(config.ray), *_labels(joining)]
+    where = [
+        f"--address={joining.head}",
+        f"--node-ip-address={node_ip}",
+        *fixed_ports(config.ray, node_ip),
+        *_labels(joining),
+    ]
     with node_folder() as folder:
         node: RayNode | None = None
         try:

@@ -23,12 +23,12 @@ from kvcluster.runtime.malloc_env import ENVIRONMENT
 from kvcluster.runtime.secret_file import RAY, derived_key
 
 HEALTH_CHECKS = {
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "500",
-    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1500",
+    "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
-"""How Ray's head finds out within 5 s that a node hangs or is cut off, where by default it takes 14. A Ray of one node
+"""How Ray's head finds out within 8 s that a node hangs or is cut off, where by default it takes 14. A Ray of one node
 has nothing to gain, and a false alarm would end it."""
 
 _HEAD_LOST_S = 600

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from kvcluster.actors.listening import bound_socket
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
 from kvcluster.config import RayConfig
 from kvcluster.config.ports import parse_ports
@@ -75,15 +76,21 @@ def start_node(
     return RayNode(_spawn(command, log_of(folder)), folder)
 
 
-def fixed_ports(ray: RayConfig) -> list[str]:
-    """Returns the options of `ray start` by which a node uses the configured ports only."""
-    names = ("node-manager", "object-manager", "runtime-env-agent", "dashboard-agent-grpc", "dashboard-agent-listen")
-    ports = parse_ports(ray.node_ports, "ray.node_ports")
-    options = [f"--{name}-port={port}" for name, port in zip((*names, "metrics-export"), ports, strict=False)]
+def fixed_ports(ray: RayConfig, node_ip: str) -> list[str]:
+    """Returns the options of `ray start` by which a node at this address uses the configured ports only. Raises
+    ConfigError if one is in use."""
+    ports = dict(zip(_NODE_PORTS, parse_ports(ray.node_ports, "ray.node_ports"), strict=False))
+    for port in ports.values():
+        bound_socket(node_ip, port, "ray.node_ports").close()
     workers = parse_ports(ray.worker_ports, "ray.worker_ports")
+    options = [f"--{name}-port={port}" for name, port in ports.items()]
     return [*options, f"--min-worker-port={workers.start}", f"--max-worker-port={workers.stop - 1}"]
 
 
+_NODE_PORTS = (
+    *("node-manager", "object-manager", "runtime-env-agent"),
+    *("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export"),
+)
 HEAD_OPTIONS = ("--head", "--include-dashboard=false", "--include-log-monitor=false")
 
 

@@ -25,8 +25,8 @@ from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
 from kvcluster.config import load
 from kvcluster.runtime.auth import digest, new_token
 from tests.actors.processes import session, title
-from tests.chaos.netns import Network
 from tests.chaos.niceness import NODE, set_niceness
+from tests.hosts.netns import Network
 from tests.ports import free_port
 from tests.waiting import eventually
 

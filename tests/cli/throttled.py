@@ -1,6 +1,6 @@
 """A cluster at the other end of a link whose rate a test sets, and whatever is run at this end.
 
-`Namespaces` is the whole: two hosts of a network of their own (tests/chaos/netns.py), and what the cluster's host sends
+`Namespaces` is the whole: two hosts of a network of their own (tests/hosts/netns.py), and what the cluster's host sends
 goes through a token bucket of the kernel. `OneHost` is for machines that give us none: loopback, and a relay of our own
 before the shard that passes on what it sends no faster. Either way a cluster of tests/cli/served.py.
 """

@@ -17,6 +17,7 @@ from pathlib import Path
 
 _PREFIX = "kvchaos"
 _SWITCH = "switch"
+_NOWHERE = "10.203.0.254"
 
 
 def missing() -> str:
@@ -60,6 +61,8 @@ class Network:
                 _run("ip", "-n", _name(host), "addr", "add", f"{address}/24", "dev", "eth0")
                 _run("ip", "-n", _name(host), "link", "set", "eth0", "up")
                 _run("ip", "-n", _name(host), "link", "set", "lo", "up")
+                # As on real machines there is a way out, by which a process finds its own address. It leads nowhere.
+                _run("ip", "-n", _name(host), "route", "add", "default", "via", _NOWHERE)
         except BaseException:
             self.close()
             raise
@@ -79,6 +82,18 @@ class Network:
     def pids(self, host: str) -> list[int]:
         """Every process of that host."""
         return _pids(_name(host))
+
+    def move(self, address: str, host: str) -> None:
+        """Gives that further address to this host alone, as the address of a service moves."""
+        for each in self.addresses:
+            subprocess.run(
+                ["ip", "-n", _name(each), "addr", "del", f"{address}/24", "dev", "eth0"],
+                check=False,
+                capture_output=True,
+            )
+        _run("ip", "-n", _name(host), "addr", "add", f"{address}/24", "dev", "eth0")
+        for each in self.addresses:
+            subprocess.run(["ip", "-n", _name(each), "neigh", "flush", "to", address], check=False, capture_output=True)
 
     def cut(self, sender: str, hearer: str) -> None:
         """Nothing that `sender` sends reaches `hearer` any more; the other way is as it was."""

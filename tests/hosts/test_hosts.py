@@ -1,0 +1,121 @@
+"""A cluster of several hosts, each a network namespace, started by the commands that docs/operations.md prints.
+
+The tests of one cluster run in order, each on what the one before has left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.hosts import Cluster
+from tests.hosts.netns import missing
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+if why := missing():
+    pytest.skip(why, allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """The head and two nodes with a shard each."""
+    with Cluster() as cluster:
+        cluster.up()
+        cluster.join("one")
+        cluster.join("two")
+        cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"])
+        yield cluster
+
+
+def test_what_one_host_stores_another_loads_over_the_network(cluster: Cluster) -> None:
+    assert cluster.worker("one", "store", 0, 2)["stored"] == 32
+    found = cluster.worker("two", "load", 0, 2)
+    assert (found["blocks"], found["wrong"]) == (32, 0)
+    assert cluster.worker("worker", "load", 0, 2)["blocks"] == 32
+
+
+def test_the_doctor_of_any_host_reaches_every_shard(cluster: Cluster) -> None:
+    said = cluster.kvcluster("worker", "doctor", "--address", f"{cluster.address}:7070", "--json")
+    assert '"healthy": true' in said
+    assert "another network namespace" in said  # why it does not share memory: these hosts are one machine
+
+
+def test_a_second_head_on_the_same_ports_is_refused_by_name(cluster: Cluster) -> None:
+    config = str(cluster.folder / "cluster.toml")
+    said = cluster.kvcluster("head", "up", "--foreground", "--config", config, status=1)
+    assert f"cannot listen on {cluster.address}:6379: Address already in use" in said
+    assert cluster.shards()
+
+
+def test_a_node_with_another_secret_is_a_stranger(cluster: Cluster) -> None:
+    other, secret = cluster.folder / "other.toml", cluster.folder / "other-secret"
+    secret.write_text("x" * 40, encoding="ascii")
+    secret.chmod(0o600)
+    text = (cluster.folder / "cluster.toml").read_text(encoding="utf-8")
+    other.write_text(text.replace(f"{cluster.folder}/secret", str(secret)), encoding="utf-8")
+    said = cluster.kvcluster("spare", "join", cluster.address, "--config", str(other), status=1)
+    assert "does not know this node: server.secret_file differs" in said
+    said = cluster.kvcluster("spare", "join", f"{cluster.address}:7070", "--config", str(other), status=1)
+    assert "is not the head of a Ray" in said
+    assert cluster.network.pids("spare") == []
+
+
+def test_a_node_that_is_killed_loses_its_shard_and_nothing_else(cluster: Cluster) -> None:
+    cluster.kill("two")
+    cluster.wait_shards(lambda shards: list(shards.values()) == ["one"])
+    assert cluster.worker("one", "load", 0, 2)["wrong"] == 0
+    cluster.join("two")
+    cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"])
+
+
+def test_a_node_that_was_cut_off_joins_again_when_the_link_is_back(cluster: Cluster) -> None:
+    for pair in (("head", "one"), ("one", "head")):
+        cluster.network.cut(*pair)
+    cluster.wait_shards(lambda shards: list(shards.values()) == ["two"])
+    cluster.wait_said("head", f"address: {cluster.network.addresses['one']} and node name")  # Ray gives it up, too
+    for pair in (("head", "one"), ("one", "head")):
+        cluster.network.heal(*pair)
+    cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"], 150)
+    assert cluster.said("one").count("joined ") == 2
+
+
+def test_a_node_that_leaves_hands_its_pages_to_its_replacement(cluster: Cluster) -> None:
+    stored = cluster.worker("worker", "store", 10, 18)["stored"]
+    assert stored == 128
+    cluster.join("spare")
+    cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "spare", "two"])
+    assert cluster.end("one") == 0
+    assert "left: every shard of this node has drained" in cluster.said("one")
+    cluster.wait_shards(lambda shards: sorted(shards.values()) == ["spare", "two"])
+    found = cluster.worker("worker", "load", 10, 18)
+    assert (found["blocks"], found["wrong"]) == (128, 0)
+    assert cluster.network.pids("one") == []
+
+
+def test_a_changed_configuration_is_followed_and_an_invalid_one_is_not(cluster: Cluster) -> None:
+    cluster.configure("", {"per_node = true ": "per_node = 3 "})
+    cluster.wait_said("head", "the changed configuration is not used: groups.shard.per_node must be of type bool")
+    cluster.configure("", {"per_node = true ": "shards = 1 "})
+    cluster.wait_said("head", "the configuration has changed: groups.shard.per_node is True, not False")
+    cluster.wait_shards(lambda shards: len(shards) == 1)
+    assert cluster.worker("worker", "load", 10, 18)["wrong"] == 0
+
+
+def test_pools_that_are_too_large_for_a_node_are_named(cluster: Cluster) -> None:
+    cluster.configure("", {"20GiB": "900GiB", "per_node = true ": "shards = 2 "})
+    cluster.wait_said("head", "none is large enough; the largest has ")
+    assert len(cluster.shards()) == 1
+    cluster.configure("")
+    cluster.wait_shards(lambda shards: sorted(shards.values()) == ["spare", "two"])
+
+
+def test_the_end_of_the_head_leaves_nothing_behind(cluster: Cluster) -> None:
+    for host in ("spare", "two"):
+        os.kill(cluster.processes[host].pid, signal.SIGTERM)
+    for host in ("spare", "two"):
+        assert cluster.processes[host].wait(60) == 0
+    assert cluster.end("head") == 0
+    assert [cluster.network.pids(host) for host in ("head", "spare", "two")] == [[], [], []]
