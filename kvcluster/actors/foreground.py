@@ -164,9 +164,8 @@ def _head(config: Config, node_ip: str, offers: Mapping[str, float]) -> Iterator
     bound_socket(node_ip, config.ray.port, "ray.port").close()
     where = [*HEAD_OPTIONS, f"--node-ip-address={node_ip}", f"--port={config.ray.port}"]
     where += fixed_ports(config.ray, node_ip)
-    password = redis_password(config)
-    if password:
-        os.environ["RAY_REDIS_PASSWORD"] = password
+    if password := redis_password(config):
+        where.append(f"--redis-password={password}")  # Ray itself passes it on like this
     shards = int(sum(offers.values()))
     with node_folder() as folder:
         node: RayNode | None = None

@@ -31,8 +31,9 @@ HEALTH_CHECKS = {
 """How Ray's head finds out within 8 s that a node hangs or is cut off, where by default it takes 14. A Ray of one node
 has nothing to gain, and a false alarm would end it."""
 
-_HEAD_LOST_S = 600
-"""How long nodes wait for a head that keeps its state to come back, before they end."""
+_KEPT_S, _LOST_S = 600, 15
+"""How long nodes wait for a head that is away, before they end: one that keeps its state comes back with it; without,
+the next head does not know them."""
 
 
 @contextmanager
@@ -50,13 +51,13 @@ def own_ray() -> Iterator[None]:
 def ray_of_nodes(config: Config) -> Iterator[None]:
     """As `own_ray`, for the Ray of several nodes that have the same secret file and, if its head keeps its state in
     Redis, the same Redis. Raises ConfigError if a file cannot be used."""
-    ours = {"RAY_AUTH_TOKEN": derived_key(config.server.secret_file, RAY), **HEALTH_CHECKS}
+    ours = {
+        "RAY_AUTH_TOKEN": derived_key(config.server.secret_file, RAY),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(_KEPT_S if config.ray.redis else _LOST_S),
+        **HEALTH_CHECKS,
+    }
     if config.ray.redis:
-        ours |= {
-            "RAY_REDIS_ADDRESS": config.ray.redis,
-            "RAY_external_storage_namespace": config.name,
-            "RAY_gcs_rpc_server_reconnect_timeout_s": str(_HEAD_LOST_S),
-        }
+        ours |= {"RAY_REDIS_ADDRESS": config.ray.redis, "RAY_external_storage_namespace": config.name}
     with _settings(ours, clusters=True):
         yield
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ _GRACE_S = 1.0
 _STOP_S = 20.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _STARTED = "Ray runtime started"
+_FRAME = re.compile(r"\[0x[0-9a-f]+\]|StackTrace")
 
 
 class RayNode(NamedTuple):
@@ -41,8 +43,9 @@ class RayNode(NamedTuple):
         return started(self.pid) is not None
 
     def last_words(self) -> str:
-        """Returns the last line of its log."""
-        return _said(self.folder).strip().rpartition("\n")[2]
+        """Returns the last line of its log that is not of a stack trace; "" if there is none."""
+        lines = [line for line in _said(self.folder).splitlines() if line.strip() and not _FRAME.search(line)]
+        return lines[-1].strip() if lines else ""
 
     def wait_until_up(self) -> None:
         """Raises KVClusterError if it ends, or does not come up within START_S."""

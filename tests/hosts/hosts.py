@@ -85,7 +85,7 @@ class Cluster:
             assert old in text, f"the document does not print {old!r}"
             text = text.replace(old, new)
         path = self.folder / "cluster.toml"
-        path.write_text(self._here(text) + more, encoding="utf-8")
+        path.write_text(self._here(text + more), encoding="utf-8")
         return path
 
     # ---------------------------------------------------------------------------------------- processes

@@ -1,0 +1,102 @@
+"""The head's host is lost: with Redis its successor on another host finds every shard with all that it holds, even with
+a clock an hour behind; without, every node joins it anew."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.hosts.hosts import Cluster
+from tests.hosts.netns import missing
+from tests.waiting import eventually
+
+ADDRESS = "10.203.0.100"
+"""The address of the head, which moves from host to host."""
+
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(600)]
+why = missing() or next((f"{tool} is missing" for tool in ("redis-server", "faketime") if not shutil.which(tool)), "")
+if why:
+    pytest.skip(why, allow_module_level=True)
+
+
+@contextmanager
+def redis(cluster: Cluster) -> Iterator[None]:
+    """A Redis with a password on the worker's host, which is not lost."""
+    command = ["redis-server", "--bind", cluster.network.addresses["worker"], "--requirepass", "redis-password"]
+    command += ["--save", "", "--appendonly", "no", "--dir", str(cluster.folder)]
+    process = subprocess.Popen(cluster.network.command("worker", command), stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def running(more: str = "") -> Iterator[Cluster]:
+    """A cluster of two nodes whose head has an address that can move."""
+    changes = {'host = "0.0.0.0"': f'host = "0.0.0.0"\nadvertise = "{ADDRESS}"'}
+    with Cluster(more, changes, address=ADDRESS) as cluster:
+        cluster.network.move(ADDRESS, "head")
+        with redis(cluster):
+            (cluster.folder / "redis-password").write_text("redis-password\n", encoding="ascii")
+            (cluster.folder / "redis-password").chmod(0o600)
+            cluster.up("head", "--node-ip", cluster.network.addresses["head"])
+            cluster.join("one")
+            cluster.join("two")
+            cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"])
+            yield cluster
+
+
+def with_redis() -> str:
+    return """
+[ray]
+redis = "10.203.0.5:6379"
+redis_password_file = "/etc/kvcluster/redis-password"
+"""
+
+
+def test_with_redis_the_shards_go_on_whatever_the_next_clock_says(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(with_redis()) as cluster:
+        assert cluster.worker("worker", "store", 0, 6)["stored"] == 96
+        epoch = cluster.status()["epoch"]
+        cluster.kill("head")
+        began = time.monotonic()
+        cluster.network.move(ADDRESS, "spare")
+        cluster.up("spare", "--node-ip", cluster.network.addresses["spare"], wrapper=("faketime", "-f", "-1h"))
+        cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"], 150)
+        seconds = time.monotonic() - began
+        found = eventually(lambda: _whole(cluster, 6), 60)
+        with capsys.disabled():
+            print(f"\nevery shard served again {seconds:.1f} s after the head's host was lost")
+        assert found["wrong"] == 0
+        assert cluster.status()["epoch"] > epoch
+        assert cluster.worker("one", "store", 20, 21)["stored"] == 16
+        assert all(cluster.said(host).count("joined ") == 1 for host in ("one", "two"))
+
+
+def test_without_redis_every_node_joins_the_next_head_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    with running() as cluster:
+        assert cluster.worker("worker", "store", 0, 2)["stored"] == 32
+        cluster.kill("head")
+        began = time.monotonic()
+        cluster.network.move(ADDRESS, "spare")
+        cluster.up("spare", "--node-ip", cluster.network.addresses["spare"])
+        cluster.wait_said("one", "Ray has ended on this node", 200)
+        cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"], 200)
+        with capsys.disabled():
+            print(f"\nevery node joined again {time.monotonic() - began:.1f} s after the head's host was lost")
+        found = cluster.worker("worker", "load", 0, 2)
+        assert (found["blocks"], found["wrong"]) == (0, 0)
+        assert cluster.worker("worker", "store", 0, 2)["stored"] == 32
+
+
+def _whole(cluster: Cluster, seeds: int) -> dict[str, float] | None:
+    """What a load of all prompts has found, once it finds all of them."""
+    found = cluster.worker("worker", "load", 0, seeds)
+    return found if found["blocks"] == found["of"] else None
