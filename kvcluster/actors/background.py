@@ -26,7 +26,7 @@ from kvcluster.actors.node_memory import checked_bytes_for_pools
 from kvcluster.actors.own_ray import own_ray
 from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, end_session, free_port, start_node, started, uninterrupted
 from kvcluster.config import Config, as_values, differences, load
-from kvcluster.errors import ConfigError
+from kvcluster.errors import ConfigError, KVClusterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +135,16 @@ def local_head(config: Config) -> Iterator[LocalHead]:
 
 
 @contextlib.contextmanager
-def connected(address: str, node_ip: str, folder: Path | None = None) -> Iterator[None]:
+def connected(address: str, node_ip: str = "", folder: Path | None = None) -> Iterator[None]:
     """Connects this process to the Ray at that address within the block. `node_ip`: this machine's address among its
-    nodes."""
-    options = {} if folder is None else {"_temp_dir": str(folder)}
-    ray.init(
-        address=address,
-        log_to_driver=False,
-        logging_level="error",
-        _node_ip_address=node_ip,
-        configure_logging=False,
-        **options,
-    )
+    nodes; "" for what Ray finds out. Raises KVClusterError if Ray refuses."""
+    options: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "error"}
+    options |= {"_node_ip_address": node_ip} if node_ip else {}
+    options |= {"_temp_dir": str(folder)} if folder is not None else {}
+    try:
+        ray.init(configure_logging=False, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise KVClusterError(f"cannot connect to the Ray at {address} from this machine: {error}") from None
     try:
         yield
     finally:

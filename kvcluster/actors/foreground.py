@@ -91,7 +91,7 @@ def run_on(address: str, source: Source, allowed: frozenset[str], say: Say, *, o
     ConfigError if that Ray or the configuration is not what the operator has allowed."""
     config = source.read()
     check_trust(config, address, allowed)
-    with background.connected(address, ""), stopped_by_signals() as stop:
+    with background.connected(address), stopped_by_signals() as stop:
         running = settings.published(config.name)
         if once and running is not None and (differ := differences(running, config)):
             raise ConfigError(
@@ -114,7 +114,7 @@ def run_on(address: str, source: Source, allowed: frozenset[str], say: Say, *, o
 
 def end_on(address: str, name: str) -> bool:
     """Ends the cluster of that name on the Ray at that address. Returns False if there is none."""
-    with background.connected(address, ""):
+    with background.connected(address):
         config = settings.published(name)
         if config is None:
             return False
