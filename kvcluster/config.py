@@ -97,7 +97,8 @@ class ShardConfig:
     `disk_file_bytes`: size of each file, 0 to choose by the size of the tier.
     `q4_sampled`: share of the pages encoded in q4 whose loss is measured.
     `extent_bytes`: the allocator's unit, 0 to choose one by the size of each tier.
-    `scrub_bytes`: bytes of its own pages that a shard reads per second to find corrupt ones; 0 for none."""
+    `scrub_bytes`: bytes of its own pages that a shard reads per second to find corrupt ones; 0 for none.
+    `stop_ms`: how long a shard with a disk tier that is told to stop may save pages there; 0 to save none."""
 
     device_bytes: int = 2**30
     host_bytes: int = 0
@@ -110,6 +111,7 @@ class ShardConfig:
     report_interval_ms: int = 500
     report_retry_ms: int = 250
     scrub_bytes: int = 32 * 2**20
+    stop_ms: int = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,6 +346,11 @@ def _shard_rules(s: ShardConfig) -> Iterator[_Rule]:
     yield (
         s.lease_ttl_ms >= 100,
         "shard.lease_ttl_ms must be at least 100: shorter leases end while their workers are merely busy",
+    )
+    yield (
+        0 <= s.stop_ms <= 3_600_000,
+        "shard.stop_ms must be between 0, to save nothing, and 3600000; keep it below the time after which "
+        "the process is killed, such as the 30 s of a pod",
     )
 
 

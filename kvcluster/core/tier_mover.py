@@ -161,7 +161,7 @@ class TierMover:
     def _arrived(self, source: Page, target: Page, sums: bytes) -> None:
         self._pool.commit(target, sums)
         self._committed(target)
-        target.stays_raw = source.stays_raw
+        target.used, target.stays_raw = source.used, source.stays_raw
         if target.tier > source.tier:
             self._counters["demoted"] += 1
             self._withdraw(source)
