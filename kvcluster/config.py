@@ -39,7 +39,7 @@ LOSSES = ("exact", "q8", "q4")
 """Losses that KV may have, the least first."""
 
 _LOOPBACK = re.compile(r"tcp://(?:127\.[0-9.]+|\[::1\]):")
-_MAY_BE_ZERO = ("hold_ms", "store_wait_ms")
+_MAY_BE_ZERO = ("hold_ms", "store_wait_ms", "stop_ms")
 
 _Rule = tuple[bool, str]
 """Whether the rule holds, and the error message if it does not."""
@@ -348,9 +348,9 @@ def _shard_rules(s: ShardConfig) -> Iterator[_Rule]:
         "shard.lease_ttl_ms must be at least 100: shorter leases end while their workers are merely busy",
     )
     yield (
-        0 <= s.stop_ms <= 3_600_000,
-        "shard.stop_ms must be between 0, to save nothing, and 3600000; keep it below the time after which "
-        "the process is killed, such as the 30 s of a pod",
+        s.stop_ms <= 3_600_000,
+        "shard.stop_ms must be at most 3600000; keep it below the time after which a stopped process is killed, such "
+        "as the 30 s of a pod",
     )
 
 

@@ -28,6 +28,7 @@ import ray
 from kvcluster.actors import cluster
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray, pools_bytes
+from kvcluster.actors.stopping import end_shards, save_ms
 from kvcluster.config import Config
 from kvcluster.errors import ConfigError, KVClusterError
 
@@ -40,12 +41,14 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 @dataclass(frozen=True, slots=True)
 class Running:
     """The record of a running cluster. `pid`: of its session's leader. `started`: when that process began, in clock
-    ticks since boot, which tells it from a later process of the same id."""
+    ticks since boot, which tells it from a later process of the same id. `stop_ms`: how long its shards may save pages
+    when they are stopped; 0 if they do not."""
 
     address: str
     shards: int
     pid: int
     started: int
+    stop_ms: int = 0
 
     @property
     def port(self) -> int:
@@ -84,10 +87,12 @@ def find(port: int) -> Running | None:
 
 
 def down(port: int) -> bool:
-    """Ends the cluster that `up` started on that port. Returns False if there is none."""
+    """Ends the cluster that `up` started on that port; its shards save their pages before, if they have a disk tier.
+    Returns False if there is none."""
     with _alone():
         running = find(port)
         if running is not None:
+            end_shards(_session(running.pid), running.stop_ms)
             _end_session(running.pid)
         _forget(port)
         return running is not None
@@ -112,7 +117,7 @@ def _start(config: Config) -> Running:
             started = cluster.start(config, detached=True)
         finally:
             ray.shutdown()
-        running = Running(started.address, config.shards, head, _started(head) or 0)
+        running = Running(started.address, config.shards, head, _started(head) or 0, save_ms(config.shard))
         _state(config.server.port).write_text(json.dumps(asdict(running)), encoding="utf-8")
     except BaseException:
         if head is not None:

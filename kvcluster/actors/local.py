@@ -14,6 +14,7 @@ import ray
 from kvcluster.actors import cluster
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.own_ray import OBJECT_STORE_BYTES, own_ray, pools_bytes
+from kvcluster.actors.stopping import save_shards
 from kvcluster.client import Client, connect
 from kvcluster.config import ClientConfig, Config, load
 from kvcluster.core.spec import KVSpec, Part
@@ -71,7 +72,7 @@ def local(
 ) -> Iterator[LocalCluster]:
     """Runs an embedded cluster: Ray on loopback, one coordinator, and `shards` shards, each with `device_bytes` of
     memory, `host_bytes` below that for encoded pages, and `disk_bytes` of files in `disk_dir` below that, which outlive
-    the block.
+    the block. At its end the shards save there what lies in memory, as far as it has room, within `shard.stop_ms`.
 
     Uses the Ray that this process is connected to, if there is one; otherwise starts one and ends it with the block.
     `config` are overrides as in config.load. Raises ConfigError if a setting cannot be used.
@@ -92,10 +93,12 @@ def local(
             if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - _BELOW_FOLDER:
                 folder = house.enter_context(_private_folder("/tmp"))
             house.enter_context(_embedded_ray(settings, Path(folder, "ray")))
-        running = LocalCluster(cluster.start(settings, detached=False), settings.client)
+        started = cluster.start(settings, detached=False)
+        running = LocalCluster(started, settings.client)
         try:
             yield running
         finally:
+            save_shards(started.shards, settings.shard)
             running.close()
 
 

@@ -15,9 +15,10 @@ from kvcluster.actors.addresses import reachable_host
 from kvcluster.actors.coordinator import end_process
 from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
+from kvcluster.actors.stopping import on_sigterm, save_ms
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch, ShardId
-from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
+from kvcluster.core.messages import Inventory, Leave, PagesSaved, Reply, Report, ShardAddress
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.metrics import CallMetrics
@@ -26,7 +27,7 @@ from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.transport.auto import choose, own_attempts
-from kvcluster.transport.base import Deadline, Transport
+from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.rpc import Connection, RpcHandler
 from kvcluster.wire.methods import COORDINATOR, SHARD
@@ -45,6 +46,7 @@ class ShardActor:
         self._secret = secret
         self._coordinator = Connection(reports_to, secret)
         self._takes = config.server.transports
+        self._stop_ms = save_ms(config.shard)
         self._next_attempt = own_attempts()
         auth = authenticator(config.server, secret, restarted=restarted())
         # The server is bound before the core exists, because the core needs to know its own address.
@@ -74,12 +76,20 @@ class ShardActor:
         self._metrics = waited_for(
             lambda: serve_metrics(config.metrics, number, self._host, calls), patient=restarted()
         )
+        if self._stop_ms:
+            on_sigterm(self._save_and_end)
 
     def address(self) -> str:
         return self._server.address
 
     def pid(self) -> int:
         return os.getpid()
+
+    def save(self) -> PagesSaved | None:
+        """Saves the hottest pages to the disk tier, because the shard is to stop; returns when they are saved or
+        `shard.stop_ms` have passed. The shard stores nothing more, and serves loads until it is ended. Returns None if
+        it has no disk tier, or no time for it."""
+        return self._host.save(self._stop_ms) if self._stop_ms else None
 
     def stop(self) -> None:
         """Ends serving; the caller ends the process."""
@@ -96,6 +106,13 @@ class ShardActor:
 
     def _open_source(self, shard: ShardAddress) -> Transport:
         return choose(shard, self._secret, self._next_attempt, takes=self._takes)
+
+    def _save_and_end(self) -> None:
+        try:
+            self.save()
+        except Unavailable as error:
+            log.warning("the pages of this shard are not saved: %s", error)
+        end_process(Leave("it was told to stop"))
 
     def _leave(self, leave: Leave) -> None:
         if not leave.for_good:

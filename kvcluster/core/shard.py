@@ -199,7 +199,12 @@ class Shard:
     def _takes_writes(self, now: int) -> bool:
         """Whether writes may begin. Not while it is draining or stopping: pages committed after its last report would
         be lost with it."""
-        return self.member(now) and not (self._orders.draining or self._saver.stopping)
+        return self.member(now) and not (self._orders.draining or self.stopping)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it has been told to save its pages and stop."""
+        return self._saver.stopping
 
     @property
     def pool(self) -> PagePool:
@@ -299,7 +304,7 @@ class Shard:
 
     def _move(self, now: int) -> list[Effect]:
         """Begins the next batch of moves between tiers, if there is one."""
-        return self._tier_mover.begin(now) if self.member(now) and not self._saver.stopping else []
+        return self._tier_mover.begin(now) if self.member(now) and not self.stopping else []
 
     def _moved(self, m: Moved, now: int) -> list[Effect]:
         if m.attempt in self._saver.attempts:
@@ -402,7 +407,7 @@ class Shard:
             below=self._pool.below(self._pins.wanted_bytes),
             trouble=self._trouble,
             writing_bytes=self._pool.writing_bytes[FASTEST],
-            stopping=self._saver.stopping,
+            stopping=self.stopping,
         )
 
 
