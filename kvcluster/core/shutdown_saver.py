@@ -204,7 +204,7 @@ class ShutdownSaver:
         return pairs
 
     def _reserve(self, source: Page, space: ShardNamespace, block: ListedBlock, pages: SaveList) -> Page | None:
-        for codec in self._codecs(source):
+        for codec in self._codecs(source, space):
             fitting = space.fitting(source.key.group, source.key.part, codec)
             nbytes = space.page_bytes(source.key.group, source.key.part, fitting)
             target = self._reserve_once(source, nbytes, fitting)
@@ -214,12 +214,13 @@ class ShutdownSaver:
                 return target
         return None
 
-    def _codecs(self, source: Page) -> list[Codec]:
-        """Returns the codecs in which the page may be saved, the preferred one first. An encoded one is saved as it
-        is."""
+    def _codecs(self, source: Page, space: ShardNamespace) -> list[Codec]:
+        """Returns the codecs in which the page may be saved, the preferred one first. An encoded one is saved as it is;
+        others as the coordinator last ordered for their namespace, or as SavePages says."""
         if source.codec is not Codec.RAW or source.stays_raw or source.tier is not FASTEST:
             return [source.codec]
-        return list(dict.fromkeys((Codec.RAW if source.depth < self._raw_blocks else self._codec, Codec.Q8)))
+        codec = Codec.RAW if source.depth < self._raw_blocks else space.ordered_codec or self._codec
+        return list(dict.fromkeys((codec, Codec.Q8)))
 
     def _reserve_once(self, source: Page, nbytes: int, codec: Codec) -> Page | None:
         assert self._into is not None

@@ -183,6 +183,8 @@ class TierMover:
             return None
         if self._pool.on(move.to, space.id, key) is not None:
             return None
+        if down and move.codec is not Codec.RAW:
+            space.ordered_codec = move.codec
         target = None
         for codec in self._codecs(move, source):
             target = target or self._reserve(source, space, move.to, space.fitting(group, part, codec))

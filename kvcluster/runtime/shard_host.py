@@ -138,7 +138,7 @@ class ShardHost:
             lambda call: SavePages(call, until, self._codec, self._raw_blocks), stop_ms / 1_000 + _LAST_STEP_S
         )
         assert isinstance(answer, PagesSaved)
-        log.info(
+        log.warning(  # what operators look for after an upgrade
             "%s saved %d pages (%d bytes) before its end; not saved: %d pages (%d bytes)",
             *(self._shard, answer.pages, answer.nbytes, answer.left_pages, answer.left_bytes),
         )

@@ -82,6 +82,12 @@ class TestLocal:
             store(client)
             assert hits(client) == BLOCKS * PROMPTS
 
+    def test_with_hardly_any_time_there_may_be_misses_and_no_wrong_byte(self, tmp_path: Path) -> None:
+        with local(tmp_path, stop_ms=1) as cluster:
+            store(cluster.client(NUMBERS))
+        with local(tmp_path) as cluster:
+            assert 0 <= hits(cluster.client(NUMBERS)) <= BLOCKS * PROMPTS
+
     def test_a_shard_that_gets_sigterm_saves_and_the_one_that_ray_starts_next_has_every_hit(
         self, tmp_path: Path
     ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from kvcluster.core.messages import PagesSaved, Tier
 from kvcluster.core.miss import Loss
+from kvcluster.runtime import disk
 from kvcluster.testing import MemoryCluster
 from tests.client.build import BLOCK, prompt, room, same
 from tests.client.conftest import Start
@@ -24,10 +26,10 @@ ENOUGH_MS = 20_000
 
 def cluster_on(folder: Path, start: Start, *, codec: str = "raw", files: int = 64) -> MemoryCluster:
     """A cluster whose device tier has room for everything, so that nothing goes down by itself."""
-    disk = {"disk_bytes": files * FILE_BYTES, "disk_file_bytes": FILE_BYTES, "disk_dir": str(folder)}
+    drive = {"disk_bytes": files * FILE_BYTES, "disk_file_bytes": FILE_BYTES, "disk_dir": str(folder)}
     config = {
         "coordinator": {"hold_ms": 0, "host_codec": codec, "low_free": 0.0, "high_free": 0.0},
-        "shard": {"host_bytes": "2MiB", "scrub_bytes": 0, **disk},
+        "shard": {"host_bytes": "2MiB", "scrub_bytes": 0, **drive},
     }
     return start(shards=1, device_bytes="16MiB", config=config)
 
@@ -115,6 +117,33 @@ def test_a_stopping_shard_is_shown_serves_loads_and_is_offered_no_stores(tmp_pat
     assert same(into, kv)
     assert where(client, tokens) == ["device"] * BLOCKS
     assert client.store(prompt(BLOCKS, 500), kv).blocks == 0
+
+
+def test_a_write_that_is_cut_off_is_a_miss_and_what_was_saved_before_is_whole(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = cluster_on(tmp_path, start)
+    client = cluster.client(NUMBERS)
+    kv, tokens = numbers(), prompt(BLOCKS)
+    stored(client, kv, tokens)
+    writes, write = [0], disk._write
+
+    def cut_off(file: int, data: bytes | memoryview, at: int) -> None:
+        writes[0] += 1
+        if writes[0] == 9:  # the bytes of the third page, after the head and three writes for each page before
+            write(file, memoryview(data)[:1_000], at)
+        if writes[0] >= 9:
+            raise OSError(errno.EIO, "the machine is going down")
+        write(file, data, at)
+
+    monkeypatch.setattr(disk, "_write", cut_off)
+    assert saved(cluster).pages == 2
+    assert "saved 2 pages" in caplog.text and "not saved: 4 pages" in caplog.text
+    monkeypatch.undo()
+    restarted(cluster)
+    into = room(BLOCKS, NUMBERS)
+    assert client.load(tokens, into) == 2 * BLOCK
+    assert same(into[:2], kv[:2])
 
 
 def test_what_rotted_in_memory_is_not_saved(tmp_path: Path, start: Start) -> None:

@@ -65,9 +65,9 @@ def work(shard: LoneShard, *, batches: int = 1_000) -> list[MovePages]:
         shard.later(0)
 
 
-def saved(shard: LoneShard, **how: int) -> PagesSaved:
+def saved(shard: LoneShard, *, codec: Codec = Codec.Q8, raw_blocks: int = 0) -> PagesSaved:
     """Saves everything that fits."""
-    call = save(shard, **how)  # type: ignore[arg-type]
+    call = save(shard, codec=codec, raw_blocks=raw_blocks)
     work(shard)
     found = result(shard, call)
     assert found is not None, "it has not ended"
@@ -122,6 +122,20 @@ def test_the_first_blocks_of_a_sequence_are_saved_raw() -> None:
     store_chain(shard, blocks, 1)
     assert saved(shard, raw_blocks=1).pages == 3
     assert [lies(shard, block)[-1] for block in blocks] == [RAW_ON_DISK, ON_DISK, ON_DISK]
+
+
+def test_pages_are_encoded_as_was_last_ordered_for_their_namespace() -> None:
+    shard = holding(A, B, found=disk())
+    shard.demote(A, codec=Codec.Q8)
+    shard.move()
+    assert saved(shard, codec=Codec.Q4).pages == 2
+    assert [lies(shard, block)[-1] for block in (A, B)] == [ON_DISK, ON_DISK]
+
+
+def test_a_namespace_for_which_nothing_was_ordered_is_encoded_as_it_is_told() -> None:
+    shard = holding(A, found=disk())
+    assert saved(shard, codec=Codec.Q4).pages == 1
+    assert lies(shard) == [ON_DEVICE, (Tier.DISK, Codec.Q4, Loss.Q4)]
 
 
 def test_what_cannot_be_encoded_is_saved_raw() -> None:
@@ -315,11 +329,11 @@ def test_a_file_of_colder_pages_of_another_kind_gives_way() -> None:
     old, new = chain(2, 0, CODED), chain(2, 2, CODED)
     store_chain(shard, old, 1)
     for to in (Tier.HOST, Tier.DISK):
-        shard.demote(*old, codec=Codec.Q8, to=to)
+        shard.demote(*old, codec=Codec.Q4, to=to)
         shard.move_all()
     shard.settle()
     store_chain(shard, new, 2)
-    assert saved(shard, codec=Codec.Q4).pages == 2
+    assert saved(shard, raw_blocks=2).pages == 2
     assert sorted(on_drive(shard)) == sorted(new)
 
 
