@@ -24,7 +24,15 @@ from kvcluster.actors import cluster
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.node_memory import checked_bytes_for_pools
 from kvcluster.actors.own_ray import own_ray
-from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, end_session, free_port, start_node, started, uninterrupted
+from kvcluster.actors.ray_node import (
+    HEAD_OPTIONS,
+    RayNode,
+    free_port,
+    start_node,
+    started,
+    uninterrupted,
+)
+from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, as_values, differences, load
 from kvcluster.errors import ConfigError, KVClusterError
 
@@ -74,11 +82,13 @@ def find(port: int) -> Running | None:
 
 
 def down(port: int) -> bool:
-    """Ends the cluster that `up` started on that port. Returns False if there is none."""
+    """Ends the cluster that `up` started on that port; its shards save their pages before, if they have a disk tier.
+    Returns False if there is none."""
     with alone():
         running = find(port)
         if running is not None:
-            end_session(running.pid)
+            head = RayNode(running.pid, _ray_folder(port))
+            head.end(longest_save_ms(load(overrides=running.config)))
         forget(port)
         return running is not None
 
@@ -130,7 +140,7 @@ def local_head(config: Config) -> Iterator[LocalHead]:
     finally:
         if head is None or not head.kept:
             if head is not None:
-                head.node.end()
+                head.node.end(longest_save_ms(config))
             forget(config.server.port)
 
 

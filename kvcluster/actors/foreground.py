@@ -24,6 +24,7 @@ from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import own_ray, ray_of_nodes, redis_password
 from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, start_node, uninterrupted
 from kvcluster.actors.reconciler import Reconciler, call
+from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, differences
 from kvcluster.core.shard_scheduler import Schedule
 from kvcluster.errors import ConfigError, KVClusterError
@@ -39,7 +40,7 @@ ALLOWED = (UNAUTHENTICATED, TENANTS)
 _PASS_S = 2.0
 
 
-class Source(NamedTuple):
+class ConfigSource(NamedTuple):
     """Where the configuration comes from. `read` returns it and raises ConfigError; `path`: the file, "" for none."""
 
     read: Callable[[], Config]
@@ -54,7 +55,7 @@ class Source(NamedTuple):
         return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def run_local(source: Source, say: Say) -> None:
+def run_local(source: ConfigSource, say: Say) -> None:
     """Runs a cluster on a Ray of this machine alone until a signal. Raises ConfigError, or KVClusterError if Ray
     ends."""
     config = source.read()
@@ -66,7 +67,7 @@ def run_local(source: Source, say: Say) -> None:
         background.check(config)
     say(f"starting Ray, a coordinator and {_count(config)}: usually ten seconds")
     state, given = background.state_dir(config), source
-    source = Source(lambda: with_state_dir(given.read(), state), given.path)
+    source = ConfigSource(lambda: with_state_dir(given.read(), state), given.path)
     with own_ray(), background.local_head(config) as head, stopped_by_signals() as stop:
         running = cluster.start(source.read(), detached=True)
         background.record(config, head, running)
@@ -74,7 +75,7 @@ def run_local(source: Source, say: Say) -> None:
         _reconcile(reconciler, config, source, say, stop, head.node.runs)
 
 
-def run_head(source: Source, node_ip: str, offers: Mapping[str, float], say: Say) -> None:
+def run_head(source: ConfigSource, node_ip: str, offers: Mapping[str, float], say: Say) -> None:
     """Runs the head of a cluster of several nodes until a signal, and keeps the cluster as configured. `node_ip`: the
     address of this machine that the other nodes reach. Raises ConfigError, or KVClusterError if Ray ends."""
     config = source.read()
@@ -86,7 +87,7 @@ def run_head(source: Source, node_ip: str, offers: Mapping[str, float], say: Say
             _reconcile(Reconciler(config, detached=True), config, source, say, stop, head.runs)
 
 
-def run_on(address: str, source: Source, allowed: frozenset[str], say: Say, *, once: bool) -> None:
+def run_on(address: str, source: ConfigSource, allowed: frozenset[str], say: Say, *, once: bool) -> None:
     """Keeps a cluster on the Ray at that address until a signal, or, if `once`, starts it and returns. Raises
     ConfigError if that Ray or the configuration is not what the operator has allowed."""
     config = source.read()
@@ -176,7 +177,7 @@ def _head(config: Config, node_ip: str, offers: Mapping[str, float]) -> Iterator
             yield node
         finally:
             if node is not None:
-                node.end()
+                node.end(longest_save_ms(config))
 
 
 @contextlib.contextmanager
@@ -197,7 +198,12 @@ def _adopt(config: Config, say: Say) -> None:
 
 
 def _reconcile(
-    reconciler: Reconciler, config: Config, source: Source, say: Say, stop: threading.Event, runs: Callable[[], bool]
+    reconciler: Reconciler,
+    config: Config,
+    source: ConfigSource,
+    say: Say,
+    stop: threading.Event,
+    runs: Callable[[], bool],
 ) -> None:
     """Makes passes until `stop` is set. Raises KVClusterError when Ray does not run any more."""
     said, stamp, was_up = "", source.stamp(), False
@@ -222,7 +228,7 @@ def _reconcile(
         stop.wait(_PASS_S)
 
 
-def _read_again(source: Source, config: Config, reconciler: Reconciler, say: Say) -> Config:
+def _read_again(source: ConfigSource, config: Config, reconciler: Reconciler, say: Say) -> Config:
     """Follows a changed file. Returns what holds from now on; an invalid file changes nothing."""
     try:
         changed = source.read()

@@ -21,6 +21,7 @@ from kvcluster.actors.gcs import NodeNotes, check_head
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import ray_of_nodes
 from kvcluster.actors.ray_node import RayNode, fixed_ports, start_node, uninterrupted
+from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
 from kvcluster.runtime.secret_file import RAY, derived_key
@@ -91,7 +92,7 @@ def _run_node(config: Config, joining: Joining, say: Say, stop: threading.Event)
                 say(f"Ray has ended on this node: {node.last_words()}")
         finally:
             if node is not None:
-                node.end()
+                node.end(longest_save_ms(config))
 
 
 def _leave(config: Config, joining: Joining, node_ip: str, node: RayNode, say: Say) -> None:

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +17,7 @@ from kvcluster.actors import cluster
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, checked_bytes_for_pools
 from kvcluster.actors.own_ray import own_ray
+from kvcluster.actors.stopping import save_shards
 from kvcluster.client import Client, connect
 from kvcluster.config import ClientConfig, Config, load
 from kvcluster.core.spec import KVSpec, Part
@@ -73,12 +75,14 @@ def local(
 ) -> Iterator[LocalCluster]:
     """Runs an embedded cluster: Ray on loopback, one coordinator, and `shards` shards, each with `device_bytes` of
     memory, `host_bytes` below that for encoded pages, and `disk_bytes` of files in `disk_dir` below that, which outlive
-    the block.
+    the block. At its end the shards save there what lies in memory, as far as it has room, within `shard.stop_ms`.
 
     Uses the Ray that this process is connected to, if there is one; otherwise starts one and ends it with the block.
     `config` are overrides as in config.load. Raises ConfigError if a setting cannot be used.
     """
-    below = {"name": f"local-{secrets.token_hex(4)}", **(config or {})}  # one Ray can hold many
+    # One Ray can hold many. One with a disk tier has the same name again, by which it knows its volumes.
+    mark = sha256(os.fsencode(Path(disk_dir).absolute())).hexdigest()[:8] if disk_dir else secrets.token_hex(4)
+    below = {"name": f"local-{mark}", **(config or {})}
     below["shards"] = shards
     tiers = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
     below["shard"] = {**below.get("shard", {}), **tiers, "disk_dir": str(Path(disk_dir).absolute()) if disk_dir else ""}
@@ -94,10 +98,12 @@ def local(
             if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - _BELOW_FOLDER:
                 folder = house.enter_context(_private_folder("/tmp"))
             house.enter_context(_embedded_ray(settings, Path(folder, "ray")))
-        running = LocalCluster(cluster.start(settings, detached=False), settings.client)
+        started = cluster.start(settings, detached=False)
+        running = LocalCluster(started, settings.client)
         try:
             yield running
         finally:
+            save_shards(started.shards, settings.shard)
             running.close()
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from kvcluster.actors.listening import bound_socket
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
+from kvcluster.actors.stopping import end_shards
 from kvcluster.config import RayConfig
 from kvcluster.config.ports import parse_ports
 from kvcluster.errors import KVClusterError
@@ -59,7 +60,9 @@ class RayNode(NamedTuple):
             time.sleep(0.1)
         raise KVClusterError(f"Ray did not start within {START_S:.0f} s; its log is {log_of(self.folder)}")
 
-    def end(self) -> None:
+    def end(self, stop_ms: int = 0) -> None:
+        """Ends it. Its shards may save their pages before, for `stop_ms`."""
+        end_shards(session_of(self.pid), stop_ms)
         end_session(self.pid)
 
 
@@ -155,14 +158,14 @@ def end_session(leader: int) -> None:
     """Sends SIGTERM to all processes of a session, and SIGKILL soon after: they hold nothing but memory, and Ray's head
     is slow to end. Returns when they are gone, or after _STOP_S."""
     for sig, patience_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, _STOP_S)):
-        for pid in _session(leader):
+        for pid in session_of(leader):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
         give_up = time.monotonic() + patience_s
         while time.monotonic() < give_up:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(leader, os.WNOHANG)  # it may be a child of this process
-            if not _session(leader):
+            if not session_of(leader):
                 return
             time.sleep(0.05)
 
@@ -173,7 +176,7 @@ def started(pid: int) -> int | None:
     return None if fields is None else int(fields[19])
 
 
-def _session(leader: int) -> list[int]:
+def session_of(leader: int) -> list[int]:
     """Returns the living processes of a session. Ray gives its workers process groups of their own, but no sessions."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if (fields := _stat(pid)) is not None and int(fields[3]) == leader]

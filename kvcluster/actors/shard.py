@@ -16,10 +16,11 @@ from kvcluster.actors.coordinator_link import CoordinatorLink
 from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.actors.settings import next_epoch, read_settings
+from kvcluster.actors.stopping import on_sigterm, save_ms
 from kvcluster.config import ServerConfig
 from kvcluster.config.ports import parse_ports, shard_metrics_ports
 from kvcluster.core.ids import ShardId
-from kvcluster.core.messages import Leave, ShardAddress
+from kvcluster.core.messages import Leave, PagesSaved, ShardAddress
 from kvcluster.runtime.auth import Authenticator, authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.metrics import CallMetrics
@@ -29,7 +30,7 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
-from kvcluster.transport.base import Transport
+from kvcluster.transport.base import Transport, Unavailable
 from kvcluster.transport.first_free import first_free
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.here import here
@@ -56,6 +57,7 @@ class ShardActor:
         self._me = ray.get_runtime_context().current_actor
         self._coordinator = CoordinatorLink(cluster, self._secret)
         self._takes = config.server.transports
+        self._stop_ms = save_ms(config.shard)
         self._next_attempt = own_attempts()
         auth = authenticator(config.server, self._secret, restarted=patient)
         # The server is bound before the core exists, because the core needs to know its own address.
@@ -82,12 +84,20 @@ class ShardActor:
         self._garbage.start()
         ports = shard_metrics_ports(config.metrics.port)
         self._metrics = waited_for(lambda: serve_metrics(config.metrics, ports, self._host, calls), patient=patient)
+        if self._stop_ms:
+            on_sigterm(self._save_and_end)
 
     def address(self) -> str:
         return self._server.address
 
     def pid(self) -> int:
         return os.getpid()
+
+    def save(self) -> PagesSaved | None:
+        """Saves the hottest pages to the disk tier, because the shard is to stop; returns when they are saved or
+        `shard.stop_ms` have passed. The shard stores nothing more, and serves loads until it is ended. Returns None if
+        it has no disk tier, or no time for it."""
+        return self._host.save(self._stop_ms) if self._stop_ms else None
 
     def stop(self) -> None:
         """Ends serving; the caller ends the process."""
@@ -101,6 +111,13 @@ class ShardActor:
 
     def _open_source(self, shard: ShardAddress) -> Transport:
         return choose(shard, self._secret, self._next_attempt, takes=self._takes)
+
+    def _save_and_end(self) -> None:
+        try:
+            self.save()
+        except Unavailable as error:
+            log.warning("the pages of this shard are not saved: %s", error)
+        end_process(Leave("it was told to stop"))
 
     def _leave(self, leave: Leave) -> None:
         if not leave.for_good:

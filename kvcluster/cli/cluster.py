@@ -20,6 +20,24 @@ from kvcluster.transport.base import Unavailable
 
 def add(commands: Any) -> None:
     """Adds the four commands."""
+    _add_up(commands)
+    _add_join(commands)
+
+    down = commands.add_parser("down", help="stop the cluster that `up` started", allow_abbrev=False)
+    down.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help=f"port of the coordinator (default {DEFAULT_PORT})"
+    )
+    down.add_argument("--address", metavar="HOST:PORT", help="end the cluster on the Ray of this head instead")
+    down.add_argument("--name", default="kvcluster", help="name of the cluster on that Ray (default kvcluster)")
+    down.set_defaults(run=_down)
+
+    status = commands.add_parser("status", help="show shards, tiers, use, hit rate and leases", allow_abbrev=False)
+    add_coordinator_args(status)
+    status.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    status.set_defaults(run=_status)
+
+
+def _add_up(commands: Any) -> None:
     up = commands.add_parser("up", help="start a cluster that keeps running", allow_abbrev=False)
     up.add_argument("--shards", type=int, help="number of shards (default 1)")
     up.add_argument("--device-bytes", help="device tier of each shard, e.g. 1GiB (default 1GiB)")
@@ -52,6 +70,8 @@ def add(commands: Any) -> None:
     )
     up.set_defaults(run=_up)
 
+
+def _add_join(commands: Any) -> None:
     join = commands.add_parser(
         "join", help="make this machine a node of a cluster, until told to end", allow_abbrev=False
     )
@@ -66,19 +86,6 @@ def add(commands: Any) -> None:
         "--leave-s", type=float, default=20.0, metavar="S", help="how long its shards may take to drain at the end (20)"
     )
     join.set_defaults(run=_join)
-
-    down = commands.add_parser("down", help="stop the cluster that `up` started", allow_abbrev=False)
-    down.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"port of the coordinator (default {DEFAULT_PORT})"
-    )
-    down.add_argument("--address", metavar="HOST:PORT", help="end the cluster on the Ray of this head instead")
-    down.add_argument("--name", default="kvcluster", help="name of the cluster on that Ray (default kvcluster)")
-    down.set_defaults(run=_down)
-
-    status = commands.add_parser("status", help="show shards, tiers, use, hit rate and leases", allow_abbrev=False)
-    add_coordinator_args(status)
-    status.add_argument("--json", action="store_true", help="print everything as one JSON object")
-    status.set_defaults(run=_status)
 
 
 def _add_node_args(command: Any, *, offers: str) -> None:
@@ -118,7 +125,7 @@ def _up_in_foreground(options: argparse.Namespace, config: Config) -> int:
         from kvcluster.actors import foreground
         from kvcluster.actors.addresses import outward_address
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # undo a partial start
-    source = foreground.Source(lambda: _settings(options), options.config or "")
+    source = foreground.ConfigSource(lambda: _settings(options), options.config or "")
     if options.address:
         allowed = frozenset(options.allow)
         foreground.run_on(options.address, source, allowed, _say, once=not options.foreground)

@@ -29,7 +29,7 @@ _LOOPBACK = re.compile(r"tcp://(?:127\.[0-9.]+|\[::1\]):")
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]{2,39}")
 _WORKER_PORTS = 16
-_MAY_BE_ZERO = ("hold_ms", "store_wait_ms", "volume_wait_ms")
+_MAY_BE_ZERO = ("hold_ms", "store_wait_ms", "volume_wait_ms", "stop_ms")
 
 _Rule = tuple[bool, str]
 """Whether the rule holds, and the error message if it does not."""
@@ -128,6 +128,11 @@ def _shard_rules(s: ShardConfig, at: str) -> Iterator[_Rule]:
     yield (
         s.lease_ttl_ms >= 100,
         f"{at}.lease_ttl_ms must be at least 100: shorter leases end while their workers are merely busy",
+    )
+    yield (
+        s.stop_ms <= 3_600_000,
+        f"{at}.stop_ms must be at most 3600000; keep it below the time after which a stopped process is killed, such "
+        "as the 30 s of a pod",
     )
 
 

@@ -82,7 +82,8 @@ class ShardConfig:
     `disk_file_bytes`: size of each file, 0 to choose by the size of the tier.
     `q4_sampled`: share of the pages encoded in q4 whose loss is measured.
     `extent_bytes`: the allocator's unit, 0 to choose one by the size of each tier.
-    `scrub_bytes`: bytes of its own pages that a shard reads per second to find corrupt ones; 0 for none."""
+    `scrub_bytes`: bytes of its own pages that a shard reads per second to find corrupt ones; 0 for none.
+    `stop_ms`: how long a shard with a disk tier that is told to stop may save pages there; 0 to save none."""
 
     device_bytes: int = 2**30
     host_bytes: int = 0
@@ -95,6 +96,7 @@ class ShardConfig:
     report_interval_ms: int = 500
     report_retry_ms: int = 250
     scrub_bytes: int = 32 * 2**20
+    stop_ms: int = 20_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,12 @@ class FileAllocator:
         file = min(held, key=lambda file: len(file.taken) * file.shape.slot_bytes)
         return [(owner, self._offset(file, slot)) for slot, owner in file.taken.items()]
 
+    def neighbours(self, offset: int) -> list[Owner]:
+        """Returns the pages of the file that holds the page at `offset`, that one included."""
+        file = self._files[offset // self.file_bytes]
+        assert file is not None, "no page lies there"
+        return list(file.taken.values())
+
     def check(self) -> None:
         """Asserts conservation, file by file. For tests and invariants.py."""
         used = slots = 0

@@ -4,7 +4,7 @@ A member is *joining* until its inventory is complete: the blocks that it has re
 new is placed on it. It is *up* until the coordinator has heard nothing from it for the membership term; then it is
 *lost*, and its slot dies (replica_sets.py). One that is *draining* is up, but nothing new is placed on it; once it has
 been dismissed, every further message of that incarnation is answered with `leave`. So is a report of an older
-incarnation.
+incarnation. One that is *stopping* saves its pages and ends soon: nothing new is placed on it, and it gets no orders.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Member:
     def state(self) -> str:
         if not self.cursor.current:
             return "joining"
+        if self.info.stopping:
+            return "stopping"
         return "draining" if self.draining else "up"
 
     @property
@@ -76,7 +78,7 @@ class Member:
 
     @property
     def _is_open(self) -> bool:
-        return self.cursor.current and not self.draining
+        return self.cursor.current and not self.draining and not self.info.stopping
 
 
 class Membership:

@@ -73,6 +73,7 @@ class OrderExecutor:
         }
         self.tombstones = tombstones
         self.draining = False
+        self.stopping = False
 
     def reset(self) -> None:
         """Forgets the orders of the last coordinator; another one gives them from now on."""
@@ -81,7 +82,8 @@ class OrderExecutor:
         self._puller.reset()
 
     def carry_out(self, ack: ReportAck, now: int) -> list[Effect]:
-        """Carries out what the coordinator's answer asks for and is not done yet. Returns the effects."""
+        """Carries out what the coordinator's answer asks for and is not done yet; of a shard that is stopping the
+        purges alone. Returns the effects."""
         if ack.drain and not self.draining:
             self.draining = True
             self._report_sender.say_soon()
@@ -93,6 +95,8 @@ class OrderExecutor:
                 self._report_sender.say_soon()
                 return []
             effects += self._apply_tombstones(stones, named)
+        if self.stopping:
+            return effects
         for order in self._cursor.accept(ack.orders):
             self._executors[type(order)](order)
         return [*effects, *self._puller.begin(now)]

@@ -222,11 +222,15 @@ class PinHandler:
     ) -> list[Effect]:
         pages: list[Page | None] = []
         told: list[PageSlot | Miss] = []
+        used = self._pool.next_use()
+        by_worker = request.tenant != CLUSTER
         for at, page in enumerate(found):
             if isinstance(page, Page) and page.tier in self._pool.stores and at not in copies:
                 page = _NO_ROOM
             if isinstance(page, Page):
                 self._pool.pin(page)
+                if by_worker:
+                    page.used = used
                 pages.append(page)
                 told.append(page.slot())
             else:

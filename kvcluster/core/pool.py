@@ -46,6 +46,7 @@ class PagePool:
         self._pages: dict[Tier, dict[PoolKey, Page]] = {tier: {} for tier in self.allocators}
         self._condemned: dict[int, Page] = {}  # by generation: their keys may be taken again; and private copies
         self._generation = 0
+        self._uses = 0
         self._held: dict[NamespaceId, dict[tuple[int, Part], int]] = {}  # number of pages of each part that take space
         self.writing_bytes = dict.fromkeys(self.allocators, 0)
         """What pages that are WRITING take of each tier, rounded up as it allocates."""
@@ -250,6 +251,11 @@ class PagePool:
         if self._condemned.pop(page.generation, None) is None:
             del self._pages[page.tier][page.space, page.key]
         self._free(page)
+
+    def next_use(self) -> int:
+        """Returns the number of a use, for all pages that are used by one call: larger than all before."""
+        self._uses += 1
+        return self._uses
 
     def pin(self, page: Page) -> None:
         if page.state is not PageState.READY:

@@ -302,7 +302,7 @@ class ReportHandler:
 
     def _give_orders(self, m: Report, member: Member, now: int) -> None:
         """Gives the shard its next orders, one of each kind of which none is in progress."""
-        if self._state.rebuilding:
+        if self._state.rebuilding or m.info.stopping:
             return
         under_way, staging = member.orders.of, m.info.use(STAGING)
         evicting = under_way(EvictOrder) is not None

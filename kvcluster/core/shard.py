@@ -46,6 +46,7 @@ from kvcluster.core.messages import (
     Request,
     Reserve,
     Revoke,
+    SavePages,
     Send,
     ShardInfo,
     ShardMessage,
@@ -70,6 +71,7 @@ from kvcluster.core.report_stream import StreamPiece
 from kvcluster.core.reserve_queue import ReserveQueue, lost
 from kvcluster.core.scrubber import Scrubber
 from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
+from kvcluster.core.shutdown_saver import ShutdownSaver
 from kvcluster.core.tier_mover import TierMover
 from kvcluster.core.tiers import FASTEST
 from kvcluster.core.tombstones import Tombstones
@@ -119,6 +121,7 @@ class Shard:
         handlers = sender, self._scrubber, self._puller, withdraw, counters
         self._writes = WriteHandler(pool, leases, self._namespaces, queue, *handlers)
         self._tier_mover = TierMover(*shared, self._writes.committed, cursor, counters, sampled=config.q4_sampled)
+        self._saver = ShutdownSaver(*shared, self._writes.committed, counters)
         self._pins = PinHandler(pool, leases, own, sender, withdraw, counters)
         self._orders = OrderExecutor(
             *(pool, leases, self._namespaces, queue, sender),
@@ -154,6 +157,7 @@ class Shard:
                 Verified: self._verified,
                 Moved: self._moved,
                 Staged: lambda m, now: self._pins.staged(m, may_grant=self.member(now)),
+                SavePages: self._save,
                 ReportAnswered: self._report_answered,
                 ReportFailed: self._report_failed,
                 Tick: self._tick,
@@ -169,6 +173,7 @@ class Shard:
             *self._pins.serve(now, may_grant=self.member(now)),
         ]
         effects += [] if self._over else self._scrubber.begin(now)
+        effects += [] if self._over else self._saver.serve(now, mover_busy=bool(self._tier_mover.attempts))
         if self._pressed and not self._queue:  # otherwise it counts as full until its next heartbeat
             self._pressed = False
             self._sender.say_soon()
@@ -179,7 +184,7 @@ class Shard:
         """Returns when the next Tick is due, or None."""
         due = [self._queue.next_deadline, self._pins.next_deadline, self._leases.next_expiry]
         if not self._over:
-            due += [self._sender.next_deadline, self._scrubber.next_deadline]
+            due += [self._sender.next_deadline, self._scrubber.next_deadline, self._saver.next_deadline]
         return min((at for at in due if at is not None), default=None)
 
     def member(self, now: int) -> bool:
@@ -192,9 +197,14 @@ class Shard:
         return self._order_cursor.progress
 
     def _takes_writes(self, now: int) -> bool:
-        """Whether writes may begin. Not while it is draining: pages committed after its last report would be lost with
-        it."""
-        return self.member(now) and not self._orders.draining
+        """Whether writes may begin. Not while it is draining or stopping: pages committed after its last report would
+        be lost with it."""
+        return self.member(now) and not (self._orders.draining or self.stopping)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it has been told to save its pages and stop."""
+        return self._saver.stopping
 
     @property
     def pool(self) -> PagePool:
@@ -213,6 +223,7 @@ class Shard:
             self._scrubber.attempt,
             self._puller.attempt,
             *self._tier_mover.attempts,
+            *self._saver.attempts,
             *self._pins.attempts,
         )
         return [attempt for attempt in attempts if attempt is not None]
@@ -293,11 +304,22 @@ class Shard:
 
     def _move(self, now: int) -> list[Effect]:
         """Begins the next batch of moves between tiers, if there is one."""
-        return self._tier_mover.begin(now) if self.member(now) else []
+        return self._tier_mover.begin(now) if self.member(now) and not self.stopping else []
 
     def _moved(self, m: Moved, now: int) -> list[Effect]:
+        if m.attempt in self._saver.attempts:
+            self._saver.moved(m)
+            return []
         self._tier_mover.end(m, may_commit=self.member(now))
         return self._move(now)
+
+    def _save(self, m: SavePages, now: int) -> list[Effect]:
+        """Begins to save its pages, because it is to stop. From now on it stores nothing and moves nothing else."""
+        self._saver.start(m)
+        self._orders.stopping = True
+        self._tier_mover.reset()
+        self._sender.say_soon()
+        return self._saver.end() if self._over else []
 
     # ------------------------------------------------------------------------------------- the coordinator
 
@@ -340,7 +362,7 @@ class Shard:
         """Ends this incarnation: revokes all leases, and answers all waiting requests."""
         self._over = True
         effects: list[Effect] = [Revoke(attempt) for attempt in self._leases.revoke_all()]
-        effects += [*self._writes.serve(now, may_begin=False), *self._pins.give_up()]
+        effects += [*self._writes.serve(now, may_begin=False), *self._pins.give_up(), *self._saver.end()]
         effects += self._sender.end()
         return [*effects, Leave(_LEAVE_REASONS[reason], for_good=reason is LeaveReason.DRAINED)]
 
@@ -385,6 +407,7 @@ class Shard:
             below=self._pool.below(self._pins.wanted_bytes),
             trouble=self._trouble,
             writing_bytes=self._pool.writing_bytes[FASTEST],
+            stopping=self.stopping,
         )
 
 

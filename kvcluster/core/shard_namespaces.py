@@ -23,15 +23,18 @@ _RAW = Codec.RAW  # looked up once: `offer` is called for every page, and readin
 
 
 class ShardNamespace:
-    """One namespace. `parts`: the (group, part) pairs that were reserved here, and the bytes of a raw page of each."""
+    """One namespace. `parts`: the (group, part) pairs that were reserved here, and the bytes of a raw page of each.
+    `ordered_codec`: the codec of the last demotion that the coordinator ordered to be encoded; None before the
+    first."""
 
-    __slots__ = ("_coded", "id", "parts", "spec", "tenant")
+    __slots__ = ("_coded", "id", "ordered_codec", "parts", "spec", "tenant")
 
     def __init__(self, space: NamespaceId, tenant: Tenant, spec: KVSpec) -> None:
         self.id = space
         self.tenant = tenant
         self.spec = spec
         self.parts: dict[tuple[int, Part], int] = {}
+        self.ordered_codec: Codec | None = None
         self._coded: dict[tuple[int, Part, Codec], int] = {}
 
     def offer(

@@ -161,7 +161,7 @@ class TierMover:
     def _arrived(self, source: Page, target: Page, sums: bytes) -> None:
         self._pool.commit(target, sums)
         self._committed(target)
-        target.stays_raw = source.stays_raw
+        target.used, target.stays_raw = source.used, source.stays_raw
         if target.tier > source.tier:
             self._counters["demoted"] += 1
             self._withdraw(source)
@@ -183,6 +183,8 @@ class TierMover:
             return None
         if self._pool.on(move.to, space.id, key) is not None:
             return None
+        if down and move.codec is not Codec.RAW:
+            space.ordered_codec = move.codec
         target = None
         for codec in self._codecs(move, source):
             target = target or self._reserve(source, space, move.to, space.fitting(group, part, codec))

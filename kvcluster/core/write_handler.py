@@ -96,12 +96,14 @@ class WriteHandler:
                 self._counters["aborted"] += self._pool.give_back(lease)
             return CommitGrant((Written.LOST,) * len(m.indices))
         outcome: list[Written] = []
+        used = self._pool.next_use()
         for index, sums in zip(m.indices, m.sums, strict=True):
             page = lease.pages[index] if index < len(lease.pages) else None
             if page is None:
                 outcome.append(Written.LOST)
                 continue
             lease.pages[index] = None
+            page.used = used
             outcome.append(self._commit(page, sums))
         committed = outcome.count(Written.COMMITTED)
         self._counters["commits"] += committed

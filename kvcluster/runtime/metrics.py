@@ -89,7 +89,7 @@ BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 _DECISIONS = {"write": "write_blocks", "committed": "duplicate_blocks", "pending": "pending_blocks"}
 _DECISIONS |= {"refused": "refused_blocks"}
 _EVENTS = {"committed": "committed_pages", "gone": "gone_pages", "corrupt": "corrupt_pages"}
-_STATES = ("up", "joining", "draining", "lost")
+_STATES = ("up", "joining", "draining", "stopping", "lost")
 
 
 class Sample(NamedTuple):

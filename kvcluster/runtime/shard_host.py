@@ -16,6 +16,7 @@ from typing import Any
 
 from kvcluster.config import Config
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, CallId, Epoch, ShardId
 from kvcluster.core.messages import (
     Effect,
@@ -26,6 +27,7 @@ from kvcluster.core.messages import (
     MovePages,
     Offers,
     PageSlot,
+    PagesSaved,
     Refused,
     RefusedKind,
     Reply,
@@ -35,6 +37,7 @@ from kvcluster.core.messages import (
     ReportFailed,
     Request,
     Revoke,
+    SavePages,
     Send,
     ShardMessage,
     ShardQuestion,
@@ -57,6 +60,9 @@ log = logging.getLogger(__name__)
 
 _CALL_S = 0.0001
 """As TenantTurns' `call_s`: most are steps of exchanges, which have a connection already."""
+
+_LAST_STEP_S = 5.0
+"""How long after its deadline the core may take to say what it has saved: it may be busy with other steps."""
 
 Tell = Callable[[Report | Inventory, Deadline], Reply]
 """Sends a report to the coordinator and returns its answer; raises Unavailable or KVClusterError."""
@@ -92,6 +98,9 @@ class ShardHost:
         self._tell = tell
         self._on_end = on_end
         self._report_ms = config.membership_ttl_ms
+        self._shard = shard
+        self._codec = Codec[config.coordinator.host_codec.upper()]
+        self._raw_blocks = config.coordinator.host_raw_blocks
         self._sessions: dict[Attempt, Callable[[], object]] = {}
 
         def fail(error: BaseException) -> None:
@@ -116,6 +125,24 @@ class ShardHost:
         for thread in dict.fromkeys(self._threads.values()):
             thread.start()
         self._driver.start()
+
+    def save(self, stop_ms: int) -> PagesSaved:
+        """Saves the hottest pages in memory to the durable store, because the shard is to stop: returns when all are
+        saved or `stop_ms` have passed, what was saved and what was not. From now on the shard stores nothing more; it
+        serves loads until it is closed. A second call joins the first, or returns its result.
+
+        Raises Unavailable if the shard is closed or has failed.
+        """
+        until = time.monotonic_ns() + stop_ms * 1_000_000
+        answer = self._driver.ask(
+            lambda call: SavePages(call, until, self._codec, self._raw_blocks), stop_ms / 1_000 + _LAST_STEP_S
+        )
+        assert isinstance(answer, PagesSaved)
+        log.warning(  # what operators look for after an upgrade
+            "%s saved %d pages (%d bytes) before its end; not saved: %d pages (%d bytes)",
+            *(self._shard, answer.pages, answer.nbytes, answer.left_pages, answer.left_bytes),
+        )
+        return answer
 
     def close(self) -> None:
         """Ends the driver and its threads and gives the arena back. The caller has closed the transports' servers

@@ -37,7 +37,9 @@ def move(order: MovePages, places: PageBytes) -> Moved:
         try:
             source = bytes_of(places, page.source)
             target = places.view(page.target)
-            if target is None:
+            if target is None and page.source.codec is not page.target.codec:
+                sound, made = _encoded_and_written(page, source, places)
+            elif target is None:
                 sound = matches(page.namespace, page.source, source)
                 made = _written(page, source, places) if sound else None
             else:
@@ -74,6 +76,18 @@ def stage(order: Stage, places: PageBytes) -> Staged:
         if not sound:
             corrupt.append(index)
     return Staged(order.attempt, tuple(corrupt))
+
+
+def _encoded_and_written(page: PageMove, source: memoryview, places: PageBytes) -> tuple[bool, bytes | None]:
+    """Writes a page to its store in the codec of its target. Returns whether the source is sound, and the packed
+    checksums of the encoded page; None if it cannot be encoded or written."""
+    encoded = memoryview(bytearray(page.target.nbytes))
+    sums = _moved(page, source, encoded)
+    if not matches(page.namespace, page.source, source):  # verified afterwards, as above
+        return False, None
+    if sums is None:
+        return True, None
+    return True, _written(page._replace(source=page.source._replace(sums=sums)), encoded, places)
 
 
 def _written(page: PageMove, source: memoryview, places: PageBytes) -> bytes | None:

@@ -170,6 +170,7 @@ INFO = Struct(
     below=Rows(_TIERS, len(Tier), "tiers"),
     trouble=Scalar(lambda trouble: trouble[:TEXT_CHARS], _TROUBLE.decode),
     writing_bytes=amount("bytes of pages"),
+    stopping=PLAIN,
 )
 
 # ------------------------------------------------------------------------------------------ requests

@@ -74,6 +74,7 @@ MOST = {
     "verified": 900,
     "moved": 1_350,
     "staged": 3_000,
+    "save_pages": 900,
     "report_answered": 5_100,
     "report_failed": 1,
     "shard_tick": 950,

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvcluster.config import CoordinatorConfig, ShardConfig
 from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
@@ -58,6 +59,7 @@ from kvcluster.core.messages import (
     Request,
     Reserve,
     Retell,
+    SavePages,
     Send,
     SetPolicy,
     SetWeights,
@@ -734,6 +736,14 @@ def staged(size: int) -> Step:
     return Step(shard.core, Staged(stage.attempt))
 
 
+def save_pages(size: int) -> Step:
+    """The first step, which lists the pages, of a deadline that has come already."""
+    file_bytes = HEAD_BYTES + SECTOR_BYTES * 64
+    found = RecoveredPages(capacity_bytes=2 * file_bytes, file_bytes=file_bytes, specs=((OURS, SMALL),))
+    shard = holding(size, host_pages=size, found=found)
+    return Step(shard.core, SavePages(CALL, 0, Codec.Q8, 1))
+
+
 def report_answered(size: int) -> Step:
     """With tombstones that name all that this shard holds, and an order to evict what is gone then."""
     shard = holding(size)
@@ -771,6 +781,7 @@ SHARD: list[tuple[type, Callable[[int], Step], int]] = [
     (Verified, verified, limits.SUSPECTS),
     (Moved, moved, limits.EVICTIONS_PER_ORDER),
     (Staged, staged, limits.BLOCKS_PER_CALL),
+    (SavePages, save_pages, limits.PAGES_PER_CALL),
     (ReportAnswered, report_answered, limits.PAGES_PER_CALL),
     (ReportFailed, report_failed, limits.WAITING_PAGES),
     (Tick, shard_tick, limits.LEASES),

@@ -131,7 +131,8 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(ray: Foreign) -> None:
 
 
 def test_the_volume_of_another_cluster_is_refused_by_name(ray: Foreign) -> None:
-    disk = f'[groups.shard]\n[groups.shard.shard]\nhost_bytes = "64MiB"\ndisk_bytes = "64MiB"\ndisk_dir = "{ray.folder}/disk"\n'
+    disk = '[groups.shard]\n[groups.shard.shard]\nhost_bytes = "64MiB"\ndisk_bytes = "64MiB"\n'
+    disk += f'disk_dir = "{ray.folder}/disk"\n'
     mine = ray.config("mine", shards=1, extra=disk)
     ray.kvcluster("up", "--address", ray.address, "--config", mine)
     other = ray.config("other", shards=1, extra=disk)

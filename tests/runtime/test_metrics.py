@@ -81,7 +81,7 @@ def test_shards_are_counted_by_state() -> None:
         for (name, *labels), value in of_coordinator(coordinator).items()
         if labels and name == "kvcluster_shards"
     }
-    assert states == {"up": 1, "joining": 0, "draining": 0, "lost": 0}
+    assert states == {"up": 1, "joining": 0, "draining": 0, "stopping": 0, "lost": 0}
     assert of_coordinator(LoneCoordinator(expected=1))["kvcluster_rebuilding",] == 1
 
 

@@ -98,9 +98,9 @@ class Arena:
         """Its own place in that codec."""
         return self._to_move(source, self.page(source.key, which))
 
-    def to_disk(self, source: PageSlot) -> PageMove:
-        """Its own place on the drive, as it is."""
-        return self._to_move(source, self.file(source.key, source.codec))
+    def to_disk(self, source: PageSlot, which: Codec | None = None) -> PageMove:
+        """Its own place on the drive, as it is or in that codec."""
+        return self._to_move(source, self.file(source.key, source.codec if which is None else which))
 
     def _to_move(self, source: PageSlot, target: PageSlot) -> PageMove:
         self.pages.append(PageMove(SPACE, TENANT, self.spec, PARENT, 5, source, target))
@@ -366,6 +366,14 @@ def made(arena: Arena, which: Codec, number: int = 1) -> tuple[PageKey, Codec, b
     return key, which, raw if which is Codec.RAW else encoded(arena.spec, key, which, raw)
 
 
+def saved(which: Codec, data: bytes | None = None) -> tuple[Arena, PageMove]:
+    """A raw page that is to be written to the drive in that codec."""
+    arena = Arena(spec_of())
+    key = key_of(arena.spec)
+    source = arena.page(key, Codec.RAW, data if data is not None else raw_page(arena.spec, key))
+    return arena, arena.to_disk(source, which)
+
+
 @pytest.mark.parametrize("which", DOWN)
 def test_a_page_that_goes_to_disk_is_written_as_it_is_with_the_sums_that_it_had(which: Codec) -> None:
     arena = Arena(spec_of())
@@ -375,6 +383,36 @@ def test_a_page_that_goes_to_disk_is_written_as_it_is_with_the_sums_that_it_had(
     assert arena.files == {page.target.offset: arena.data(source)}
     assert arena.written == [page], "with all that is written down of it"
     assert arena.untouched(source)
+
+
+@pytest.mark.parametrize("which", LOSSY)
+def test_a_raw_page_that_goes_to_disk_encoded_is_written_with_the_sums_of_what_it_is_there(which: Codec) -> None:
+    arena, page = saved(which)
+    [sums], corrupt = (moved := arena.move()).sums, moved.corrupt
+    expected = encoded(arena.spec, page.source.key, which, arena.data(page.source))
+    assert arena.files[page.target.offset] == expected
+    assert (sums, corrupt) == (sums_of(page.target, expected), ())
+    [written] = arena.written
+    assert written.source.sums == sums, "its record has the sums of the encoded page"
+    assert arena.untouched(page.source)
+
+
+@pytest.mark.parametrize("which", LOSSY)
+def test_a_raw_page_that_has_rotted_is_not_encoded_to_disk_and_named(which: Codec) -> None:
+    arena, page = saved(which)
+    arena.spoil(page.source, 77)
+    assert arena.move() == Moved(ATTEMPT, (None,), (0,))
+    assert not arena.written
+
+
+def test_a_page_that_cannot_be_encoded_or_written_has_no_sums_and_is_not_corrupt() -> None:
+    spec = spec_of()
+    arena, _ = saved(Codec.Q8, bytes([0xFF]) * page_bytes(Codec.RAW, spec, 0, spec.whole(0)))
+    assert arena.move() == Moved(ATTEMPT, (None,))
+    assert not arena.written
+    arena, _ = saved(Codec.Q8)
+    arena.full = True
+    assert arena.move() == Moved(ATTEMPT, (None,))
 
 
 def test_what_has_rotted_is_not_written_to_disk_and_named() -> None:

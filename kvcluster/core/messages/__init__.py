@@ -14,7 +14,7 @@ core asserts, and decides.
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
-    driver -> core          Tick, Stalled, Retell, Verified, Moved, Staged,
+    driver -> core          Tick, Stalled, Retell, Verified, Moved, Staged, SavePages,
                             ReportAnswered, ReportFailed                              driver.py
     core -> driver          Answer, Revoke, Send, Verify, Fetch, MovePages, Stage, Erase, Persist,
                             KeepSettings, Publish, Warn, Leave                        effects.py
@@ -65,7 +65,18 @@ from kvcluster.core.messages.coordinator import (
     StoreRun,
     UnpinBlocks,
 )
-from kvcluster.core.messages.driver import Moved, ReportAnswered, ReportFailed, Retell, Staged, Stalled, Tick, Verified
+from kvcluster.core.messages.driver import (
+    Moved,
+    PagesSaved,
+    ReportAnswered,
+    ReportFailed,
+    Retell,
+    SavePages,
+    Staged,
+    Stalled,
+    Tick,
+    Verified,
+)
 from kvcluster.core.messages.effects import (
     Answer,
     Effect,
@@ -161,4 +172,6 @@ CoordinatorMessage = Request[CoordinatorQuestion] | Retell | Tick | Stalled
 
 ShardQuestion = AttachShard | GetOffers | Pin | Unpin | Reserve | Commit | Abort | Renew | Flush | Suspect
 
-ShardMessage = Request[ShardQuestion] | Verified | Moved | Staged | ReportAnswered | ReportFailed | Tick | Stalled
+ShardMessage = (
+    Request[ShardQuestion] | Verified | Moved | Staged | SavePages | ReportAnswered | ReportFailed | Tick | Stalled
+)

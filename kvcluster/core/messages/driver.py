@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcluster.core.ids import Attempt
+from kvcluster.core.codecs import Codec
+from kvcluster.core.ids import Attempt, CallId
 from kvcluster.core.messages.reports import ReportAck
 
 
@@ -65,3 +66,26 @@ class Staged:
 
     attempt: Attempt
     corrupt: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavePages:
+    """The shard is to stop: it writes the hottest pages in its memory to its durable store, until the time `until`.
+    Answered by PagesSaved. The pages of the device tier are encoded in the codec that the coordinator last ordered
+    for their namespace, `codec` before it has ordered any; those of the first `raw_blocks` blocks of a sequence are
+    not."""
+
+    call: CallId
+    until: int
+    codec: Codec
+    raw_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagesSaved:
+    """What SavePages has written, and what it has left: pages that are lost when the shard ends."""
+
+    pages: int
+    nbytes: int
+    left_pages: int
+    left_bytes: int

@@ -22,6 +22,7 @@ from kvcluster.core.messages.coordinator import (
     Status,
     StoreGrant,
 )
+from kvcluster.core.messages.driver import PagesSaved
 from kvcluster.core.messages.engines import Engines, Registered
 from kvcluster.core.messages.events import Publish
 from kvcluster.core.messages.reports import Inventory, Report, ReportAck, Tombstone
@@ -48,6 +49,7 @@ Reply = (
     | CommitGrant
     | ReportAck
     | TablesSynced
+    | PagesSaved
     | Done
     | Refused
 )

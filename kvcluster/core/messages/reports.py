@@ -92,7 +92,8 @@ class ShardInfo:
 
     Capacity, free and writing bytes and pages are those of its device tier; `below` has the tiers under it, the
     fastest first. `draining`: it has been ordered to drain, which a new coordinator learns from it. `trouble`: what its
-    operator should know, such as why it runs without its disk tier.
+    operator should know, such as why it runs without its disk tier. `stopping`: it saves its pages and ends soon, so
+    that nothing new should be placed on it.
     """
 
     shard: ShardId
@@ -108,6 +109,7 @@ class ShardInfo:
     below: tuple[TierUse, ...] = ()
     trouble: str = ""
     writing_bytes: int = 0
+    stopping: bool = False
 
     def without_use(self) -> ShardInfo:
         """Returns what every tenant may know: how large it is and where, and not what others have stored."""

@@ -26,6 +26,7 @@ class Faults:
             "crash shard": lambda: self._crash(self._shard()),
             "crash coordinator": lambda: self._crash(world.coordinator),
             "crash worker": lambda: self._crash(self._rng.choice(world.workers)),
+            "shard told to stop": self._tell_to_stop,
             "crash node": lambda: self._on_node(self._crash),
             "stop shard": lambda: self._stop(self._shard()),
             "stop coordinator": lambda: self._stop(world.coordinator),
@@ -75,6 +76,14 @@ class Faults:
         if process.dead:
             return False
         self._world.kill(process)
+        return True
+
+    def _tell_to_stop(self) -> bool:
+        """An operator stops a shard in an orderly way. Its deadline comes soon, late, or before it has begun."""
+        shard = self._world.shards[self._rng.choice(self._world.names)]
+        if not shard.running or shard.core.stopping:
+            return False
+        shard.save_and_end(self._rng.choice((0, 20, 200, 2_000)) * MS)
         return True
 
     def _stop(self, process: Process) -> bool:

@@ -89,6 +89,8 @@ class Oracle:
     # --------------------------------------------------------------------------------------------- shards
 
     def shard_stepped(self, shard: ShardProcess, message: object, effects: list[Effect], now: int) -> None:
+        if shard.core.stopping:
+            self._gave_way_to_saved(shard)
         judge = self._of_shard.get(type(message.question if isinstance(message, Request) else message))
         if judge is not None:
             judge(shard, message, effects)
@@ -99,6 +101,7 @@ class Oracle:
                 if isinstance(reply, WriteGrant):
                     slots = [page for page in reply.pages if isinstance(page, PageSlot)]
                     if slots:
+                        require(not shard.core.stopping, "a shard that stops accepts a store")
                         self._may_grant(shard, now)
                         self._check_not_in_use(shard, slots)
                         self._gave_way(shard)
@@ -117,6 +120,12 @@ class Oracle:
         require(not any(not slot.tier.spec.addressable for slot in slots), "a reader is sent to a store")
         if slots:
             self._may_grant(shard, now)
+
+    def _gave_way_to_saved(self, shard: ShardProcess) -> None:
+        """While a shard saves its pages, colder pages in its store give way, and no others."""
+        for place in self._vanished(shard):
+            if not place[2].spec.addressable:
+                del shard.ready[place]
 
     def _gave_way(self, shard: ShardProcess) -> None:
         """A page that is gone without an order must have been replaced by one of less loss."""
@@ -220,7 +229,10 @@ class Oracle:
             if page is None or page.generation != target.generation:
                 continue
             require(not session.revoked, "a lease that was revoked is committed")
-            self._may_grant(shard, shard.now())
+            if shard.core.stopping and not target.tier.spec.addressable:  # it needs no coordinator for that
+                require(content.private_holder(target.key.hash) is None, "a private page is saved to disk")
+            else:
+                self._may_grant(shard, shard.now())
             right = content.content(namespace, target.key, target.codec, target.loss).data
             rotten = shard.storage.is_rotten(target)  # corrupted since they were summed there
             require(

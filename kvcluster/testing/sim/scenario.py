@@ -22,6 +22,9 @@ DRIFT_PPM = 10_000
 DISK_FILE_BYTES = HEAD_BYTES + 5 * SECTOR_BYTES
 """The size of a file on disk: its header, its records, and four pages of less than a sector."""
 
+STOPS = 0.3
+"""The share of seeds with a disk tier in which shards are also told to stop and to save their pages there."""
+
 FAULTS = (
     *("crash shard", "crash coordinator", "crash worker", "crash node"),
     *("stop shard", "stop coordinator", "stop worker", "stop node"),
@@ -117,6 +120,13 @@ def draw(rng: random.Random, later: random.Random) -> Scenario:
     )
     policy = later.choice(tuple(POLICIES))
     return replace(scenario, config=replace(config, coordinator=replace(config.coordinator, eviction_policy=policy)))
+
+
+def with_stops(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Returns the scenario with shards that are told to stop, in a share of the seeds with a disk tier."""
+    if not scenario.config.shard.disk_bytes or not scenario.faults or rng.random() >= STOPS:
+        return scenario
+    return replace(scenario, faults=scenario.faults + ("shard told to stop",) * 4)
 
 
 def with_sequences(scenario: Scenario, rng: random.Random, windows: random.Random) -> Scenario:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import carried_out
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
@@ -25,14 +26,17 @@ from kvcluster.core.messages import (
     PageKey,
     PageMove,
     PageSlot,
+    PagesSaved,
     PageWant,
     ReadRequest,
     Renew,
+    Reply,
     Report,
     ReportAck,
     ReportAnswered,
     ReportFailed,
     Revoke,
+    SavePages,
     Send,
     ShardAddress,
     Stage,
@@ -151,6 +155,20 @@ class ShardProcess(SimulatedCore):
         """Removes a session, which moves nothing any more."""
         del self.sessions[session.attempt]
 
+    # ------------------------------------------------------------------------------------------- stopping
+
+    def save_and_end(self, within_ns: int) -> None:
+        """Has the shard save its pages; when it says that it has, its process ends, perhaps in the middle of a
+        write."""
+        until, policy = self.now() + within_ns, self.world.scenario.config.coordinator
+        codec, raw_blocks = Codec[policy.host_codec.upper()], policy.host_raw_blocks
+        self.submit(lambda call: SavePages(call, until, codec, raw_blocks), self._saved)
+
+    def _saved(self, reply: Reply) -> None:
+        assert isinstance(reply, PagesSaved)
+        self.world.count("save", "all" if not reply.left_pages else "some" if reply.pages else "none")
+        self.world.kill(self)
+
     # --------------------------------------------------------------------------------------------- memory
 
     def rot(self) -> bool:
@@ -244,7 +262,7 @@ class ShardProcess(SimulatedCore):
             before = self.storage.bytes_of(page.source)
             sound = self.storage.matches(page.namespace, page.source, before)
             if not page.target.tier.spec.addressable:
-                made = (yield from self._write(page, stored_at[index])) if sound else None
+                made = (yield from self._write(page, before, stored_at[index])) if sound else None
             else:
                 made = self.storage.recode(page, before)
             if not sound:
@@ -268,12 +286,19 @@ class ShardProcess(SimulatedCore):
         self.finish(session)
         del self.moves[session.attempt]
 
-    def _write(self, page: PageMove, stored_at: int) -> Script:
-        """Writes a page to a store, as it is. Returns its packed sums."""
+    def _write(self, page: PageMove, before: bytes | None, stored_at: int) -> Script:
+        """Writes a page to a store, as it is or encoded. Returns its packed sums; None if it cannot be encoded."""
+        encodes = page.source.codec is not page.target.codec
+        encoded = self.storage.encoded(page, before) if encodes else None
+        if encodes and encoded is None:
+            return None
         disk = self.disks[page.target.tier]
         disk.begin_write(page)
         yield None, self.world.rng.randrange(2 * MS)  # dying now leaves neither the old page nor the new
         data = self.storage.bytes_of(page.source)
+        if encoded is not None:
+            data, sums = encoded
+            page = page._replace(source=page.source._replace(sums=sums))
         assert data is not None
         disk.write(page, data, stored_at)
         return page.source.sums

@@ -91,13 +91,23 @@ class ShardStorage:
     def recode(self, page: PageMove, before: bytes | None) -> bytes | None:
         """Writes the encoded, decoded or copied page to its place in memory. Returns its packed sums, or None if it
         cannot be encoded."""
+        encoded = self.encoded(page, before)
+        if encoded is None:
+            return None
+        data, sums = encoded
+        self._memory.write(page.target.offset, data)
+        return sums
+
+    def encoded(self, page: PageMove, before: bytes | None) -> tuple[bytes, bytes] | None:
+        """Returns the bytes that encoding, decoding or copying makes of a page, and their packed sums; None if it
+        cannot be encoded."""
         source, target = page.source, page.target
         fits = target.codec is Codec.RAW or source.codec is target.codec or content.encodable(source.key)
         if not fits or before is None:
             return None
-        self._memory.write(target.offset, self._recoded(page.namespace, source, target, before))
+        data = self._recoded(page.namespace, source, target, before)
         identity = content.identity(page.namespace, target.key, target.codec)
-        return checksum.pack_sums(checksum.layer_sums(identity, 0, target.key.part.layers, self._memory.view(target)))
+        return data, checksum.pack_sums(checksum.layer_sums(identity, 0, target.key.part.layers, memoryview(data)))
 
     def _recoded(self, namespace: NamespaceId, source: PageSlot, target: PageSlot, before: bytes) -> bytes:
         """Returns what encoding or decoding a page makes of it: correct bytes from correct bytes, and otherwise

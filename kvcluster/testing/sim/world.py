@@ -44,9 +44,10 @@ class SimulatedWorld:
         self.rng = rng = random.Random(seed)
         self.later = random.Random(f"{seed}, drawn later")
         self.sequence_rng = random.Random(f"{seed}, sequences")
-        self.scenario = drawn = scenario.with_sequences(
+        without_stops = scenario.with_sequences(
             scenario.draw(rng, self.later), self.sequence_rng, random.Random(f"{seed}, windows")
         )
+        self.scenario = drawn = scenario.with_stops(without_stops, random.Random(f"{seed}, stops"))
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
         self.faults: Counter[str] = Counter()

@@ -471,7 +471,7 @@ class CodecErrors(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., error: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "trouble", "writing_bytes")
+    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "trouble", "writing_bytes", "stopping")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -485,6 +485,7 @@ class ShardInfo(_message.Message):
     BELOW_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     WRITING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STOPPING_FIELD_NUMBER: _ClassVar[int]
     shard: str
     epoch: int
     address: str
@@ -498,7 +499,8 @@ class ShardInfo(_message.Message):
     below: TierUses
     trouble: str
     writing_bytes: int
-    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ..., writing_bytes: _Optional[int] = ...) -> None: ...
+    stopping: bool
+    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ..., writing_bytes: _Optional[int] = ..., stopping: bool = ...) -> None: ...
 
 class TierUses(_message.Message):
     __slots__ = ("tier", "capacity_bytes", "free_bytes", "pages", "wanted_bytes", "writing_bytes")

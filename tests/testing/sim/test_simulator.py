@@ -30,7 +30,7 @@ SEEDS = {
     "evicts-while-rebuilding": 25,
     "judged-after-a-stall": 2,
     "forgotten-tombstone": 1,
-    "purged-writers-go-on": 21,
+    "purged-writers-go-on": 356,
     "drained-too-early": 16,
     "evicts-what-is-promised": 1,
     "order-number-used-again": 1,
@@ -45,7 +45,7 @@ SEEDS = {
     "fork-without-a-reference": 0,
     "truncated-brought-back": 30,
     "private-pages-stay": 0,
-    "no-grace": 60,
+    "no-grace": 0,
     "repeat-applied-again": 22,
     "no-epoch-fence": 4,
     "no-coordinator-fence": 2,
@@ -67,6 +67,8 @@ SEEDS = {
     "disk-unverified": 61,
     "purge-kept-before-done": 333,
     "private-copy-given-back": 4,
+    "stores-while-stopping": 60,
+    "private-pages-saved": 81,
 }
 """A seed that finds each planted bug. Nightly it is searched for instead, from seed 0 on."""
 

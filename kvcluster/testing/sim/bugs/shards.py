@@ -15,6 +15,7 @@ from kvcluster.core.pool import PagePool
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.shard import Shard
+from kvcluster.core.shutdown_saver import ShutdownSaver
 from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.pages import checksum
 from kvcluster.testing.sim.bugs.planting import planted
@@ -192,3 +193,15 @@ def private_copy_given_back(original: Any, self: PagePool, copy: Any, sums: byte
     """The private copy of a page that was read from disk is freed as soon as its reader is answered."""
     original(self, copy, sums)
     self._free(copy)
+
+
+@planted(Shard, "_takes_writes")
+def stores_while_stopping(original: Any, self: Shard, now: int) -> bool:
+    """A shard that saves its pages because it is to stop accepts new stores."""
+    return self.member(now) and not self._orders.draining
+
+
+@planted(ShutdownSaver, "_is_private")
+def private_pages_saved(original: Any, self: ShutdownSaver, space: Any) -> bool:
+    """A shard that stops saves the private pages of sequences, too."""
+    return False

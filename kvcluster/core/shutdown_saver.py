@@ -1,0 +1,279 @@
+"""Saves a shard's pages when it is told to stop: writes the hottest of its memory to its durable store, until a
+deadline, so that the next incarnation finds them there.
+
+The shard decides alone, since its coordinator may be gone: save_list.py orders the pages by what the shard knows. The
+shell writes one batch after another (MovePages), encoded as the tier policy says unless they are encoded already. A
+page stays where it lies, for readers, and gets a twin in the store. Where the store is full, colder pages give way.
+
+A batch holds a read lease and a write lease of the shard's own, so that whatever revokes leases revokes it too: the
+pages of a purge that comes meanwhile are aborted, and the others are tried again. What does not verify is withdrawn.
+Nothing is saved twice: a second request gets the result of the first. When all is saved or time is up, the shard goes
+on to serve loads until its process ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
+from kvcluster.core.file_allocator import Shape
+from kvcluster.core.ids import Attempt, BlockHash, CallId, NamespaceId
+from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.messages import Answer, Effect, Moved, MovePages, PageMove, PagesSaved, SavePages, Tier
+from kvcluster.core.page import Page, PageState
+from kvcluster.core.pool import PagePool
+from kvcluster.core.save_list import LISTED_PAGES, ListedBlock, SaveList
+from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
+from kvcluster.core.tier_mover import BATCH_BYTES, page_move
+from kvcluster.core.tiers import FASTEST
+from kvcluster.core.withdrawal import Withdrawal
+
+
+@dataclass(frozen=True, slots=True)
+class _SaveBatch:
+    reading: Attempt
+    writing: Attempt
+    pairs: list[tuple[Page, Page]]  # source and target
+    blocks: list[ListedBlock]  # by pair
+
+
+class ShutdownSaver:
+    """Saves once, from `start` on. `committed` is called with each page that is READY in the store."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        leases: LeaseBook,
+        spaces: ShardNamespaces,
+        own: OwnAttempts,
+        withdraw: Withdrawal,
+        committed: Callable[[Page], None],
+        counters: dict[str, int],
+    ) -> None:
+        self._pool = pool
+        self._leases = leases
+        self._namespaces = spaces
+        self._own = own
+        self._withdraw = withdraw
+        self._committed = committed
+        self._counters = counters
+        self._into: Tier | None = next((tier for tier in pool.stores if tier.spec.durable), None)
+        self._calls: list[CallId] = []
+        self._until: int | None = None
+        self._codec = Codec.RAW
+        self._raw_blocks = 0
+        self._list: SaveList | None = None
+        self._batch: _SaveBatch | None = None
+        self._file_tried = False  # a file of another kind was looked at for the batch being built
+        self._saved_pages = self._saved_bytes = 0
+        self._lost_pages = self._lost_bytes = 0
+        self._result: PagesSaved | None = None
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the shard has been told to save its pages. It does not go back."""
+        return self._until is not None
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """The attempts of the two leases of the batch under way."""
+        return [self._batch.reading, self._batch.writing] if self._batch is not None else []
+
+    @property
+    def next_deadline(self) -> int | None:
+        """When the next step is due: at once while pages are listed or searched, else when time is up."""
+        if self._until is None or self._result is not None:
+            return None
+        return 0 if self._list is not None and self._batch is None else self._until
+
+    def start(self, m: SavePages) -> None:
+        """Begins to save; or joins a caller to what has begun, for as long as the shorter deadline allows."""
+        self._calls.append(m.call)
+        if self._until is None:
+            self._codec, self._raw_blocks = m.codec, m.raw_blocks
+        self._until = m.until if self._until is None else min(self._until, m.until)
+
+    def serve(self, now: int, *, mover_busy: bool) -> list[Effect]:
+        """Does the next step of the work, if there is any: lists some pages, begins a batch, or answers the callers at
+        the end. Lists nothing while another move is under way, whose pages have not arrived."""
+        if self._until is None:
+            return []
+        if self._result is None and (self._into is None or now >= self._until):
+            return self.end()
+        if self._result is not None:
+            return self._answers(self._result)
+        if self._batch is not None or mover_busy:
+            return []
+        if self._list is None:
+            self._list = SaveList(list(self._pool.ready()), self._is_private)
+        if not self._list.complete:
+            self._list.list_some()
+            return []
+        return self._begin(self._list, now)
+
+    def moved(self, m: Moved) -> None:
+        """Ends the batch: commits the pages that were written, and aborts the others."""
+        batch, self._batch = self._batch, None
+        assert batch is not None and batch.writing == m.attempt, "the end of a batch that is not under way"
+        revoked = not self._leases.running(batch.writing)
+        self._leases.end(batch.reading)
+        self._leases.end(batch.writing)
+        again: dict[tuple[NamespaceId, BlockHash], ListedBlock] = {}
+        for index, ((source, target), sums) in enumerate(zip(batch.pairs, m.sums, strict=True)):
+            alive, corrupt, block = source.state is PageState.READY, index in m.corrupt, batch.blocks[index]
+            if alive and not revoked and not corrupt and sums is not None:
+                self._arrived(source, target, sums, block)
+            else:
+                self._pool.abort(target)
+                if alive and corrupt:
+                    self._counters["corrupt"] += 1
+                    self._withdraw(source, corrupt=True)
+                elif alive and (revoked or target.codec is not source.codec):
+                    source.stays_raw = not revoked  # it cannot be encoded: the next batch saves it raw
+                    again[block.space, block.hash] = block
+                elif alive:
+                    self._lose(source, block)
+            self._pool.unpin(source)
+        assert self._list is not None
+        for block in again.values() if self._result is None else ():
+            self._list.put_back(block)
+
+    def end(self) -> list[Effect]:
+        """Ends the work, whatever is left, and answers the callers. A batch under way ends by itself; its pages count
+        as left."""
+        if self._until is None:
+            return []
+        if self._result is None:
+            pages = self._list or SaveList(list(self._pool.ready()), self._is_private)
+            left_pages, left_bytes = pages.left()
+            under_way = [source for source, _ in self._batch.pairs] if self._batch is not None else []
+            self._result = PagesSaved(
+                *(self._saved_pages, self._saved_bytes),
+                self._lost_pages + left_pages + len(under_way),
+                self._lost_bytes + left_bytes + sum(page.nbytes for page in under_way),
+            )
+        return self._answers(self._result)
+
+    def _answers(self, result: PagesSaved) -> list[Effect]:
+        calls, self._calls = self._calls, []
+        return [Answer(call, result) for call in calls]
+
+    def _is_private(self, space: NamespaceId) -> bool:
+        known = self._namespaces.known(space)
+        return known is not None and known.spec.private
+
+    def _begin(self, pages: SaveList, now: int) -> list[Effect]:
+        """Begins the next batch; ends the work if nothing is left to save."""
+        pairs: list[tuple[Page, Page]] = []
+        blocks: list[ListedBlock] = []
+        nbytes, looked_at = 0, 0
+        self._file_tried = False
+        while nbytes < BATCH_BYTES and len(pairs) < limits.MOVED_PAGES and looked_at < LISTED_PAGES:
+            block = pages.pop()
+            if block is None:
+                break
+            looked_at += 1
+            found = self._pairs(block, pages)
+            pairs += found
+            blocks += [block] * len(found)
+            nbytes += sum(source.nbytes for source, _ in found)
+        if not pairs:
+            return [] if looked_at == LISTED_PAGES else self.end()
+        batch = self._batch = _SaveBatch(self._own.next(), self._own.next(), pairs, blocks)
+        for source, _ in pairs:
+            self._pool.pin(source)
+        self._leases.grant(batch.reading, LeaseKind.READ, [source for source, _ in pairs], now)
+        self._leases.grant(batch.writing, LeaseKind.WRITE, [target for _, target in pairs], now)
+        return [MovePages(batch.writing, tuple(map(self._page_move, pairs)))]
+
+    def _pairs(self, block: ListedBlock, pages: SaveList) -> list[tuple[Page, Page]]:
+        """Returns the pages of the block that are to be saved, each with its reserved target: all of them or none."""
+        space, sources = self._namespaces.known(block.space), block.unsaved()
+        pairs: list[tuple[Page, Page]] = []
+        for source in sources:
+            target = self._reserve(source, space, block, pages) if space is not None and not block.skipped else None
+            if target is None:
+                for _, reserved in pairs:
+                    self._pool.abort(reserved)
+                for page in sources:
+                    self._lose(page, block)
+                return []
+            pairs.append((source, target))
+        return pairs
+
+    def _reserve(self, source: Page, space: ShardNamespace, block: ListedBlock, pages: SaveList) -> Page | None:
+        for codec in self._codecs(source, space):
+            fitting = space.fitting(source.key.group, source.key.part, codec)
+            nbytes = space.page_bytes(source.key.group, source.key.part, fitting)
+            target = self._reserve_once(source, nbytes, fitting)
+            if target is None and self._make_room(source, nbytes, block, pages):
+                target = self._reserve_once(source, nbytes, fitting)
+            if target is not None:
+                return target
+        return None
+
+    def _codecs(self, source: Page, space: ShardNamespace) -> list[Codec]:
+        """Returns the codecs in which the page may be saved, the preferred one first. An encoded one is saved as it is;
+        others as the coordinator last ordered for their namespace, or as SavePages says."""
+        if source.codec is not Codec.RAW or source.stays_raw or source.tier is not FASTEST:
+            return [source.codec]
+        codec = Codec.RAW if source.depth < self._raw_blocks else space.ordered_codec or self._codec
+        return list(dict.fromkeys((codec, Codec.Q8)))
+
+    def _reserve_once(self, source: Page, nbytes: int, codec: Codec) -> Page | None:
+        assert self._into is not None
+        return self._pool.reserve(
+            source.space,
+            source.key,
+            nbytes,
+            parent=source.parent,
+            depth=source.depth,
+            loss=max(source.loss, codec.loss),
+            tier=self._into,
+            codec=codec,
+        )
+
+    def _make_room(self, source: Page, nbytes: int, block: ListedBlock, pages: SaveList) -> bool:
+        """Evicts a page of the same kind that is colder than the block; if there is none, all pages of the file of the
+        coldest page, if all are colder. Looks at one such file a batch. Returns whether anything was evicted."""
+        page = pages.colder(block, (source.space, Shape(nbytes, source.key.part.layers)))
+        if page is not None:
+            self._evict(page)
+            return True
+        coldest = pages.coldest() if not self._file_tried else None
+        if coldest is None or self._into is None:
+            return False
+        self._file_tried = True
+        owners = self._pool.stores[self._into].neighbours(coldest.offset)
+        there = [self._pool.on(self._into, *owner) for owner in owners if pages.is_colder(owner, block)]
+        free = [page for page in there if page is not None and page.state is PageState.READY and not page.pins]
+        if not free or len(free) < len(owners):
+            return False
+        for page in free:
+            self._evict(page)
+        return True
+
+    def _evict(self, page: Page) -> None:
+        self._counters["evicted"] += 1
+        self._withdraw(page)
+
+    def _arrived(self, source: Page, target: Page, sums: bytes, block: ListedBlock) -> None:
+        self._pool.commit(target, sums)
+        target.used, target.stays_raw = source.used, source.stays_raw
+        block.pages.append(target)
+        self._committed(target)
+        self._saved_pages += 1
+        self._saved_bytes += target.nbytes
+
+    def _lose(self, page: Page, block: ListedBlock) -> None:
+        block.skipped = True
+        self._lost_pages += 1
+        self._lost_bytes += page.nbytes
+
+    def _page_move(self, pair: tuple[Page, Page]) -> PageMove:
+        source, target = pair
+        space = self._namespaces.known(source.space)
+        assert space is not None, "a page of a namespace that is not known"
+        return page_move(space, source, target)
