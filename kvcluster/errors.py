@@ -10,7 +10,8 @@
     ├── Unreachable            no answer from that address in time
     │   └── Unavailable        the same within an exchange, as a miss (transport/base.py)
     ├── LostTokens             tokens of a sequence are in no memory any more; compute them again
-    └── ProtocolError          the other side does not speak kvcluster, or another version of it
+    └── ProtocolError          the other side does not speak kvcluster
+        └── VersionMismatch       it speaks another version of it
 
 A failure inside the cluster (a dead shard, a full tier, a passed deadline) is not an error of a client's call: it is a
 miss with a reason, because an engine can always recompute. It is raised only if the call cannot return a miss
@@ -56,6 +57,10 @@ class Unreachable(KVClusterError):
 
 class ProtocolError(KVClusterError):
     """The other side does not speak kvcluster, or speaks another version of it."""
+
+
+class VersionMismatch(ProtocolError):
+    """The two sides are of releases of kvcluster that do not speak the same protocol; install the same on both."""
 
 
 class LostTokens(KVClusterError):

@@ -42,29 +42,33 @@ class CoordinatorActor:
 
     def __init__(self, config: Config, secret: str) -> None:
         set_limits()
-        patient, server = restarted(), config.server
+        patient, server, calls = restarted(), config.server, CallMetrics(COORDINATOR)
+        failed = calls.start_failed
         self._host = waited_for(
-            lambda: CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process), patient=patient
+            lambda: CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process), patient=patient, failed=failed
         )
         auth = authenticator(server, secret, restarted=patient)
-        calls = CallMetrics(COORDINATOR)
         for_workers, for_shards = handlers_of(self._host.ask, calls)
         self._server = waited_for(
             lambda: GrpcServer(
                 for_workers, auth, server.host, server.port, server.threads, limits.QUESTION_BYTES, calls
             ),
             patient=patient,
+            failed=failed,
         )
         self._reports = waited_for(
             lambda: GrpcServer(for_shards, auth, server.host, server.report_port, server.threads, metrics=calls),
             patient=patient,
+            failed=failed,
         )
         self._garbage = GarbageKeeper()
         self._garbage.start()
         self._host.start()
         self._reports.start()
         self._server.start()
-        self._metrics = waited_for(lambda: serve_metrics(config.metrics, 0, self._host, calls), patient=patient)
+        self._metrics = waited_for(
+            lambda: serve_metrics(config.metrics, 0, self._host, calls), patient=patient, failed=failed
+        )
 
     def address(self) -> str:
         """Returns the address at which workers reach it, from other nodes too."""

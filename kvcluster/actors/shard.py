@@ -72,7 +72,9 @@ class ShardActor:
         self._garbage.start()
         number = 1 + int(shard.rpartition("-")[2])
         self._metrics = waited_for(
-            lambda: serve_metrics(config.metrics, number, self._host, calls), patient=restarted()
+            lambda: serve_metrics(config.metrics, number, self._host, calls),
+            patient=restarted(),
+            failed=calls.start_failed,
         )
 
     def address(self) -> str:

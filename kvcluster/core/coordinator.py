@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from kvcluster.config import CoordinatorConfig
+from kvcluster.core.age_histogram import AgeHistogram
 from kvcluster.core.block_tables import BlockTables
 from kvcluster.core.coordinator_state import MS, UNKNOWN, CoordinatorState
 from kvcluster.core.dispatcher import Dispatcher
@@ -36,17 +37,21 @@ from kvcluster.core.messages import (
     Effect,
     EndTicket,
     Engines,
+    EvictOrder,
     Explain,
     GetEngines,
     GetNamespaces,
     GetStatus,
     Inventory,
     KeepSettings,
+    MoveOrder,
     Namespaces,
+    Order,
     Persist,
     PinBlocks,
     PrepareLoad,
     PrepareStore,
+    PullOrder,
     Purge,
     Purged,
     Refused,
@@ -66,6 +71,7 @@ from kvcluster.core.messages import (
     Status,
     SyncTables,
     Tick,
+    Tier,
     Tombstone,
     UnpinBlocks,
 )
@@ -328,6 +334,21 @@ class Coordinator:
     def missed_tokens(self) -> Mapping[MissReason, int]:
         """The tokens that lookups asked for and did not find, by reason."""
         return self._state.missed_tokens
+
+    @property
+    def eviction_ages(self) -> Mapping[Tier, AgeHistogram]:
+        """For each tier: how long blocks had not been used when their last copy was evicted from it."""
+        return self._state.eviction_ages
+
+    def pinned_blocks(self, now: int) -> int:
+        """Returns the number of blocks that users have pinned. Looks at each."""
+        return sum(until > now for space in self._state.directory for until in space.pinned.values())
+
+    def open_orders(self) -> dict[type[Order], int]:
+        """Returns the number of orders of each kind that shards have not ended."""
+        members = self._state.members.all()
+        kinds: tuple[type[Order], ...] = (EvictOrder, MoveOrder, PullOrder)
+        return {kind: sum(member.orders.of(kind) is not None for member in members) for kind in kinds}
 
     def _of_tenant(self, status: Status, tenant: Tenant) -> Status:
         """Returns what a tenant sees of a status: its own figures, and which shards are up."""

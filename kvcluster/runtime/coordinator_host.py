@@ -25,7 +25,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.metrics import Sample, coordinator_samples
+from kvcluster.runtime.metrics import CoordinatorFigures, Histogram, Sample, coordinator_samples
 from kvcluster.runtime.settings_file import read_settings, write_settings
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable
@@ -97,11 +97,9 @@ class CoordinatorHost:
         """Calls `look` while the core is not stepped."""
         return self._driver.inspect(look)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[Sample | Histogram]:
         """Returns the series of COORDINATOR_METRICS."""
-        return self._driver.inspect(
-            lambda: coordinator_samples(self.core.status(time.monotonic_ns()), self.core.missed_tokens)
-        )
+        return self._driver.inspect(lambda: coordinator_samples(figures_of(self.core, time.monotonic_ns())))
 
     def why_not_alive(self) -> str:
         """Returns why this incarnation should be ended; "" if it should not."""
@@ -122,6 +120,18 @@ class CoordinatorHost:
         elif isinstance(effect, Leave):
             log.warning("leaving: %s", effect.reason)
             self._on_end(effect)
+
+
+def figures_of(core: Coordinator, now: int) -> CoordinatorFigures:
+    """Returns what is told of a coordinator for a scrape."""
+    return CoordinatorFigures(
+        core.status(now),
+        core.missed_tokens,
+        core.eviction_ages,
+        core.open_orders(),
+        core.pinned_blocks(now),
+        core.replicator.requests,
+    )
 
 
 def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], None]) -> EventPublisher | None:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from kvcluster.config import MetricsConfig
 from kvcluster.errors import ConfigError
 from kvcluster.pages.arena import memory_limit_bytes
-from kvcluster.runtime.metrics import BUCKETS, METRICS, CallMetrics, Histogram, MetricKind, Sample
+from kvcluster.runtime.metrics import METRICS, CallMetrics, Histogram, MetricKind, Sample
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class MetricsServer:
 class MeteredHost(Protocol):
     """What is served of a coordinator or a shard."""
 
-    def samples(self) -> list[Sample]: ...
+    def samples(self) -> Sequence[Sample | Histogram]: ...
 
     def why_not_alive(self) -> str: ...
 
@@ -178,7 +178,7 @@ def _registry(collect: Collect) -> tuple[Any, Any]:
                 if family is None:
                     family = found[sample.name] = families[row.kind](sample.name, row.about, labels=row.labels)
                 if isinstance(sample, Histogram):
-                    bounds = [*map(str, BUCKETS), "+Inf"]
+                    bounds = [*map(str, row.buckets), "+Inf"]
                     family.add_metric(sample.labels, list(zip(bounds, sample.counts, strict=True)), sample.seconds)
                 else:
                     family.add_metric(sample.labels, sample.value)

@@ -58,6 +58,11 @@ class _Threads(ThreadPoolExecutor):
         self._counting = threading.Lock()
 
     @property
+    def calls(self) -> int:
+        """The number of calls that are served or wait."""
+        return self._calls
+
+    @property
     def full(self) -> bool:
         return self._calls >= self._most
 
@@ -91,6 +96,7 @@ class _Table(grpc.GenericRpcHandler):
         self._second = self._refused = 0
         self._threads: dict[Tenant, _Threads] = {}
         self._bound: dict[tuple[str, Caller], _GrpcHandler] = {}
+        metrics.watch(lambda: sum(threads.calls for threads in list(self._threads.values())))
 
     def service(self, details: grpc.HandlerCallDetails) -> _GrpcHandler | None:
         handler = self._handlers.get(details.method)
@@ -256,7 +262,7 @@ def _unary(
             return method.encode_reply(reply)
         except (Unavailable, KVClusterError) as error:
             if isinstance(error, ProtocolError):
-                metrics.refused(Refusal.PROTOCOL)
+                metrics.refused(Refusal.of(error))
             context.abort(status_of(error), str(error))
         finally:
             metrics.took(method.name, time.monotonic() - began)

@@ -46,12 +46,14 @@ from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
 from kvcluster.runtime import tier_io
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.metrics import Sample, shard_samples
+from kvcluster.runtime.metrics import Histogram, Sample, shard_samples
 from kvcluster.runtime.replica_pull import OpenSource, ReplicaPuller
 from kvcluster.runtime.scrub import NICENESS, verify
+from kvcluster.runtime.shard_metrics import ShardMetrics
 from kvcluster.runtime.threads import JobThread
 from kvcluster.runtime.tier_store import TierStores, bytes_of, open_stores
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.exchange_summary import ExchangeSummary
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +94,7 @@ class ShardHost:
         self._tell = tell
         self._on_end = on_end
         self._report_ms = config.membership_ttl_ms
+        self._metrics = ShardMetrics()
         self._sessions: dict[Attempt, Callable[[], object]] = {}
 
         def fail(error: BaseException) -> None:
@@ -126,9 +129,14 @@ class ShardHost:
             thread.close()
         self._stores.close()
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[Sample | Histogram]:
         """Returns the series of SHARD_METRICS."""
-        return self._driver.inspect(lambda: shard_samples(self.core.info()))
+
+        def of_core() -> list[Sample]:
+            core = self.core
+            return shard_samples(core.info(), {**core.waiting, **self._waiting_jobs()}, core.pool.condemned)
+
+        return [*self._driver.inspect(of_core), *self._metrics.samples()]
 
     def why_not_alive(self) -> str:
         """Returns why this incarnation should be ended; "" if it should not."""
@@ -172,6 +180,12 @@ class ShardHost:
         finally:
             self._sessions.pop(attempt, None)
 
+    def exchange_ended(self, summary: ExchangeSummary) -> None:
+        self._metrics.exchange_ended(summary)
+
+    def connection_refused(self, path: str, error: KVClusterError) -> None:
+        self._metrics.connection_refused(path, error)
+
     def inspect(self, look: Callable[[], object]) -> object:
         """Calls `look` while the core is not stepped."""
         return self._driver.inspect(look)
@@ -211,11 +225,7 @@ class ShardHost:
             ),
             MovePages: moves,
             Erase: moves,
-            Stage: job(
-                "stager",
-                lambda order: self._driver.tell(tier_io.stage(order, self._stores)),
-                most=limits.PINS_FROM_DISK,
-            ),
+            Stage: job("stager", self._stage, most=limits.PINS_FROM_DISK),
             Fetch: job("fetcher", self._fetcher.fetch),
         }
 
@@ -234,6 +244,20 @@ class ShardHost:
 
     def _move(self, order: MovePages | Erase) -> None:
         if isinstance(order, MovePages):
-            self._driver.tell(tier_io.move(order, self._stores))
+            began = time.monotonic()
+            moved = tier_io.move(order, self._stores)
+            self._metrics.moved(order, moved, time.monotonic() - began)
+            self._driver.tell(moved)
         else:
             self._stores.erase(order)
+
+    def _stage(self, order: Stage) -> None:
+        began = time.monotonic()
+        staged = tier_io.stage(order, self._stores)
+        self._metrics.moved(order, staged, time.monotonic() - began)
+        self._driver.tell(staged)
+
+    def _waiting_jobs(self) -> dict[str, int]:
+        """Returns the number of jobs that wait for each thread."""
+        kinds: dict[str, type[Effect]] = {"scrubs": Verify, "moves": MovePages, "disk_reads": Stage, "pulls": Fetch}
+        return {name: self._threads[kind].waiting for name, kind in kinds.items()}
