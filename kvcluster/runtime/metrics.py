@@ -18,7 +18,7 @@ from kvcluster.core.age_histogram import AGE_BOUNDS_S, AgeHistogram
 from kvcluster.core.messages import EvictOrder, MoveOrder, Order, PullOrder, ShardInfo, Status
 from kvcluster.core.miss import MissReason
 from kvcluster.core.tiers import Tier
-from kvcluster.errors import CredentialError, KVClusterError, VersionMismatch
+from kvcluster.errors import CredentialError, KVClusterError, VersionError
 from kvcluster.transport.base import Unavailable
 
 
@@ -170,8 +170,8 @@ class Refusal(Enum):
 
     CREDENTIAL = "credential"  # none, an unknown one, or one that may not make this call
     BUSY = "busy"  # its tenant has too many calls or connections
-    VERSION = "version"  # of another version of the protocol
     PROTOCOL = "protocol"  # malformed
+    VERSION = "version"  # no version of the protocol is spoken by both sides
     METHOD = "method"  # there is no such method here
 
     @classmethod
@@ -181,7 +181,7 @@ class Refusal(Enum):
             return cls.CREDENTIAL
         if isinstance(error, Unavailable):
             return cls.BUSY
-        return cls.VERSION if isinstance(error, VersionMismatch) else cls.PROTOCOL
+        return cls.VERSION if isinstance(error, VersionError) else cls.PROTOCOL
 
 
 class HistogramSet:
