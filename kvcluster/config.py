@@ -38,6 +38,7 @@ CODECS = ("raw", "q8", "q4")
 LOSSES = ("exact", "q8", "q4")
 """Losses that KV may have, the least first."""
 
+LOG_FORMATS = ("text", "json")
 _LOOPBACK = re.compile(r"tcp://(?:127\.[0-9.]+|\[::1\]):")
 _MAY_BE_ZERO = ("hold_ms", "store_wait_ms")
 
@@ -150,6 +151,16 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What the processes of a cluster log to their standard error. `format`: text, warnings for people; or json, one
+    object a line, with a line for each decision besides (docs/metrics.md).
+    `lines_per_second`: the most lines of each event, and of each module besides, in json."""
+
+    format: str = "text"
+    lines_per_second: int = 20
+
+
+@dataclass(frozen=True, slots=True)
 class ClientConfig:
     """`deadline_ms`: of one call, however many parts it has.
     `store_wait_ms`: the time that a store may wait for room.
@@ -184,6 +195,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
 
 
@@ -265,6 +277,7 @@ def _check(config: Config) -> None:
         _client_rules(config.client),
         _transport_rules(config),
         _event_rules(config.events),
+        _log_rules(config.log),
         _duration_rules(config),
     ):
         if not holds:
@@ -374,6 +387,11 @@ def _event_rules(e: EventsConfig) -> Iterator[_Rule]:
             f"events.{name}: every process that reaches {where} reads the prompts of all tenants. Use a loopback "
             "address, or set events.insecure = true",
         )
+
+
+def _log_rules(log: LogConfig) -> Iterator[_Rule]:
+    yield log.format in LOG_FORMATS, f"log.format must be one of {', '.join(LOG_FORMATS)}, not {log.format!r}"
+    yield log.lines_per_second >= 1, "log.lines_per_second must be at least 1"
 
 
 def _duration_rules(config: Config) -> Iterator[_Rule]:

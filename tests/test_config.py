@@ -110,6 +110,8 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("server", "report_port", 7_070, "server.report_port must differ from server.port"),
         ("server", "threads", 1, "server.threads must be at least 2"),
         ("metrics", "port", 65_535, "metrics.port must be at most 65535 less the number of shards"),
+        ("log", "format", "xml", "log.format must be one of text, json, not 'xml'"),
+        ("log", "lines_per_second", 0, "log.lines_per_second must be at least 1"),
         ("metrics", "port", 7_069, r"the shards' ports after it must leave out server.port \(7070\)"),
         ("server", "transports", ["shm", "tcp"], "server.transports must name grpc, since control goes over it"),
         ("server", "transports", ["grpc", "rdma"], "server.transports must be some of shm, tcp, grpc, not 'rdma'"),

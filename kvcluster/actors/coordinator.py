@@ -23,6 +23,7 @@ from kvcluster.core.messages import Leave
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
+from kvcluster.runtime.json_log import set_up_log
 from kvcluster.runtime.metrics import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
@@ -42,6 +43,7 @@ class CoordinatorActor:
 
     def __init__(self, config: Config, secret: str) -> None:
         set_limits()
+        set_up_log(config.log, "coordinator")
         patient, server, calls = restarted(), config.server, CallMetrics(COORDINATOR)
         failed = calls.start_failed
         self._host = waited_for(

@@ -20,6 +20,7 @@ from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
+from kvcluster.runtime.json_log import set_up_log
 from kvcluster.runtime.metrics import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import GrpcServer, unary_handlers
@@ -41,6 +42,7 @@ class ShardActor:
 
     def __init__(self, shard: str, reports_to: str, config: Config, secret: str) -> None:
         set_limits()
+        set_up_log(config.log, shard)
         self._me = ray.get_runtime_context().current_actor
         self._secret = secret
         self._coordinator = Connection(reports_to, secret)

@@ -74,6 +74,7 @@ from kvcluster.core.messages import (
     Tier,
     Tombstone,
     UnpinBlocks,
+    Warn,
 )
 from kvcluster.core.miss import MissReason
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
@@ -375,9 +376,12 @@ class Coordinator:
 
     def _tick(self, m: Tick, now: int) -> list[Effect]:
         state = self._state
+        effects: list[Effect] = []
         for member in state.members.drop_silent(now):
             state.counters["lost_shards"] += 1
             self._report_handler.forget(member)
+            silent_s = (now - member.seen_at) / 1e9
+            effects.append(Warn(f"{member.info.shard} has not reported for {silent_s:.1f} s: it is lost", "shard_lost"))
         self._prepare_handler.end_expired(now)
         self._sequence_handler.end_expired(now)
         self._sequence_handler.release_some()
@@ -388,7 +392,7 @@ class Coordinator:
         self._replicator.list_some()
         if self._emitter is not None:
             self._emitter.tell_some()
-        return []
+        return effects
 
     def _retell(self, m: Retell, now: int) -> list[Effect]:
         if self._emitter is not None:

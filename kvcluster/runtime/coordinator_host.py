@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +23,8 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
+from kvcluster.runtime import decisions
+from kvcluster.runtime.decisions import decided, warned
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.metrics import CoordinatorFigures, Histogram, Sample, coordinator_samples
 from kvcluster.runtime.settings_file import read_settings, write_settings
@@ -33,7 +34,6 @@ from kvcluster.transport.base import Unavailable
 if TYPE_CHECKING:
     from kvcluster.runtime.event_publisher import EventPublisher
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CALL_S = 0.0005
@@ -88,9 +88,18 @@ class CoordinatorHost:
     def ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float) -> Reply:
         """As Driver.ask. Also raises Unavailable if the change that was asked for took effect but could not be made
         durable."""
-        reply = self._driver.ask(build, wait_s)
+        asked: list[Request[CoordinatorQuestion]] = []
+
+        def noted(call: CallId) -> Request[CoordinatorQuestion]:
+            asked.append(build(call))
+            return asked[0]
+
+        reply = self._driver.ask(noted if decisions.shown() else build, wait_s)
         if isinstance(reply, NotKept):
             raise Unavailable(Miss(MissReason.SHARD_LOST, reply.detail))
+        decision = decisions.answered(asked[0], reply) if asked else None
+        if decision is not None:
+            decided(decision[0], **decision[1])
         return reply
 
     def inspect(self, look: Callable[[], T]) -> T:
@@ -116,9 +125,9 @@ class CoordinatorHost:
             assert self.publisher is not None, "the core was configured to publish events"
             self.publisher.publish(effect)
         elif isinstance(effect, Warn):
-            log.warning("%s", effect.text)
+            warned(effect.event, why=effect.text)
         elif isinstance(effect, Leave):
-            log.warning("leaving: %s", effect.reason)
+            warned("leaving", why=effect.reason)
             self._on_end(effect)
 
 

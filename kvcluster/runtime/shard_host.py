@@ -23,6 +23,7 @@ from kvcluster.core.messages import (
     Fetch,
     Inventory,
     Leave,
+    Moved,
     MovePages,
     Offers,
     PageSlot,
@@ -39,14 +40,16 @@ from kvcluster.core.messages import (
     ShardMessage,
     ShardQuestion,
     Stage,
+    Staged,
     Verify,
 )
 from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
-from kvcluster.runtime import tier_io
+from kvcluster.runtime import decisions, tier_io
+from kvcluster.runtime.decisions import AckReader, decided, warned
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.metrics import Histogram, Sample, shard_samples
+from kvcluster.runtime.metrics import Histogram, Refusal, Sample, shard_samples
 from kvcluster.runtime.replica_pull import OpenSource, ReplicaPuller
 from kvcluster.runtime.scrub import NICENESS, verify
 from kvcluster.runtime.shard_metrics import ShardMetrics
@@ -95,6 +98,7 @@ class ShardHost:
         self._on_end = on_end
         self._report_ms = config.membership_ttl_ms
         self._metrics = ShardMetrics()
+        self._acks = AckReader()
         self._sessions: dict[Attempt, Callable[[], object]] = {}
 
         def fail(error: BaseException) -> None:
@@ -182,9 +186,12 @@ class ShardHost:
 
     def exchange_ended(self, summary: ExchangeSummary) -> None:
         self._metrics.exchange_ended(summary)
+        if decisions.shown():
+            decided("exchange_ended", **decisions.exchange_fields(summary))
 
     def connection_refused(self, path: str, error: KVClusterError) -> None:
         self._metrics.connection_refused(path, error)
+        decided("connection_refused", path=path, reason=Refusal.of(error).value, why=str(error))
 
     def inspect(self, look: Callable[[], object]) -> object:
         """Calls `look` while the core is not stepped."""
@@ -198,7 +205,7 @@ class ShardHost:
             if stop is not None:
                 stop()
         elif isinstance(effect, Leave):
-            log.warning("leaving: %s", effect.reason)
+            warned("leaving", why=effect.reason)
             self._on_end(effect)
         else:
             self._threads[type(effect)].submit(effect)
@@ -237,6 +244,8 @@ class ShardHost:
             self._driver.tell(ReportFailed())
             return
         if isinstance(answer, ReportAck):
+            for event, fields in self._acks.news(answer):
+                decided(event, **fields)
             self._driver.tell(ReportAnswered(answer))
         else:
             log.warning("the coordinator refused a report: %s", answer)
@@ -246,7 +255,7 @@ class ShardHost:
         if isinstance(order, MovePages):
             began = time.monotonic()
             moved = tier_io.move(order, self._stores)
-            self._metrics.moved(order, moved, time.monotonic() - began)
+            self._moved(order, moved, time.monotonic() - began)
             self._driver.tell(moved)
         else:
             self._stores.erase(order)
@@ -254,8 +263,13 @@ class ShardHost:
     def _stage(self, order: Stage) -> None:
         began = time.monotonic()
         staged = tier_io.stage(order, self._stores)
-        self._metrics.moved(order, staged, time.monotonic() - began)
+        self._moved(order, staged, time.monotonic() - began)
         self._driver.tell(staged)
+
+    def _moved(self, order: MovePages | Stage, result: Moved | Staged, seconds: float) -> None:
+        self._metrics.moved(order, result, seconds)
+        place = {"source": order.pages[0].source.tier.name.lower(), "target": order.pages[0].target.tier.name.lower()}
+        decided("pages_moved", **place, pages=len(order.pages), corrupt=len(result.corrupt), ms=round(seconds * 1e3, 3))
 
     def _waiting_jobs(self) -> dict[str, int]:
         """Returns the number of jobs that wait for each thread."""
