@@ -342,7 +342,16 @@ class Client:
         """Returns the coordinator's status of the cluster as plain values, and this client's `transports` in use and
         `breakers`, by shard. Raises Unreachable if the coordinator does not answer."""
         status = self._require_answer(Status, GetStatus(), deadline_ms, "is the cluster up?")
-        return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
+        return status_dict(status) | {"transports": self.transports(), "breakers": self.breakers()}
+
+    def transports(self) -> dict[str, dict[str, Any]]:
+        """Returns by shard the transport in use, and why each better one is not. Asks no one."""
+        return self._shards.names()
+
+    def breakers(self) -> dict[str, dict[str, Any]]:
+        """Returns by shard its breaker's state, its failures in a row, and for how long it is not asked. Asks no
+        one."""
+        return self._shards.breakers()
 
     # ---------------------------------------------------------------------------------- level 3: sequences
 

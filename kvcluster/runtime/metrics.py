@@ -138,7 +138,14 @@ PROCESS_METRICS: Mapping[str, Metric] = {
     "kvcluster_uptime_seconds": Metric(_GAUGE, "Time since this process began to serve."),
 }
 
-METRICS: Mapping[str, Metric] = {**COORDINATOR_METRICS, **SHARD_METRICS, **PROCESS_METRICS}
+WORKER_METRICS: Mapping[str, Metric] = {
+    "kvcluster_worker_breakers": Metric(
+        _GAUGE, "Shards that this worker has asked, by the state of its circuit breaker for them.", ("state",)
+    ),
+    "kvcluster_worker_paths": Metric(_GAUGE, "Shards that this worker is connected to, by path.", ("path",)),
+}
+
+METRICS: Mapping[str, Metric] = {**COORDINATOR_METRICS, **SHARD_METRICS, **PROCESS_METRICS, **WORKER_METRICS}
 
 _DECISIONS = {"write": "write_blocks", "committed": "duplicate_blocks", "pending": "pending_blocks"}
 _DECISIONS |= {"refused": "refused_blocks"}

@@ -17,7 +17,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
+from kvcluster.client.metrics import WorkerCollector
 from kvcluster.core.disk_recovery import NO_STORE
 from kvcluster.core.ids import CallId, Epoch, Tenant
 from kvcluster.core.messages import (
@@ -48,7 +50,7 @@ from kvcluster.wire.methods import COORDINATOR
 from tests.client.build import SPEC as SMALL
 from tests.client.build import kv, prompt, room
 from tests.client.test_disk import settings
-from tests.client.test_tiers import DEVICE_BYTES, NUMBERS, numbers, where
+from tests.client.test_tiers import DEVICE_BYTES, FIRST, NUMBERS, numbers, where
 from tests.core.lone_coordinator import BLOCKS, A, B, LoneCoordinator, beat, pin
 from tests.core.lone_shard import LoneShard
 from tests.core.pulling import drain, others, want
@@ -397,6 +399,28 @@ def test_memory_and_uptime() -> Series:
     assert after["kvcluster_memory_bytes",] - before["kvcluster_memory_bytes",] >= 32 * 2**20
     assert after["kvcluster_memory_limit_bytes",] > after["kvcluster_memory_bytes",]
     return moved(before, after)
+
+
+# ----------------------------------------------------------------------------------------------- a worker
+
+
+@causes("worker_breakers", "worker_paths")
+def test_a_breaker_that_opens() -> Series:
+    with MemoryCluster(device_bytes="4MiB", config={"client": {"breaker_failures": 1}}) as cluster:
+        client = cluster.client(SMALL)
+        collector = WorkerCollector(client)
+        before = by_series(collector.samples())
+        assert client.store(prompt(8), kv(8)).blocks == 8 and client.flush()
+        ticket = client.prepare_load(client.hashes(prompt(8)))
+        cluster.stop_shard(FIRST)
+        assert client.begin_load(ticket, room(8)).result().blocks == 0
+        seen = moved(before, by_series(collector.samples()))
+    assert seen["kvcluster_worker_breakers", "open"] == 1
+    registry = CollectorRegistry()
+    registry.register(collector)
+    assert registry.get_sample_value("kvcluster_worker_breakers", {"state": "open"}) == 1
+    assert registry.get_sample_value("kvcluster_worker_paths", {"path": "shm"}) == 0, "each exists from the start"
+    return seen
 
 
 def test_no_metric_of_the_table_is_left_out() -> None:
