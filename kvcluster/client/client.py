@@ -342,16 +342,12 @@ class Client:
         """Returns the coordinator's status of the cluster as plain values, and this client's `transports` in use and
         `breakers`, by shard. Raises Unreachable if the coordinator does not answer."""
         status = self._require_answer(Status, GetStatus(), deadline_ms, "is the cluster up?")
-        return status_dict(status) | {"transports": self.transports(), "breakers": self.breakers()}
+        return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
-    def transports(self) -> dict[str, dict[str, Any]]:
-        """Returns by shard the transport in use, and why each better one is not. Asks no one."""
-        return self._shards.names()
-
-    def breakers(self) -> dict[str, dict[str, Any]]:
-        """Returns by shard its breaker's state, its failures in a row, and for how long it is not asked. Asks no
-        one."""
-        return self._shards.breakers()
+    @property
+    def shard_connections(self) -> ShardConnections:
+        """The connections to shards with their breakers, for metrics."""
+        return self._shards
 
     # ---------------------------------------------------------------------------------- level 3: sequences
 

@@ -28,8 +28,9 @@ class WorkerCollector:
 
     def samples(self) -> list[Sample]:
         """Returns the series of WORKER_METRICS."""
-        breakers = Counter(breaker["state"] for breaker in self._client.breakers().values())
-        paths = Counter(path["name"] for path in self._client.transports().values())
+        shards = self._client.shard_connections
+        breakers = Counter(breaker["state"] for breaker in shards.breakers().values())
+        paths = Counter(path["name"] for path in shards.names().values())
         return [
             *labelled("kvcluster_worker_breakers", {state.value: breakers[state.value] for state in BreakerState}),
             *labelled("kvcluster_worker_paths", {path: paths[path] for path in (*NAMES, *paths)}),

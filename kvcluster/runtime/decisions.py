@@ -59,7 +59,7 @@ def exchange_fields(summary: ExchangeSummary) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "operation": summary.operation.value,
         "path": summary.path,
-        "tenant": summary.tenant,
+        "tenant": summary.tenant or None,  # None: another shard
         "attempt": str(summary.attempt),
         "result": summary.result.value,
         "ms": round(summary.seconds * 1e3, 3),
@@ -133,7 +133,7 @@ class AckReader:
             if stone.number > self._tombstone:
                 self._tombstone = stone.number
                 names = {"model": stone.model, "weights": stone.weights, "adapter": stone.adapter}
-                found.append(("purge", {"tenant": stone.tenant, "number": stone.number, **names}))
+                found.append(("purge_received", {"tenant": stone.tenant, "number": stone.number, **names}))
         for order in ack.orders:
             if order.number > self._order:
                 self._order = order.number

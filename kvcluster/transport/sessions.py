@@ -15,7 +15,16 @@ from types import TracebackType
 
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Attempt, Tenant
-from kvcluster.core.messages import PageSlot, PageWant, PageWants, ReadRequest, Reply, WriteRequest, Written
+from kvcluster.core.messages import (
+    PageSlot,
+    PageWant,
+    PageWants,
+    ReadRequest,
+    RefusedKind,
+    Reply,
+    WriteRequest,
+    Written,
+)
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
@@ -99,11 +108,14 @@ class _Session:
         self._drive(Stopped(for_good))
 
     def _tell(self, error: BaseException | None) -> None:
-        """Tells the shard how the exchange ended. `error`: what ended it, None if its transport brought it to an
-        end."""
+        """Tells the shard how the exchange ended. `error`: what ended it, None if its transport brought it to an end.
+        A caller that was not attached yet had no exchange: it tries a path like this, and attaches before it asks
+        again."""
         seconds = time.monotonic() - self._began
         named = self._operation(), self._path, self._tenant, self._attempt
         if isinstance(error, RefusedByShard):
+            if error.refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
+                return
             summary = ExchangeSummary(*named, ExchangeResult.REFUSED, seconds, error=str(error))
         elif error is not None:
             why = "the reader stopped" if isinstance(error, GeneratorExit) else str(error) or type(error).__name__

@@ -127,7 +127,7 @@ def test_a_shard_reads_each_order_and_tombstone_once() -> None:
     )
     ack = ReportAck(Epoch(9), 0, orders=orders, tombstones=(Tombstone(1, OURS, model="m"),), drain=True)
     events = reader.news(ack)
-    assert [event for event, _ in events] == ["drain_begun", "purge", "order", "order", "order"]
+    assert [event for event, _ in events] == ["drain_begun", "purge_received", "order", "order", "order"]
     assert [fields["kind"] for event, fields in events if event == "order"] == ["evict", "move", "pull"]
     assert reader.news(ack) == [], "they are repeated until the shard is known to have them"
     leave = replace(ack, epoch=Epoch(10), leave=LeaveReason.DRAINED)

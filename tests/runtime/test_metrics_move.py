@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from kvcluster.client.metrics import WorkerCollector
 from kvcluster.core.disk_recovery import NO_STORE
-from kvcluster.core.ids import CallId, Epoch, Tenant
+from kvcluster.core.ids import CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Attach,
     Attached,
@@ -62,6 +62,7 @@ from tests.transport.peers import token as token_of
 from tests.waiting import eventually
 
 DEFAULT = Tenant("default")
+UNKNOWN = NamespaceId(bytes(32))
 Series = dict[tuple[str, ...], float]
 CAUSED: dict[str, None] = {}
 """The metrics that the tests of this module move."""
@@ -300,9 +301,11 @@ def test_an_exchange_that_breaks_off_moves_no_bytes() -> None:
         reading.close()
         with pytest.raises(RefusedByShard):
             run_to_completion(transport.read(replace(request, epoch=Epoch(1)), KeepNothing(), hosts.soon()))
+        with pytest.raises(RefusedByShard):
+            run_to_completion(transport.read(replace(request, namespace=UNKNOWN), KeepNothing(), hosts.soon()))
         seen = moved(before, by_series(host.samples()))
     assert seen["kvcluster_exchanges_total", "load", "memory", "failed"] == 1
-    assert seen["kvcluster_exchanges_total", "load", "memory", "refused"] == 1
+    assert seen["kvcluster_exchanges_total", "load", "memory", "refused"] == 1, "a trial before attaching is none"
     assert not [series for series in seen if series[0] == "kvcluster_moved_bytes_total"]
 
 
