@@ -157,7 +157,7 @@ class LogConfig:
     `lines_per_second`: the most lines of each event, and of each module besides, in json."""
 
     format: str = "text"
-    lines_per_second: int = 20
+    lines_per_second: int = 10
 
 
 @dataclass(frozen=True, slots=True)

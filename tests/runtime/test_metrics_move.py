@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,20 +33,28 @@ from kvcluster.core.messages import (
     ReadRequest,
     Reply,
     SetPolicy,
+    WriteRequest,
+    Written,
 )
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.errors import CredentialError
+from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.coordinator_host import figures_of
 from kvcluster.runtime.metrics import METRICS, CallMetrics, Histogram, Sample, coordinator_samples, shard_samples
 from kvcluster.runtime.metrics_server import ProcessSamples
 from kvcluster.runtime.server import GrpcServer, unary_handlers
+from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
-from kvcluster.transport.base import Payload, RefusedByShard, run_to_completion
+from kvcluster.transport.base import DataPath, Payload, RefusedByShard, run_to_completion
+from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.rpc import Connection, identity
+from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
-from kvcluster.wire.methods import COORDINATOR
+from kvcluster.transports import NAMES
+from kvcluster.wire.methods import COORDINATOR, SHARD
 from tests.client.build import SPEC as SMALL
 from tests.client.build import kv, prompt, room
 from tests.client.test_disk import settings
@@ -286,6 +294,51 @@ def test_exchanges_by_path_and_tier() -> Series:
         assert ended == seen["kvcluster_exchange_seconds", operation, "memory"], operation
     assert seen["kvcluster_unmoved_pages_total", "load", "evicted"] == 1
     return seen
+
+
+@contextmanager
+def served(host: ShardHost, name: str) -> Iterator[DataPath]:
+    """A path of that name to a shard, behind its server."""
+    if name == "grpc":
+        auth = Authenticator({digest("known"): hosts.ME}, "secret")
+        handlers = unary_handlers(SHARD, host.ask) | page_handlers(host)
+        with closing(GrpcServer(handlers, auth, "127.0.0.1", 0, 2)) as server:
+            server.start()
+            with closing(GrpcPages(server.address, "known")) as path:
+                yield path
+        return
+    serve, pages = (
+        (TcpServer(host, lambda token: hosts.ME, "127.0.0.1"), TcpPages)
+        if name == "tcp"
+        else (ShmServer(host, lambda token: hosts.ME), ShmPages)
+    )
+    with closing(serve) as beside:
+        beside.start()
+        with closing(pages(beside.address, "known")) as path:
+            yield path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_path_counts_what_it_moves(name: str) -> None:
+    with hosts.shard(hosts.Coordinator()) as host:
+        eventually(lambda: not host.why_not_ready())
+        MemoryTransport(host, hosts.ME).attach(hosts.SPEC, hosts.soon())
+        before = by_series(host.samples())
+        with served(host, name) as path:
+            write = WriteRequest(hosts.SPACE, hosts.attempt(), hosts.EPOCH, tuple(map(hosts.new_page, (1, 2))))
+            assert path.write(write, hosts.Content([1, 2]), hosts.soon()) == [Written.COMMITTED] * 2
+            wants = (PageWant(hosts.new_page(1).key, 0, 2), PageWant(hosts.new_page(2).key, 1, 2))
+            read = ReadRequest(hosts.SPACE, hosts.attempt(), hosts.EPOCH, wants, Loss.EXACT)
+            assert run_to_completion(path.read(read, KeepNothing(), hosts.soon())) == [None, None]
+
+            def ended() -> bool:
+                return by_series(host.samples())["kvcluster_exchanges_total", "load", name, "done"] == 1
+
+            eventually(ended)
+        seen = moved(before, by_series(host.samples()))
+    assert seen["kvcluster_exchanges_total", "store", name, "done"] == 1
+    assert seen["kvcluster_moved_bytes_total", "store", name, "device"] == 2 * hosts.PAGE_BYTES
+    assert seen["kvcluster_moved_bytes_total", "load", name, "device"] == 1.5 * hosts.PAGE_BYTES, "of one layer of two"
 
 
 def test_an_exchange_that_breaks_off_moves_no_bytes() -> None:

@@ -145,7 +145,7 @@ class Warn:
     """A message for the operator, to be logged once. `event` names what has happened, for machines."""
 
     text: str
-    event: str = "warning"
+    event: str
 
 
 @dataclass(frozen=True, slots=True)
