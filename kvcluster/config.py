@@ -144,10 +144,12 @@ class EventsConfig:
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
     """Metrics and health over HTTP. `port`: that of the coordinator; shard-0 listens on the next one, and so on. 0 for
-    none. They show figures of all tenants to everyone who reaches them, so `host` should be closed to strangers."""
+    none. They show figures of all tenants to everyone who reaches them, so `host` should be closed to strangers.
+    `tenants`: the coordinator's also show the figures of each tenant, by its name."""
 
     host: str = "127.0.0.1"
     port: int = 0
+    tenants: bool = False
 
 
 @dataclass(frozen=True, slots=True)

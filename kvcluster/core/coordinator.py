@@ -337,6 +337,11 @@ class Coordinator:
         return self._state.missed_tokens
 
     @property
+    def counted_by_tenant(self) -> Mapping[Tenant, Mapping[str, int]]:
+        """The counters of each tenant that has asked for anything."""
+        return self._state.counted_by_tenant
+
+    @property
     def eviction_ages(self) -> Mapping[Tier, AgeHistogram]:
         """For each tier: how long blocks had not been used when their last copy was evicted from it."""
         return self._state.eviction_ages

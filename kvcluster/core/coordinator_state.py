@@ -82,6 +82,11 @@ class CoordinatorState:
             own = self._counted[tenant] = dict.fromkeys(_OF_TENANTS, 0)
         own[name] += amount
 
+    @property
+    def counted_by_tenant(self) -> dict[Tenant, dict[str, int]]:
+        """The counters of each tenant that has asked for anything."""
+        return self._counted
+
     def counted(self, tenant: Tenant) -> dict[str, int]:
         """Returns the counters of one tenant."""
         return self._counted.get(tenant) or dict.fromkeys(_OF_TENANTS, 0)

@@ -59,6 +59,7 @@ class CoordinatorHost:
         if state_dir and (why_not := self.core.set(read_settings(state_dir))) is not None:
             raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")
         self._on_end = on_end
+        self._tenants = config.metrics.tenants
         self.publisher = publisher_of(config.events, epoch, lambda: self._driver.tell(Retell()))
         self._driver: Driver[CoordinatorMessage] = Driver(
             Keeping(
@@ -108,7 +109,9 @@ class CoordinatorHost:
 
     def samples(self) -> list[Sample | Histogram]:
         """Returns the series of COORDINATOR_METRICS."""
-        return self._driver.inspect(lambda: coordinator_samples(figures_of(self.core, time.monotonic_ns())))
+        return self._driver.inspect(
+            lambda: coordinator_samples(figures_of(self.core, time.monotonic_ns(), tenants=self._tenants))
+        )
 
     def why_not_alive(self) -> str:
         """Returns why this incarnation should be ended; "" if it should not."""
@@ -131,8 +134,8 @@ class CoordinatorHost:
             self._on_end(effect)
 
 
-def figures_of(core: Coordinator, now: int) -> CoordinatorFigures:
-    """Returns what is told of a coordinator for a scrape."""
+def figures_of(core: Coordinator, now: int, *, tenants: bool = False) -> CoordinatorFigures:
+    """Returns what is told of a coordinator for a scrape; with `tenants` also of each tenant."""
     return CoordinatorFigures(
         core.status(now),
         core.missed_tokens,
@@ -140,6 +143,7 @@ def figures_of(core: Coordinator, now: int) -> CoordinatorFigures:
         core.open_orders(),
         core.pinned_blocks(now),
         core.replicator.requests,
+        core.counted_by_tenant if tenants else {},
     )
 
 

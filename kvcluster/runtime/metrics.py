@@ -1,8 +1,8 @@
 """Metrics: the table of all of them, and what their values are made of. Pure; metrics_server.py serves them.
 
 A name is `kvcluster_<noun>_<unit>`, with `_total` if it only grows (from 0, since its process started). Every series of
-a bounded label exists from the start, so that a rate over it is 0 and not absent. No label names a tenant, a namespace
-or a block: what a label may say is known beforehand.
+a bounded label exists from the start, so that a rate over it is 0 and not absent. What a label may say is known
+beforehand: none names a namespace or a block, and none a tenant unless `metrics.tenants` is set.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from kvcluster.core.age_histogram import AGE_BOUNDS_S, AgeHistogram
+from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import EvictOrder, MoveOrder, Order, PullOrder, ShardInfo, Status
 from kvcluster.core.miss import MissReason
 from kvcluster.core.tiers import Tier
@@ -71,6 +72,12 @@ COORDINATOR_METRICS: Mapping[str, Metric] = {
         "Time since the last use of blocks, when their last copy was evicted from that tier.",
         ("tier",),
         AGE_BOUNDS_S,
+    ),
+    "kvcluster_tenant_lookup_tokens_total": Metric(
+        _COUNTER, "As kvcluster_lookup_tokens_total, of each tenant; only with metrics.tenants.", ("tenant", "result")
+    ),
+    "kvcluster_tenant_written_blocks_total": Metric(
+        _COUNTER, "Blocks that a tenant was granted to write; only with metrics.tenants.", ("tenant",)
     ),
     "kvcluster_blocks": Metric(_GAUGE, "Blocks that can be found, without the private ones of sequences."),
     "kvcluster_private_blocks": Metric(_GAUGE, "Private blocks of open sequences."),
@@ -266,6 +273,7 @@ class CoordinatorFigures(NamedTuple):
     open_orders: Mapping[type[Order], int]
     pinned_blocks: int
     replica_requests: int
+    by_tenant: Mapping[Tenant, Mapping[str, int]]
 
 
 def coordinator_samples(figures: CoordinatorFigures) -> list[Sample | Histogram]:
@@ -309,6 +317,13 @@ def coordinator_samples(figures: CoordinatorFigures) -> list[Sample | Histogram]
         Histogram("kvcluster_eviction_age_seconds", (tier.name.lower(),), ages.cumulative(), ages.total_ns / 1e9)
         for tier, ages in figures.eviction_ages.items()
     ]
+    for tenant, own in figures.by_tenant.items():
+        hit, asked = own["hit_tokens"], own["asked_tokens"]
+        samples += [
+            Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "hit"), float(hit)),
+            Sample("kvcluster_tenant_lookup_tokens_total", (tenant, "miss"), float(asked - hit)),
+            Sample("kvcluster_tenant_written_blocks_total", (tenant,), float(own["write_blocks"])),
+        ]
     return samples
 
 

@@ -296,7 +296,8 @@ class WriteSession(_Session):
         try:
             self._end(for_good=not self._left)
         finally:
-            self._tell(error)
+            # Once all is committed, a worker that has its answer may end the stream before the server does.
+            self._tell(error if self._written is None else None)
 
     def _operation(self) -> Operation:
         return Operation.STORE

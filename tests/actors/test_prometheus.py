@@ -82,7 +82,7 @@ def call_of_another_release(address: str) -> None:
 @pytest.mark.parametrize("prometheus", programs("prometheus"))
 def test_prometheus_scrapes_every_process_and_fires_an_alert(shared_ray: None, tmp_path: Path, prometheus: str) -> None:
     port = free_port()
-    config = {"metrics": {"port": port}, **QUICK}
+    config = {"metrics": {"port": port, "tenants": True}, **QUICK}
     with (
         kvcluster.local(shards=2, device_bytes="16MiB", config=config) as cluster,
         scraping(prometheus, tmp_path, [port, port + 1, port + 2]) as server,

@@ -38,6 +38,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.errors import CredentialError
+from kvcluster.pages import codec
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.coordinator_host import figures_of
 from kvcluster.runtime.metrics import METRICS, CallMetrics, Histogram, Sample, coordinator_samples, shard_samples
@@ -46,10 +47,11 @@ from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
-from kvcluster.transport.base import DataPath, Payload, RefusedByShard, run_to_completion
+from kvcluster.transport.base import BytesPayload, DataPath, Payload, RefusedByShard, run_to_completion
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.rpc import Connection, identity
+from kvcluster.transport.sessions import WriteSession
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
@@ -153,6 +155,22 @@ def test_lookups_stores_and_an_eviction() -> Series:
     ]
     assert ages.counts[2:4] == (0, 1), "more than 15 s and at most 60"
     assert ages.seconds == 40
+    return seen
+
+
+@causes("tenant_lookup_tokens_total", "tenant_written_blocks_total")
+def test_figures_of_each_tenant_where_they_are_asked_for() -> Series:
+    coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:4]))
+    coordinator.load(attempt(1), BLOCKS[:6])
+    coordinator.store(attempt(2), BLOCKS[4:6], first=4, parent=BLOCKS[3])
+    without = of_coordinator(coordinator)
+    figures = figures_of(coordinator.core, coordinator.now, tenants=True)
+    seen = moved(without, by_series(coordinator_samples(figures)))
+    assert seen == {
+        ("kvcluster_tenant_lookup_tokens_total", "ours", "hit"): 4 * SPEC.block_tokens,
+        ("kvcluster_tenant_lookup_tokens_total", "ours", "miss"): 2 * SPEC.block_tokens,
+        ("kvcluster_tenant_written_blocks_total", "ours"): 2,
+    }
     return seen
 
 
@@ -331,14 +349,30 @@ def test_each_path_counts_what_it_moves(name: str) -> None:
             read = ReadRequest(hosts.SPACE, hosts.attempt(), hosts.EPOCH, wants, Loss.EXACT)
             assert run_to_completion(path.read(read, KeepNothing(), hosts.soon())) == [None, None]
 
-            def ended() -> bool:
-                return by_series(host.samples())["kvcluster_exchanges_total", "load", name, "done"] == 1
+            def ended() -> bool:  # the shard's side ends after the worker's
+                after = by_series(host.samples())
+                return all(after["kvcluster_exchanges_total", what, name, "done"] == 1 for what in ("load", "store"))
 
             eventually(ended)
         seen = moved(before, by_series(host.samples()))
-    assert seen["kvcluster_exchanges_total", "store", name, "done"] == 1
     assert seen["kvcluster_moved_bytes_total", "store", name, "device"] == 2 * hosts.PAGE_BYTES
     assert seen["kvcluster_moved_bytes_total", "load", name, "device"] == 1.5 * hosts.PAGE_BYTES, "of one layer of two"
+
+
+def test_a_store_whose_worker_ends_the_stream_with_its_answer_is_whole() -> None:
+    with hosts.shard(hosts.Coordinator()) as host:
+        eventually(lambda: not host.why_not_ready())
+        MemoryTransport(host, hosts.ME).attach(hosts.SPEC, hosts.soon())
+        before, source, page = by_series(host.samples()), hosts.Content([1]), memoryview(bytearray(hosts.PAGE_BYTES))
+        write = WriteRequest(hosts.SPACE, hosts.attempt(), hosts.EPOCH, (hosts.new_page(1),))
+        with pytest.raises(GeneratorExit), WriteSession(host, hosts.ME, write, path="grpc") as session:
+            sums = source.copy(0, 0, 2, page)
+            session.receive(0, 0, codec.RAW, sums, BytesPayload(page))
+            assert session.finish() == [Written.COMMITTED]
+            raise GeneratorExit
+        seen = moved(before, by_series(host.samples()))
+    assert seen["kvcluster_exchanges_total", "store", "grpc", "done"] == 1
+    assert seen["kvcluster_moved_bytes_total", "store", "grpc", "device"] == hosts.PAGE_BYTES
 
 
 def test_an_exchange_that_breaks_off_moves_no_bytes() -> None:
