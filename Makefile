@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity mutants sanitizers aarch64 lock fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity alerts mutants sanitizers aarch64 lock fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -122,6 +122,10 @@ sanitizers: install ## the native core's tests under sanitizers of memory, undef
 
 aarch64: install ## the native core's kernels and codecs as built for aarch64, under qemu (needs a cross compiler; it says which)
 	@tools/aarch64.sh $(BIN)/python build/aarch64
+
+alerts: install ## the alert rules under promtool, and Prometheus scraping a real cluster (needs both; it says so)
+	@command -v prometheus promtool >/dev/null || { echo "there is no prometheus here; on Debian: apt-get install prometheus" >&2; exit 1; }
+	@$(BIN)/pytest -q tests/deploy tests/actors/test_prometheus.py
 
 # mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
 mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 15 minutes)

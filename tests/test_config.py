@@ -113,6 +113,8 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("server", "threads", 1, "server.threads must be at least 2"),
         ("metrics", "port", 65_535, "metrics.port must be at most 65471: shards take ports after it"),
         ("metrics", "port", 7069, "server.port and metrics.port share a port; move one of them"),
+        ("log", "format", "xml", "log.format must be one of text, json, not 'xml'"),
+        ("log", "lines_per_second", 0, "log.lines_per_second must be at least 1"),
         ("server", "transports", ["shm", "tcp"], "server.transports must name grpc, since control goes over it"),
         ("server", "transports", ["grpc", "rdma"], "server.transports must be some of shm, tcp, grpc, not 'rdma'"),
         ("client", "transports", [], "client.transports must name one of shm, tcp, grpc"),

@@ -24,6 +24,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "integrity": ("make", "integrity"),
     "sanitizers": ("make", "sanitizers"),
     "aarch64": ("make", "aarch64"),
+    "alerts": ("make", "alerts"),
     "e2e": ("make", "e2e-vllm"),
     "chaos": ("make", "chaos"),
     "attacks": ("make", "attacks", "ATTACK_MINUTES=1"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from kvcluster.actors.addresses import announced_host
@@ -23,6 +24,7 @@ from kvcluster.core.messages import Drain, Leave, Request
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
+from kvcluster.runtime.json_log import set_up_log
 from kvcluster.runtime.metrics import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
@@ -45,24 +47,25 @@ class CoordinatorActor:
     def __init__(self, cluster: str) -> None:
         """`cluster`: the name under which its configuration was published."""
         set_limits()
+        calls = CallMetrics(COORDINATOR)
         patient = restarted()
-        config, secret = waited_for(lambda: read_settings(cluster), patient=patient)
+        wait = partial(waited_for, patient=patient, failed=calls.start_failed)
+        config, secret = wait(lambda: read_settings(cluster))
+        set_up_log(config.log, "coordinator")
         server, metrics = config.server, config.metrics
         epoch = next_epoch(cluster, "coordinator")
-        self._host = waited_for(lambda: CoordinatorHost(epoch, config, on_end=end_process), patient=patient)
+        self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process))
         auth = authenticator(server, secret, restarted=patient)
-        calls = CallMetrics(COORDINATOR)
         for_workers, for_shards = handlers_of(self._host.ask, calls)
+        host, message_bytes = server.host, limits.QUESTION_BYTES
         self._advertised = server.advertise
-        self._server = waited_for(
+        self._server = wait(
             lambda: GrpcServer(
                 for_workers, auth, server.host, server.port, server.threads, limits.QUESTION_BYTES, calls
-            ),
-            patient=patient,
+            )
         )
-        self._reports = waited_for(
-            lambda: GrpcServer(for_shards, auth, server.host, server.report_port, server.threads, metrics=calls),
-            patient=patient,
+        self._reports = wait(
+            lambda: GrpcServer(for_shards, auth, host, server.report_port, server.threads, metrics=calls)
         )
         self._garbage = GarbageKeeper()
         self._garbage.start()
@@ -70,7 +73,7 @@ class CoordinatorActor:
         self._reports.start()
         self._server.start()
         ports = range(metrics.port, metrics.port + 1)
-        self._metrics = waited_for(lambda: serve_metrics(metrics, ports, self._host, calls), patient=patient)
+        self._metrics = wait(lambda: serve_metrics(metrics, ports, self._host, calls))
         announce_reports(cluster, host_and_port(announced_host(self._reports.host), self._reports.port))
 
     def address(self) -> str:

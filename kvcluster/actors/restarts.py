@@ -24,9 +24,15 @@ def restarted() -> bool:
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
-def waited_for(make: Callable[[], T], *, patient: bool, pause: Callable[[float], None] = time.sleep) -> T:
+def waited_for(
+    make: Callable[[], T],
+    *,
+    patient: bool,
+    pause: Callable[[float], None] = time.sleep,
+    failed: Callable[[], None] = lambda: None,
+) -> T:
     """Returns what `make` returns. If `patient`, it is called again after each ConfigError, with longer and longer
-    pauses between; otherwise the error is raised."""
+    pauses between, and `failed` is called before each; otherwise the error is raised."""
     pause_s = _FIRST_S
     while True:
         try:
@@ -34,6 +40,7 @@ def waited_for(make: Callable[[], T], *, patient: bool, pause: Callable[[float],
         except ConfigError as error:
             if not patient:
                 raise
+            failed()
             log.error("this actor has restarted and cannot serve yet: %s. Next try in %g s", error, pause_s)
         pause(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_S)

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from functools import partial
 
 import ray
 
@@ -23,6 +24,7 @@ from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Leave, PagesSaved, ShardAddress
 from kvcluster.runtime.auth import Authenticator, authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
+from kvcluster.runtime.json_log import set_up_log
 from kvcluster.runtime.metrics import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import GrpcServer, unary_handlers
@@ -48,12 +50,15 @@ class ShardActor:
     def __init__(self, cluster: str, shard: str, group: str) -> None:
         """`cluster`: the name under which its configuration was published."""
         set_limits()
+        calls = CallMetrics(SHARD)
         patient = restarted()
-        published, self._secret = waited_for(lambda: read_settings(cluster), patient=patient)
+        wait = partial(waited_for, patient=patient, failed=calls.start_failed)
+        published, self._secret = wait(lambda: read_settings(cluster))
         config = published.of_group(group)
+        set_up_log(config.log, shard)
         if config.shard.disk_bytes:
             volume = Identity(cluster, group, ShardId(shard))
-            waited_for(lambda: claim_volume(config.shard.disk_dir, volume), patient=patient)
+            wait(lambda: claim_volume(config.shard.disk_dir, volume))
         self._me = ray.get_runtime_context().current_actor
         self._coordinator = CoordinatorLink(cluster, self._secret)
         self._takes = config.server.transports
@@ -62,8 +67,7 @@ class ShardActor:
         auth = authenticator(config.server, self._secret, restarted=patient)
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
-        calls = CallMetrics(SHARD)
-        self._server = waited_for(lambda: _served(config.server, handlers, auth, calls), patient=patient)
+        self._server = wait(lambda: _served(config.server, handlers, auth, calls))
         self._host = ShardHost(
             ShardId(shard),
             next_epoch(cluster, shard),
@@ -83,7 +87,7 @@ class ShardActor:
         self._garbage = GarbageKeeper()
         self._garbage.start()
         ports = shard_metrics_ports(config.metrics.port)
-        self._metrics = waited_for(lambda: serve_metrics(config.metrics, ports, self._host, calls), patient=patient)
+        self._metrics = wait(lambda: serve_metrics(config.metrics, ports, self._host, calls))
         if self._stop_ms:
             on_sigterm(self._save_and_end)
 

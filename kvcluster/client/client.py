@@ -344,6 +344,11 @@ class Client:
         status = self._require_answer(Status, GetStatus(), deadline_ms, "is the cluster up?")
         return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
+    @property
+    def shard_connections(self) -> ShardConnections:
+        """The connections to shards with their breakers, for metrics."""
+        return self._shards
+
     # ---------------------------------------------------------------------------------- level 3: sequences
 
     def sequence(

@@ -6,6 +6,7 @@
 from kvcluster.config.loading import as_values, differences, load, size
 from kvcluster.config.sections import (
     CODECS,
+    LOG_FORMATS,
     LOSSES,
     SHARD_RESOURCE,
     TRANSPORTS,
@@ -14,6 +15,7 @@ from kvcluster.config.sections import (
     CoordinatorConfig,
     EventsConfig,
     GroupConfig,
+    LogConfig,
     MetricsConfig,
     RayConfig,
     ServerConfig,
@@ -22,6 +24,7 @@ from kvcluster.config.sections import (
 
 __all__ = [
     "CODECS",
+    "LOG_FORMATS",
     "LOSSES",
     "SHARD_RESOURCE",
     "TRANSPORTS",
@@ -30,6 +33,7 @@ __all__ = [
     "CoordinatorConfig",
     "EventsConfig",
     "GroupConfig",
+    "LogConfig",
     "MetricsConfig",
     "RayConfig",
     "ServerConfig",

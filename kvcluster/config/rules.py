@@ -13,6 +13,7 @@ from typing import Any
 from kvcluster.config.ports import METRICS_PORTS, overlapping, parse_ports, port_table
 from kvcluster.config.sections import (
     CODECS,
+    LOG_FORMATS,
     LOSSES,
     NODE_PORTS,
     TRANSPORTS,
@@ -20,6 +21,7 @@ from kvcluster.config.sections import (
     Config,
     CoordinatorConfig,
     EventsConfig,
+    LogConfig,
     ShardConfig,
 )
 from kvcluster.errors import ConfigError
@@ -46,6 +48,7 @@ def check(config: Config) -> None:
         _client_rules(config.client),
         _transport_rules(config),
         _event_rules(config.events),
+        _log_rules(config.log),
         _duration_rules(config),
     ):
         if not holds:
@@ -205,6 +208,11 @@ def _event_rules(e: EventsConfig) -> Iterator[_Rule]:
             f"events.{name}: every process that reaches {where} reads the prompts of all tenants. Use a loopback "
             "address, or set events.insecure = true",
         )
+
+
+def _log_rules(log: LogConfig) -> Iterator[_Rule]:
+    yield log.format in LOG_FORMATS, f"log.format must be one of {', '.join(LOG_FORMATS)}, not {log.format!r}"
+    yield log.lines_per_second >= 1, "log.lines_per_second must be at least 1"
 
 
 def _duration_rules(config: Config) -> Iterator[_Rule]:

@@ -17,6 +17,8 @@ CODECS = ("raw", "q8", "q4")
 LOSSES = ("exact", "q8", "q4")
 """Losses that KV may have, the least first."""
 
+LOG_FORMATS = ("text", "json")
+
 SHARD_RESOURCE = "kvcluster_shard"
 """The custom resource of Ray that a node offers for each shard that it takes."""
 
@@ -154,11 +156,23 @@ class EventsConfig:
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """Metrics and health over HTTP. `port`: that of the coordinator; shard-0 listens on the next one, and so on. 0 for
-    none. They show figures of all tenants to everyone who reaches them, so `host` should be closed to strangers."""
+    """Metrics and health over HTTP. `port`: that of the coordinator; each shard listens on the first port after it that
+    is free on its node. 0 for none. They show figures of all tenants to everyone who reaches them, so `host` should be
+    closed to strangers. `tenants`: the coordinator's also show the figures of each tenant, by its name."""
 
     host: str = "127.0.0.1"
     port: int = 0
+    tenants: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """What the processes of a cluster log to their standard error. `format`: text, warnings for people; or json, one
+    object a line, with a line for each decision besides (docs/metrics.md).
+    `lines_per_second`: the most lines of each event, and of each module besides, in json."""
+
+    format: str = "text"
+    lines_per_second: int = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +230,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     events: EventsConfig = field(default_factory=EventsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    log: LogConfig = field(default_factory=LogConfig)
     client: ClientConfig = field(default_factory=ClientConfig)
     ray: RayConfig = field(default_factory=RayConfig)
     groups: Mapping[str, GroupConfig] = field(default_factory=dict, metadata={OF: GroupConfig})

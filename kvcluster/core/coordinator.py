@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from kvcluster.config import CoordinatorConfig
+from kvcluster.core.age_histogram import AgeHistogram
 from kvcluster.core.block_tables import BlockTables
 from kvcluster.core.coordinator_state import MS, UNKNOWN, CoordinatorState
 from kvcluster.core.dispatcher import Dispatcher
@@ -36,17 +37,21 @@ from kvcluster.core.messages import (
     Effect,
     EndTicket,
     Engines,
+    EvictOrder,
     Explain,
     GetEngines,
     GetNamespaces,
     GetStatus,
     Inventory,
     KeepSettings,
+    MoveOrder,
     Namespaces,
+    Order,
     Persist,
     PinBlocks,
     PrepareLoad,
     PrepareStore,
+    PullOrder,
     Purge,
     Purged,
     Refused,
@@ -66,8 +71,10 @@ from kvcluster.core.messages import (
     Status,
     SyncTables,
     Tick,
+    Tier,
     Tombstone,
     UnpinBlocks,
+    Warn,
 )
 from kvcluster.core.miss import MissReason
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
@@ -329,6 +336,26 @@ class Coordinator:
         """The tokens that lookups asked for and did not find, by reason."""
         return self._state.missed_tokens
 
+    @property
+    def counted_by_tenant(self) -> Mapping[Tenant, Mapping[str, int]]:
+        """The counters of each tenant that has asked for anything."""
+        return self._state.counted_by_tenant
+
+    @property
+    def eviction_ages(self) -> Mapping[Tier, AgeHistogram]:
+        """For each tier: how long blocks had not been used when their last copy was evicted from it."""
+        return self._state.eviction_ages
+
+    def pinned_blocks(self, now: int) -> int:
+        """Returns the number of blocks that users have pinned. Looks at each."""
+        return sum(until > now for space in self._state.directory for until in space.pinned.values())
+
+    def open_orders(self) -> dict[type[Order], int]:
+        """Returns the number of orders of each kind that shards have not ended."""
+        members = self._state.members.all()
+        kinds: tuple[type[Order], ...] = (EvictOrder, MoveOrder, PullOrder)
+        return {kind: sum(member.orders.of(kind) is not None for member in members) for kind in kinds}
+
     def _of_tenant(self, status: Status, tenant: Tenant) -> Status:
         """Returns what a tenant sees of a status: its own figures, and which shards are up."""
         state = self._state
@@ -354,9 +381,12 @@ class Coordinator:
 
     def _tick(self, m: Tick, now: int) -> list[Effect]:
         state = self._state
+        effects: list[Effect] = []
         for member in state.members.drop_silent(now):
             state.counters["lost_shards"] += 1
             self._report_handler.forget(member)
+            silent_s = (now - member.seen_at) / 1e9
+            effects.append(Warn(f"{member.info.shard} has not reported for {silent_s:.1f} s: it is lost", "shard_lost"))
         self._prepare_handler.end_expired(now)
         self._sequence_handler.end_expired(now)
         self._sequence_handler.release_some()
@@ -367,7 +397,7 @@ class Coordinator:
         self._replicator.list_some()
         if self._emitter is not None:
             self._emitter.tell_some()
-        return []
+        return effects
 
     def _retell(self, m: Retell, now: int) -> list[Effect]:
         if self._emitter is not None:

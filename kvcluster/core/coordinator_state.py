@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcluster.config import CoordinatorConfig
+from kvcluster.core.age_histogram import AgeHistogram
 from kvcluster.core.block_facts import BlockFacts
 from kvcluster.core.block_tables import BlockTables
 from kvcluster.core.engine_registry import EngineRegistry
@@ -33,6 +34,7 @@ _OF_TENANTS = (
 _COUNTERS = (
     *_OF_TENANTS,
     *("committed_pages", "gone_pages", "corrupt_pages", "purged_blocks", "lost_shards", "pulls", "late"),
+    *("reused_tokens", "drains", "late_drains"),
 )
 
 
@@ -68,6 +70,8 @@ class CoordinatorState:
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self.missed_tokens = dict.fromkeys(MissReason, 0)
         """Tokens that lookups asked for and did not find, by the reason why the first of them was not found."""
+        self.eviction_ages = {tier: AgeHistogram() for tier in Tier}
+        """For each tier: how long blocks had not been used when their last copy was evicted from it."""
         self._counted: dict[Tenant, dict[str, int]] = {}
 
     def count(self, tenant: Tenant, name: str, amount: int = 1) -> None:
@@ -77,6 +81,11 @@ class CoordinatorState:
         if own is None:
             own = self._counted[tenant] = dict.fromkeys(_OF_TENANTS, 0)
         own[name] += amount
+
+    @property
+    def counted_by_tenant(self) -> dict[Tenant, dict[str, int]]:
+        """The counters of each tenant that has asked for anything."""
+        return self._counted
 
     def counted(self, tenant: Tenant) -> dict[str, int]:
         """Returns the counters of one tenant."""

@@ -84,6 +84,11 @@ class PinHandler:
         return list(self._staging)
 
     @property
+    def waiting(self) -> int:
+        """The number of readers that wait for room."""
+        return len(self._waiting)
+
+    @property
     def next_deadline(self) -> int | None:
         """When the first waiting reader stops waiting for room; None if none waits."""
         return next((waiting.until for waiting in self._waiting.values()), None)

@@ -78,6 +78,7 @@ class PrepareHandler:
         self._count_lookup(space, len(m.hashes), found.blocks, miss)
         hashes = m.hashes[: found.blocks]
         if m.hold:
+            state.counters["reused_tokens"] += found.blocks * space.spec.block_tokens
             space.index.touch(hashes, now, now + self._hold)
             self._replicator.loaded(space, hashes, now)
             self._tiering.loaded(space, hashes, now)

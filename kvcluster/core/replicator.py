@@ -90,6 +90,12 @@ class Replicator:
         elif len(self._requests) < limits.REPLICA_REQUESTS:
             self._requests[name] = _ReplicaRequest(copies)
 
+    @property
+    def requests(self) -> int:
+        """The number of replica requests that wait for an order or for a shard with room."""
+        waiting = (*self._draining.values(), self._requests, self._parked)
+        return sum(map(len, waiting))
+
     def joined(self) -> None:
         """Retries the parked requests, because one more shard has completed its inventory."""
         parked, self._parked = self._parked, {}

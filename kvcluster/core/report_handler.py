@@ -101,6 +101,8 @@ class ReportHandler:
         if member.draining and not self._state.rebuilding and self._may_go(m, member, now):
             self._state.members.dismiss(member)
             self.forget(member, lost=False)  # what could be moved is on other shards
+            assert member.drain_until is not None
+            self._state.counters["late_drains" if now >= member.drain_until else "drains"] += 1
             return [*effects, self._dismissal(request)]
         return [*effects, Answer(request.call, self._ack(member))]
 
@@ -290,6 +292,8 @@ class ReportHandler:
         if record is not None and not record.copies.on(member.slot, event.tier):
             member.cold[event.tier].remove(record)
         if gone:
+            if not event.corrupt and not space.spec.private and record is not None:
+                state.eviction_ages[event.tier].add(max(0, now - record.stamp))
             state.evicted.add(
                 event.namespace, key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED
             )

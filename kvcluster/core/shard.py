@@ -216,6 +216,12 @@ class Shard:
         return self._leases
 
     @property
+    def waiting(self) -> dict[str, int]:
+        """The number of writers and readers that wait for room, and of orders that have not ended, by what waits."""
+        orders = len(self.order_progress.running)
+        return {"reservations": len(self._queue), "reads": self._pins.waiting, "orders": orders}
+
+    @property
     def own_attempts(self) -> list[Attempt]:
         """The attempts under which it currently verifies pages, moves or stages them between its tiers, or pulls
         others."""

@@ -84,7 +84,7 @@ class Tiering:
             if count >= SAMPLES_WANTED and total > count * self._budget:
                 del self._samples[space]
                 self._fallen[space] = mean = total // count
-                effects.append(Warn(_TOO_LOSSY.format(space.hex()[:8], mean / 1e6, self._budget / 1e6)))
+                effects.append(Warn(_TOO_LOSSY.format(space.hex()[:8], mean / 1e6, self._budget / 1e6), "q4_too_lossy"))
         return effects
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,8 +23,10 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
+from kvcluster.runtime import decisions
+from kvcluster.runtime.decisions import decided, warned
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.metrics import Sample, coordinator_samples
+from kvcluster.runtime.metrics import CoordinatorFigures, Histogram, Sample, coordinator_samples
 from kvcluster.runtime.settings_file import read_settings, write_settings
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable
@@ -33,7 +34,6 @@ from kvcluster.transport.base import Unavailable
 if TYPE_CHECKING:
     from kvcluster.runtime.event_publisher import EventPublisher
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _CALL_S = 0.0005
@@ -59,6 +59,7 @@ class CoordinatorHost:
         if state_dir and (why_not := self.core.set(read_settings(state_dir))) is not None:
             raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")
         self._on_end = on_end
+        self._tenants = config.metrics.tenants
         self.publisher = publisher_of(config.events, epoch, lambda: self._driver.tell(Retell()))
         self._driver: Driver[CoordinatorMessage] = Driver(
             Keeping(
@@ -88,19 +89,28 @@ class CoordinatorHost:
     def ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float) -> Reply:
         """As Driver.ask. Also raises Unavailable if the change that was asked for took effect but could not be made
         durable."""
-        reply = self._driver.ask(build, wait_s)
+        asked: list[Request[CoordinatorQuestion]] = []
+
+        def noted(call: CallId) -> Request[CoordinatorQuestion]:
+            asked.append(build(call))
+            return asked[0]
+
+        reply = self._driver.ask(noted if decisions.shown() else build, wait_s)
         if isinstance(reply, NotKept):
             raise Unavailable(Miss(MissReason.SHARD_LOST, reply.detail))
+        decision = decisions.answered(asked[0], reply) if asked else None
+        if decision is not None:
+            decided(decision[0], **decision[1])
         return reply
 
     def inspect(self, look: Callable[[], T]) -> T:
         """Calls `look` while the core is not stepped."""
         return self._driver.inspect(look)
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[Sample | Histogram]:
         """Returns the series of COORDINATOR_METRICS."""
         return self._driver.inspect(
-            lambda: coordinator_samples(self.core.status(time.monotonic_ns()), self.core.missed_tokens)
+            lambda: coordinator_samples(figures_of(self.core, time.monotonic_ns(), tenants=self._tenants))
         )
 
     def why_not_alive(self) -> str:
@@ -118,10 +128,23 @@ class CoordinatorHost:
             assert self.publisher is not None, "the core was configured to publish events"
             self.publisher.publish(effect)
         elif isinstance(effect, Warn):
-            log.warning("%s", effect.text)
+            warned(effect.event, why=effect.text)
         elif isinstance(effect, Leave):
-            log.warning("leaving: %s", effect.reason)
+            warned("leaving", why=effect.reason)
             self._on_end(effect)
+
+
+def figures_of(core: Coordinator, now: int, *, tenants: bool = False) -> CoordinatorFigures:
+    """Returns what is told of a coordinator for a scrape; with `tenants` also of each tenant."""
+    return CoordinatorFigures(
+        core.status(now),
+        core.missed_tokens,
+        core.eviction_ages,
+        core.open_orders(),
+        core.pinned_blocks(now),
+        core.replicator.requests,
+        core.counted_by_tenant if tenants else {},
+    )
 
 
 def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], None]) -> EventPublisher | None:

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from kvcluster.config import MetricsConfig
 from kvcluster.errors import ConfigError
 from kvcluster.pages.arena import memory_limit_bytes
-from kvcluster.runtime.metrics import BUCKETS, METRICS, CallMetrics, Histogram, MetricKind, Sample
+from kvcluster.runtime.metrics import METRICS, CallMetrics, Histogram, MetricKind, Sample
 from kvcluster.transport.first_free import first_free
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class MetricsServer:
 class MeteredHost(Protocol):
     """What is served of a coordinator or a shard."""
 
-    def samples(self) -> list[Sample]: ...
+    def samples(self) -> Sequence[Sample | Histogram]: ...
 
     def why_not_alive(self) -> str: ...
 
@@ -159,33 +159,41 @@ class _Handler(WSGIRequestHandler):
         """Logs nothing: probes come every few seconds."""
 
 
-def _registry(collect: Collect) -> tuple[Any, Any]:
-    """Returns prometheus_client.exposition, and a registry that collects these samples."""
+def metric_families(samples: Iterable[Sample | Histogram]) -> Iterator[Any]:
+    """Returns the samples as prometheus-client's families. Raises ConfigError if it is missing."""
     try:
-        from prometheus_client import CollectorRegistry, exposition
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     except ImportError as error:
-        raise ConfigError(f"metrics.port needs {error.name}: pip install 'kvcluster[cluster]'") from None
-    families = {
+        raise ConfigError(f"metrics need {error.name}: pip install prometheus-client") from None
+    kinds = {
         MetricKind.COUNTER: CounterMetricFamily,
         MetricKind.GAUGE: GaugeMetricFamily,
         MetricKind.HISTOGRAM: HistogramMetricFamily,
     }
+    found: dict[str, Any] = {}
+    for sample in samples:
+        row = METRICS[sample.name]
+        family = found.get(sample.name)
+        if family is None:
+            family = found[sample.name] = kinds[row.kind](sample.name, row.about, labels=row.labels)
+        if isinstance(sample, Histogram):
+            bounds = [*map(str, row.buckets), "+Inf"]
+            family.add_metric(sample.labels, list(zip(bounds, sample.counts, strict=True)), sample.seconds)
+        else:
+            family.add_metric(sample.labels, sample.value)
+    return iter(found.values())
+
+
+def _registry(collect: Collect) -> tuple[Any, Any]:
+    """Returns prometheus_client.exposition, and a registry that collects these samples."""
+    try:
+        from prometheus_client import CollectorRegistry, exposition
+    except ImportError as error:
+        raise ConfigError(f"metrics.port needs {error.name}: pip install 'kvcluster[cluster]'") from None
 
     class Collector:
         def collect(self) -> Iterator[Any]:
-            found: dict[str, Any] = {}
-            for sample in collect():
-                row = METRICS[sample.name]
-                family = found.get(sample.name)
-                if family is None:
-                    family = found[sample.name] = families[row.kind](sample.name, row.about, labels=row.labels)
-                if isinstance(sample, Histogram):
-                    bounds = [*map(str, BUCKETS), "+Inf"]
-                    family.add_metric(sample.labels, list(zip(bounds, sample.counts, strict=True)), sample.seconds)
-                else:
-                    family.add_metric(sample.labels, sample.value)
-            yield from found.values()
+            return metric_families(collect())
 
         def describe(self) -> list[Any]:
             return []

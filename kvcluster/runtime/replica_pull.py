@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from types import TracebackType
 
@@ -31,11 +32,13 @@ from kvcluster.core.messages import (
     Reply,
     Request,
     ShardAddress,
+    Written,
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, PageHost, PathLost, Payload, RefusedByShard, Transport, Unavailable
+from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation, written_bytes
 from kvcluster.transport.page_writer import PageWriter
 
 log = logging.getLogger(__name__)
@@ -62,20 +65,37 @@ class ReplicaPuller:
         self._next_attempt = own_attempts()
         self._closing = False
         self._current: _Breaker | None = None
+        self._path = "grpc"  # over which the last fetch came: its source is always reachable over this one
 
     def fetch(self, order: Fetch) -> None:
         """Carries out one order, and ends its lease."""
+        began, why = time.monotonic(), ""
         arrivals = PageWriter(order.namespace, dict(enumerate(order.slots)), self._host.view)
         try:
             self._bring(order, arrivals)
         except (Unavailable, RefusedByShard, KVClusterError) as error:
             # The pages that arrived before are still good.
             log.info("a fetch from %s broke off: %s", order.source.shard, error)
+            why = str(error) or type(error).__name__
         verified = arrivals.verified()
+        self._tell(order, verified, why, time.monotonic() - began)
 
         commit = Commit(order.attempt, tuple(verified), tuple(verified.values()))
         with suppress(Unavailable):  # this shard is ending
             self._ask(commit if verified else Abort(order.attempt))
+
+    def _tell(self, order: Fetch, verified: Collection[int], why: str, seconds: float) -> None:
+        """Tells the shard how the fetch ended. `verified`: the indices of the pages that came whole; `why`: what broke
+        it off, "" for nothing."""
+        named = Operation.REPLICATE_IN, self._path, CLUSTER, order.attempt
+        if why:
+            summary = ExchangeSummary(*named, ExchangeResult.FAILED, seconds, error=why)
+        else:
+            lost = len(order.slots) - len(verified)
+            moved = written_bytes([order.slots[item] for item in verified])
+            missed = {Written.LOST.value: lost} if lost else {}
+            summary = ExchangeSummary(*named, ExchangeResult.DONE, seconds, len(verified), moved, missed)
+        self._host.exchange_ended(summary)
 
     def close(self) -> None:
         """Breaks off the fetch under way, and lets no further one begin. Any thread may call it."""
@@ -91,6 +111,7 @@ class ReplicaPuller:
                 self._renew(order, breaker)  # the lease may have ended while the order was queued
                 while self._path_lost(order, arrivals, source, breaker, deadline):
                     """Reads on over another path to the same shard."""
+                self._path = source.name
                 wrong = arrivals.wrong()[: limits.SUSPECTS_PER_CALL]
                 if wrong:
                     prompt = Deadline.after_ms(_PROMPT_S * 1e3)

@@ -24,6 +24,7 @@ from kvcluster.core.ids import Caller, Tenant
 from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
 from kvcluster.runtime.auth import Authenticator
+from kvcluster.runtime.decisions import decided
 from kvcluster.runtime.metrics import CallMetrics, Refusal
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.rpc import RpcHandler, host_and_port, identity, server_options, status_of
@@ -56,6 +57,11 @@ class _Threads(ThreadPoolExecutor):
         self._most = threads + limits.CALLS_WAITING
         self._calls = 0
         self._counting = threading.Lock()
+
+    @property
+    def calls(self) -> int:
+        """The number of calls that are served or wait."""
+        return self._calls
 
     @property
     def full(self) -> bool:
@@ -91,19 +97,23 @@ class _Table(grpc.GenericRpcHandler):
         self._second = self._refused = 0
         self._threads: dict[Tenant, _Threads] = {}
         self._bound: dict[tuple[str, Caller], _GrpcHandler] = {}
+        metrics.watch(lambda: sum(threads.calls for threads in list(self._threads.values())))
 
     def service(self, details: grpc.HandlerCallDetails) -> _GrpcHandler | None:
         handler = self._handlers.get(details.method)
         if handler is None:
             self._metrics.refused(Refusal.METHOD)
+            decided("call_refused", reason=Refusal.METHOD.value, method=details.method)
             return None
         try:
             caller = self._authenticator.caller(_token(details.invocation_metadata))
         except CredentialError as error:
+            decided("call_refused", reason=Refusal.CREDENTIAL.value, method=details.method, why=str(error))
             return self._refuse(Refusal.CREDENTIAL, grpc.StatusCode.UNAUTHENTICATED, str(error))
         threads = self._threads_of(caller.tenant)
         if threads.full:
             why = "too many calls with this token's tenant are under way"
+            decided("call_refused", reason=Refusal.BUSY.value, method=details.method, tenant=caller.tenant)
             return self._refuse(Refusal.BUSY, grpc.StatusCode.UNAVAILABLE, why)
         name = details.method, caller
         bound = self._bound.get(name)
@@ -244,6 +254,7 @@ def _unary(
         refusal = why_not(method.name, caller)
         if refusal is not None:
             metrics.refused(Refusal.CREDENTIAL)
+            decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method.name, tenant=caller.tenant)
             context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
         began = time.monotonic()
         wait_s = min(context.time_remaining(), _LONGEST_S)
@@ -256,7 +267,9 @@ def _unary(
             return method.encode_reply(reply)
         except (Unavailable, KVClusterError) as error:
             if isinstance(error, ProtocolError):
-                metrics.refused(Refusal.PROTOCOL)
+                metrics.refused(Refusal.of(error))
+                why = {"reason": Refusal.of(error).value, "why": str(error)}
+                decided("call_refused", method=method.name, tenant=caller.tenant, **why)
             context.abort(status_of(error), str(error))
         finally:
             metrics.took(method.name, time.monotonic() - began)

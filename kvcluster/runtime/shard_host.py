@@ -24,6 +24,7 @@ from kvcluster.core.messages import (
     Fetch,
     Inventory,
     Leave,
+    Moved,
     MovePages,
     Offers,
     PageSlot,
@@ -42,19 +43,23 @@ from kvcluster.core.messages import (
     ShardMessage,
     ShardQuestion,
     Stage,
+    Staged,
     Verify,
 )
 from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
-from kvcluster.runtime import tier_io
+from kvcluster.runtime import decisions, tier_io
+from kvcluster.runtime.decisions import AckReader, decided, warned
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.metrics import Sample, shard_samples
+from kvcluster.runtime.metrics import Histogram, Refusal, Sample, shard_samples
 from kvcluster.runtime.replica_pull import OpenSource, ReplicaPuller
 from kvcluster.runtime.scrub import NICENESS, verify
+from kvcluster.runtime.shard_metrics import ShardMetrics
 from kvcluster.runtime.threads import JobThread
 from kvcluster.runtime.tier_store import TierStores, bytes_of, open_stores
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.exchange_summary import ExchangeSummary
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +106,8 @@ class ShardHost:
         self._shard = shard
         self._codec = Codec[config.coordinator.host_codec.upper()]
         self._raw_blocks = config.coordinator.host_raw_blocks
+        self._metrics = ShardMetrics()
+        self._acks = AckReader()
         self._sessions: dict[Attempt, Callable[[], object]] = {}
 
         def fail(error: BaseException) -> None:
@@ -153,9 +160,14 @@ class ShardHost:
             thread.close()
         self._stores.close()
 
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[Sample | Histogram]:
         """Returns the series of SHARD_METRICS."""
-        return self._driver.inspect(lambda: shard_samples(self.core.info()))
+
+        def of_core() -> list[Sample]:
+            core = self.core
+            return shard_samples(core.info(), {**core.waiting, **self._waiting_jobs()}, core.pool.condemned)
+
+        return [*self._driver.inspect(of_core), *self._metrics.samples()]
 
     def why_not_alive(self) -> str:
         """Returns why this incarnation should be ended; "" if it should not."""
@@ -199,6 +211,15 @@ class ShardHost:
         finally:
             self._sessions.pop(attempt, None)
 
+    def exchange_ended(self, summary: ExchangeSummary) -> None:
+        self._metrics.exchange_ended(summary)
+        if decisions.shown():
+            decided("exchange_ended", **decisions.exchange_fields(summary))
+
+    def connection_refused(self, path: str, error: KVClusterError) -> None:
+        self._metrics.connection_refused(path, error)
+        decided("connection_refused", path=path, reason=Refusal.of(error).value, why=str(error))
+
     def inspect(self, look: Callable[[], object]) -> object:
         """Calls `look` while the core is not stepped."""
         return self._driver.inspect(look)
@@ -211,7 +232,7 @@ class ShardHost:
             if stop is not None:
                 stop()
         elif isinstance(effect, Leave):
-            log.warning("leaving: %s", effect.reason)
+            warned("leaving", why=effect.reason)
             self._on_end(effect)
         else:
             self._threads[type(effect)].submit(effect)
@@ -238,11 +259,7 @@ class ShardHost:
             ),
             MovePages: moves,
             Erase: moves,
-            Stage: job(
-                "stager",
-                lambda order: self._driver.tell(tier_io.stage(order, self._stores)),
-                most=limits.PINS_FROM_DISK,
-            ),
+            Stage: job("stager", self._stage, most=limits.PINS_FROM_DISK),
             Fetch: job("fetcher", self._fetcher.fetch),
         }
 
@@ -254,6 +271,8 @@ class ShardHost:
             self._driver.tell(ReportFailed())
             return
         if isinstance(answer, ReportAck):
+            for event, fields in self._acks.news(answer):
+                decided(event, **fields)
             self._driver.tell(ReportAnswered(answer))
         else:
             log.warning("the coordinator refused a report: %s", answer)
@@ -261,6 +280,25 @@ class ShardHost:
 
     def _move(self, order: MovePages | Erase) -> None:
         if isinstance(order, MovePages):
-            self._driver.tell(tier_io.move(order, self._stores))
+            began = time.monotonic()
+            moved = tier_io.move(order, self._stores)
+            self._moved(order, moved, time.monotonic() - began)
+            self._driver.tell(moved)
         else:
             self._stores.erase(order)
+
+    def _stage(self, order: Stage) -> None:
+        began = time.monotonic()
+        staged = tier_io.stage(order, self._stores)
+        self._moved(order, staged, time.monotonic() - began)
+        self._driver.tell(staged)
+
+    def _moved(self, order: MovePages | Stage, result: Moved | Staged, seconds: float) -> None:
+        self._metrics.moved(order, result, seconds)
+        place = {"source": order.pages[0].source.tier.name.lower(), "target": order.pages[0].target.tier.name.lower()}
+        decided("pages_moved", **place, pages=len(order.pages), corrupt=len(result.corrupt), ms=round(seconds * 1e3, 3))
+
+    def _waiting_jobs(self) -> dict[str, int]:
+        """Returns the number of jobs that wait for each thread."""
+        kinds: dict[str, type[Effect]] = {"scrubs": Verify, "moves": MovePages, "disk_reads": Stage, "pulls": Fetch}
+        return {name: self._threads[kind].waiting for name, kind in kinds.items()}

@@ -59,6 +59,11 @@ class JobThread(Generic[J]):
         assert self._jobs.qsize() < self._most, f"{self._thread.name} has {self._most} jobs waiting already"
         self._jobs.put(job)
 
+    @property
+    def waiting(self) -> int:
+        """The number of jobs that wait."""
+        return self._jobs.qsize()
+
     def close(self) -> None:
         """Drops the jobs that wait, and returns when the job under way has ended. The caller makes that job end
         soon."""

@@ -28,7 +28,8 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import Unreachable
+from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.transport.exchange_summary import ExchangeSummary
 
 
 class Unavailable(Unreachable):
@@ -232,3 +233,9 @@ class PageHost(Protocol):
         """Within the context, `stop()` is called (from any thread) when the lease of `attempt` is revoked.
 
         Raises RefusedByShard(BAD) if this attempt is under way already."""
+
+    def exchange_ended(self, summary: ExchangeSummary) -> None:
+        """Counts an exchange. Called once for each, from any thread, when it has ended."""
+
+    def connection_refused(self, path: str, error: KVClusterError) -> None:
+        """Counts a connection or call of that path that was ended because of `error`, a fault of the other side."""

@@ -170,24 +170,29 @@ def _unless_refused(answer: T | Refused) -> T:
 def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
     """The shard's side of `Read` and `Write`, for a threaded server."""
 
+    def abort(context: grpc.ServicerContext, error: KVClusterError) -> None:
+        if isinstance(error, ProtocolError):
+            host.connection_refused(GrpcPages.name, error)
+        context.abort(status_of(error), str(error))
+
     def read(caller: Caller, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             request = frames.decode_read_request(data)
-            with ReadSession(host, caller.tenant, request, stop=context.cancel) as session:
+            with ReadSession(host, caller.tenant, request, stop=context.cancel, path=GrpcPages.name) as session:
                 yield frames.encode_read_head(session.outcome)
                 for batch in session.frames(limits.FRAME_BYTES):
                     yield frames.pack(batch)
         except RefusedByShard as refused:
             yield frames.encode_refused(refused.refused)
         except (Unavailable, KVClusterError) as error:
-            context.abort(status_of(error), str(error))
+            abort(context, error)
 
     def write(caller: Caller, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             request = frames.decode_write_request(next(messages, b""))
             # The server must not wait for room longer than the worker does: a server thread would be busy for nothing.
             request = replace(request, wait_ns=int(min(request.wait_ns, context.time_remaining() * 1e9)))
-            with WriteSession(host, caller.tenant, request, stop=context.cancel) as session:
+            with WriteSession(host, caller.tenant, request, stop=context.cancel, path=GrpcPages.name) as session:
                 yield frames.encode_write_head(session.outcome)
                 for message in messages:
                     session.alive()
@@ -197,7 +202,7 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
         except RefusedByShard as refused:
             yield frames.encode_refused(refused.refused)
         except (Unavailable, KVClusterError) as error:
-            context.abort(status_of(error), str(error))
+            abort(context, error)
 
     return {
         READ: RpcHandler("unary_stream", read),

@@ -82,6 +82,10 @@ def _admit_all(link: FramedSocket) -> None:
     """Admits every connection."""
 
 
+def _count_none(error: KVClusterError) -> None:
+    """Counts no refusals."""
+
+
 class Listener:
     """Owns a listening socket from construction to `close`."""
 
@@ -93,11 +97,14 @@ class Listener:
         *,
         name: str,
         admit: Callable[[FramedSocket], None] = _admit_all,
+        refused: Callable[[KVClusterError], None] = _count_none,
     ) -> None:
         """`admit` is called with each connection before anything is read from it; an error that it raises is sent to
-        the other side."""
+        the other side. `refused` is called with the error for which a connection is ended, if that is a fault of the
+        other side or it has too many."""
         listening.listen(_BACKLOG)
         self._admit = admit
+        self._refused = refused
         self._listening = listening
         self._tenant_of = tenant_of
         self._serve = serve
@@ -173,6 +180,7 @@ class Listener:
             link.fail(trouble, Deadline.after_ms(_LAST_MESSAGE_MS))
         except KVClusterError as error:
             log.info("%s: ending a connection: %s", self._name, error)
+            self._refused(error)
             link.fail(error, Deadline.after_ms(_LAST_MESSAGE_MS))
         except Exception:
             log.exception("%s: a connection broke", self._name)
@@ -208,4 +216,6 @@ class Listener:
             held = self._shares.held(tenant)
         log.warning("%s: a tenant has reached its limit of connections; it has %d", self._name, held)
         why = f"this shard has {held} connections of this tenant, which is its share; use fewer workers or more shards"
-        raise Unavailable(Miss(MissReason.SHARD_LOST, why))
+        error = Unavailable(Miss(MissReason.SHARD_LOST, why))
+        self._refused(error)
+        raise error

@@ -61,7 +61,7 @@ class MemoryTransport:
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
         deadline.check()
-        with ReadSession(self._host, self._tenant, request, deadline=deadline) as session:
+        with ReadSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
             views = {item: self._host.view(slot) for item, slot in session.granted.items()}
             records = granted_records(request.wants, _places(session.granted, views, request.wants))
             copies = open_load(sink, records, HostMemory(may_change=True), views)
@@ -75,7 +75,7 @@ class MemoryTransport:
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         deadline.check()
         request = replace(request, wait_ns=min(request.wait_ns, int(deadline.remaining_s() * 1e9)))
-        with WriteSession(self._host, self._tenant, request, deadline=deadline) as session:
+        with WriteSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
             views = {item: self._host.view(slot) for item, slot in session.granted.items()}
             records = reserved_records(request.pages, _places(session.granted, views))
             copies = open_store(source, records, HostMemory(), views)

@@ -7,18 +7,37 @@ worker_exchange.py is the other side.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from operator import itemgetter
 from types import TracebackType
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Tenant
-from kvcluster.core.messages import PageSlot, PageWant, PageWants, ReadRequest, Reply, WriteRequest, Written
+from kvcluster.core.ids import CLUSTER, Attempt, Tenant
+from kvcluster.core.messages import (
+    PageSlot,
+    PageWant,
+    PageWants,
+    ReadRequest,
+    RefusedKind,
+    Reply,
+    WriteRequest,
+    Written,
+)
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
 from kvcluster.transport.base import Deadline, PageHost, Payload, RefusedByShard, Unavailable
+from kvcluster.transport.exchange_summary import (
+    ExchangeResult,
+    ExchangeSummary,
+    Operation,
+    missed_reads,
+    missed_writes,
+    read_bytes,
+    written_bytes,
+)
 from kvcluster.transport.page_session import (
     AskCore,
     Committed,
@@ -54,8 +73,14 @@ class _Session:
         request: ReadRequest | WriteRequest,
         stop: Callable[[], object] = _nothing,
         deadline: Deadline | None = None,
+        *,
+        path: str,
     ) -> None:
+        """`path`: the transport that moves the bytes, for what is counted of the exchange."""
         self._host = host
+        self._tenant = tenant
+        self._path = path
+        self._began = time.monotonic()
         self._attempt = request.attempt
         self._session = PageSession(tenant, request)
         self._stop = stop
@@ -65,11 +90,12 @@ class _Session:
         self._pages: Sequence[PageSlot | Miss | Written] = ()
 
     def _open(self) -> None:
-        self._watch.enter_context(self._host.on_revoke(self._attempt, self._revoked))
         try:
+            self._watch.enter_context(self._host.on_revoke(self._attempt, self._revoked))
             self._drive(Open())
-        except BaseException:
+        except BaseException as error:
             self._watch.close()
+            self._tell(error)
             raise
 
     def alive(self) -> None:
@@ -80,6 +106,30 @@ class _Session:
         """Returns the lease. The core gets this message even if its answer is late, unless the shard has ended."""
         self._watch.close()
         self._drive(Stopped(for_good))
+
+    def _tell(self, error: BaseException | None) -> None:
+        """Tells the shard how the exchange ended. `error`: what ended it, None if its transport brought it to an end.
+        A caller that was not attached yet had no exchange: it tries a path like this, and attaches before it asks
+        again."""
+        seconds = time.monotonic() - self._began
+        named = self._operation(), self._path, self._tenant, self._attempt
+        if isinstance(error, RefusedByShard):
+            if error.refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
+                return
+            summary = ExchangeSummary(*named, ExchangeResult.REFUSED, seconds, error=str(error))
+        elif error is not None:
+            why = "the reader stopped" if isinstance(error, GeneratorExit) else str(error) or type(error).__name__
+            summary = ExchangeSummary(*named, ExchangeResult.FAILED, seconds, error=why)
+        else:
+            summary = self._summary(named, seconds)
+        self._host.exchange_ended(summary)
+
+    def _operation(self) -> Operation:
+        raise AssertionError("of a load or a store")
+
+    def _summary(self, named: tuple[Operation, str, Tenant, Attempt], seconds: float) -> ExchangeSummary:
+        """Returns the summary of an exchange that ended without an error."""
+        raise AssertionError("of a load or a store")
 
     def _drive(self, event: SessionEvent) -> SessionEffect | None:
         """Steps an event, and asks the core the questions that follow. Returns the last effect; raises RefusedByShard,
@@ -129,8 +179,10 @@ class ReadSession(_Session):
         request: ReadRequest,
         stop: Callable[[], object] = _nothing,
         deadline: Deadline | None = None,
+        *,
+        path: str,
     ) -> None:
-        super().__init__(host, tenant, request, stop, deadline)
+        super().__init__(host, tenant, request, stop, deadline, path=path)
         self._wants = request.wants
         self.granted: dict[int, PageSlot] = {}
 
@@ -142,7 +194,18 @@ class ReadSession(_Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        try:
+            self._end()
+        finally:
+            self._tell(error)
+
+    def _operation(self) -> Operation:
+        return Operation.REPLICATE_OUT if self._tenant == CLUSTER else Operation.LOAD
+
+    def _summary(self, named: tuple[Operation, str, Tenant, Attempt], seconds: float) -> ExchangeSummary:
+        missed = missed_reads(self._pages) if len(self.granted) < len(self._pages) else {}
+        moved = read_bytes(PageWants.of(self._wants), self.granted)
+        return ExchangeSummary(*named, ExchangeResult.DONE, seconds, len(self.granted), moved, missed)
 
     @property
     def outcome(self) -> list[Miss | None]:
@@ -210,12 +273,15 @@ class WriteSession(_Session):
         request: WriteRequest,
         stop: Callable[[], object] = _nothing,
         deadline: Deadline | None = None,
+        *,
+        path: str,
     ) -> None:
-        super().__init__(host, tenant, request, stop, deadline)
+        super().__init__(host, tenant, request, stop, deadline, path=path)
         self._namespace = request.namespace
         self._asked = request.pages
         self._arrivals = PageWriter(request.namespace, {}, host.view)
         self._left = False
+        self._written: list[Written] | None = None  # once all is committed
         self.granted: dict[int, PageSlot] = {}
 
     def __enter__(self) -> WriteSession:
@@ -227,7 +293,22 @@ class WriteSession(_Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end(for_good=not self._left)
+        try:
+            self._end(for_good=not self._left)
+        finally:
+            # Once all is committed, a worker that has its answer may end the stream before the server does.
+            self._tell(error if self._written is None else None)
+
+    def _operation(self) -> Operation:
+        return Operation.STORE
+
+    def _summary(self, named: tuple[Operation, str, Tenant, Attempt], seconds: float) -> ExchangeSummary:
+        if self._written is None:
+            return ExchangeSummary(*named, ExchangeResult.FAILED, seconds, error="the worker has aborted it")
+        missed = missed_writes(self._written)
+        pages = len(self._written) - sum(missed.values())
+        moved = written_bytes(self.granted.values())
+        return ExchangeSummary(*named, ExchangeResult.DONE, seconds, pages, moved, missed)
 
     @property
     def outcome(self) -> list[Written | None]:
@@ -263,4 +344,5 @@ class WriteSession(_Session):
         done = Finished({} if missing is not None else self._arrivals.verified(), missing)
         committed = self._drive(done)
         assert isinstance(committed, Committed)
+        self._written = committed.outcome
         return committed.outcome

@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from kvcluster.core.ids import Tenant
@@ -33,6 +34,7 @@ from kvcluster.transport.shm_control import peer_of
 from kvcluster.wire import shard, shm_frames, streams
 from kvcluster.wire.streams import Kind
 
+NAME = "shm"
 _LAST_MESSAGE_MS = 200
 
 _SO_PEERPIDFD = 77  # Linux 6.5; Python does not name it
@@ -66,7 +68,8 @@ class ShmServer:
         self.address = f"@{name}"
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(f"\0{name}")
-        self._listener = Listener(listening, tenant_of, self._serve, name="shm", admit=_admit)
+        refused = partial(host.connection_refused, NAME)
+        self._listener = Listener(listening, tenant_of, self._serve, name=NAME, admit=_admit, refused=refused)
 
     def start(self) -> None:
         self._listener.start()
@@ -94,7 +97,7 @@ class ShmServer:
 
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_read(body)
-        with ReadSession(self._host, tenant, request, stop=link.shutdown_read) as session:
+        with ReadSession(self._host, tenant, request, stop=link.shutdown_read, path=NAME) as session:
             grant = shm_frames.encode_read_grant(request.wants, session.outcome, session.granted)
             try:
                 link.send(Kind.GRANT, grant, bounded(remaining_ns))
@@ -113,7 +116,7 @@ class ShmServer:
         request, remaining_ns = streams.decode_write(body)
         deadline = bounded(remaining_ns)
         request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
-        with WriteSession(self._host, tenant, request, deadline=deadline) as session:
+        with WriteSession(self._host, tenant, request, deadline=deadline, path=NAME) as session:
             try:
                 grant = shm_frames.encode_write_grant(session.outcome, session.granted)
                 if first:

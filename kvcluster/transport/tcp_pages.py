@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from kvcluster.core import limits
@@ -209,7 +210,8 @@ class TcpServer:
             listening.close()
             raise ConfigError(f"cannot listen on {listen_host}:{port}: {error.strerror or error}") from None
         self.address = host_and_port(listen_host, listening.getsockname()[1])
-        self._listener = Listener(listening, tenant_of, self._serve, name="tcp")
+        refused = partial(host.connection_refused, TcpPages.name)
+        self._listener = Listener(listening, tenant_of, self._serve, name=TcpPages.name, refused=refused)
 
     def start(self) -> None:
         self._listener.start()
@@ -226,7 +228,7 @@ class TcpServer:
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_read(body)
         deadline = bounded(remaining_ns)
-        with ReadSession(self._host, tenant, request, stop=link.shut, deadline=deadline) as session:
+        with ReadSession(self._host, tenant, request, stop=link.shut, deadline=deadline, path=TcpPages.name) as session:
             link.send(Kind.HEAD, shard.encode_read_head(session.outcome), deadline)
             for batch in session.frames(_FRAME_BYTES):
                 link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
@@ -236,7 +238,9 @@ class TcpServer:
         request, remaining_ns = streams.decode_write(body)
         deadline = bounded(remaining_ns)
         request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
-        with WriteSession(self._host, tenant, request, stop=link.shut, deadline=deadline) as session:
+        with WriteSession(
+            self._host, tenant, request, stop=link.shut, deadline=deadline, path=TcpPages.name
+        ) as session:
             link.send(Kind.HEAD, shard.encode_write_head(session.outcome), deadline)
             while True:
                 kind, body = link.receive(Kind.PAGES, Kind.DONE, deadline=deadline)

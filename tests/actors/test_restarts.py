@@ -6,6 +6,7 @@ import pytest
 
 from kvcluster.actors.restarts import waited_for
 from kvcluster.errors import ConfigError
+from kvcluster.runtime.metrics import CallMetrics
 
 
 class Port:
@@ -23,8 +24,9 @@ class Port:
 
 
 def test_a_restarted_actor_tries_again_until_it_can_serve(caplog: pytest.LogCaptureFixture) -> None:
-    port = Port(taken=10)
-    assert waited_for(port.bind, patient=True, pause=port.pauses.append) == 7070
+    port, calls = Port(taken=10), CallMetrics(())
+    assert waited_for(port.bind, patient=True, pause=port.pauses.append, failed=calls.start_failed) == 7070
+    assert {sample.name: sample for sample in calls.samples()}["kvcluster_start_retries_total"].value == 10
     assert port.pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0, 10.0]
     assert "cannot serve yet: the port is in use" in caplog.text
 

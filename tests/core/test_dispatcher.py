@@ -31,7 +31,7 @@ def find(namespace: NamespaceId, tenant: Tenant) -> str | None:
 
 
 def within(request: Request[Any], space: str, now: int) -> list[Effect]:
-    return [Warn(f"{type(request.question).__name__} in {space} at {now}")]
+    return [Warn(f"{type(request.question).__name__} in {space} at {now}", "told")]
 
 
 def answered(request: Request[Any], now: int) -> list[Effect]:
@@ -39,7 +39,7 @@ def answered(request: Request[Any], now: int) -> list[Effect]:
 
 
 def told(message: Any, now: int) -> list[Effect]:
-    return [Warn(type(message).__name__)]
+    return [Warn(type(message).__name__, "told")]
 
 
 DISPATCHER = Dispatcher(
@@ -48,7 +48,9 @@ DISPATCHER = Dispatcher(
 
 
 def test_a_question_about_a_namespace_is_stepped_within_it() -> None:
-    assert DISPATCHER.step(Request(CALL, OURS, NAMESPACE, Siblings()), 5) == [Warn("Siblings in a namespace at 5")]
+    assert DISPATCHER.step(Request(CALL, OURS, NAMESPACE, Siblings()), 5) == [
+        Warn("Siblings in a namespace at 5", "told")
+    ]
 
 
 @pytest.mark.parametrize(("tenant", "namespace"), [(THEIRS, NAMESPACE), (OURS, NamespaceId(b"o" * 32))])
@@ -68,6 +70,6 @@ def test_any_other_question_is_stepped_for_every_tenant() -> None:
 
 
 def test_what_the_driver_tells_has_no_envelope() -> None:
-    assert DISPATCHER.step(Tick(), 5) == [Warn("Tick")]
+    assert DISPATCHER.step(Tick(), 5) == [Warn("Tick", "told")]
     with pytest.raises(KeyError):
         DISPATCHER.step(GetStatus(), 5)

@@ -9,9 +9,11 @@ from dataclasses import replace
 
 from kvcluster.core.ids import Attempt, CallId, ShardId
 from kvcluster.core.messages import PageSlot, PullOrder, Reply, Request, ShardAddress, ShardQuestion
+from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.transport.exchange_summary import ExchangeSummary
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.wire.methods import SHARD
 from tests.runtime.hosts import (
@@ -54,6 +56,12 @@ class Hanging:
 
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         return self._host.on_revoke(attempt, stop)
+
+    def exchange_ended(self, summary: ExchangeSummary) -> None:
+        self._host.exchange_ended(summary)
+
+    def connection_refused(self, path: str, error: KVClusterError) -> None:
+        self._host.connection_refused(path, error)
 
 
 class Served:

@@ -75,7 +75,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError
+from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError, VersionError
 from kvcluster.wire import common, reports, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -349,10 +349,10 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("write head", "table", [7], ProtocolError, "Written 7 is not known here"),
     ("write head", "of", [0] * 65_537, LimitError, "pages in a call: 65537"),
     ("write tail", "table", [0], ProtocolError, "Written 0 is not known here"),
-    ("attached shard", "attached.protocol_version", 2, ProtocolError, "version 1 .* version 2"),
+    ("attached shard", "attached.protocol_version", 2, VersionError, "version 1 .* version 2"),
     ("attached shard", "attached.namespace", b"", ProtocolError, "a namespace is 32 bytes"),
     ("attached shard", "attached.lease_ttl_ns", HUGE, LimitError, "nanoseconds"),
-    ("offers", "offers.protocol_version", 2, ProtocolError, "version 1 .* version 2"),
+    ("offers", "offers.protocol_version", 2, VersionError, "version 1 .* version 2"),
     ("offers", "offers.epoch", HUGE, LimitError, "epoch: "),
     (
         "offers",
@@ -365,7 +365,7 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("offers", "offers.offers.address", ["a" * 1_025], LimitError, "characters of an offer: 1025"),
     ("offers", "offers.refused.value", [], ProtocolError, "lists of transports of a shard must be equally long"),
     ("offers", "offers.refused.key", ["t" * 1_025], LimitError, "characters of a transport's name: 1025"),
-    ("attached", "attached.protocol_version", 2, ProtocolError, "version 1 .* version 2"),
+    ("attached", "attached.protocol_version", 2, VersionError, "version 1 .* version 2"),
     ("attached", "attached.run_blocks", 0, ProtocolError, "a run must have at least one block"),
     ("attached", "attached.ticket_ttl_ns", HUGE, LimitError, "nanoseconds"),
     ("grant", "load_grant.blocks", 3, ProtocolError, "runs cover 2 blocks instead of 3"),

@@ -144,9 +144,10 @@ class Erase:
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """A message for the operator, to be logged once."""
+    """A message for the operator, to be logged once. `event` names what has happened, for machines."""
 
     text: str
+    event: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,12 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.tiers import STAGING
+from kvcluster.errors import KVClusterError
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import MemoryCluster
 from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.base import Deadline, Transport, Unavailable
+from kvcluster.transport.exchange_summary import ExchangeSummary
 
 T = TypeVar("T")
 
@@ -120,6 +122,12 @@ class WatchedHost:
             self._note()
 
         return self._host.on_revoke(attempt, stop_and_note)
+
+    def exchange_ended(self, summary: ExchangeSummary) -> None:
+        self._host.exchange_ended(summary)
+
+    def connection_refused(self, path: str, error: KVClusterError) -> None:
+        self._host.connection_refused(path, error)
 
     def answer_late(self, kind: type[ShardQuestion]) -> None:
         """Makes the next answer to a question of that kind too late for its caller, who gets Unavailable(DEADLINE)."""

@@ -21,6 +21,7 @@ from kvcluster.core.messages import (
     Request,
     Retell,
     Tombstone,
+    Warn,
 )
 from kvcluster.testing.kernel import MS, Clock
 from kvcluster.testing.sim.driver import SimulatedCore
@@ -89,8 +90,8 @@ class CoordinatorProcess(SimulatedCore):
                     self.world.kill(self)
             case Publish():
                 self._publish(effect)
-            case KeepSettings():
-                pass  # no worker changes settings here
+            case KeepSettings() | Warn():
+                pass  # no worker changes settings here, and no operator reads warnings
             case Leave():
                 self.world.left(self, for_good=effect.for_good)
             case _:
