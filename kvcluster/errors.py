@@ -10,7 +10,8 @@
     ├── Unreachable            no answer from that address in time
     │   └── Unavailable        the same within an exchange, as a miss (transport/base.py)
     ├── LostTokens             tokens of a sequence are in no memory any more; compute them again
-    └── ProtocolError          the other side does not speak kvcluster, or another version of it
+    └── ProtocolError          the other side does not speak kvcluster
+        └── VersionError       it speaks only versions of the protocol that this side does not
 
 A failure inside the cluster (a dead shard, a full tier, a passed deadline) is not an error of a client's call: it is a
 miss with a reason, because an engine can always recompute. It is raised only if the call cannot return a miss
@@ -55,7 +56,11 @@ class Unreachable(KVClusterError):
 
 
 class ProtocolError(KVClusterError):
-    """The other side does not speak kvcluster, or speaks another version of it."""
+    """The other side does not speak kvcluster, or sent something that its protocol does not allow."""
+
+
+class VersionError(ProtocolError):
+    """No version of the protocol is spoken by both sides; the message names both, and which of them to upgrade."""
 
 
 class LostTokens(KVClusterError):

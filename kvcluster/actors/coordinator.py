@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +18,11 @@ from kvcluster.actors.addresses import announced_host
 from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.config import Config
+from kvcluster.config_hash import config_hash
 from kvcluster.core import limits
 from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import Leave
+from kvcluster.release import __version__
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
@@ -44,7 +47,15 @@ class CoordinatorActor:
         set_limits()
         patient, server = restarted(), config.server
         self._host = waited_for(
-            lambda: CoordinatorHost(Epoch(time.time_ns()), config, on_end=end_process), patient=patient
+            lambda: CoordinatorHost(
+                Epoch(time.time_ns()),
+                config,
+                on_end=end_process,
+                node=socket.gethostname(),
+                release=__version__,
+                config_hash=config_hash(config),
+            ),
+            patient=patient,
         )
         auth = authenticator(server, secret, restarted=patient)
         calls = CallMetrics(COORDINATOR)

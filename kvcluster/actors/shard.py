@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from functools import partial
 
 import ray
 
@@ -16,11 +17,13 @@ from kvcluster.actors.coordinator import end_process
 from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.config import Config
+from kvcluster.config_hash import config_hash
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import Inventory, Leave, Reply, Report, ShardAddress
+from kvcluster.release import __version__
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
-from kvcluster.runtime.metrics import CallMetrics
+from kvcluster.runtime.metrics import CallMetrics, Refusal
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
@@ -58,9 +61,13 @@ class ShardActor:
             config,
             address=self._server.address,
             host=socket.gethostname(),
+            node=socket.gethostname(),
+            release=__version__,
+            config_hash=config_hash(config),
             tell=self._tell,
             open_source=self._open_source,
             on_end=self._leave,
+            version_refused=partial(calls.refused, Refusal.VERSION),
         )
 
         handlers.update(unary_handlers(SHARD, self._host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls))

@@ -47,6 +47,7 @@ from kvcluster.core.messages import (
     PinBlocks,
     PrepareLoad,
     PrepareStore,
+    ProcessInfo,
     Purge,
     Purged,
     Refused,
@@ -98,7 +99,10 @@ class Coordinator:
         now: int,
         tombstones: Iterable[Tombstone] = (),
         announces: bool = False,
+        process: ProcessInfo | None = None,
     ) -> None:
+        """`process` is for the status."""
+        self._process = process or ProcessInfo()
         self._config = config
         self._started_at = now
         self._emitter = emitter = EventEmitter() if announces else None
@@ -322,6 +326,9 @@ class Coordinator:
             sequences=len(self._state.tables),
             claimed_blocks=self._state.tables.claimed_blocks,
             private_blocks=self._state.directory.private_blocks,
+            node=self._process.node,
+            release=self._process.release,
+            config_hash=self._process.config_hash,
         )
 
     @property
@@ -339,6 +346,7 @@ class Coordinator:
         return replace(
             status,
             tenant=tenant,
+            config_hash="",
             namespaces=len(public),
             blocks=sum(len(space.index) for space in public),
             tickets=state.tickets.held(tenant),

@@ -114,7 +114,8 @@ class Refusal(Enum):
 
     CREDENTIAL = "credential"  # none, an unknown one, or one that may not make this call
     BUSY = "busy"  # too many calls of its tenant are under way
-    PROTOCOL = "protocol"  # malformed, or of another version of the protocol
+    PROTOCOL = "protocol"  # malformed
+    VERSION = "version"  # no version of the protocol is spoken by both sides; connections of tcp and shm as well
     METHOD = "method"  # there is no such method here
 
 

@@ -26,6 +26,7 @@ from kvcluster.core.messages import (
     MovePages,
     Offers,
     PageSlot,
+    ProcessInfo,
     Refused,
     RefusedKind,
     Reply,
@@ -73,10 +74,17 @@ class ShardHost:
         *,
         address: str,
         host: str,
+        node: str = "",
+        release: str = "",
+        config_hash: str = "",
         tell: Tell,
         open_source: OpenSource,
         on_end: Callable[[Leave], None],
+        version_refused: Callable[[], object] = lambda: None,
     ) -> None:
+        """`node`, `release` and `config_hash` are for the status; "" if unknown. `version_refused` is called for each
+        connection of tcp or shm that is refused because of its version."""
+        self._version_refused = version_refused
         stores, found = open_stores(config.shard, shard)
         self.core = Shard(
             shard,
@@ -85,6 +93,7 @@ class ShardHost:
             membership_ttl_ms=config.membership_ttl_ms,
             address=address,
             host=host,
+            process=ProcessInfo(node, release, config_hash),
             found=found,
         )
         self._arena = Arena(self.core.pool.arena_bytes)
@@ -105,7 +114,6 @@ class ShardHost:
             name=shard,
             call_s=_CALL_S,
         )
-
         self._fetcher = ReplicaPuller(self, open_source)
         self._threads = self._jobs(shard, fail)
 
@@ -144,6 +152,9 @@ class ShardHost:
 
     def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
         return self._driver.ask(build, wait_s)
+
+    def version_refused(self) -> None:
+        self._version_refused()
 
     def view(self, slot: PageSlot) -> memoryview:
         view = self._stores.view(slot)

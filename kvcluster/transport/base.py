@@ -224,6 +224,9 @@ class PageHost(Protocol):
     def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
         """Steps the core and returns its answer; raises Unavailable(DEADLINE) when it takes longer than `wait_s`."""
 
+    def version_refused(self) -> None:
+        """Counts a connection that was refused because of its version of the protocol."""
+
     def view(self, slot: PageSlot) -> memoryview:
         """Returns the bytes of a leased page in the arena, writable. Raises Unavailable(SHARD_LOST) once the arena is
         closed."""

@@ -23,7 +23,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shares import Shares
-from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.errors import KVClusterError, ProtocolError, VersionError
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.wire import streams
@@ -92,16 +92,18 @@ class Listener:
         serve: Serve,
         *,
         name: str,
+        version_refused: Callable[[], object],
         admit: Callable[[FramedSocket], None] = _admit_all,
     ) -> None:
         """`admit` is called with each connection before anything is read from it; an error that it raises is sent to
-        the other side."""
+        the other side. `version_refused` is called for each connection that ends with a VersionError."""
         listening.listen(_BACKLOG)
         self._admit = admit
         self._listening = listening
         self._tenant_of = tenant_of
         self._serve = serve
         self._name = name
+        self._version_refused = version_refused
         self._links: dict[FramedSocket, threading.Thread] = {}
         self._unknown: dict[FramedSocket, None] = {}  # those of _links whose credential has not arrived, oldest first
         self._shares = Shares(limits.STREAMS)
@@ -143,7 +145,7 @@ class Listener:
                 if not self._pause():
                     return
                 continue
-            self._begin(FramedSocket(connected, f"{self._name} peer {address or 'here'}"))
+            self._begin(FramedSocket(connected, f"{self._name} peer {address or 'here'}", version=None))
 
     def _pause(self) -> bool:
         """Waits before the next attempt. Returns False if the listener is being closed."""
@@ -172,6 +174,8 @@ class Listener:
             log.debug("%s: a connection ended: %s", self._name, trouble)
             link.fail(trouble, Deadline.after_ms(_LAST_MESSAGE_MS))
         except KVClusterError as error:
+            if isinstance(error, VersionError):
+                self._version_refused()
             log.info("%s: ending a connection: %s", self._name, error)
             link.fail(error, Deadline.after_ms(_LAST_MESSAGE_MS))
         except Exception:

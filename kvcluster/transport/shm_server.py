@@ -66,7 +66,9 @@ class ShmServer:
         self.address = f"@{name}"
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(f"\0{name}")
-        self._listener = Listener(listening, tenant_of, self._serve, name="shm", admit=_admit)
+        self._listener = Listener(
+            listening, tenant_of, self._serve, name="shm", version_refused=host.version_refused, admit=_admit
+        )
 
     def start(self) -> None:
         self._listener.start()

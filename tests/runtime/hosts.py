@@ -86,6 +86,7 @@ def shard(
     name: str = "shard-0",
     open_source: OpenSource = no_source,
     on_end: Callable[[Leave], None] = lambda leave: None,
+    version_refused: Callable[[], object] = lambda: None,
     **config: object,
 ) -> Iterator[ShardHost]:
     host = ShardHost(
@@ -97,6 +98,7 @@ def shard(
         tell=coordinator.tell,
         open_source=open_source,
         on_end=on_end,
+        version_refused=version_refused,
     )
     host.start()
     try:

@@ -52,6 +52,9 @@ class Hanging:
             assert self.released.wait(BOUND_S)
         return self._host.view(slot)
 
+    def version_refused(self) -> None:
+        self._host.version_refused()
+
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         return self._host.on_revoke(attempt, stop)
 

@@ -95,7 +95,7 @@ def test_a_call_is_in_the_first_bucket_that_holds_it_and_in_all_behind() -> None
     assert histogram.counts == (2, 2, *[3] * (len(BUCKETS) - 2), 4)
     assert histogram.seconds == pytest.approx(1_000.0025)
     assert {sample.labels[0]: sample.value for sample in refused if not isinstance(sample, Histogram)} == {
-        "credential": 1, "busy": 0, "protocol": 0, "method": 0
+        "credential": 1, "busy": 0, "protocol": 0, "version": 0, "method": 0
     }  # fmt: skip
 
 

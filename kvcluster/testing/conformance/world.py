@@ -114,6 +114,9 @@ class WatchedHost:
     def open_arena(self, *, writable: bool) -> int:
         return self._host.open_arena(writable=writable)
 
+    def version_refused(self) -> None:
+        self._host.version_refused()
+
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         def stop_and_note() -> None:
             stop()

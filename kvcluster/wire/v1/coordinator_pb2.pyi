@@ -423,7 +423,7 @@ class EngineList(_message.Message):
     def __init__(self, engine: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., seen_ns_ago: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen", "sequences", "claimed_blocks", "private_blocks", "tenant")
+    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen", "sequences", "claimed_blocks", "private_blocks", "tenant", "node", "release", "config_hash")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -438,6 +438,9 @@ class Status(_message.Message):
     CLAIMED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PRIVATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_HASH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: str
     uptime_ns: int
@@ -452,7 +455,10 @@ class Status(_message.Message):
     claimed_blocks: int
     private_blocks: int
     tenant: str
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ..., sequences: _Optional[int] = ..., claimed_blocks: _Optional[int] = ..., private_blocks: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    node: str
+    release: str
+    config_hash: str
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ..., sequences: _Optional[int] = ..., claimed_blocks: _Optional[int] = ..., private_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., node: _Optional[str] = ..., release: _Optional[str] = ..., config_hash: _Optional[str] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("name", "value")
@@ -471,7 +477,7 @@ class CodecErrors(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., error: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "trouble", "writing_bytes")
+    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "trouble", "writing_bytes", "node", "release", "config_hash")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -485,6 +491,9 @@ class ShardInfo(_message.Message):
     BELOW_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     WRITING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_HASH_FIELD_NUMBER: _ClassVar[int]
     shard: str
     epoch: int
     address: str
@@ -498,7 +507,10 @@ class ShardInfo(_message.Message):
     below: TierUses
     trouble: str
     writing_bytes: int
-    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ..., writing_bytes: _Optional[int] = ...) -> None: ...
+    node: str
+    release: str
+    config_hash: str
+    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ..., writing_bytes: _Optional[int] = ..., node: _Optional[str] = ..., release: _Optional[str] = ..., config_hash: _Optional[str] = ...) -> None: ...
 
 class TierUses(_message.Message):
     __slots__ = ("tier", "capacity_bytes", "free_bytes", "pages", "wanted_bytes", "writing_bytes")
