@@ -84,6 +84,8 @@ def _print_warnings(console: Console, status: dict[str, Any]) -> None:
             console.print(f"[yellow]{shard['shard']}[/yellow]: {shard['trouble']}")
     for shard, difference in status["differing"].items():
         console.print(f"[yellow]{escape(shard)} differs[/yellow]: {escape(difference)}", soft_wrap=True)
+    if behind := _behind(status):
+        console.print(f"[yellow]upgrade next[/yellow]: {escape(behind)}", soft_wrap=True)
     for namespace, error in status["fallen"].items():
         console.print(
             f"[yellow]q4 loses {error:.3f} of namespace {namespace[:8]}[/yellow]: its pages are demoted as q8"
@@ -93,6 +95,22 @@ def _print_warnings(console: Console, status: dict[str, Any]) -> None:
     if status["lost_shards"]:
         lost = ", ".join(status["lost_shards"])
         console.print(f"[red]no reports from {lost}[/red]: blocks held only there are misses")
+
+
+def _behind(status: dict[str, Any]) -> str:
+    """Describes which processes, engines included, speak an older version of the protocol than another one; "" if none
+    does."""
+    spoken = {"coordinator": status["protocol"]}
+    spoken |= {shard["shard"]: shard["protocol"] for shard in status["shards"] if shard["state"] != "lost"}
+    spoken |= {engine["name"]: engine["protocol"] for engine in status.get("engines", ())}
+    newest = max(spoken.values())
+    older = [name for name, version in spoken.items() if version < newest]
+    if not older:
+        return ""
+    return (
+        f"{', '.join(older)} speak no version {newest} of the protocol, as others do; a release of version "
+        f"{newest + 1} will refuse them"
+    )
 
 
 def _print_processes(console: Console, status: dict[str, Any]) -> None:

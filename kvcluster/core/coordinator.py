@@ -80,6 +80,7 @@ from kvcluster.core.sequence_handler import SequenceHandler
 from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tiering import Tiering
 from kvcluster.core.tombstones import Tombstones
+from kvcluster.release import PROTOCOL_VERSION
 
 
 class Coordinator:
@@ -329,6 +330,7 @@ class Coordinator:
             node=self._process.node,
             release=self._process.release,
             config_hash=self._process.config_hash,
+            protocol=PROTOCOL_VERSION,
         )
 
     @property

@@ -76,6 +76,7 @@ from kvcluster.core.tiers import FASTEST
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.core.write_handler import WriteHandler
+from kvcluster.release import PROTOCOL_VERSION
 
 _COUNTERS = (
     *("commits", "duplicates", "evicted", "aborted", "revoked", "late", "full"),
@@ -390,6 +391,7 @@ class Shard:
             trouble=self._trouble,
             writing_bytes=self._pool.writing_bytes[FASTEST],
             **self._process._asdict(),
+            protocol=PROTOCOL_VERSION,
         )
 
 

@@ -49,6 +49,7 @@ COUNTERS_PER_PROCESS = 256
 
 RELEASE_CHARS = 64
 CONFIG_HASH_CHARS = 16
+PROTOCOL_MAX = 999_999
 
 # -------------------------------------------------------------------------------------------- events
 
@@ -164,6 +165,7 @@ def _config_hash(value: str) -> str:
 NODE = words("a node")
 RELEASE = words("a release", RELEASE_CHARS)
 CONFIG_HASH: Scalar[str] = Scalar(str, _config_hash)
+PROTOCOL = amount("version of the protocol", PROTOCOL_MAX)
 """What each process says about itself."""
 
 _TROUBLE = words("a shard's trouble")
@@ -187,6 +189,7 @@ INFO = Struct(
     node=NODE,
     release=RELEASE,
     config_hash=CONFIG_HASH,
+    protocol=PROTOCOL,
 )
 
 # ------------------------------------------------------------------------------------------ requests

@@ -87,7 +87,7 @@ class Cluster:
 
     def __enter__(self) -> Self:
         with ExitStack() as house:
-            self.coordinator = house.enter_context(Process(self._coordinator, "coordinator", str(len(self._shards))))
+            self.coordinator = house.enter_context(Process(self._coordinator, "coordinator", "1"))
             for number, release in enumerate(self._shards):
                 shard = Process(release, "shard", f"shard-{number}", self.coordinator.address)
                 self.shards.append(house.enter_context(shard))

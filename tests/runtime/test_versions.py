@@ -136,7 +136,8 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Site]:
-    with site() as made:
+    with pytest.MonkeyPatch.context() as patched, site() as made:
+        patched.setattr("kvcluster.runtime.server._REFUSALS", 10**6)  # all of these tests come in a few seconds
         yield made
 
 

@@ -194,6 +194,7 @@ process: dict[str, SearchStrategy[Any]] = {
     "node": words,
     "release": words,
     "config_hash": st.text("0123456789abcdef", max_size=16),
+    "protocol": st.integers(0, 999_999),
 }
 infos = st.builds(
     ShardInfo,

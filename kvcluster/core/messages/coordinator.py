@@ -257,8 +257,8 @@ class Status:
 
     `tenant`: all figures are those of this tenant, and shards tell nothing of their use; CLUSTER for the whole cluster,
     as operators see it. `namespaces` and `blocks` leave private ones out; `private_blocks` counts those. `sequences`
-    are open, and their tables name `claimed_blocks` different blocks. `node`, `release` and `config_hash` are the
-    coordinator's own; a tenant does not see the last."""
+    are open, and their tables name `claimed_blocks` different blocks. `node`, `release`, `config_hash` and
+    `protocol` are the coordinator's own, as in ShardInfo; a tenant does not see the hash."""
 
     epoch: Epoch
     state: str
@@ -277,3 +277,4 @@ class Status:
     node: str = ""
     release: str = ""
     config_hash: str = ""
+    protocol: int = 0

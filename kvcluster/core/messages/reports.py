@@ -102,7 +102,8 @@ class ShardInfo:
     Capacity, free and writing bytes and pages are those of its device tier; `below` has the tiers under it, the
     fastest first. `draining`: it has been ordered to drain, which a new coordinator learns from it. `trouble`: what its
     operator should know, such as why it runs without its disk tier. `node`: the machine that it runs on; `release` and
-    `config_hash`: of its process. A shard of version 1 of the protocol leaves those three empty.
+    `config_hash`: of its process. `protocol`: the newest version of the protocol that it speaks, 0 from a shard of a
+    version before 3.
     """
 
     shard: ShardId
@@ -121,11 +122,12 @@ class ShardInfo:
     node: str = ""
     release: str = ""
     config_hash: str = ""
+    protocol: int = 0
 
     def without_use(self) -> ShardInfo:
         """Returns what every tenant may know: how large it is and where, and not what others have stored."""
         known = (self.shard, self.epoch, self.address, self.host, self.capacity_bytes)
-        return ShardInfo(*known, 0, 0, 0, node=self.node, release=self.release)
+        return ShardInfo(*known, 0, 0, 0, node=self.node, release=self.release, protocol=self.protocol)
 
     def use(self, tier: Tier) -> TierUse:
         """Returns the use of that tier; of zero size if the shard does not have it."""
