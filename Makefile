@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity alerts mutants sanitizers aarch64 lock fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity alerts compat mutants sanitizers aarch64 lock fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=10
 
 integrity: install ## 10,000 flipped bits and 10,000 copies of changing sources (INTEGRITY_ARGS="--flips 1000 --seed 2")
 	@$(BIN)/python -m tests.integrity $(INTEGRITY_ARGS)
+
+compat: install ## real processes of this release beside those of the two versions before, from wheels of their commits
+	@$(BIN)/pytest -q tests/compat/checks.py
 
 sanitizers: install ## the native core's tests under sanitizers of memory, undefined behaviour and threads
 	@tools/sanitizers.sh $(BIN)/python build/sanitizers

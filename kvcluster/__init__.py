@@ -14,6 +14,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvcluster.release import __version__ as __version__
+
 if TYPE_CHECKING:
     from kvcluster import errors
     from kvcluster.actors.local import local
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
     from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, window
     from kvcluster.errors import KVClusterError
 
-__version__ = "0.1.0"
 
 _WHERE = {
     "kvcluster.actors.local": ("local",),

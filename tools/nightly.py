@@ -22,6 +22,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "simulate": ("make", "simulate", "SIM_SEEDS=20000", "SIM_FIRST=100000"),
     "fuzz": ("make", "fuzz"),
     "integrity": ("make", "integrity"),
+    "compat": ("make", "compat"),
     "sanitizers": ("make", "sanitizers"),
     "aarch64": ("make", "aarch64"),
     "alerts": ("make", "alerts"),

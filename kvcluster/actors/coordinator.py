@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,11 @@ from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.actors.settings import announce_reports, next_epoch, read_settings
 from kvcluster.config import Config
+from kvcluster.config_hash import config_hash
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, ShardId
 from kvcluster.core.messages import Drain, Leave, Request
+from kvcluster.release import __version__
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
@@ -54,15 +57,14 @@ class CoordinatorActor:
         set_up_log(config.log, "coordinator")
         server, metrics = config.server, config.metrics
         epoch = next_epoch(cluster, "coordinator")
-        self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process))
+        me = {"node": socket.gethostname(), "release": __version__, "config_hash": config_hash(config)}
+        self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process, **me))
         auth = authenticator(server, secret, restarted=patient)
         for_workers, for_shards = handlers_of(self._host.ask, calls)
         host, message_bytes = server.host, limits.QUESTION_BYTES
         self._advertised = server.advertise
         self._server = wait(
-            lambda: GrpcServer(
-                for_workers, auth, server.host, server.port, server.threads, limits.QUESTION_BYTES, calls
-            )
+            lambda: GrpcServer(for_workers, auth, host, server.port, server.threads, message_bytes, calls)
         )
         self._reports = wait(
             lambda: GrpcServer(for_shards, auth, host, server.report_port, server.threads, metrics=calls)

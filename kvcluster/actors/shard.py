@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from functools import partial
@@ -20,8 +21,10 @@ from kvcluster.actors.settings import next_epoch, read_settings
 from kvcluster.actors.stopping import on_sigterm, save_ms
 from kvcluster.config import ServerConfig
 from kvcluster.config.ports import parse_ports, shard_metrics_ports
+from kvcluster.config_hash import config_hash
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Leave, PagesSaved, ShardAddress
+from kvcluster.release import __version__
 from kvcluster.runtime.auth import Authenticator, authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.json_log import set_up_log
@@ -74,6 +77,9 @@ class ShardActor:
             config,
             address=self._server.address,
             host=here(),
+            node=socket.gethostname(),
+            release=__version__,
+            config_hash=config_hash(published),
             tell=self._coordinator.report,
             open_source=self._open_source,
             on_end=self._leave,

@@ -23,8 +23,8 @@ from kvcluster.cli.weights import alone, read_engines
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import Attempt, Epoch
-from kvcluster.core.messages import PROTOCOL_VERSION, Offers
-from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError
+from kvcluster.core.messages import Offers
+from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.pages import native
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
@@ -101,7 +101,7 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
             found["reachable"] = True
             with suppress(CallerError):  # the coordinator accepted the version and refused the empty request
                 connection.ask(version_question(), None, Deadline.after_ms(PATIENCE_MS))
-            found |= {"protocol_version": PROTOCOL_VERSION, "credential": "accepted"}
+            found |= {"protocol_version": connection.version, "credential": "accepted"}
             status = read_status(GrpcPort(connection), PATIENCE_MS)
             port = GrpcPort(connection)
             found["apart"] = [
@@ -122,8 +122,10 @@ def _advice(error: Exception, address: str) -> str:
         return "give --address host:port, as `kvcluster up` printed it"
     if isinstance(error, CredentialError):
         return "give --token-from, or KVCLUSTER_TOKEN; the operator of the cluster makes tokens with `kvcluster token`"
+    if isinstance(error, VersionError):
+        return "upgrade the older side: releases understand each other if they are the same or next to each other"
     if isinstance(error, ProtocolError):
-        return "install the same release here and in the cluster, and check that nothing else listens at that port"
+        return "check that nothing else listens at that port, and that the release there is not much older or newer"
     loopback = address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
     if isinstance(error, Unavailable):
         return "the coordinator hangs or has just died: see its log, and try again in a few seconds"

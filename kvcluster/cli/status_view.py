@@ -27,6 +27,7 @@ def print_status(status: dict[str, Any], address: str) -> None:
     console = Console(width=max(Console().width, 130), highlight=False)
     _print_totals(console, status, address)
     _print_warnings(console, status)
+    _print_processes(console, status)
     console.print(_shard_table(status["shards"], whole=not status["tenant"]))
     engines = status.get("engines", ())
     if engines:
@@ -81,6 +82,10 @@ def _print_warnings(console: Console, status: dict[str, Any]) -> None:
     for shard in status["shards"]:
         if shard["trouble"]:
             console.print(f"[yellow]{shard['shard']}[/yellow]: {shard['trouble']}")
+    for shard, difference in status["differing"].items():
+        console.print(f"[yellow]{escape(shard)} differs[/yellow]: {escape(difference)}", soft_wrap=True)
+    if behind := _behind(status):
+        console.print(f"[yellow]upgrade next[/yellow]: {escape(behind)}", soft_wrap=True)
     for namespace, error in status["fallen"].items():
         console.print(
             f"[yellow]q4 loses {error:.3f} of namespace {namespace[:8]}[/yellow]: its pages are demoted as q8"
@@ -90,6 +95,36 @@ def _print_warnings(console: Console, status: dict[str, Any]) -> None:
     if status["lost_shards"]:
         lost = ", ".join(status["lost_shards"])
         console.print(f"[red]no reports from {lost}[/red]: blocks held only there are misses")
+
+
+def _behind(status: dict[str, Any]) -> str:
+    """Describes which processes, engines included, speak an older version of the protocol than another one; "" if none
+    does."""
+    spoken = {"coordinator": status["protocol"]}
+    spoken |= {shard["shard"]: shard["protocol"] for shard in status["shards"] if shard["state"] != "lost"}
+    spoken |= {engine["name"]: engine["protocol"] for engine in status.get("engines", ())}
+    newest = max(spoken.values())
+    older = [name for name, version in spoken.items() if version < newest]
+    if not older:
+        return ""
+    return (
+        f"{', '.join(older)} speak no version {newest} of the protocol, as others do; a release of version "
+        f"{newest + 1} will refuse them"
+    )
+
+
+def _print_processes(console: Console, status: dict[str, Any]) -> None:
+    """Prints a line for each release, configuration and node: which processes have these."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    shards = [shard for shard in status["shards"] if shard["state"] != "lost"]
+    for name, process in [("coordinator", status), *((shard["shard"], shard) for shard in shards)]:
+        alike.setdefault((process["release"], process["config_hash"], process["node"]), []).append(name)
+    known = any(release for release, _, _ in alike)
+    for (release, config_hash, node), names in alike.items() if known else ():
+        config = f", configuration {config_hash}" if config_hash else ""
+        where = f" on {node}" if node else ""
+        running = f"release {release or 'unknown'}{config}{where}: {', '.join(names)}"
+        console.print(escape(running), soft_wrap=True)
 
 
 def _shard_table(shards: Sequence[dict[str, Any]], *, whole: bool) -> Table:

@@ -63,6 +63,7 @@ def engines_dict(engines: Living) -> list[dict[str, Any]]:
             "private": info.private,
             "withdrawn": info.withdrawn,
             "ready": info.ready,
+            "protocol": info.protocol,
             "seen_ns_ago": ago,
         }
         for info, ago in engines

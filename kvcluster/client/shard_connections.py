@@ -19,7 +19,7 @@ from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageKey, ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import CallerError, KVClusterError, LimitError
+from kvcluster.errors import CallerError, KVClusterError, LimitError, VersionError
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import (
     ONE_STREAM,
@@ -280,6 +280,8 @@ class ShardConnections:
             answer = transport.attach(spec, deadline)
         except RefusedByShard as refused:
             raise LimitError(refused.refused.detail) from None
+        except VersionError as error:  # a shard that an upgrade has left behind is lost to this worker, and no more
+            raise Unavailable(Miss(MissReason.SHARD_LOST, str(error))) from None
         if answer.epoch != connection.shard.epoch:
             raise RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))
         if answer.namespace != namespace:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from kvcluster.core.messages import Status
+from kvcluster.core.messages import ShardInfo, Status
 
 
 def status_dict(status: Status) -> dict[str, Any]:
     """Returns a value fit for JSON: counters as a mapping, shards as a list of mappings, `hit_rate` of blocks or None.
 
-    `totals` sums the counters of all shards; `lost_shards` names those in state "lost".
+    `totals` sums the counters of all shards; `lost_shards` names those in state "lost"; `differing` has the shards of
+    another release or configuration than the coordinator's, each with a description of the difference.
     """
     out = asdict(status)
     out["counters"] = dict(status.counters)
@@ -33,6 +34,22 @@ def status_dict(status: Status) -> dict[str, Any]:
             totals[name] = totals.get(name, 0) + value
     out["totals"] = totals
     out["lost_shards"] = [shard.info.shard for shard in status.shards if shard.state == "lost"]
+    out["differing"] = {
+        shard.info.shard: difference
+        for shard in status.shards
+        if shard.state != "lost" and (difference := _difference(shard.info, status))
+    }
     asked = out["counters"].get("asked_blocks", 0)
     out["hit_rate"] = out["counters"].get("hit_blocks", 0) / asked if asked else None
     return out
+
+
+def _difference(info: ShardInfo, status: Status) -> str:
+    """Describes how the process of a shard differs from the coordinator's; "" if it does not. What the coordinator does
+    not tell is not compared: of an older version of the protocol it tells nothing, and a tenant no configuration."""
+    differences = []
+    if status.release and info.release != status.release:
+        differences.append(f"release {info.release or 'unknown, an older one'}, the coordinator {status.release}")
+    if status.config_hash and info.config_hash and info.config_hash != status.config_hash:
+        differences.append(f"configuration {info.config_hash}, the coordinator {status.config_hash}")
+    return "; ".join(differences)

@@ -51,6 +51,7 @@ from kvcluster.core.messages import (
     PinBlocks,
     PrepareLoad,
     PrepareStore,
+    ProcessInfo,
     PullOrder,
     Purge,
     Purged,
@@ -86,6 +87,7 @@ from kvcluster.core.sequence_handler import SequenceHandler
 from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tiering import Tiering
 from kvcluster.core.tombstones import Tombstones
+from kvcluster.release import PROTOCOL_VERSION
 
 
 class Coordinator:
@@ -105,7 +107,10 @@ class Coordinator:
         now: int,
         tombstones: Iterable[Tombstone] = (),
         announces: bool = False,
+        process: ProcessInfo | None = None,
     ) -> None:
+        """`process` is for the status."""
+        self._process = process or ProcessInfo()
         self._config = config
         self._started_at = now
         self._emitter = emitter = EventEmitter() if announces else None
@@ -329,6 +334,10 @@ class Coordinator:
             sequences=len(self._state.tables),
             claimed_blocks=self._state.tables.claimed_blocks,
             private_blocks=self._state.directory.private_blocks,
+            node=self._process.node,
+            release=self._process.release,
+            config_hash=self._process.config_hash,
+            protocol=PROTOCOL_VERSION,
         )
 
     @property
@@ -366,6 +375,7 @@ class Coordinator:
         return replace(
             status,
             tenant=tenant,
+            config_hash="",
             namespaces=len(public),
             blocks=sum(len(space.index) for space in public),
             tickets=state.tickets.held(tenant),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType
 
+from kvcluster.release import PROTOCOL_VERSION
+
 BlockHash = NewType("BlockHash", bytes)
 """32 bytes: the chained digest of a block (see hashing.py)."""
 
@@ -25,11 +27,12 @@ CLUSTER = Tenant("")
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The caller that a credential identifies. `internal`: a shard of this cluster, which acts for all tenants.
-    `operator`: may make calls that affect all tenants."""
+    `operator`: may make calls that affect all tenants. `version`: of the protocol, as agreed on with this caller."""
 
     tenant: Tenant
     internal: bool = False
     operator: bool = False
+    version: int = PROTOCOL_VERSION
 
 
 ShardId = NewType("ShardId", str)

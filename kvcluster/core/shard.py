@@ -37,6 +37,7 @@ from kvcluster.core.messages import (
     PageEvent,
     Pin,
     PinGrant,
+    ProcessInfo,
     Refused,
     RefusedKind,
     Renew,
@@ -77,6 +78,7 @@ from kvcluster.core.tiers import FASTEST
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.core.write_handler import WriteHandler
+from kvcluster.release import PROTOCOL_VERSION
 
 _COUNTERS = (
     *("commits", "duplicates", "evicted", "aborted", "revoked", "late", "full"),
@@ -96,6 +98,7 @@ class Shard:
         membership_ttl_ms: int,
         address: str,
         host: str,
+        process: ProcessInfo | None = None,
         found: Mapping[Tier, RecoveredPages] | None = None,
     ) -> None:
         """`found`: what recovery found in the store of each configured tier that has one."""
@@ -106,6 +109,7 @@ class Shard:
         """The transports that the shell serves. The shell sets it before the first step; the core only passes it on."""
         self._address = address
         self._host = host
+        self._process = process or ProcessInfo()
         self._pool = pool = PagePool.of(config, found)
         self._leases = leases = LeaseBook(config.lease_ttl_ms * 1_000_000, pool.allocator.capacity_bytes)
         self._namespaces = ShardNamespaces(self._uses)
@@ -413,6 +417,8 @@ class Shard:
             below=self._pool.below(self._pins.wanted_bytes),
             trouble=self._trouble,
             writing_bytes=self._pool.writing_bytes[FASTEST],
+            **self._process._asdict(),
+            protocol=PROTOCOL_VERSION,
             stopping=self.stopping,
         )
 

@@ -15,6 +15,7 @@ from kvcluster.core.messages import (
     CoordinatorQuestion,
     Effect,
     Leave,
+    ProcessInfo,
     Publish,
     Reply,
     Request,
@@ -44,7 +45,17 @@ class CoordinatorHost:
     """One coordinator incarnation. Raises ConfigError if the state that the last incarnation kept cannot be read, or if
     a dependency that the configuration needs is not installed."""
 
-    def __init__(self, epoch: Epoch, config: Config, *, on_end: Callable[[Leave], None]) -> None:
+    def __init__(
+        self,
+        epoch: Epoch,
+        config: Config,
+        *,
+        on_end: Callable[[Leave], None],
+        node: str = "",
+        release: str = "",
+        config_hash: str = "",
+    ) -> None:
+        """`node`, `release` and `config_hash` are for the status; "" if unknown."""
         state_dir = config.coordinator.state_dir
         file = TombstoneFile(state_dir) if state_dir else None
         self.core = Coordinator(
@@ -55,6 +66,7 @@ class CoordinatorHost:
             now=time.monotonic_ns(),
             tombstones=file.take_over() if file is not None else (),
             announces=bool(config.events.endpoint),
+            process=ProcessInfo(node, release, config_hash),
         )
         if state_dir and (why_not := self.core.set(read_settings(state_dir))) is not None:
             raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")

@@ -2,9 +2,10 @@
 
 It uses a thread for each call, because page streams block and the cores answer at once. A call is authenticated from
 its metadata before it gets a thread or its message is read, and each tenant has threads of its own: a stranger's call
-costs no thread that an honest one needs, and a tenant's calls wait for no other tenant's. A call that is wrong is
-answered with a status that says whose fault it is: UNAUTHENTICATED, FAILED_PRECONDITION (a different protocol version),
-INVALID_ARGUMENT.
+costs no thread that an honest one needs, and a tenant's calls wait for no other tenant's. Its version of the protocol
+is compared then, too, and each answer says which ones this server speaks (wire/versions.py). A call that is wrong is
+answered with a status that says whose fault it is: UNAUTHENTICATED, FAILED_PRECONDITION (no version in common, or a
+malformed message), INVALID_ARGUMENT.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,13 +24,14 @@ import grpc
 from kvcluster.core import limits
 from kvcluster.core.ids import Caller, Tenant
 from kvcluster.core.messages import Done, Reply
-from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
+from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.decisions import decided
 from kvcluster.runtime.metrics import CallMetrics, Refusal
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.rpc import RpcHandler, host_and_port, identity, server_options, status_of
 from kvcluster.wire.methods import Method
+from kvcluster.wire.versions import METADATA, OURS, agreed_version, versions_in
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +113,14 @@ class _Table(grpc.GenericRpcHandler):
         except CredentialError as error:
             decided("call_refused", reason=Refusal.CREDENTIAL.value, method=details.method, why=str(error))
             return self._refuse(Refusal.CREDENTIAL, grpc.StatusCode.UNAUTHENTICATED, str(error))
+        try:
+            version = agreed_version(caller=versions_in(details.invocation_metadata), server=OURS)
+        except VersionError as error:
+            return self._refuse(Refusal.VERSION, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except ProtocolError as error:
+            return self._refuse(Refusal.PROTOCOL, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        if version != caller.version:
+            caller = replace(caller, version=version)
         threads = self._threads_of(caller.tenant)
         if threads.full:
             why = "too many calls with this token's tenant are under way"
@@ -154,6 +165,7 @@ def _on(threads: ThreadPoolExecutor, kind: str, serve: Callable[..., Any]) -> _G
     """Returns gRPC's handler that serves on these threads. It finds them as an attribute of the function it calls."""
 
     def behavior(request: Any, context: grpc.ServicerContext) -> Any:
+        context.set_trailing_metadata(METADATA)
         return serve(request, context)
 
     behavior.experimental_thread_pool = threads  # type: ignore[attr-defined]
@@ -260,11 +272,11 @@ def _unary(
         wait_s = min(context.time_remaining(), _LONGEST_S)
         try:
             if method.name == "Ping":
-                method.decode_question(data)
-                return method.encode_reply(Done())
+                method.decode_question(data, caller.version)
+                return method.encode_reply(Done(), caller.version)
             # Decoded once, before the core: malformed input never reaches it.
             reply = ask(lambda call: method.decode_request(data, call, caller), wait_s)
-            return method.encode_reply(reply)
+            return method.encode_reply(reply, caller.version)
         except (Unavailable, KVClusterError) as error:
             if isinstance(error, ProtocolError):
                 metrics.refused(Refusal.of(error))

@@ -29,6 +29,7 @@ from kvcluster.core.messages import (
     Offers,
     PageSlot,
     PagesSaved,
+    ProcessInfo,
     Refused,
     RefusedKind,
     Reply,
@@ -84,10 +85,14 @@ class ShardHost:
         *,
         address: str,
         host: str,
+        node: str = "",
+        release: str = "",
+        config_hash: str = "",
         tell: Tell,
         open_source: OpenSource,
         on_end: Callable[[Leave], None],
     ) -> None:
+        """`node`, `release` and `config_hash` are for the status; "" if unknown."""
         stores, found = open_stores(config.shard, shard)
         self.core = Shard(
             shard,
@@ -96,14 +101,13 @@ class ShardHost:
             membership_ttl_ms=config.membership_ttl_ms,
             address=address,
             host=host,
+            process=ProcessInfo(node, release, config_hash),
             found=found,
         )
         self._arena = Arena(self.core.pool.arena_bytes)
         self._stores = TierStores(self._arena, stores)
-        self._tell = tell
-        self._on_end = on_end
+        self._shard, self._tell, self._on_end = shard, tell, on_end
         self._report_ms = config.membership_ttl_ms
-        self._shard = shard
         self._codec = Codec[config.coordinator.host_codec.upper()]
         self._raw_blocks = config.coordinator.host_raw_blocks
         self._metrics = ShardMetrics()
@@ -121,7 +125,6 @@ class ShardHost:
             name=shard,
             call_s=_CALL_S,
         )
-
         self._fetcher = ReplicaPuller(self, open_source)
         self._threads = self._jobs(shard, fail)
 

@@ -20,9 +20,11 @@ from collections.abc import Callable, Sequence
 from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.wire import streams
 from kvcluster.wire.streams import HEADER, Broken, Kind
+from kvcluster.wire.versions import check_version
 
 _BUFFERS = 1_024
 """The most buffers that one sendmsg takes (IOV_MAX)."""
@@ -39,11 +41,15 @@ then closes the connection, so the wait is rarely this long."""
 
 
 class FramedSocket:
-    """Owns its socket. `shut` may be called from any thread; all else belongs to one thread at a time."""
+    """Owns its socket. `shut` may be called from any thread; all else belongs to one thread at a time.
 
-    def __init__(self, connected: socket.socket, peer: str) -> None:
+    `version` is that of the protocol, for all frames in both directions. None on the side that listens: it takes that
+    of the first frame, if it speaks it."""
+
+    def __init__(self, connected: socket.socket, peer: str, version: int | None = PROTOCOL_VERSION) -> None:
         connected.setblocking(False)
         self.peer = peer
+        self._version = version
         self._socket = connected
         self._poll = select.poll()
         self._looking = select.poll()
@@ -64,7 +70,7 @@ class FramedSocket:
 
     def send(self, kind: Kind, body: bytes, deadline: Deadline, payloads: Sequence[memoryview] = ()) -> None:
         """Sends one frame, and the bytes that follow it. Raises Unavailable, or the other side's FAILED error."""
-        left = [memoryview(streams.encode_header(kind, len(body)) + body), *payloads]
+        left = [memoryview(self._header(kind, body) + body), *payloads]
         while left:
             try:
                 sent = self._send(left[:_BUFFERS])
@@ -79,7 +85,7 @@ class FramedSocket:
 
         Raises Unavailable, ProtocolError, or the error of a FAILED frame from the other side.
         """
-        kind, nbytes = streams.decode_header(bytes(self._exactly(HEADER.size, deadline)))
+        kind, nbytes = self._next_header(deadline)
         if kind is not Kind.FAILED and kind not in kinds:
             raise ProtocolError(f"{self.peer} sent a {kind.name} frame, expected {_either(kinds)}")
         body = bytes(self._exactly(nbytes, deadline)) if nbytes else b""
@@ -100,7 +106,7 @@ class FramedSocket:
 
     def send_fds(self, kind: Kind, body: bytes, fds: Sequence[int], deadline: Deadline) -> None:
         """Sends a frame with these file descriptors; for unix sockets only."""
-        data = streams.encode_header(kind, len(body)) + body
+        data = self._header(kind, body) + body
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
         self._wait(select.POLLOUT, deadline)
         try:
@@ -168,13 +174,24 @@ class FramedSocket:
             self._least = least
         self._wait(select.POLLIN, deadline)
 
+    def _header(self, kind: Kind, body: bytes) -> bytes:
+        return streams.encode_header(kind, len(body), self._version or PROTOCOL_VERSION)
+
+    def _next_header(self, deadline: Deadline) -> tuple[Kind, int]:
+        """Returns the kind and the body bytes of the next frame. Raises Unavailable or ProtocolError."""
+        header = bytes(self._exactly(HEADER.size, deadline))
+        if self._version is None:
+            self._version = streams.version_of(header)  # kept even if it is refused, for the frame that says so
+            check_version(self._version, newest=PROTOCOL_VERSION, of="a connection")
+        return streams.decode_header(header, self._version)
+
     def _why(self, lost: Unavailable, deadline: Deadline) -> KVClusterError:
         """Returns why the other side takes no more bytes: the error of its FAILED frame if it sent one, else `lost`."""
         if not deadline.remaining_s():
             return Unavailable(Miss(MissReason.DEADLINE, self.peer))
         words = min(deadline, Deadline.after_ms(_LAST_WORDS_MS), key=lambda one: one.at_ns)
         try:
-            kind, nbytes = streams.decode_header(bytes(self._exactly(HEADER.size, words)))
+            kind, nbytes = self._next_header(words)
             if kind is Kind.FAILED:
                 return _failure(streams.decode_failure(bytes(self._exactly(nbytes, words))), self.peer)
         except (Unavailable, ProtocolError):
@@ -294,12 +311,15 @@ def _failure(error: KVClusterError, peer: str) -> KVClusterError:
     return error
 
 
-def dial(connected: socket.socket, peer: str, token: str | None, deadline: Deadline) -> tuple[FramedSocket, bytes]:
-    """Opens a framed socket over a newly connected socket. Returns it and the body of the server's WELCOME.
+def dial(
+    connected: socket.socket, peer: str, token: str | None, deadline: Deadline, version: int = PROTOCOL_VERSION
+) -> tuple[FramedSocket, bytes]:
+    """Opens a framed socket of that version over a newly connected socket. Returns it and the body of the server's
+    WELCOME.
 
     Raises Unavailable, CredentialError or ProtocolError, and closes the socket.
     """
-    link = FramedSocket(connected, peer)
+    link = FramedSocket(connected, peer, version)
     try:
         link.send(Kind.HELLO, (token or "").encode(), deadline)
         _, body = link.receive(Kind.WELCOME, deadline=deadline)

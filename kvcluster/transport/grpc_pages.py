@@ -35,6 +35,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
+from kvcluster.release import OLDEST_VERSION
 from kvcluster.transport.base import (
     ONE_STREAM,
     BytesPayload,
@@ -76,14 +77,17 @@ class GrpcPages:
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
-        address = self._connection.address
-        stream = self._connection.read_stream(READ, frames.encode_read_request(request), deadline)
+        address, agreed = self._connection.address, self._connection.version
+        opening = frames.encode_read_request(request, agreed or OLDEST_VERSION)
+        stream = self._connection.read_stream(READ, opening, deadline)
         try:
-            outcome = _unless_refused(frames.decode_read_head(next(stream)))
+            head = next(stream)
+            version = agreed or frames.version_of(head)
+            outcome = _unless_refused(frames.decode_read_head(head, version))
             check_answer_length(outcome, request.wants, address)
             asked = RequestedLayers(request, outcome, address)
             for message in stream:
-                heads, first = frames.parse_heads(message)
+                heads, first = frames.parse_heads(message, version)
                 asked.check(heads)
                 records = arrived_records(heads)
                 slices = lay_out(records, address_of(message) + first, len(message))
@@ -100,20 +104,21 @@ class GrpcPages:
             stream.cancel()
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
-        address = self._connection.address
-        opening = frames.encode_write_request(request)
-        granted: queue.SimpleQueue[list[Written | None] | None] = queue.SimpleQueue()
+        address, agreed = self._connection.address, self._connection.version
+        opening = frames.encode_write_request(request, agreed or OLDEST_VERSION)
+        granted: queue.SimpleQueue[tuple[list[Written | None], int] | None] = queue.SimpleQueue()
         failed: list[BaseException] = []
 
         def messages() -> Iterator[bytes]:
             # gRPC runs this on a thread of its own and swallows errors raised here, so they are kept in `failed`.
             try:
                 yield opening
-                outcome = granted.get()
-                if outcome is None:
+                answered = granted.get()
+                if answered is None:
                     return
+                outcome, version = answered
                 for batch in outgoing_records(request, outcome, source):
-                    yield frames.pack(batch)
+                    yield frames.pack(batch, version)
                 source.drained()
             except Exception as error:
                 failed.append(error)
@@ -121,10 +126,12 @@ class GrpcPages:
 
         stream = self._connection.write_stream(WRITE, messages(), deadline)
         try:
-            head = _unless_refused(frames.decode_write_head(next(stream)))
+            first = next(stream)
+            version = agreed or frames.version_of(first)
+            head = _unless_refused(frames.decode_write_head(first, version))
             check_answer_length(head, request.pages, address)
-            granted.put(head)
-            tail = _unless_refused(frames.decode_write_tail(next(stream)))
+            granted.put((head, version))
+            tail = _unless_refused(frames.decode_write_tail(next(stream), version))
             check_answer_length(tail, request.pages, address)
             return tail
         except grpc.RpcError as error:
@@ -176,31 +183,34 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
         context.abort(status_of(error), str(error))
 
     def read(caller: Caller, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        version = caller.version
         try:
-            request = frames.decode_read_request(data)
+            request = frames.decode_read_request(data, frames.version_of(data, oldest=1, newest=version))
             with ReadSession(host, caller.tenant, request, stop=context.cancel, path=GrpcPages.name) as session:
-                yield frames.encode_read_head(session.outcome)
+                yield frames.encode_read_head(session.outcome, version)
                 for batch in session.frames(limits.FRAME_BYTES):
-                    yield frames.pack(batch)
+                    yield frames.pack(batch, version)
         except RefusedByShard as refused:
-            yield frames.encode_refused(refused.refused)
+            yield frames.encode_refused(refused.refused, version)
         except (Unavailable, KVClusterError) as error:
             abort(context, error)
 
     def write(caller: Caller, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        version = caller.version
         try:
-            request = frames.decode_write_request(next(messages, b""))
+            opening = next(messages, b"")
+            request = frames.decode_write_request(opening, frames.version_of(opening, oldest=1, newest=version))
             # The server must not wait for room longer than the worker does: a server thread would be busy for nothing.
             request = replace(request, wait_ns=int(min(request.wait_ns, context.time_remaining() * 1e9)))
             with WriteSession(host, caller.tenant, request, stop=context.cancel, path=GrpcPages.name) as session:
-                yield frames.encode_write_head(session.outcome)
+                yield frames.encode_write_head(session.outcome, version)
                 for message in messages:
                     session.alive()
-                    for record in frames.parse(message):
+                    for record in frames.parse(message, version):
                         session.receive(record.item, record.layer, record.codec, record.sums, BytesPayload(record.data))
-                yield frames.encode_write_tail(session.finish())
+                yield frames.encode_write_tail(session.finish(), version)
         except RefusedByShard as refused:
-            yield frames.encode_refused(refused.refused)
+            yield frames.encode_refused(refused.refused, version)
         except (Unavailable, KVClusterError) as error:
             abort(context, error)
 

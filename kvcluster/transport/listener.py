@@ -150,7 +150,7 @@ class Listener:
                 if not self._pause():
                     return
                 continue
-            self._begin(FramedSocket(connected, f"{self._name} peer {address or 'here'}"))
+            self._begin(FramedSocket(connected, f"{self._name} peer {address or 'here'}", version=None))
 
     def _pause(self) -> bool:
         """Waits before the next attempt. Returns False if the listener is being closed."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvcluster.config import TRANSPORTS
@@ -282,7 +282,8 @@ def not_offered(transport: str, offers: Offers, shard_host: str, here: str) -> s
 
 def offer_of(transport: str, offers: Offers) -> Offer:
     """Returns the shard's offer of a transport, which must be among its offers."""
-    return next(offer for offer in offers.offers if offer.transport == transport)
+    offer = next(offer for offer in offers.offers if offer.transport == transport)
+    return replace(offer, protocol_version=offers.protocol_version)
 
 
 def try_path(path: DataPath, epoch: Epoch, attempt: Attempt, deadline: Deadline) -> None:

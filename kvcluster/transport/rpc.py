@@ -27,8 +27,10 @@ from kvcluster.errors import (
     ProtocolError,
     Unreachable,
 )
+from kvcluster.release import OLDEST_VERSION
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.wire.methods import Method, Question
+from kvcluster.wire.versions import METADATA, OURS, agreed_version, versions_in
 
 _OPTIONS = [
     ("grpc.max_send_message_length", limits.MESSAGE_BYTES),
@@ -95,7 +97,9 @@ class Connection:
             )
         self.address = address
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata = (*METADATA, *((("authorization", f"Bearer {token}"),) if token else ()))
+        self.version: int | None = None
+        """The version of the protocol that both sides speak, by the last answer; None before the first."""
         self._calls: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -105,8 +109,9 @@ class Connection:
     ) -> Reply:
         """Asks one question, about that namespace if the method has one, and returns the answer. Raises Unavailable,
         CallerError, CredentialError or ProtocolError."""
-        request = method.encode_request(question, namespace)
-        return method.decode_reply(self._start(self._channel.unary_unary, method.path, request, deadline))
+        request = method.encode_request(question, namespace, self.version or OLDEST_VERSION)
+        data, call = self._start(self._unary, method.path, request, deadline)
+        return method.decode_reply(data, self._learn(call))
 
     def read_stream(self, path: str, message: bytes, deadline: Deadline) -> Any:
         """Sends one message, and returns a stream of answers. Raises Unavailable; pass errors of the stream to
@@ -116,6 +121,15 @@ class Connection:
     def write_stream(self, path: str, messages: Iterator[bytes], deadline: Deadline) -> Any:
         """Sends many messages on a thread of gRPC's own, and returns a stream of answers. Raises as `read_stream`."""
         return self._start(self._channel.stream_stream, path, messages, deadline)
+
+    def _learn(self, answered: Any) -> int:
+        """Returns the version that both sides speak, by the trailers of an answer. Raises VersionError if there is
+        none."""
+        version = self.version = agreed_version(caller=OURS, server=versions_in(answered.trailing_metadata() or ()))
+        return version
+
+    def _unary(self, path: str, **serializers: Any) -> Any:
+        return self._channel.unary_unary(path, **serializers).with_call
 
     def _start(self, kind: Callable[..., Any], path: str, argument: object, deadline: Deadline) -> Any:
         if not deadline.remaining_s():
@@ -145,10 +159,12 @@ class Connection:
         if code is grpc.StatusCode.UNAUTHENTICATED:
             raise CredentialError(detail) from None
         if code is grpc.StatusCode.INVALID_ARGUMENT:
+            self._learn(error)
             raise CallerError(detail) from None
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             raise LimitError(f"a message to or from {self.address} exceeds a size limit: {detail}") from None
         if code is grpc.StatusCode.FAILED_PRECONDITION:
+            self._learn(error)  # raises an error that names both sides, if that is why
             raise ProtocolError(detail) from None
         if code is grpc.StatusCode.UNIMPLEMENTED:
             raise ProtocolError(

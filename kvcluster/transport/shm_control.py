@@ -19,6 +19,7 @@ from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.mapping import Mapping
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.wire import shm_frames, streams
@@ -178,10 +179,12 @@ class Maps:
                 os.close(fd)
 
 
-def reach(address: str, token: str | None, maps: Maps, deadline: Deadline) -> ShmConnection:
+def reach(
+    address: str, token: str | None, maps: Maps, deadline: Deadline, version: int = PROTOCOL_VERSION
+) -> ShmConnection:
     """Opens a new connection. Raises Unavailable, CredentialError or ProtocolError."""
     connected = _connected(address, deadline)
-    link, body = dial(connected, address, token, deadline)
+    link, body = dial(connected, address, token, deadline, version)
     try:
         return ShmConnection(link, shm_frames.decode_welcome(body), maps)
     except BaseException:

@@ -20,6 +20,7 @@ from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.pages.copy_endpoints import MappedMemory
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport import cpu_affinity
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Streams
 from kvcluster.transport.connection_pool import ConnectionPool
@@ -55,13 +56,13 @@ class ShmPages:
     name = "shm"
     streams = Streams(loads=_LOADS, decoding=_LOADS)
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: str, token: str | None, version: int = PROTOCOL_VERSION) -> None:
         if not address.startswith("@") or not 1 < len(address.encode()) <= _NAME_BYTES or "\0" in address:
             raise ConfigError(f"{address!r} is not an address of the shared-memory transport, which has the form @name")
         self.address = address
         maps = Maps()
         self._connections: ConnectionPool[ShmConnection] = ConnectionPool(
-            address, lambda deadline: reach(address, token, maps, deadline)
+            address, lambda deadline: reach(address, token, maps, deadline, version)
         )
 
     def connect(self, deadline: Deadline) -> None:

@@ -26,6 +26,7 @@ from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
@@ -60,11 +61,11 @@ class TcpPages:
     name = "tcp"
     streams = Streams(stores=_STREAMS, loads=_STREAMS, decoding=_DECODING)
 
-    def __init__(self, address: str, token: str | None) -> None:
+    def __init__(self, address: str, token: str | None, version: int = PROTOCOL_VERSION) -> None:
         check_address(address)
         self.address = address
         self._links: ConnectionPool[FramedSocket] = ConnectionPool(
-            address, lambda deadline: dial(_connected(address, deadline), address, token, deadline)[0]
+            address, lambda deadline: dial(_connected(address, deadline), address, token, deadline, version)[0]
         )
 
     def connect(self, deadline: Deadline) -> None:
@@ -186,7 +187,7 @@ def _tune(connected: socket.socket) -> None:
 
 def open_path(offer: Offer, token: str | None) -> TcpPages:
     """As path_selector.Opener."""
-    return TcpPages(offer.address, token)
+    return TcpPages(offer.address, token, offer.protocol_version)
 
 
 def serve(host: PageHost, tenant_of: TenantOf, listen_host: str, ports: range) -> TcpServer:

@@ -46,7 +46,7 @@ from kvcluster.wire.common import (
 )
 from kvcluster.wire.fields import PLAIN, Columns, EnumField, Maybe, OneOf, Rows, Struct, amount, amounts, each, words
 from kvcluster.wire.orders import ACK
-from kvcluster.wire.reports import COUNTERS, INFO, codec_errors
+from kvcluster.wire.reports import CONFIG_HASH, COUNTERS, INFO, NODE, PROTOCOL, RELEASE, codec_errors
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 SHARDS = 65_536
@@ -78,6 +78,7 @@ ENGINE = Struct(
     private=PLAIN,
     withdrawn=amount("withdrawals"),
     ready=PLAIN,
+    protocol=PROTOCOL,
 )
 _ATTACHED = Struct(
     pb.Attached,
@@ -125,6 +126,10 @@ _STATUS = Struct(
     claimed_blocks=amount("claimed blocks"),
     private_blocks=amount("private blocks"),
     tenant=TENANT,
+    node=NODE,
+    release=RELEASE,
+    config_hash=CONFIG_HASH,
+    protocol=PROTOCOL,
 )
 _CHANGED: Rows[SequenceId] = Rows(SEQUENCES, limits.SEQUENCES_PER_HOLDER, "sequences in a message")
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from kvcluster.core import limits
-from kvcluster.errors import LimitError, ProtocolError, VersionError
+from kvcluster.errors import LimitError, ProtocolError
 
 M = TypeVar("M", bound=Message)
 
@@ -20,20 +20,9 @@ TEXT_CHARS = 1_024
 """The name of a shard, host, tenant, counter or state, or an address: DNS allows 253."""
 
 
-def check_version(own: int, theirs: int, of: str) -> None:
-    """Raises VersionError unless the other side speaks our own version `of` something."""
-    if theirs != own:
-        raise VersionError(
-            f"this side speaks version {own} of kvcluster's {of}, the other side version {theirs}: "
-            "install the same release of kvcluster in the engine and in the cluster"
-        )
-
-
-def check_opening(magic: int, version: int, *, own: tuple[int, int], of: str) -> None:
-    """Raises ProtocolError unless a frame begins with our own magic and version, `own`: VersionError if only the
-    version is another."""
-    must(magic == own[0], f"a frame begins with {magic:#06x}, not kvcluster's magic; is this another service?")
-    check_version(own[1], version, of)
+def check_magic(magic: int, own: int) -> None:
+    """Raises ProtocolError unless a frame begins with our own magic, `own`."""
+    must(magic == own, f"a frame begins with {magic:#06x}, not kvcluster's magic; is this another service?")
 
 
 def must(fact: object, why_not: str) -> None:

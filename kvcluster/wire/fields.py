@@ -24,10 +24,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from google.protobuf.message import Message
 
-from kvcluster.core.messages import PROTOCOL_VERSION
 from kvcluster.core.rows import make_rows
 from kvcluster.errors import ProtocolError
-from kvcluster.wire.checks import QUANTITY_MAX, TEXT_CHARS, agree, at_most, check_version, must, numbers, parse, text
+from kvcluster.wire.checks import QUANTITY_MAX, TEXT_CHARS, agree, at_most, must, numbers, parse, text
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -267,12 +266,12 @@ class Columns(Generic[V]):
 # ------------------------------------------------------------------------------------------- messages
 
 _ENVELOPE = {"protocol_version", "namespace"}
-"""Fields of a message that need not be in its struct: of the connection, and of a request (methods.py)."""
+"""Fields of a message that need not be in its struct: of the conversation, and of a request (methods.py)."""
 
 
 class Struct(Generic[V]):
     """A message with a field for each attribute of `kind`. `check` raises if the decoded values contradict one another.
-    A message with a `protocol_version` carries ours, and its version is compared before anything else is read."""
+    `protocol_version` and `namespace` of a message are for methods.py to set and to read."""
 
     def __init__(
         self,
@@ -285,18 +284,15 @@ class Struct(Generic[V]):
         known = set(message.DESCRIPTOR.fields_by_name)
         assert set(fields) <= known and known - set(fields) <= _ENVELOPE, f"{message.DESCRIPTOR.name}: {fields.keys()}"
         self.message, self.kind, self._check = message, kind, check
-        self._version = {"protocol_version": PROTOCOL_VERSION} if "protocol_version" in known else {}
         self._encoders = [(name, field.encode) for name, field in fields.items()]
         self._decoders = [(name, field.decode) for name, field in fields.items()]
         self._maybe = {name for name, field in fields.items() if isinstance(field, Maybe)}
 
     def encode(self, value: V) -> Any:
         fields = {name: encode(getattr(value, name)) for name, encode in self._encoders}
-        return self.message(**self._version, **fields)
+        return self.message(**fields)
 
     def decode(self, m: Any) -> V:
-        if self._version:
-            check_version(PROTOCOL_VERSION, m.protocol_version, "protocol")
         value = self.kind(
             **{
                 name: decode(getattr(m, name)) if name not in self._maybe or m.HasField(name) else None
@@ -321,6 +317,10 @@ class OneOf:
         name, struct = self._by_kind.get(type(value), (None, None))
         assert name is not None and struct is not None, f"{type(value).__name__} cannot be {self._what}"
         return self.message(**{name: struct.encode(value)})
+
+    def field_of(self, kind: type[Any]) -> str:
+        """Returns the name of the alternative for values of that type."""
+        return self._by_kind[kind][0]
 
     def decode(self, m: Any) -> Any:
         name = m.WhichOneof(self._oneof)

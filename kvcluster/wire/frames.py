@@ -5,6 +5,9 @@ The bytes of pages never pass through protobuf, which would copy them once more 
 of any owner in one copy, `parse` gives views of the message that arrived. This module knows sizes, not content:
 the receiver verifies each layer against its checksum.
 
+All frames of a stream are of the version that client and server agree on (versions.py), but for the first one of a
+client that has had no answer yet: it is of the client's oldest version.
+
 Every decoder raises ProtocolError or LimitError for malformed input. Where a shard may refuse, it returns the Refused
 itself.
 """
@@ -13,21 +16,24 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import Refused, TicketBody
 from kvcluster.errors import ProtocolError
+from kvcluster.release import OLDEST_VERSION, PROTOCOL_VERSION
 from kvcluster.wire import common, shard
-from kvcluster.wire.checks import check_opening, must
+from kvcluster.wire.checks import check_magic, must
 from kvcluster.wire.fields import Struct, in_bytes
 from kvcluster.wire.v1 import common_pb2 as pb
+from kvcluster.wire.versions import check_version
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+T_contra = TypeVar("T_contra", contravariant=True)
 
 MAGIC = 0x564B
-FRAME_VERSION = 1
 TICKET_VERSION = 1
 HEAD, DATA, TAIL, REFUSED = 1, 2, 3, 4
 _NAMES = {HEAD: "head", DATA: "pages", TAIL: "tail", REFUSED: "refusal"}
@@ -49,19 +55,19 @@ class Record(NamedTuple):
 # ---------------------------------------------------------------------------------------------- pages
 
 
-def pack(records: Sequence[Record]) -> bytes:
+def pack(records: Sequence[Record], version: int = PROTOCOL_VERSION) -> bytes:
     """Returns a frame of pages. The payloads are copied once, into the frame."""
     heads = [encode_head(record) for record in records]
-    pieces: list[bytes | memoryview] = [_HEADER.pack(MAGIC, FRAME_VERSION, DATA, len(records)), *heads]
+    pieces: list[bytes | memoryview] = [_HEADER.pack(MAGIC, version, DATA, len(records)), *heads]
     pieces += [record.data for record in records]
     frame = b"".join(pieces)
     assert len(frame) <= limits.MESSAGE_BYTES, "a frame that exceeds MESSAGE_BYTES"
     return frame
 
 
-def parse(data: bytes) -> list[Record]:
+def parse(data: bytes, version: int = PROTOCOL_VERSION) -> list[Record]:
     """Returns the records of a frame of pages. Their `data` are views of this message: nothing is copied."""
-    heads, at = parse_heads(data)
+    heads, at = parse_heads(data, version)
     view = memoryview(data)
     records = []
     for item, layer, codec, sums, nbytes in heads:
@@ -70,10 +76,10 @@ def parse(data: bytes) -> list[Record]:
     return records
 
 
-def parse_heads(data: bytes) -> tuple[list[RecordHead], int]:
+def parse_heads(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[list[RecordHead], int]:
     """Returns the headers of the records of a frame of pages, and the offset of the bytes of the first; those of the
     others follow without gaps."""
-    heads, at = decode_heads(data, _HEADER.size, _records(data, DATA))
+    heads, at = decode_heads(data, _HEADER.size, _records(data, DATA, version))
     end = at + sum(head.nbytes for head in heads)
     must(end == len(data), f"a frame of {len(data)} bytes was announced as one of {end}")
     return heads, at
@@ -120,16 +126,41 @@ def decode_heads(data: bytes, at: int, count: int) -> tuple[list[RecordHead], in
 # ----------------------------------------------------------------------------------- heads and tails
 
 
-def _framed(
-    kind: int, message: tuple[Callable[[T], bytes], Callable[[bytes], T]]
-) -> tuple[Callable[[T], bytes], Callable[[bytes], T]]:
-    """Returns encoder and decoder of a message in a frame of that kind, from those of the message."""
-    encode, decode = message
-    return lambda value: _frame(kind, encode(value)), lambda data: decode(_body(data, kind))
+class _Encode(Protocol[T_contra]):
+    def __call__(self, value: T_contra, version: int = PROTOCOL_VERSION) -> bytes: ...
 
 
-def _or_refused(decode: Callable[[bytes], T]) -> Callable[[bytes], T | Refused]:
-    return lambda data: decode_refused(data) if _kind(data) == REFUSED else decode(data)
+class _Decode(Protocol[T_co]):
+    def __call__(self, data: bytes, version: int = PROTOCOL_VERSION) -> T_co: ...
+
+
+def _framed(kind: int, message: tuple[Callable[[T], bytes], Callable[[bytes], T]]) -> tuple[_Encode[T], _Decode[T]]:
+    """Returns encoder and decoder of a message in a frame of that kind, from those of the message. The version is that
+    of the stream."""
+    encode_body, decode_body = message
+
+    def encode(value: T, version: int = PROTOCOL_VERSION) -> bytes:
+        return _HEADER.pack(MAGIC, version, kind, 0) + encode_body(value)
+
+    def decode(data: bytes, version: int = PROTOCOL_VERSION) -> T:
+        return decode_body(_body(data, kind, version))
+
+    return encode, decode
+
+
+def _or_refused(decode: _Decode[T]) -> _Decode[T | Refused]:
+    def decode_either(data: bytes, version: int = PROTOCOL_VERSION) -> T | Refused:
+        return decode_refused(data, version) if _kind(data, version) == REFUSED else decode(data, version)
+
+    return decode_either
+
+
+def version_of(data: bytes, *, oldest: int = OLDEST_VERSION, newest: int = PROTOCOL_VERSION) -> int:
+    """Returns the version of the first frame of a stream in one direction, which must be from `oldest` to `newest`.
+    Raises ProtocolError if it is malformed, VersionError if its version is not."""
+    version = _header(data)[1]
+    check_version(version, oldest=oldest, newest=newest, of="a frame")
+    return version
 
 
 encode_read_request, decode_read_request = _framed(HEAD, (shard.encode_read_request, shard.decode_read_request))
@@ -196,19 +227,15 @@ def decode_ticket(data: bytes) -> TicketBody:
 # -------------------------------------------------------------------------------------------- headers
 
 
-def _frame(kind: int, body: bytes) -> bytes:
-    return _HEADER.pack(MAGIC, FRAME_VERSION, kind, 0) + body
-
-
-def _body(data: bytes, kind: int) -> bytes:
+def _body(data: bytes, kind: int, version: int) -> bytes:
     """Returns the protobuf message in a frame. Raises ProtocolError unless the frame is of this kind."""
-    must(not _records(data, kind), f"a frame of kind {_NAMES[kind]} has no records")
+    must(not _records(data, kind, version), f"a frame of kind {_NAMES[kind]} has no records")
     return data[_HEADER.size :]
 
 
-def _records(data: bytes, expected: int) -> int:
+def _records(data: bytes, expected: int, version: int) -> int:
     """Returns the number of records that a frame announces. Raises ProtocolError unless it is of the expected kind."""
-    kind = _kind(data)
+    kind = _kind(data, version)
     if kind != expected:
         raise ProtocolError(
             f"a frame of kind {_NAMES.get(kind, kind)} came where one of kind {_NAMES[expected]} belongs"
@@ -217,10 +244,18 @@ def _records(data: bytes, expected: int) -> int:
     return records
 
 
-def _kind(data: bytes) -> int:
-    """Returns the kind of a frame. Raises ProtocolError unless its size, magic and version are right."""
+def _kind(data: bytes, version: int) -> int:
+    """Returns the kind of a frame of a stream of that version. Raises ProtocolError unless its size, magic and version
+    are right."""
+    _, theirs, kind, _ = _header(data)
+    check_version(theirs, oldest=version, newest=version, of="a frame")
+    return kind
+
+
+def _header(data: bytes) -> tuple[int, int, int, int]:
+    """Returns magic, version, kind and records. Raises ProtocolError unless the size and the magic are right."""
     if not _HEADER.size <= len(data) <= limits.MESSAGE_BYTES:
         raise ProtocolError(f"a frame has {len(data)} bytes; {_HEADER.size} to {limits.MESSAGE_BYTES} are valid")
-    magic, version, kind, _ = _HEADER.unpack_from(data)
-    check_opening(magic, version, own=(MAGIC, FRAME_VERSION), of="frames")
-    return int(kind)
+    magic, version, kind, records = _HEADER.unpack_from(data)
+    check_magic(magic, MAGIC)
+    return magic, version, kind, records

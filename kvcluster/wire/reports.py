@@ -25,7 +25,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST, Tier
 from kvcluster.errors import ProtocolError
-from kvcluster.wire.checks import TEXT_CHARS, must, numbers
+from kvcluster.wire.checks import TEXT_CHARS, must, numbers, text
 from kvcluster.wire.common import CODECS, DEPTHS, EPOCH, HASHES, KEYS, LOSS, NAMESPACES, SHARD, SPEC, TENANT, TIER
 from kvcluster.wire.fields import (
     NUMBERS,
@@ -46,6 +46,10 @@ from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 COUNTERS_PER_PROCESS = 256
 """Limit of the counters of one process; there are some twenty."""
+
+RELEASE_CHARS = 64
+CONFIG_HASH_CHARS = 16
+PROTOCOL_MAX = 999_999
 
 # -------------------------------------------------------------------------------------------- events
 
@@ -152,6 +156,18 @@ def _check_tiers(info: ShardInfo) -> None:
         raise ProtocolError("each tier below the device tier must be listed once, the fastest first")
 
 
+def _config_hash(value: str) -> str:
+    shown = text(value, "a hash of a configuration", CONFIG_HASH_CHARS)
+    must(not set(shown) - set("0123456789abcdef"), f"{shown!r} is not a hash of a configuration")
+    return shown
+
+
+NODE = words("a node")
+RELEASE = words("a release", RELEASE_CHARS)
+CONFIG_HASH: Scalar[str] = Scalar(str, _config_hash)
+PROTOCOL = amount("version of the protocol", PROTOCOL_MAX)
+"""What each process says about itself."""
+
 _TROUBLE = words("a shard's trouble")
 INFO = Struct(
     pb.ShardInfo,
@@ -170,6 +186,10 @@ INFO = Struct(
     below=Rows(_TIERS, len(Tier), "tiers"),
     trouble=Scalar(lambda trouble: trouble[:TEXT_CHARS], _TROUBLE.decode),
     writing_bytes=amount("bytes of pages"),
+    node=NODE,
+    release=RELEASE,
+    config_hash=CONFIG_HASH,
+    protocol=PROTOCOL,
     stopping=PLAIN,
 )
 

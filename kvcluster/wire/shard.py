@@ -45,6 +45,7 @@ from kvcluster.wire.common import (
 )
 from kvcluster.wire.fields import (
     NUMBERS,
+    PLAIN,
     Column,
     Columns,
     EnumField,
@@ -102,6 +103,7 @@ REPLY = OneOf(
         pb.Offers,
         Offers,
         _check_offers,
+        protocol_version=PLAIN,
         epoch=EPOCH,
         offers=Rows(_OFFERS, limits.TRANSPORTS, "transports of a shard"),
         refused=Rows(pairs(_NAME, "an offer"), limits.TRANSPORTS, "transports of a shard"),

@@ -4,7 +4,7 @@ A frame is a header and a body whose length it gives. The bodies of READ, WRITE,
 gRPC stream (frames.py). PAGES holds the headers of records; their bytes follow the frame, so that they can be sent
 from, and received into, their final memory. Little-endian:
 
-    header    magic u16 = 0x534b, version u8 = 1, kind u8, body bytes u32
+    header    magic u16 = 0x534b, version u8, kind u8, body bytes u32
     HELLO     the token, UTF-8                  the client's first frame
     WELCOME   depends on the transport          the answer
     READ      remaining time in ns u64, ReadRequest        WRITE the same, with a WriteRequest
@@ -14,6 +14,10 @@ from, and received into, their final memory. Little-endian:
     FAILED    code u8, message in UTF-8         instead of any answer; the connection is closed then
     GRANT, WRITTEN, RENEW                       only in shm (shm_frames.py)
     ABORT     empty: in shm, a worker has stopped writing, and its pages are to be discarded
+
+The version is that of the protocol (versions.py): the client's HELLO has the one that it has agreed on with the shard
+over gRPC, and all later frames of the connection have the same. A FAILED frame that refuses the version of a HELLO has
+that version, so that its sender can read why: its form is the same in every version.
 
 Every decoder raises ProtocolError or LimitError for malformed input.
 """
@@ -28,17 +32,18 @@ from typing import TypeVar
 from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, Unreachable
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire import shard
-from kvcluster.wire.checks import check_opening, must, quantity
+from kvcluster.wire.checks import check_magic, must, quantity
 from kvcluster.wire.common import REFUSED
 from kvcluster.wire.fields import in_bytes
 from kvcluster.wire.frames import Record, RecordHead, decode_heads, encode_head
 from kvcluster.wire.v1 import common_pb2 as pb
+from kvcluster.wire.versions import check_version
 
 T = TypeVar("T")
 
 MAGIC = 0x534B
-STREAM_VERSION = 1
 HEADER = struct.Struct("<HBBI")
 _COUNT = struct.Struct("<I")
 _TIME = struct.Struct("<Q")
@@ -66,17 +71,26 @@ class Kind(IntEnum):
 _MOST = {Kind.HELLO: limits.TOKEN_BYTES, Kind.FAILED: limits.WORDS_BYTES, Kind.DONE: 0, Kind.RENEW: 1, Kind.ABORT: 0}
 
 
-def encode_header(kind: Kind, nbytes: int) -> bytes:
+def encode_header(kind: Kind, nbytes: int, version: int = PROTOCOL_VERSION) -> bytes:
     """Encodes the header of a frame whose body has `nbytes` bytes."""
-    return HEADER.pack(MAGIC, STREAM_VERSION, kind, nbytes)
+    return HEADER.pack(MAGIC, version, kind, nbytes)
 
 
-def decode_header(data: bytes) -> tuple[Kind, int]:
-    """Returns the kind and the body bytes. Raises ProtocolError, before anything is allocated, if the body is larger
-    than its kind allows."""
+def version_of(header: bytes) -> int:
+    """Returns the version in a header. Raises ProtocolError if it is not one of kvcluster's."""
+    must(len(header) == HEADER.size, f"the header of a frame has {HEADER.size} bytes, not {len(header)}")
+    magic, version, _, _ = HEADER.unpack(header)
+    check_magic(magic, MAGIC)
+    return int(version)
+
+
+def decode_header(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[Kind, int]:
+    """Returns the kind and the body bytes, on a connection of that version. Raises ProtocolError, before anything is
+    allocated, if the body is larger than its kind allows, and VersionError for a frame of another version."""
     must(len(data) == HEADER.size, f"the header of a frame has {HEADER.size} bytes, not {len(data)}")
-    magic, version, kind, nbytes = HEADER.unpack(data)
-    check_opening(magic, version, own=(MAGIC, STREAM_VERSION), of="streams")
+    magic, theirs, kind, nbytes = HEADER.unpack(data)
+    check_magic(magic, MAGIC)
+    check_version(theirs, oldest=version, newest=version, of="a frame")
     try:
         known = Kind(kind)
     except ValueError:

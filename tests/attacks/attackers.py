@@ -52,6 +52,7 @@ from kvcluster.transport.grpc_pages import WRITE
 from kvcluster.transport.rpc import CHANNEL_OPTIONS, Connection
 from kvcluster.wire import frames
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
+from kvcluster.wire.versions import METADATA
 from tests.attacks.setting import SPEC, TINY, kv, prompt
 
 MOST = 50_000_000
@@ -342,7 +343,7 @@ ATTACKS: Mapping[str, Attack] = {
 @contextmanager
 def _flood(target: Target, calls: Mapping[str, tuple[str, Callable[[], bytes]]], in_flight: int) -> Iterator[Act]:
     """Unary calls of these paths at these addresses in turn, so many of them under way at any time."""
-    metadata = (("authorization", f"Bearer {target.token}"),) if target.token else ()
+    metadata = (*METADATA, ("authorization", f"Bearer {target.token}")) if target.token else METADATA
     options = [*CHANNEL_OPTIONS, ("grpc.max_send_message_length", -1)]
     with ExitStack() as house:
         senders: list[tuple[Any, Callable[[], bytes]]] = [

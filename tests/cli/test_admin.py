@@ -297,6 +297,51 @@ def test_status_shows_what_drains_what_is_lost_and_what_rotted(capsys: pytest.Ca
     assert gone == ["c", "lost", *["-"] * 8, "here:1"]
 
 
+def told_by(*shards: ShardStatus, **coordinator: Any) -> dict[str, Any]:
+    """The status of these shards, for a view."""
+    counters = (("asked_blocks", 0), ("hit_blocks", 0), ("write_blocks", 0), ("duplicate_blocks", 0))
+    return status_dict(Status(Epoch(1), "serving", 10**9, 1, 8, 0, shards, counters, **coordinator))
+
+
+def a_shard(name: str, **process: Any) -> ShardStatus:
+    info = ShardInfo(ShardId(name), Epoch(1), "here:1", "host", 2**30, 2**29, 7, 1, **process)
+    return ShardStatus(info, "up", 0)
+
+
+def test_status_shows_what_each_process_runs_and_who_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    new = {"node": "n1", "release": "3.0", "config_hash": "aa", "protocol": 3}
+    other = {**new, "config_hash": "bb", "node": "n2"}
+    plain = told_by(a_shard("same", **new), a_shard("changed", **other), a_shard("old"), **new)
+    assert plain["differing"] == {
+        "changed": "configuration bb, the coordinator aa",
+        "old": "release unknown, an older one, the coordinator 3.0",
+    }
+    print_status(plain, "there:7070")
+    said = capsys.readouterr().out.splitlines()
+    assert "release 3.0, configuration aa on n1: coordinator, same" in said
+    assert "release 3.0, configuration bb on n2: changed" in said
+    assert "release unknown: old" in said
+    assert "changed differs: configuration bb, the coordinator aa" in said
+    assert "old differs: release unknown, an older one, the coordinator 3.0" in said
+
+
+def test_status_names_the_processes_that_the_next_version_would_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = told_by(a_shard("new", protocol=4), a_shard("old", protocol=3), protocol=4)
+    engine = {"name": "host:7", "model": "m", "protocol": 0}
+    print_status({**plain, "engines": [engine]}, "there:7070")
+    expected = (
+        "upgrade next: old, host:7 speak no version 4 of the protocol, as others do; a release of version 5 will "
+        "refuse them"
+    )
+    assert expected in capsys.readouterr().out.splitlines()
+
+
+def test_a_cluster_that_says_nothing_of_its_releases_is_shown_without_them(capsys: pytest.CaptureFixture[str]) -> None:
+    print_status(told_by(a_shard("old"), a_shard("older")), "there:7070")
+    said = capsys.readouterr().out
+    assert "release" not in said and "upgrade" not in said and "differs" not in said
+
+
 def test_a_tenant_s_status_has_no_figures_of_the_cluster(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,9 +18,10 @@ from kvcluster.cli.main import main
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ServerConfig
 from kvcluster.core.ids import CallId, ShardId, Tenant
-from kvcluster.core.messages import PROTOCOL_VERSION, CoordinatorQuestion, Offer, Offers, Reply, Request
+from kvcluster.core.messages import CoordinatorQuestion, Offer, Offers, Reply, Request
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
@@ -32,6 +33,7 @@ from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.rpc import Connection
 from kvcluster.transport.tcp_pages import TcpServer, open_path, serve
 from kvcluster.wire.methods import COORDINATOR, SHARD
+from kvcluster.wire.versions import VERSIONS_KEY, Versions, encode_versions
 from tests.transport.frail import Frail
 
 HERE = "memory"
@@ -266,11 +268,14 @@ def test_a_credential_that_is_not_accepted_is_told_with_where_to_get_one(
 def test_another_version_of_the_protocol_is_told_with_what_to_install(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcluster.wire.methods.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    newer = Versions(PROTOCOL_VERSION + 1, PROTOCOL_VERSION + 2, "9.0.0")
+    monkeypatch.setattr("kvcluster.runtime.server.OURS", newer)
+    monkeypatch.setattr("kvcluster.runtime.server.METADATA", ((VERSIONS_KEY, encode_versions(newer)),))
     found = examine(served.address, "default")
     assert found["coordinator"]["protocol_version"] is None
-    assert "version" in found["coordinator"]["why"]
-    assert "install the same release" in found["coordinator"]["advice"]
+    assert "kvcluster 9.0.0, which speaks versions" in found["coordinator"]["why"]
+    assert "upgrade the caller" in found["coordinator"]["why"]
+    assert "upgrade the older side" in found["coordinator"]["advice"]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.core.ids import Attempt, Epoch, Holder, ShardId
 from kvcluster.core.messages import AttachedShard, ReadRequest, ShardAddress
-from kvcluster.core.miss import Loss
-from kvcluster.transport.base import Deadline, run_to_completion
+from kvcluster.core.miss import Loss, MissReason
+from kvcluster.errors import VersionError
+from kvcluster.transport.base import Deadline, Unavailable, run_to_completion
 from tests.client.build import SPEC
 
 BEFORE = ShardAddress(ShardId("a"), Epoch(1), "one")
@@ -92,3 +93,15 @@ def test_two_incarnations_have_a_connection_and_all_are_closed_in_the_end(opened
     assert [closed for _, closed in opened.now()] == [True, True, False, False]
     opened.connections.close()
     assert [closed for _, closed in opened.now()] == [True] * 4
+
+
+def test_a_shard_that_speaks_no_common_version_is_lost_to_this_worker_with_the_reason(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attach(*_: object) -> AttachedShard:
+        raise VersionError("upgrade the server")
+
+    monkeypatch.setattr(Connection, "attach", attach)
+    with pytest.raises(Unavailable, match="upgrade the server") as trouble:
+        run_to_completion(opened.read(BEFORE))
+    assert trouble.value.miss.reason is MissReason.SHARD_LOST

@@ -15,9 +15,10 @@ from kvcluster import config
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import HASH_BYTES, NamespaceId, Tenant
 from kvcluster.core.messages import Tombstone
-from kvcluster.errors import CallerError, ConfigError, CredentialError
+from kvcluster.errors import CallerError, ConfigError, CredentialError, ProtocolError
 from kvcluster.runtime import auth, tombstones
 from kvcluster.transport.rpc import check_address
+from kvcluster.wire import versions
 from tests.fuzz.contract import Parser, trees
 from tests.fuzz.trees import Kind, Node, fields, words
 
@@ -43,6 +44,7 @@ _TOKENS = (
 )
 _TOKEN_WORDS = f"sha256: {'f' * 64} operator - . #"
 _ADDRESSES = (b"127.0.0.1:7070", b"[::1]:1", b"kvcluster-coordinator.default.svc:65535", b"localhost:80")
+_VERSIONS = (b"1 2 0.2.0.dev0", b"2 3 1.0", b"4 5 2.0+local", b"1 1 0.1")
 _HASHES = (bytes([32]) + bytes(32), (bytes([16]) + b"h" * 16) * 3, bytes([255]) + bytes(255))
 
 _STONES = (
@@ -106,6 +108,10 @@ def _text(
     return Parser(name, read, lambda: trees(inputs, words), (raises,), words=more.encode().split())
 
 
+def _said(data: bytes) -> versions.Versions:
+    return versions.versions_in([(versions.VERSIONS_KEY, data.decode("latin-1"))])
+
+
 def text_parsers() -> Iterator[Parser]:
     """All of them."""
     yield _text(
@@ -125,6 +131,7 @@ def text_parsers() -> Iterator[Parser]:
     # What gRPC hands on of a header is text of one byte a character.
     known = (b"known", b"internal")
     yield _text("bearer token", lambda data: _KNOWN.caller(data.decode("latin-1")), known, CredentialError)
+    yield _text("versions", _said, _VERSIONS, ProtocolError, "0 1 2 3 999999 9999999 -1 1e9")
     yield _text(
         "address", lambda data: check_address(data.decode("utf-8", "replace")), _ADDRESSES, ConfigError, ": 65536"
     )

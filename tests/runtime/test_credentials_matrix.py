@@ -23,6 +23,7 @@ from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.transport.grpc_pages import READ, WRITE
 from kvcluster.transport.rpc import RpcHandler, identity
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
+from kvcluster.wire.versions import METADATA
 
 BOUND_S = 20.0
 SECRET = "between the actors"
@@ -80,7 +81,7 @@ def serving(passed: Passed) -> Iterator[dict[str, grpc.Channel]]:
 
 def code(channel: grpc.Channel, path: str, token: str | None, *, streams: bool = False) -> grpc.StatusCode:
     """The status of a call with this token and an empty message, which few methods take."""
-    metadata = (("authorization", f"Bearer {token}"),) if token is not None else ()
+    metadata = (*METADATA, ("authorization", f"Bearer {token}")) if token is not None else METADATA
     if streams:
         replies = channel.unary_stream(path, request_serializer=identity, response_deserializer=identity)
         try:

@@ -51,6 +51,7 @@ from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection, RpcHandler, identity
 from kvcluster.wire.methods import COORDINATOR, SHARD
+from kvcluster.wire.versions import METADATA
 
 HOST = "127.0.0.1"
 BOUND_S = 20.0
@@ -140,7 +141,7 @@ def test_a_question_waits_no_longer_than_its_asker() -> None:
 def test_a_ping_is_answered_without_asking_the_core() -> None:
     with connected(shard_methods(fails(AssertionError("not the core")))) as connection:
         assert connection.ask(SHARD["Ping"], None, soon()) == Done()
-        fat = replace(SHARD["Ping"], encode_question=lambda question, namespace: b"?")
+        fat = replace(SHARD["Ping"], encode_question=lambda *_: b"?")
         with pytest.raises(ProtocolError, match="not a valid PingRequest"):
             connection.ask(fat, None, soon())
 
@@ -242,20 +243,20 @@ def test_a_question_that_is_malformed_never_comes_near_the_core() -> None:
         build(CALL)
         raise AssertionError("nothing was built")
 
-    malformed = replace(SHARD["Attach"], encode_question=lambda question, namespace: b"\xff\xff\xff")
+    malformed = replace(SHARD["Attach"], encode_question=lambda *_: b"\xff\xff\xff")
     with connected(shard_methods(ask)) as connection, pytest.raises(ProtocolError, match="not a valid AttachRequest"):
         connection.ask(malformed, None, soon())
 
 
 def test_an_answer_that_is_malformed_is_a_protocol_error() -> None:
-    method = replace(SHARD["Flush"], encode_reply=lambda reply: b"\xff\xff\xff")
+    method = replace(SHARD["Flush"], encode_answer=lambda *_: b"\xff\xff\xff")
     handlers = unary_handlers({"Flush": method}, lambda build, wait_s: Done())
     with connected(handlers) as connection, pytest.raises(ProtocolError):
         connection.ask(SHARD["Flush"], FLUSH, soon())
 
 
 def test_an_answer_of_another_kind_is_a_protocol_error() -> None:
-    method = replace(SHARD["Flush"], encode_reply=lambda reply: SHARD["Attach"].encode_reply(attached))
+    method = replace(SHARD["Flush"], encode_answer=lambda *_: SHARD["Attach"].encode_reply(attached))
     attached = AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
     handlers = unary_handlers({"Flush": method}, lambda build, wait_s: attached)
     with connected(handlers) as connection, pytest.raises(ProtocolError, match="AttachedShard"):
@@ -271,7 +272,7 @@ def test_a_method_that_the_server_does_not_have_is_a_protocol_error() -> None:
 
 
 def test_a_message_that_is_too_large_is_refused_by_the_server_that_gets_it() -> None:
-    huge = replace(SHARD["Flush"], encode_question=lambda question, namespace: bytes(limits.MESSAGE_BYTES + 1))
+    huge = replace(SHARD["Flush"], encode_question=lambda *_: bytes(limits.MESSAGE_BYTES + 1))
     with connected(shard_methods(fails(AssertionError()))) as connection, pytest.raises(LimitError):
         connection.ask(huge, None, soon())
 
@@ -371,7 +372,7 @@ def headers_only(address: str, token: str | None, count: int) -> Iterator[None]:
     """Calls of a unary method whose message is never sent."""
     with grpc.insecure_channel(address) as channel:
         flush = channel.stream_unary(SHARD["Flush"].path, request_serializer=identity, response_deserializer=identity)
-        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        metadata = (*METADATA, ("authorization", f"Bearer {token}")) if token else METADATA
         stop = threading.Event()
 
         def messages() -> Iterator[bytes]:

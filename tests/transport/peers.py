@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from kvcluster.core.ids import Tenant
 from kvcluster.errors import KVClusterError
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.testing.conformance.world import ONE, TWO
 from kvcluster.transport.base import PageHost
@@ -19,13 +20,13 @@ from kvcluster.wire.streams import HEADER, Kind
 
 SECRET = "between the actors"
 
-TERABYTE = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION, Kind.READ, 2**32 - 1)
-OTHER_VERSION = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION + 1, Kind.READ, 0)
-OTHER_KIND = struct.pack("<HBBI", streams.MAGIC, streams.STREAM_VERSION, 99, 0)
+TERABYTE = struct.pack("<HBBI", streams.MAGIC, PROTOCOL_VERSION, Kind.READ, 2**32 - 1)
+OTHER_VERSION = struct.pack("<HBBI", streams.MAGIC, PROTOCOL_VERSION + 1, Kind.READ, 0)
+OTHER_KIND = struct.pack("<HBBI", streams.MAGIC, PROTOCOL_VERSION, 99, 0)
 NO_FRAMES = [
     (b"GET / HTTP/1.1\r\n\r\n", "another service"),
     (bytes(64), "another service"),
-    (OTHER_VERSION, "install the same release"),
+    (OTHER_VERSION, "upgrade this side"),
     (OTHER_KIND, "kind 99"),
     (TERABYTE, "exceeds the limit|expected"),
     (streams.encode_header(Kind.PAGES, 4), "expected"),
@@ -80,7 +81,8 @@ class StreamPeer:
         self._socket.sendall(data)
 
     def frame(self) -> tuple[Kind, bytes]:
-        kind, nbytes = streams.decode_header(self._exactly(HEADER.size))
+        header = self._exactly(HEADER.size)
+        kind, nbytes = streams.decode_header(header, streams.version_of(header))
         return kind, self._exactly(nbytes)
 
     def refusal(self) -> KVClusterError:

@@ -19,6 +19,7 @@ from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError, LimitError, ProtocolError, Unreachable
 from kvcluster.pages import codec
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.testing.conformance import NetworkClaims, TransportConformance, Wire, World, open_world
@@ -40,6 +41,7 @@ from kvcluster.transport.rpc import Connection, RpcHandler, identity
 from kvcluster.wire import frames
 from kvcluster.wire.frames import Record
 from kvcluster.wire.methods import SHARD
+from kvcluster.wire.versions import METADATA
 from tests.transport.peers import SECRET, authenticator, token
 
 HOST = "127.0.0.1"
@@ -103,7 +105,7 @@ class Raw:
         kind = self._channel.unary_stream if path == READ else self._channel.stream_stream
         call = kind(path, request_serializer=identity, response_deserializer=identity)
         argument = messages[0] if path == READ else iter(messages)
-        metadata = (("authorization", f"Bearer {token(ONE)}"),)
+        metadata = (*METADATA, ("authorization", f"Bearer {token(ONE)}"))
         with pytest.raises(grpc.RpcError) as error:
             list(call(argument, timeout=BOUND_S, metadata=metadata))
         return error.value.code(), error.value.details()
@@ -118,7 +120,7 @@ def failed_precondition(world: World, path: str, *messages: bytes) -> str:
 
 
 EMPTY_HEAD = frames.encode_read_head([])
-OTHER_VERSION = EMPTY_HEAD[:2] + bytes([frames.FRAME_VERSION + 1]) + EMPTY_HEAD[3:]
+OTHER_VERSION = EMPTY_HEAD[:2] + bytes([PROTOCOL_VERSION + 1]) + EMPTY_HEAD[3:]
 NOT_A_HEAD = frames.pack([Record(0, 0, codec.RAW, (0,), memoryview(b"x"))])
 
 
@@ -194,7 +196,7 @@ def cut_store(request: pytest.FixtureRequest) -> CutStore:
 
 def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
     connection = Connection(world.served.address, token(ONE))
-    huge = replace(SHARD["Flush"], encode_question=lambda question, namespace: bytes(limits.MESSAGE_BYTES + 1))
+    huge = replace(SHARD["Flush"], encode_question=lambda *_: bytes(limits.MESSAGE_BYTES + 1))
     with pytest.raises(LimitError, match="exceeds a size limit"):
         connection.ask(huge, None, soon())
     connection.close()
@@ -342,6 +344,7 @@ def serving(streams: dict[str, list[bytes]]) -> Iterator[GrpcPages]:
     server = GrpcServer({path: handler(path) for path in streams}, Authenticator(None, SECRET), HOST, 0, threads=2)
     server.start()
     transport = GrpcPages(server.address, None)
+    transport._connection.version = PROTOCOL_VERSION  # as after the first answer
     try:
         yield transport
     finally:

@@ -190,6 +190,12 @@ explanations = st.builds(Explained, fates=st.lists(_hits | _lacks, max_size=5).m
 
 codecs = st.sampled_from(Codec)
 counters = st.lists(st.tuples(words, st.integers(0, 2**64 - 1)), max_size=4).map(tuple)
+process: dict[str, SearchStrategy[Any]] = {
+    "node": words,
+    "release": words,
+    "config_hash": st.text("0123456789abcdef", max_size=16),
+    "protocol": st.integers(0, 999_999),
+}
 infos = st.builds(
     ShardInfo,
     shard=words,
@@ -206,6 +212,8 @@ infos = st.builds(
         lambda tiers: st.tuples(*(st.builds(TierUse, st.just(tier), *[quantities] * 5) for tier in sorted(tiers)))
     ),
     trouble=words,
+    writing_bytes=quantities,
+    **process,
 )
 page_events = st.builds(
     PageEvent,
@@ -513,6 +521,7 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
         claimed_blocks=quantities,
         private_blocks=quantities,
         tenant=words,
+        **process,
     ),
     "Report": acks,
     "Inventory": acks,

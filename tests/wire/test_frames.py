@@ -25,6 +25,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss
 from kvcluster.core.spec import Part
 from kvcluster.errors import LimitError, ProtocolError
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire import frames
 from kvcluster.wire.frames import Record
 from kvcluster.wire.v1 import common_pb2
@@ -49,7 +50,7 @@ def records(draw: st.DrawFn) -> Record:
 
 def _frame(*described: tuple[Any, ...], payload: bytes = b"", count: int | None = None) -> bytes:
     """A frame of records (item, layer, layers, codec, reserved, nbytes, *sums), however wrong."""
-    out = HEADER.pack(0x564B, 1, 2, len(described) if count is None else count)
+    out = HEADER.pack(0x564B, PROTOCOL_VERSION, 2, len(described) if count is None else count)
     for record in described:
         out += RECORD.pack(*record[:6]) + struct.pack(f"<{len(record) - 6}Q", *record[6:])
     return out + payload
@@ -110,9 +111,12 @@ def test_a_frame_cut_or_grown_anywhere_is_refused() -> None:
         (_frame(count=2**32 - 1), "cannot hold 4294967295 records"),
         (b"", "a frame has 0 bytes"),
         (b"GET / HTTP/1.1\r\n", "a frame begins with 0x4547"),
-        (HEADER.pack(0x564B, 2, 2, 0), "version 1 of kvcluster's frames, the other side version 2: install the same"),
-        (HEADER.pack(0x564B, 1, 1, 0), "a frame of kind head came where one of kind pages belongs"),
-        (HEADER.pack(0x564B, 1, 9, 0), "a frame of kind 9 came"),
+        (
+            HEADER.pack(0x564B, PROTOCOL_VERSION + 1, 2, 0),
+            "a frame of version .* upgrade this side",
+        ),
+        (HEADER.pack(0x564B, PROTOCOL_VERSION, 1, 0), "a frame of kind head came where one of kind pages belongs"),
+        (HEADER.pack(0x564B, PROTOCOL_VERSION, 9, 0), "a frame of kind 9 came"),
     ],
 )
 def test_a_frame_that_cannot_be_is_refused_in_words(message: bytes, words: str) -> None:
@@ -192,7 +196,7 @@ def test_a_head_is_no_tail() -> None:
 
 def test_a_head_has_no_records() -> None:
     with pytest.raises(ProtocolError, match="a frame of kind head has no records"):
-        frames.decode_read_head(HEADER.pack(0x564B, 1, 1, 1))
+        frames.decode_read_head(HEADER.pack(0x564B, PROTOCOL_VERSION, 1, 1))
 
 
 def test_a_block_that_many_wants_share_travels_once() -> None:

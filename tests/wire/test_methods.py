@@ -20,7 +20,6 @@ from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.coordinator_state import UNKNOWN
 from kvcluster.core.ids import Attempt, BlockHash, Caller, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
-    PROTOCOL_VERSION,
     Answer,
     AttachedShard,
     BlocksPinned,
@@ -48,7 +47,8 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import Part
-from kvcluster.errors import CallerError, LimitError, ProtocolError
+from kvcluster.errors import CallerError, LimitError, ProtocolError, VersionError
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire import answers, common, orders, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method, version_question
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -150,7 +150,7 @@ def test_versions_are_compared_of_a_question_that_names_nothing() -> None:
     with pytest.raises(CallerError, match="model must be named"):
         asked.decode_request(question.encode_request(None), CALL, Caller(TENANT))
     newer = coordinator_pb2.AttachRequest(protocol_version=PROTOCOL_VERSION + 1).SerializeToString()
-    with pytest.raises(ProtocolError, match="install the same release"):
+    with pytest.raises(VersionError, match="upgrade this side"):
         asked.decode_request(newer, CALL, Caller(TENANT))
 
 

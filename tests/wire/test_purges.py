@@ -12,6 +12,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Purge, Tombstone
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import LimitError
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire.methods import COORDINATOR
 from kvcluster.wire.reports import TOMBSTONES
 
@@ -22,7 +23,7 @@ ADAPTED = replace(PLAIN, adapter="a")
 
 def _sent(asked: Purge) -> object:
     """As it arrives."""
-    _, arrived = COORDINATOR["Purge"].decode_question(COORDINATOR["Purge"].encode_request(asked))
+    _, arrived = COORDINATOR["Purge"].decode_question(COORDINATOR["Purge"].encode_request(asked), PROTOCOL_VERSION)
     return arrived
 
 

@@ -20,6 +20,7 @@ from kvcluster.errors import (
     ProtocolError,
     SpecError,
 )
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire import streams
 from kvcluster.wire.frames import Record
 from kvcluster.wire.streams import Broken, Kind
@@ -34,21 +35,30 @@ def test_a_header_says_what_follows_and_how_much(kind: Kind) -> None:
 
 
 def test_the_layout_is_the_one_that_is_documented() -> None:
-    assert streams.encode_header(Kind.PAGES, 0x01020304) == bytes.fromhex("4b53 01 08 04030201")
+    assert streams.encode_header(Kind.PAGES, 0x01020304) == bytes.fromhex(f"4b53 {PROTOCOL_VERSION:02x} 08 04030201")
     body = streams.encode_pages([Record(7, 3, 0x0102, (2**64 - 1, 0), memoryview(b"abcd"))])
     assert body == bytes.fromhex("01000000 07000000 0300 0200 0201 0000 0400000000000000") + b"\xff" * 8 + bytes(8)
     assert streams.encode_failure(LimitError("no")) == b"\x02no"
+
+
+NOW = PROTOCOL_VERSION
 
 
 @pytest.mark.parametrize(
     ("data", "says"),
     [
         (b"GET / HT", "another service"),
-        (struct.pack("<HBBI", streams.MAGIC, 2, 1, 0), "version 1 of kvcluster's streams, the other side version 2"),
-        (struct.pack("<HBBI", streams.MAGIC, 1, 0, 0), "kind 0"),
-        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.DONE, 1), "exceeds the limit"),
-        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.HELLO, limits.TOKEN_BYTES + 1), "exceeds the limit"),
-        (struct.pack("<HBBI", streams.MAGIC, 1, Kind.READ, limits.MESSAGE_BYTES + 1), "exceeds the limit"),
+        (struct.pack("<HBBI", streams.MAGIC, NOW - 1, 1, 0), "upgrade the other side"),
+        (struct.pack("<HBBI", streams.MAGIC, NOW, 0, 0), "kind 0"),
+        (struct.pack("<HBBI", streams.MAGIC, NOW, Kind.DONE, 1), "exceeds the limit"),
+        (
+            struct.pack("<HBBI", streams.MAGIC, NOW, Kind.HELLO, limits.TOKEN_BYTES + 1),
+            "exceeds the limit",
+        ),
+        (
+            struct.pack("<HBBI", streams.MAGIC, NOW, Kind.READ, limits.MESSAGE_BYTES + 1),
+            "exceeds the limit",
+        ),
     ],
 )
 def test_a_header_that_makes_no_sense_is_refused_in_words(data: bytes, says: str) -> None:

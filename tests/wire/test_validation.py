@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,6 +77,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError, VersionError
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire import common, reports, shard
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
@@ -169,11 +171,15 @@ REPLIES: dict[str, tuple[Method, Reply]] = {
 }
 
 
+def _question(method: Method, data: bytes) -> tuple[NamespaceId | None, Any]:
+    return method.decode_question(data, PROTOCOL_VERSION)
+
+
 def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
     """A valid message to spoil, and how it is read."""
     if name in QUESTIONS:
         method, question, kind, namespace = QUESTIONS[name]
-        data, decode = method.encode_request(question, namespace), method.decode_question
+        data, decode = method.encode_request(question, namespace), partial(_question, method)
     elif name in EXCHANGES:
         kind, data, decode = EXCHANGES[name]  # type: ignore[assignment]
     else:
@@ -185,6 +191,7 @@ def _start(name: str) -> tuple[Any, Callable[[Any], object]]:
 
 MANY = limits.BLOCKS_PER_CALL + 1
 HUGE = 2**63
+NEWER = PROTOCOL_VERSION + 1
 
 SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     # message, field, what it is set to, the error, what it says
@@ -265,6 +272,12 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("report", "info.free_bytes", HUGE, LimitError, "free bytes"),
     ("report", "info.counters.name", ["one", "two"], ProtocolError, r"lists of counters must be equally long"),
     ("report", "info.counters.name", ["n" * 1_025], LimitError, "characters of a counter's name"),
+    ("report", "info.node", "n" * 1_025, LimitError, "characters of a node"),
+    ("report", "info.release", "r" * 65, LimitError, "characters of a release: 65"),
+    ("report", "info.config_hash", "0" * 17, LimitError, "characters of a hash of a configuration: 17"),
+    ("report", "info.protocol", 2**32 - 1, LimitError, "version of the protocol: "),
+    ("engine", "info.protocol", 2**32 - 1, LimitError, "version of the protocol: "),
+    ("report", "info.config_hash", "[red]", ProtocolError, "is not a hash of a configuration"),
     ("report", "coordinator", HUGE, LimitError, "epoch: "),
     ("report", "first", HUGE, LimitError, "stream number: "),
     ("report", "orders.accepted", HUGE, LimitError, "order number: "),
@@ -349,10 +362,10 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("write head", "table", [7], ProtocolError, "Written 7 is not known here"),
     ("write head", "of", [0] * 65_537, LimitError, "pages in a call: 65537"),
     ("write tail", "table", [0], ProtocolError, "Written 0 is not known here"),
-    ("attached shard", "attached.protocol_version", 2, VersionError, "version 1 .* version 2"),
+    ("attached shard", "attached.protocol_version", NEWER, VersionError, "an answer .* upgrade this side"),
     ("attached shard", "attached.namespace", b"", ProtocolError, "a namespace is 32 bytes"),
     ("attached shard", "attached.lease_ttl_ns", HUGE, LimitError, "nanoseconds"),
-    ("offers", "offers.protocol_version", 2, VersionError, "version 1 .* version 2"),
+    ("offers", "offers.protocol_version", NEWER, VersionError, "an answer .* upgrade this side"),
     ("offers", "offers.epoch", HUGE, LimitError, "epoch: "),
     (
         "offers",
@@ -365,7 +378,7 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("offers", "offers.offers.address", ["a" * 1_025], LimitError, "characters of an offer: 1025"),
     ("offers", "offers.refused.value", [], ProtocolError, "lists of transports of a shard must be equally long"),
     ("offers", "offers.refused.key", ["t" * 1_025], LimitError, "characters of a transport's name: 1025"),
-    ("attached", "attached.protocol_version", 2, VersionError, "version 1 .* version 2"),
+    ("attached", "attached.protocol_version", NEWER, VersionError, "an answer .* upgrade this side"),
     ("attached", "attached.run_blocks", 0, ProtocolError, "a run must have at least one block"),
     ("attached", "attached.ticket_ttl_ns", HUGE, LimitError, "nanoseconds"),
     ("grant", "load_grant.blocks", 3, ProtocolError, "runs cover 2 blocks instead of 3"),
@@ -585,7 +598,7 @@ def test_one_order_may_move_as_much_out_of_two_tiers_as_may_be_evicted_out_of_ea
 
 def test_what_is_wrong_with_a_shard_is_told_as_far_as_there_is_room() -> None:
     told = replace(REPORT, info=replace(INFO, trouble="ä" * 2_000))
-    _, read = COORDINATOR["Report"].decode_question(COORDINATOR["Report"].encode_request(told))
+    _, read = _question(COORDINATOR["Report"], COORDINATOR["Report"].encode_request(told))
     assert isinstance(read, Report) and read.info.trouble == "ä" * 1_024
 
 
@@ -613,22 +626,22 @@ def test_a_member_that_counts_too_much_is_refused() -> None:
 
 
 @pytest.mark.parametrize("table", [COORDINATOR, SHARD])
-@pytest.mark.parametrize("theirs", [0, 2])
+@pytest.mark.parametrize("theirs", [0, NEWER, 2**32 - 1])
 def test_another_version_is_told_both_and_what_to_do(table: Any, theirs: int) -> None:
     # Nothing else of such a message is looked at: the rest may mean anything.
     data = coordinator_pb2.AttachRequest(protocol_version=theirs, spec=b"\xff").SerializeToString()
-    words = f"version 1 of kvcluster's protocol, the other side version {theirs}: install the same release"
-    with pytest.raises(ProtocolError, match=words):
-        table["Attach"].decode_question(data)
+    older = "this side" if theirs else "the other side"
+    with pytest.raises(VersionError, match=f"of version {theirs} came where .*: upgrade {older}"):
+        _question(table["Attach"], data)
 
 
 def test_a_spec_that_cannot_be_is_refused_by_its_own_rules() -> None:
     m = common_pb2.Spec.FromString(common.encode_spec(SPEC))
     m.weights = "main"
-    attach = coordinator_pb2.AttachRequest(protocol_version=1, spec=m.SerializeToString())
+    attach = coordinator_pb2.AttachRequest(protocol_version=PROTOCOL_VERSION, spec=m.SerializeToString())
     for table in (COORDINATOR, SHARD):
         with pytest.raises(SpecError, match="does not pin the weights"):
-            table["Attach"].decode_question(attach.SerializeToString())
+            _question(table["Attach"], attach.SerializeToString())
 
 
 def test_a_spec_is_measured_before_it_is_read() -> None:
@@ -650,14 +663,14 @@ def test_a_message_is_measured_before_it_is_read(monkeypatch: pytest.MonkeyPatch
     data = COORDINATOR["PrepareLoad"].encode_request(LOAD, NAMESPACE)
     monkeypatch.setattr(limits, "MESSAGE_BYTES", len(data) - 1)
     with pytest.raises(LimitError, match=f"message bytes: {len(data)} exceeds the limit of {len(data) - 1}"):
-        COORDINATOR["PrepareLoad"].decode_question(data)
+        _question(COORDINATOR["PrepareLoad"], data)
 
 
 def test_bytes_of_something_else_are_named_so() -> None:
     with pytest.raises(ProtocolError, match=re.escape("these bytes are not a valid PrepareLoadRequest of kvcluster")):
-        COORDINATOR["PrepareLoad"].decode_question(b"GET / HTTP/1.1\r\n")
+        _question(COORDINATOR["PrepareLoad"], b"GET / HTTP/1.1\r\n")
 
 
 def test_a_later_peer_may_add_fields() -> None:
     data = COORDINATOR["PrepareLoad"].encode_request(LOAD, NAMESPACE) + b"\xa2\x06\x03new"  # field 100
-    assert COORDINATOR["PrepareLoad"].decode_question(data) == (NAMESPACE, LOAD)
+    assert _question(COORDINATOR["PrepareLoad"], data) == (NAMESPACE, LOAD)

@@ -26,7 +26,6 @@ Other packages import them from here. What this file imports is all that it make
 from __future__ import annotations
 
 from kvcluster.core.messages.common import (
-    PROTOCOL_VERSION,
     Done,
     Need,
     Plan,
@@ -111,6 +110,7 @@ from kvcluster.core.messages.reports import (
     Inventory,
     LeaveReason,
     PageEvent,
+    ProcessInfo,
     PurgedEvent,
     Report,
     ReportAck,

@@ -10,9 +10,6 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Part
 from kvcluster.core.tiers import Tier
 
-PROTOCOL_VERSION = 1
-"""Both ends of a connection must have the same version; `attach` compares them first."""
-
 
 @dataclass(frozen=True, slots=True)
 class Need:

@@ -257,7 +257,8 @@ class Status:
 
     `tenant`: all figures are those of this tenant, and shards tell nothing of their use; CLUSTER for the whole cluster,
     as operators see it. `namespaces` and `blocks` leave private ones out; `private_blocks` counts those. `sequences`
-    are open, and their tables name `claimed_blocks` different blocks."""
+    are open, and their tables name `claimed_blocks` different blocks. `node`, `release`, `config_hash` and
+    `protocol` are the coordinator's own, as in ShardInfo; a tenant does not see the hash."""
 
     epoch: Epoch
     state: str
@@ -273,3 +274,7 @@ class Status:
     claimed_blocks: int = 0
     private_blocks: int = 0
     tenant: Tenant = CLUSTER
+    node: str = ""
+    release: str = ""
+    config_hash: str = ""
+    protocol: int = 0

@@ -12,7 +12,8 @@ class EngineInfo:
     `facts` are (name, value) pairs that its KV depends on or might: versions, hash algorithm, dtype, layout. `weights`
     is what it caches under now. `withdrawn` is the number of times that its weights have changed in memory; while it is
     `private` after such a change, it shares with no other engine. It is `ready` to share again once it holds nothing
-    that the previous weights have computed.
+    that the previous weights have computed. `protocol` is the newest version of the protocol that it speaks, 0 from an
+    engine of a version before 3.
     """
 
     engine: str
@@ -23,6 +24,7 @@ class EngineInfo:
     private: bool = False
     withdrawn: int = 0
     ready: bool = True
+    protocol: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,14 +86,24 @@ class TierUse(NamedTuple):
         return self.free_bytes - int(low_free * self.capacity_bytes)
 
 
+class ProcessInfo(NamedTuple):
+    """What a process of the cluster says about itself: its machine, release of kvcluster, and hash of its configuration
+    (config_hash.py). "" is unknown."""
+
+    node: str = ""
+    release: str = ""
+    config_hash: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class ShardInfo:
     """What a shard reports about itself each time. Sizes in bytes; counts are gauges, `counters` only grow.
 
     Capacity, free and writing bytes and pages are those of its device tier; `below` has the tiers under it, the
     fastest first. `draining`: it has been ordered to drain, which a new coordinator learns from it. `trouble`: what its
-    operator should know, such as why it runs without its disk tier. `stopping`: it saves its pages and ends soon, so
-    that nothing new should be placed on it.
+    operator should know, such as why it runs without its disk tier. `node`: the machine that it runs on; `release` and
+    `config_hash`: of its process. `protocol`: the newest version of the protocol that it speaks, 0 from a shard of a
+    version before 3. `stopping`: it saves its pages and ends soon, so that nothing new should be placed on it.
     """
 
     shard: ShardId
@@ -109,11 +119,16 @@ class ShardInfo:
     below: tuple[TierUse, ...] = ()
     trouble: str = ""
     writing_bytes: int = 0
+    node: str = ""
+    release: str = ""
+    config_hash: str = ""
+    protocol: int = 0
     stopping: bool = False
 
     def without_use(self) -> ShardInfo:
         """Returns what every tenant may know: how large it is and where, and not what others have stored."""
-        return ShardInfo(self.shard, self.epoch, self.address, self.host, self.capacity_bytes, 0, 0, 0)
+        known = (self.shard, self.epoch, self.address, self.host, self.capacity_bytes)
+        return ShardInfo(*known, 0, 0, 0, node=self.node, release=self.release, protocol=self.protocol)
 
     def use(self, tier: Tier) -> TierUse:
         """Returns the use of that tier; of zero size if the shard does not have it."""

@@ -12,6 +12,7 @@ from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.page_key import PageKey
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST, Tier
+from kvcluster.release import PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +39,25 @@ class GetOffers:
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A transport that a shard serves, and its address. Only the two ends of that transport interpret `address` and
-    `details`; `version` is that of their protocol."""
+    `details`; `version` is that of what they say beyond kvcluster's protocol. `protocol_version` is not sent: it is
+    that of the answer with the offer, and of connections by it."""
 
     transport: str
     address: str
     version: int = 0
     details: bytes = b""
+    protocol_version: int = PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class Offers:
     """The transports that a shard incarnation serves besides gRPC; `refused` has the reasons for the others, by
-    transport."""
+    transport. `protocol_version` is that of the conversation in which they came."""
 
     epoch: Epoch
     offers: tuple[Offer, ...] = ()
     refused: tuple[tuple[str, str], ...] = ()
+    protocol_version: int = PROTOCOL_VERSION
 
 
 class PageSlot(NamedTuple):

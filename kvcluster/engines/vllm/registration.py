@@ -27,6 +27,7 @@ from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
 from kvcluster.engines.texts import canonical, error_text, settings_digest
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Unavailable
 
 Log = Callable[[str], object]
@@ -177,6 +178,7 @@ class Registration:
             private=self._private,
             withdrawn=self._withdrawn,
             ready=self._ready,
+            protocol=PROTOCOL_VERSION,
         )
 
     def _fingerprint(self) -> None:
