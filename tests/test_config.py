@@ -381,3 +381,13 @@ def test_the_ports_of_a_cluster_are_in_one_table() -> None:
 def test_ports_and_names_that_cannot_work_are_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         config.load(overrides=values)
+
+
+def test_the_document_of_ports_prints_the_table() -> None:
+    values = {"server": {"report_port": 7071, "secret_file": "/s"}, "metrics": {"port": 9400}}
+    text = (Path(__file__).parents[1] / "docs" / "operations.md").read_text(encoding="utf-8")
+    printed = re.findall(
+        r"^\| ([0-9-]+) \| `([a-z_.]+)` \|", text.partition("### Ports")[2].partition("\n### ")[0], re.M
+    )
+    table = [(f"{use.ports[0]}-{use.ports[-1]}", use.setting) for use in port_table(config.load(overrides=values))]
+    assert printed == [(ports if len({*ports.split("-")}) == 2 else ports.split("-")[0], name) for ports, name in table]

@@ -21,7 +21,8 @@ from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
 from kvcluster.cli.weights import alone, read_engines
 from kvcluster.client.coordinator_client import GrpcPort
-from kvcluster.config import TRANSPORTS
+from kvcluster.config import TRANSPORTS, Config, load
+from kvcluster.config.ports import port_table
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
@@ -49,10 +50,14 @@ def add(commands: Any) -> None:
     )
     add_coordinator_args(doctor)
     doctor.add_argument("--json", action="store_true", help="print the findings as one JSON object")
+    doctor.add_argument("--ports", metavar="FILE", help="print the ports of this configuration instead, for firewalls")
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.ports:
+        print("\n".join(port_lines(load(options.ports))))
+        return 0
     found = examine(address_of(options), options.token)
     if options.json:
         print(json.dumps(found, indent=2))
@@ -61,6 +66,17 @@ def _doctor(options: argparse.Namespace) -> int:
             from kvcluster.cli.doctor_view import print_diagnosis
         print_diagnosis(found)
     return 0 if found["healthy"] else 1
+
+
+def port_lines(config: Config) -> list[str]:
+    """Returns a line for each row of the table of ports: port, setting, who listens and who connects."""
+    rows = [(_port_text(use.ports), use.setting, use.listener, use.callers) for use in port_table(config)]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
+    return ["  ".join((*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3])) for row in rows]
+
+
+def _port_text(ports: range) -> str:
+    return str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
 
 
 def examine(

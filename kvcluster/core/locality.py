@@ -13,6 +13,11 @@ def host_text(name: str, machine: str, namespace: str) -> str:
     return f"{name}@{machine}/{namespace}"
 
 
+def name_of(host: str) -> str:
+    """Returns the name in a text, such as Ray knows the host by."""
+    return host.partition("@")[0]
+
+
 def same_node(one: str, other: str) -> bool:
     """Whether both texts are of processes on one machine. An empty text is nowhere."""
     return bool(one) and _machine(one) == _machine(other)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -21,8 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvcluster.actors import background
-from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
-from kvcluster.config import load
+from kvcluster.config import SHARD_RESOURCE, load
 from kvcluster.runtime.auth import digest, new_token
 from tests.actors.processes import session, title
 from tests.chaos.niceness import NODE, set_niceness
@@ -35,18 +33,8 @@ HEAD, NODES = "head", ("one", "two")
 WORKERS = {"near": HEAD, "far": "far"}
 """Where each worker is: one shares its host, and so its memory, with a shard; the other reaches all by network."""
 
-HEALTH_CHECKS = {
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "500",
-    "RAY_health_check_initial_delay_ms": "500",
-    "RAY_health_check_failure_threshold": "3",
-}
-"""How Ray's head finds out within 5 s that a node hangs or is cut off, where by default it takes 14. docs/operations.md
-tells operators of several nodes; a Ray of one node has nothing to gain, and a false alarm would end it."""
-
-_RAY_PORT = 6379
-_STARTED = "Ray runtime started"
-_TRIES, _JOINED_S = 5, 120.0
+_JOINED, _ENDED = "joined ", "Ray has ended on this node"
+_JOINED_S = 180.0
 _GIVEN_UP_S = 15.0
 _GONE_S = 30.0
 """Ray's own agents look for their raylet for a while when it is gone."""
@@ -81,7 +69,7 @@ class Site(Protocol):
 
 
 class Nodes:
-    """Three nodes and a worker's host in network namespaces."""
+    """Three nodes and a worker's host in network namespaces, started by the product's own commands."""
 
     form = "three nodes in network namespaces"
     hosts = (HEAD, *NODES, *(host for host in WORKERS.values() if host != HEAD))
@@ -93,29 +81,20 @@ class Nodes:
         self._house = ExitStack()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.token = new_token()
-        self.address = ""
+        self.address = f"{self._network.addresses[HEAD]}:7070"
 
     def __enter__(self) -> Nodes:
         with ExitStack() as house:
-            # Short, because sockets lie within it.
             self._folder = Path(tempfile.mkdtemp(prefix="kvchaos-"))
             house.callback(shutil.rmtree, self._folder, ignore_errors=True)
             house.callback(self._reap)
             house.enter_context(self._network)
-            self._environment = os.environ | {
-                "RAY_AUTH_MODE": "token",
-                "RAY_AUTH_TOKEN": secrets.token_urlsafe(32),
-                "RAY_USAGE_STATS_ENABLED": "0",
-                "RAY_worker_niceness": "0",
-                **HEALTH_CHECKS,
-            }
+            self._configure()
             for node in (HEAD, *NODES):
                 self._begin(node)
-                if node == HEAD:  # the others have nothing to join before it is there
-                    self._await_node(node)
             for node in NODES:
-                self._await_node(node)
-            self.address = self._start_cluster()
+                self._await_said(node, _JOINED)
+            self._await_said(HEAD, "as configured")
             self._house = house.pop_all()
         return self
 
@@ -135,8 +114,8 @@ class Nodes:
         (self._network.cut if cut else self._network.heal)(sender, hearer)
 
     def await_end(self, node: str) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self._running[node].wait(_GIVEN_UP_S)
+        with suppress(AssertionError):
+            eventually(lambda: self._said(node).count(_ENDED) > self._ended[node], _GIVEN_UP_S)
 
     def mend(self) -> list[str]:
         left: list[str] = []
@@ -149,70 +128,56 @@ class Nodes:
                 left += [f"{node}: {title(pid)}" for pid in self.pids(node)]
                 _kill(self.pids(node))
             self._begin(node)
-        for node in ended:
-            self._await_node(node)
+        for node in NODES:
+            # A node that was given up has said so, and joins again by itself.
+            self._ended[node] = self._said(node).count(_ENDED)
+            self._await_said(node, _JOINED, times=self._ended[node] + self._begun[node])
         return left
 
+    def _configure(self) -> None:
+        """Writes the files that every node has."""
+        tokens, secret = self._folder / "tokens", self._folder / "secret"
+        tokens.write_text(f"sha256:{digest(self.token)}  chaos  operator\n", encoding="utf-8")
+        secret.write_text(new_token(), encoding="ascii")
+        secret.chmod(0o600)
+        server = {"host": "0.0.0.0", "report_port": 7071, "token_file": str(tokens), "secret_file": str(secret)}
+        coordinator = {**self._settings.get("coordinator", {}), "state_dir": str(self._folder / "state")}
+        settings = {**self._settings, "server": server, "coordinator": coordinator}
+        (self._folder / "cluster.toml").write_text(_toml(settings), encoding="utf-8")
+        self._begun, self._ended = dict.fromkeys((HEAD, *NODES), 0), dict.fromkeys(NODES, 0)
+
     def _begin(self, node: str) -> None:
-        """`ray start` on that node, as an operator does it."""
-        address = self._network.addresses
-        folder = self._folder / node
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        """Runs the command of that node, with room for as many shards as a node can lose at most: so that when one is
+        lost, they fit on the others."""
         shard = load(overrides=self._settings).shard
-        pool = shard.device_bytes + shard.host_bytes
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
-        command += [
-            f"--node-ip-address={address[node]}",
-            f"--temp-dir={folder}",
-            "--num-cpus=0",
-            "--disable-usage-stats",
-        ]
-        # Room for as many shards as a node can lose at most: so that when one is lost, they fit on the others.
-        command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--memory={2 * pool}"]
+        command = [sys.executable, "-m", "kvcluster.cli.main"]
         if node == HEAD:
-            command += ["--head", f"--port={_RAY_PORT}", "--include-dashboard=false", "--include-log-monitor=false"]
+            command += ["up", "--foreground"]
         else:
-            command += [f"--address={address[HEAD]}:{_RAY_PORT}"]
-        with self._log(node).open("wb") as log:
+            command += [
+                "join",
+                self._network.addresses[HEAD],
+                f"--memory={2 * (shard.device_bytes + shard.host_bytes)}",
+            ]
+        command += [f"--config={self._folder}/cluster.toml", f"--offer={SHARD_RESOURCE}=2"]
+        with self._log(node).open("ab") as log:
             self._running[node] = subprocess.Popen(
                 self.command(node, command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=ROOT,
-                env=self._environment,
                 start_new_session=True,
             )
+        self._begun[node] += 1
         set_niceness(self._running[node].pid, NODE)
 
-    def _await_node(self, node: str) -> None:
-        """Waits until the node has joined. Where Ray gives up because the machine has too much else to do, it is tried
-        again, as an operator would."""
-        for _ in range(_TRIES):
-            eventually(lambda: _STARTED in self._said(node) or self._running[node].poll() is not None, _JOINED_S)
-            if self._running[node].poll() is None:
-                return
-            said = self._said(node)
-            _kill(self.pids(node))
-            self._begin(node)
-        raise AssertionError(f"Ray does not start on {node}: {said}")
-
-    def _start_cluster(self) -> str:
-        tokens = self._folder / "tokens"
-        tokens.write_text(f"sha256:{digest(self.token)}  chaos  operator\n", encoding="utf-8")
-        host = self._network.addresses[HEAD]
-        settings = {
-            **self._settings,
-            "server": {"host": host, "port": 7070, "token_file": str(tokens)},
-            "coordinator": {**self._settings.get("coordinator", {}), "state_dir": str(self._folder / "state")},
-        }
-        command = [sys.executable, "-m", "tests.chaos.start", f"{host}:{_RAY_PORT}", json.dumps(settings)]
-        done = subprocess.run(
-            self.command(HEAD, command), check=False, capture_output=True, text=True, cwd=ROOT, env=self._environment
-        )
-        assert done.returncode == 0, f"the cluster did not start: {done.stdout}{done.stderr}"
-        return done.stdout.split()[-1]
+    def _await_said(self, node: str, text: str, times: int = 1) -> None:
+        """Waits until the node's command has said this so many times."""
+        try:
+            eventually(lambda: self._said(node).count(text) >= times, _JOINED_S)
+        except AssertionError:
+            raise AssertionError(f"{node} has not said {text!r}, but: {self._said(node)}") from None
 
     def _log(self, node: str) -> Path:
         return self._folder / f"{node}.log"
@@ -263,6 +228,15 @@ class OneHost:
 
     def mend(self) -> list[str]:
         return []
+
+
+def _toml(settings: Mapping[str, Any]) -> str:
+    """The settings as TOML, whose values are written as in JSON."""
+    top = "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items() if not isinstance(value, dict))
+    for section, values in settings.items():
+        if isinstance(values, dict):
+            top += f"[{section}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())
+    return top
 
 
 def _kill(pids: Sequence[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcluster.core.ids import BlockHash, ShardId
-from kvcluster.core.locality import host_text, may_share_memory, same_node
+from kvcluster.core.locality import host_text, may_share_memory, name_of, same_node
 from kvcluster.core.placement import Candidate, choose
 
 POD, SIDECAR, OTHER_POD = host_text("pod-a", "m1", "7"), host_text("engine", "m1", "7"), host_text("pod-b", "m1", "8")
@@ -23,6 +23,11 @@ def test_pods_of_a_node_do_not() -> None:
 def test_machines_of_one_name_are_two() -> None:
     assert not same_node(POD, ELSEWHERE)
     assert not may_share_memory(POD, ELSEWHERE)
+
+
+def test_a_host_is_known_to_ray_by_its_name() -> None:
+    assert name_of(POD) == "pod-a"
+    assert name_of("memory") == "memory"
 
 
 def test_nowhere_is_near_nothing() -> None:

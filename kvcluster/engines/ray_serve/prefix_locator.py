@@ -26,6 +26,7 @@ from typing import TypeVar
 from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
 from kvcluster.client.coordinator_client import CoordinatorClient, GrpcPort
 from kvcluster.client.prompt import Prompt
+from kvcluster.core.locality import name_of
 from kvcluster.core.messages import Explain, Explained, GetNamespaces, Namespaces, Need
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
@@ -263,7 +264,7 @@ def _stretches(explained: Explained) -> list[Stretch]:
     for fate in explained.fates:
         if fate.plan is None:
             break
-        hosts = tuple(source.shard.host for of_group in fate.plan for source in of_group or ())
+        hosts = tuple(name_of(source.shard.host) for of_group in fate.plan for source in of_group or ())
         if hosts:
             found.append(Stretch(fate.count, hosts))
     return found

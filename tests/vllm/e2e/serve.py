@@ -267,6 +267,11 @@ def _ask(serving: Serving, prompt: Sequence[int], *, plain: bool = False, new: i
 # ------------------------------------------------------------------------------------------------------ what runs
 
 
+def settings_of_cluster() -> str:
+    """Returns the settings of the cluster, at a port that is free."""
+    return json.dumps(CLUSTER | {"server": {"port": 0}})
+
+
 @contextmanager
 def _serving(house: House) -> Iterator[Serving]:
     """Two nodes, a cluster over both, and the application; all of it goes at the end."""
@@ -276,7 +281,13 @@ def _serving(house: House) -> Iterator[Serving]:
         head, ray_address = _node(stack, house, HOSTS[0], "")
         nodes = [head, *(_node(stack, house, host, ray_address)[0] for host in HOSTS[1:])]
         started = subprocess.run(
-            [str(house.python), "-m", "tests.chaos.start", ray_address, json.dumps(CLUSTER | {"server": {"port": 0}})],
+            [
+                str(house.python),
+                "-m",
+                "tests.vllm.e2e.start_cluster",
+                ray_address,
+                settings_of_cluster(),
+            ],
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -285,8 +296,8 @@ def _serving(house: House) -> Iterator[Serving]:
         assert started.returncode == 0, started.stderr[-4000:]
         coordinator = started.stdout.split()[-1]
         connector = {"address": coordinator, "report": True, "prefill_tokens_per_s": ALWAYS}
-        settings = {"ray": ray_address, "port": port, "model": house.model(MODEL), "connector": connector}
-        command = [str(house.python), "-m", "tests.vllm.e2e.serve_app", json.dumps(settings | {"said": str(said)})]
+        app = {"ray": ray_address, "port": port, "model": house.model(MODEL), "connector": connector}
+        command = [str(house.python), "-m", "tests.vllm.e2e.serve_app", json.dumps(app | {"said": str(said)})]
         application = _program(stack, house, "application", command)
         assert application.stdout is not None
         up = next((line for line in application.stdout if line == "up\n"), "")
