@@ -24,13 +24,14 @@ from typing import Any
 
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import BlockHash
-from tests.chaos import netns, victims
+from tests.chaos import victims
 from tests.chaos.faults import BRIEF_S, Fault, Kind, Stage
 from tests.chaos.niceness import WORKER, set_niceness
 from tests.chaos.observer import BLOCKS
 from tests.chaos.report import Report
 from tests.chaos.sites import HEAD, ROOT, WORKERS, Nodes, OneHost, Site
 from tests.chaos.worker import CALLS
+from tests.hosts import netns
 from tests.waiting import eventually
 
 OBSERVER = "observer"

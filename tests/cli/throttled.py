@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
 
-from tests.chaos import netns
+from tests.hosts import netns
 
 ROOT = Path(__file__).parents[2]
 SHARD, WORKER = "shard", "worker"
