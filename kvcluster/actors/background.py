@@ -37,6 +37,10 @@ from kvcluster.config import Config, as_values, differences, load
 from kvcluster.errors import ConfigError, KVClusterError
 
 
+_PLENTY = 1_000
+"""More shards than any machine takes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Running:
     """The record of a running cluster. `pid`: of its session's leader. `started`: when that process began, in clock
@@ -162,11 +166,11 @@ def connected(address: str, node_ip: str = "", folder: Path | None = None) -> It
 
 
 def offered(config: Config) -> dict[str, float]:
-    """Returns the custom resources of a node that takes all shards."""
+    """Returns the custom resources of a node that takes as many shards of each group as its memory allows."""
     resources: dict[str, float] = {}
     for group in config.shard_groups.values():
         for name, amount in group.resources.items():
-            resources[name] = resources.get(name, 0.0) + amount * group.shards
+            resources[name] = resources.get(name, 0.0) + amount * _PLENTY
     return resources
 
 

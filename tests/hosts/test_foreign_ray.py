@@ -19,7 +19,7 @@ from kvcluster.runtime.auth import new_token, token_line
 from tests.ports import free_port
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parents[2]
 TOKEN = secrets.token_urlsafe(32)
 

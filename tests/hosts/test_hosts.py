@@ -14,7 +14,7 @@ import pytest
 from tests.hosts.hosts import Cluster
 from tests.hosts.netns import missing
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(600)]
 NETWORKS = [] if missing() else ["network namespaces"]
 """None where the machine gives us none: then nothing here runs."""
 

@@ -1,0 +1,104 @@
+"""`kvcluster up --foreground` on one machine: it keeps the cluster as configured, and ends it when it is told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcluster.actors import background
+from kvcluster.cli.coordinator_args import read_status
+from kvcluster.client.coordinator_client import GrpcPort, expect
+from kvcluster.core.ids import ShardId
+from kvcluster.core.messages import Done, Drain
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.rpc import Connection
+from tests.actors.processes import session
+from tests.ports import free_port
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+ROOT = Path(__file__).parents[2]
+PATIENCE_MS = 10_000
+
+
+class Foreground:
+    """The command, its settings and what it says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self.settings, self.log = free_port(), folder / "cluster.toml", folder / "log"
+        self.configure(shards=1)
+        command = [sys.executable, "-m", "kvcluster.cli.main", "up", "--foreground", "--config", str(self.settings)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
+        self._port = GrpcPort(Connection(f"127.0.0.1:{self.port}", None))
+
+    def configure(self, shards: int) -> None:
+        text = f'shards = {shards}\n[server]\nport = {self.port}\n[shard]\ndevice_bytes = "64MiB"\n'
+        self.settings.write_text(text, encoding="utf-8")
+
+    def said(self) -> str:
+        return self.log.read_text(encoding="utf-8")
+
+    def wait(self, holds: Callable[[dict[str, int]], object]) -> dict[str, int]:
+        """Waits until this holds of `shards`, and returns them."""
+        try:
+            return eventually(lambda: found if holds(found := self.shards()) else None) or {}
+        except AssertionError:
+            raise AssertionError(f"in vain: {self.shards()}; it has said: {self.said()}") from None
+
+    def shards(self) -> dict[str, int]:
+        """The epochs of the shards that are up."""
+        try:
+            status = read_status(self._port, PATIENCE_MS)
+        except (Unavailable, KVClusterError):
+            return {}
+        return {each["shard"]: each["epoch"] for each in status["shards"] if each["state"] == "up"}
+
+    def drain(self, shard: str) -> None:
+        assert expect(Done, self._port.ask(Drain(ShardId(shard)), Deadline.after_ms(PATIENCE_MS))).ok
+
+    def close(self) -> None:
+        self._port.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def foreground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Foreground]:
+    running = Foreground(tmp_path_factory.mktemp("foreground"))
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def test_a_drained_shard_is_replaced(foreground: Foreground) -> None:
+    before = foreground.wait(lambda shards: list(shards) == ["shard-0"])
+    foreground.drain("shard-0")
+    # Under its own name, or under the next if the replacement has started while it drained.
+    foreground.wait(lambda shards: len(shards) == 1 and shards != before)
+
+
+def test_a_changed_number_of_shards_is_followed(foreground: Foreground) -> None:
+    foreground.configure(shards=2)
+    foreground.wait(lambda shards: len(shards) == 2)
+    assert "the configuration has changed: shards is 1, not 2" in foreground.said()
+    foreground.configure(shards=1)
+    foreground.wait(lambda shards: len(shards) == 1)
+
+
+def test_it_ends_the_cluster_when_it_is_told_to_and_leaves_nothing(foreground: Foreground) -> None:
+    known = background.find(foreground.port)
+    assert known is not None
+    os.kill(foreground.process.pid, signal.SIGTERM)
+    assert foreground.process.wait(60) == 0
+    assert session(known.pid) == []
+    assert background.find(foreground.port) is None
