@@ -36,7 +36,6 @@ from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, as_values, differences, load
 from kvcluster.errors import ConfigError, KVClusterError
 
-
 _PLENTY = 1_000
 """More shards than any machine takes."""
 
