@@ -75,11 +75,18 @@ def _row(root: Path, collector: Collector, cells: list[str]) -> Iterator[str]:
         return
     runs: set[str] = set()
     for kind, text in references:
-        runs |= NAMED_IN[kind][1] if kind else {CI}
+        runs |= NAMED_IN[kind][1] if kind else {NIGHTLY if _is_nightly(root, text) else CI}
         yield from _named(root, kind, text) if kind else _selected(root, collector, text)
     said = ", ".join(tier for tier in (CI, NIGHTLY) if tier in runs)
     if cells[3] != said:
         yield f"`runs in` says {cells[3]!r}; its tests run in {said!r}"
+
+
+def _is_nightly(root: Path, text: str) -> bool:
+    """Whether all tests of the file that this text names are marked so."""
+    path = root / text.partition(" ")[0]
+    marks = re.search(r"^pytestmark = .*$", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
+    return marks is not None and "pytest.mark.nightly" in marks[0]
 
 
 def _named(root: Path, kind: str, name: str) -> Iterator[str]:

@@ -232,13 +232,16 @@ def test_a_token_is_added_and_revoked_while_the_cluster_runs(cluster: Up) -> Non
 def test_status_prints_a_row_a_shard(cluster: Up) -> None:
     done = kvc("status", "--port", cluster.port, token=cluster.tenants["red"].secret)
     assert (done.returncode, done.stderr) == (0, "")
-    head, whose, rates, columns, *rows = done.stdout.splitlines()
+    head, whose, rates, *releases, columns, one, two = done.stdout.splitlines()
     assert head.startswith(f"{cluster.address}  serving, up ")
     assert rates.startswith("hit rate ")
     assert whose.startswith("figures of tenant red alone")
     counts = ["pages", "leases", "evicted", "pulled", "corrupt"]
     assert columns.split() == ["shard", "state", "tier", "used", "of", *counts, "address"]
-    assert [row.split()[:3] for row in rows] == [["shard-0", "up", "-"], ["shard-1", "up", "-"]]
+    assert [row.split()[:3] for row in (one, two)] == [["shard-0", "up", "-"], ["shard-1", "up", "-"]]
+    (alike,) = releases  # no process differs
+    assert alike.startswith(f"release {kvcluster.__version__}")
+    assert alike.endswith("coordinator, shard-0, shard-1")
 
 
 @pytest.mark.cluster

@@ -22,6 +22,7 @@ from kvcluster.core.messages import (
     shard,
 )
 from kvcluster.core.miss import Loss
+from kvcluster.release import PROTOCOL_VERSION
 
 MODULES = (common, coordinator, driver, effects, engines, events, exchange, orders, reports, shard)
 NOTHING = [
@@ -33,6 +34,8 @@ OTHERWISE = {
     ("PrepareLoad", "hold"): True,
     ("EngineInfo", "ready"): True,
     ("PinBlocks", "replicas"): 1,
+    ("Offer", "protocol_version"): PROTOCOL_VERSION,  # not sent: the version of the answer that it came in
+    ("Offers", "protocol_version"): PROTOCOL_VERSION,
 }
 
 
