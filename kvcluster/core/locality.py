@@ -7,6 +7,8 @@ of one machine are on the same node and may not. The text is `NAME@MACHINE/NAMES
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 def host_text(name: str, machine: str, namespace: str) -> str:
     """Returns the text for a process on this machine and in this network namespace."""
@@ -20,18 +22,21 @@ def name_of(host: str) -> str:
 
 def same_node(one: str, other: str) -> bool:
     """Whether both texts are of processes on one machine. An empty text is nowhere."""
-    return bool(one) and _machine(one) == _machine(other)
+    return bool(one) and _alike(one, other, lambda host: _place(host).partition("/")[0])
 
 
 def may_share_memory(one: str, other: str) -> bool:
     """Whether both texts are of processes that can hand one another memory."""
-    return bool(one) and _place(one) == _place(other)
+    return bool(one) and _alike(one, other, _place)
 
 
-def _place(text: str) -> str:
-    """Returns machine and namespace; the whole of a text that is only a name."""
-    return text.partition("@")[2] or text
+def _alike(one: str, other: str, of: Callable[[str], str]) -> bool:
+    """Whether both texts have the same part; the same name, if one is of a release that told its name alone."""
+    if "@" in one and "@" in other:
+        return of(one) == of(other)
+    return name_of(one) == name_of(other)
 
 
-def _machine(text: str) -> str:
-    return _place(text).partition("/")[0]
+def _place(host: str) -> str:
+    """Returns machine and namespace."""
+    return host.partition("@")[2]

@@ -30,6 +30,12 @@ def test_a_host_is_known_to_ray_by_its_name() -> None:
     assert name_of("memory") == "memory"
 
 
+def test_a_release_that_told_its_name_alone_is_compared_by_it() -> None:
+    assert may_share_memory("pod-a", POD)
+    assert same_node(POD, "pod-a")
+    assert not may_share_memory("pod-b", POD)
+
+
 def test_nowhere_is_near_nothing() -> None:
     assert not same_node("", "")
     assert not may_share_memory("", "")
