@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from kvcluster.client import Client
+from kvcluster.client import Client, store_executor
 from kvcluster.client.layouts import Buffers
 from kvcluster.config import TRANSPORTS
 from tests.chaos.content import PAGE_BYTES, SPEC, lonely, right_bytes, wrong
@@ -148,6 +148,8 @@ class Observer:
 
 def main(address: str, token: str, path: str) -> None:
     """Answers until its input ends."""
+    # As from a host without a shard: otherwise all its prompts would be placed on the shard beside it.
+    store_executor.here = lambda: "observer"
     with ExitStack() as house:
         journal = Journal(house.enter_context(open(path, "a", encoding="utf-8")))
         house.callback(lambda: journal.say(ended=True))
