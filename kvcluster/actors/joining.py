@@ -8,20 +8,18 @@ beside their replacements, and waits for that as long as it may.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from kvcluster.actors.foreground import Say, node_folder, stopped_by_signals
 from kvcluster.actors.gcs import NodeNotes, check_head
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import ray_of_nodes
-from kvcluster.actors.ray_node import RayNode, fixed_ports, start_node, uninterrupted
-from kvcluster.actors.stopping import longest_save_ms
+from kvcluster.actors.ray_node import RayNode, fixed_ports, session_of, start_node, uninterrupted
+from kvcluster.actors.stopping import is_shard, longest_save_ms
 from kvcluster.config import Config
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
 from kvcluster.runtime.secret_file import RAY, derived_key
@@ -116,7 +114,7 @@ def _leave(config: Config, joining: Joining, node_ip: str, node: RayNode, say: S
 
 def shards_here(session: int) -> int:
     """Returns how many processes of shards run in this session."""
-    return sum(b"ray::ShardActor" in title for title in _titles(session))
+    return sum(map(is_shard, session_of(session)))
 
 
 def address_towards(head: str) -> str:
@@ -130,16 +128,6 @@ def address_towards(head: str) -> str:
             return address
     except OSError as error:
         raise Unreachable(f"no way leads from here to {head}: {error.strerror or error}") from None
-
-
-def _titles(session: int) -> Sequence[bytes]:
-    titles = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if os.getsid(int(entry.name)) == session:
-                    titles.append((entry / "cmdline").read_bytes())
-    return titles
 
 
 def _labels(joining: Joining) -> list[str]:

@@ -61,12 +61,12 @@ def save_shards(shards: Sequence[Any], config: ShardConfig) -> None:
 def end_shards(pids: Iterable[int], stop_ms: int) -> None:
     """Sends SIGTERM to the shards among these processes, so that they save their pages and end, and waits until they
     have ended. Does nothing if `stop_ms` is 0."""
-    shards = [pid for pid in pids if stop_ms and _is_shard(pid)]
+    shards = [pid for pid in pids if stop_ms and is_shard(pid)]
     for pid in shards:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
     give_up = time.monotonic() + stop_ms / 1_000 + _MARGIN_S
-    while any(map(_is_shard, shards)) and time.monotonic() < give_up:
+    while any(map(is_shard, shards)) and time.monotonic() < give_up:
         time.sleep(_POLL_S)
 
 
@@ -85,7 +85,7 @@ def on_sigterm(stop: Callable[[], object]) -> None:
     signal.signal(signal.SIGTERM, handle)
 
 
-def _is_shard(pid: int) -> bool:
+def is_shard(pid: int) -> bool:
     """Whether that process runs and is the actor of a shard: Ray names its workers after what they run."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(_TITLE)

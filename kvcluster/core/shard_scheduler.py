@@ -11,6 +11,7 @@ starts first where there is room for both.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -147,14 +148,14 @@ def _of_group(
     sentences += [f"{each.shard} waits for a node with {needs(group)}" for each in staying if not each.node]
     taken = {*(each.shard for each in own), *awaited}
     starts: list[Start] = []
-    placed = _counts(own)
+    placed = Counter(each.node for each in own)
     for shard in _names(name, room.values(), taken, given_up, lacking - len(away)):
         home = _home(shard, group, room, placed)
         if isinstance(home, str):
             sentences.append(home)
             continue
         starts.append(Start(shard, name, home.id, bound=bool(group.shard.disk_bytes)))
-        placed[home.id] = placed.get(home.id, 0) + 1
+        placed[home.id] += 1
         room[home.id] = _less(home, group)
     return Schedule(tuple(starts), waiting=tuple(_merged(sentences)))
 
@@ -173,7 +174,7 @@ def _names(
 def _home(shard: ShardId, group: GroupConfig, room: Mapping[str, Node], placed: Mapping[str, int]) -> Node | str:
     """Returns the node for a new shard: that of its volume, or the one with the fewest shards of its group among those
     with room. Returns why there is none instead."""
-    nodes = [node for node in room.values() if shard in node.volumes] if _has_volume(shard, room.values()) else None
+    nodes = [node for node in room.values() if shard in node.volumes]
     candidates = [node for node in (nodes or room.values()) if _fits(node.free, node, group)]
     if candidates:
         return min(candidates, key=lambda node: (placed.get(node.id, 0), -node.free.get(MEMORY, 0.0), node.name))
@@ -196,10 +197,7 @@ def _no_node(name: str, group: GroupConfig) -> str:
 
 def _merged(sentences: Iterable[str]) -> Iterator[str]:
     """Returns the sentences, equal ones as one that says how many."""
-    counted: dict[str, int] = {}
-    for sentence in sentences:
-        counted[sentence] = counted.get(sentence, 0) + 1
-    for sentence, times in counted.items():
+    for sentence, times in Counter(sentences).items():
         plural = sentence.replace("a shard of group", f"{times} shards of group", 1).replace(" waits ", " wait ", 1)
         yield sentence if times == 1 else plural
 
@@ -218,23 +216,20 @@ def _offers(node: Node, group: GroupConfig) -> bool:
 
 
 def _fits(has: Mapping[str, float], node: Node, group: GroupConfig) -> bool:
-    claims = {**group.resources, MEMORY: float(pool_bytes(group))}
-    return _offers(node, group) and all(has.get(name, 0.0) >= amount for name, amount in claims.items())
+    return _offers(node, group) and all(has.get(name, 0.0) >= amount for name, amount in _claims(group).items())
+
+
+def _claims(group: GroupConfig) -> dict[str, float]:
+    """Returns what a shard of this group takes of its node, memory among it."""
+    return {**group.resources, MEMORY: float(pool_bytes(group))}
 
 
 def _less(node: Node, group: GroupConfig) -> Node:
     """Returns the node with one more shard of this group on it."""
     free = dict(node.free)
-    for name, amount in {**group.resources, MEMORY: float(pool_bytes(group))}.items():
+    for name, amount in _claims(group).items():
         free[name] = free.get(name, 0.0) - amount
     return replace(node, free=free)
-
-
-def _counts(shards: Iterable[RunningShard]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for each in shards:
-        counts[each.node] = counts.get(each.node, 0) + 1
-    return counts
 
 
 def _orphans(nodes: Iterable[Node], known: Collection[ShardId]) -> Iterator[tuple[ShardId, str]]:
@@ -242,10 +237,6 @@ def _orphans(nodes: Iterable[Node], known: Collection[ShardId]) -> Iterator[tupl
         for shard in sorted(node.volumes, key=_number):
             if shard not in known:
                 yield shard, node.name
-
-
-def _has_volume(shard: ShardId, nodes: Iterable[Node]) -> bool:
-    return any(shard in node.volumes for node in nodes)
 
 
 def _number(shard: ShardId) -> tuple[str, int]:
