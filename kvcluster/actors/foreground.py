@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from kvcluster.actors import background, cluster, settings
@@ -22,7 +20,7 @@ from kvcluster.actors.gcs import asks_for_a_token
 from kvcluster.actors.listening import bound_socket
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import own_ray, ray_of_nodes, redis_password
-from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, start_node, uninterrupted
+from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, running_node
 from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, differences
@@ -168,23 +166,9 @@ def _head(config: Config, node_ip: str, offers: Mapping[str, float]) -> Iterator
     if password := redis_password(config):
         where.append(f"--redis-password={password}")  # Ray itself passes it on like this
     shards = int(sum(offers.values()))
-    with node_folder() as folder:
-        node: RayNode | None = None
-        try:
-            with uninterrupted():
-                node = start_node(folder, where, bytes_for_pools(shards=shards) if shards else 0, offers)
-            node.wait_until_up()
-            yield node
-        finally:
-            if node is not None:
-                node.end(longest_save_ms(config))
-
-
-@contextlib.contextmanager
-def node_folder() -> Iterator[Path]:
-    """A private folder for the files of a Ray node, with a path short enough for its sockets."""
-    with tempfile.TemporaryDirectory(prefix="kvcluster-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        yield Path(folder, "ray")
+    memory = bytes_for_pools(shards=shards) if shards else 0
+    with running_node(where, memory, offers, longest_save_ms(config)) as node:
+        yield node
 
 
 def _adopt(config: Config, say: Say) -> None:

@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvcluster.actors.foreground import Say, node_folder, stopped_by_signals
+from kvcluster.actors.foreground import Say, stopped_by_signals
 from kvcluster.actors.gcs import NodeNotes, check_head
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import ray_of_nodes
-from kvcluster.actors.ray_node import RayNode, fixed_ports, session_of, start_node, uninterrupted
+from kvcluster.actors.ray_node import RayNode, fixed_ports, running_node, session_of
 from kvcluster.actors.stopping import is_shard, longest_save_ms
 from kvcluster.config import Config
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
@@ -75,22 +75,14 @@ def _run_node(config: Config, joining: Joining, say: Say, stop: threading.Event)
         *fixed_ports(config.ray, node_ip),
         *_labels(joining),
     ]
-    with node_folder() as folder:
-        node: RayNode | None = None
-        try:
-            with uninterrupted():
-                node = start_node(folder, where, memory, joining.offers)
-            node.wait_until_up()
-            say(f"joined {joining.head} as {node_ip}, with {memory / 2**30:.2f} GiB for pools")
-            while node.runs() and not stop.wait(_LOOK_S):
-                pass
-            if stop.is_set() and node.runs():
-                _leave(config, joining, node_ip, node, say)
-            elif not stop.is_set():
-                say(f"Ray has ended on this node: {node.last_words()}")
-        finally:
-            if node is not None:
-                node.end(longest_save_ms(config))
+    with running_node(where, memory, joining.offers, longest_save_ms(config)) as node:
+        say(f"joined {joining.head} as {node_ip}, with {memory / 2**30:.2f} GiB for pools")
+        while node.runs() and not stop.wait(_LOOK_S):
+            pass
+        if stop.is_set() and node.runs():
+            _leave(config, joining, node_ip, node, say)
+        elif not stop.is_set():
+            say(f"Ray has ended on this node: {node.last_words()}")
 
 
 def _leave(config: Config, joining: Joining, node_ip: str, node: RayNode, say: Say) -> None:

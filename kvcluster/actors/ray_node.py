@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,6 +81,22 @@ def start_node(
         command += ["--resources={" + offered + "}"]
     folder.mkdir(exist_ok=True)
     return RayNode(_spawn(command, log_of(folder)), folder)
+
+
+@contextlib.contextmanager
+def running_node(where: Sequence[str], memory: int, resources: Mapping[str, float], stop_ms: int) -> Iterator[RayNode]:
+    """A node within the block, as of `start_node`, in a private folder whose path is short enough for its sockets. Ends
+    it with the block; its shards may save their pages for `stop_ms` before. Raises as RayNode.wait_until_up."""
+    with tempfile.TemporaryDirectory(prefix="kvcluster-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        node: RayNode | None = None
+        try:
+            with uninterrupted():
+                node = start_node(Path(folder, "ray"), where, memory, resources)
+            node.wait_until_up()
+            yield node
+        finally:
+            if node is not None:
+                node.end(stop_ms)
 
 
 def fixed_ports(ray: RayConfig, node_ip: str) -> list[str]:
