@@ -123,11 +123,14 @@ class ShardActor:
         return choose(shard, self._secret, self._next_attempt, takes=self._takes)
 
     def _save_and_end(self) -> None:
+        self._try_to_save()
+        end_process(Leave("it was told to stop"))
+
+    def _try_to_save(self) -> None:
         try:
             self.save()
         except Unavailable as error:
             log.warning("the pages of this shard are not saved: %s", error)
-        end_process(Leave("it was told to stop"))
 
     def _leave(self, leave: Leave) -> None:
         if not leave.for_good:
@@ -137,7 +140,8 @@ class ShardActor:
 
     def _leave_for_good(self, leave: Leave) -> None:
         """Ends this actor by `ray.kill`: Ray restarts an actor whose process exits, but not one that was killed like
-        this."""
+        this. Its pages are saved before: a shard of its name may start on its volume, when the node is back."""
+        self._try_to_save()
         log.warning("ending this shard, which is not restarted: %s", leave.reason)
         ray.kill(self._me, no_restart=True)
         time.sleep(_KILL_S)

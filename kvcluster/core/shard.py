@@ -136,7 +136,7 @@ class Shard:
             self._namespaces.adopt(tier, found[tier], pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
-        self._over = False
+        self._over = self._replaced = False
         self._pressed = False  # the last report said that writers wait for space
         self._dispatcher = self._handlers()
 
@@ -177,7 +177,7 @@ class Shard:
             *self._pins.serve(now, may_grant=self.member(now)),
         ]
         effects += [] if self._over else self._scrubber.begin(now)
-        effects += [] if self._over else self._saver.serve(now, mover_busy=bool(self._tier_mover.attempts))
+        effects += self._saver.serve(now, mover_busy=bool(self._tier_mover.attempts))
         if self._pressed and not self._queue:  # otherwise it counts as full until its next heartbeat
             self._pressed = False
             self._sender.say_soon()
@@ -186,9 +186,9 @@ class Shard:
 
     def next_deadline(self) -> int | None:
         """Returns when the next Tick is due, or None."""
-        due = [self._queue.next_deadline, self._pins.next_deadline, self._leases.next_expiry]
+        due = [self._queue.next_deadline, self._pins.next_deadline, self._leases.next_expiry, self._saver.next_deadline]
         if not self._over:
-            due += [self._sender.next_deadline, self._scrubber.next_deadline, self._saver.next_deadline]
+            due += [self._sender.next_deadline, self._scrubber.next_deadline]
         return min((at for at in due if at is not None), default=None)
 
     def member(self, now: int) -> bool:
@@ -324,12 +324,13 @@ class Shard:
         return self._move(now)
 
     def _save(self, m: SavePages, now: int) -> list[Effect]:
-        """Begins to save its pages, because it is to stop. From now on it stores nothing and moves nothing else."""
+        """Begins to save its pages, because it is to stop or has been drained. From now on it stores nothing and moves
+        nothing else. A shard that has been replaced saves nothing: the newer incarnation may have its store."""
         self._saver.start(m)
         self._orders.stopping = True
         self._tier_mover.reset()
         self._sender.say_soon()
-        return self._saver.end() if self._over else []
+        return self._saver.end() if self._replaced else []
 
     # ------------------------------------------------------------------------------------- the coordinator
 
@@ -369,11 +370,12 @@ class Shard:
         return []
 
     def _leave(self, reason: LeaveReason, now: int) -> list[Effect]:
-        """Ends this incarnation: revokes all leases, and answers all waiting requests."""
-        self._over = True
+        """Ends this incarnation: revokes all leases, and answers all waiting requests. What a drained shard saves goes
+        on."""
+        self._over, self._replaced = True, reason is LeaveReason.REPLACED
         effects: list[Effect] = [Revoke(attempt) for attempt in self._leases.revoke_all()]
-        effects += [*self._writes.serve(now, may_begin=False), *self._pins.give_up(), *self._saver.end()]
-        effects += self._sender.end()
+        effects += [*self._writes.serve(now, may_begin=False), *self._pins.give_up()]
+        effects += [*(self._saver.end() if self._replaced else []), *self._sender.end()]
         return [*effects, Leave(_LEAVE_REASONS[reason], for_good=reason is LeaveReason.DRAINED)]
 
     # ---------------------------------------------------------------------------------------------- time

@@ -411,6 +411,33 @@ def test_a_shard_that_is_told_to_leave_answers_at_once() -> None:
     assert on_drive(shard) == []
 
 
+def test_a_shard_that_has_been_replaced_saves_nothing_any_more() -> None:
+    shard = holding(A, found=disk())
+    shard.hear(leave=LeaveReason.REPLACED)
+    call = save(shard)
+    assert result(shard, call) == PagesSaved(0, 0, 1, RAW)
+    assert work(shard) == []
+
+
+def test_a_drained_shard_saves_what_it_still_holds() -> None:
+    shard = holding(A, B, found=disk())
+    shard.hear(leave=LeaveReason.DRAINED)
+    assert saved(shard) == PagesSaved(2, 2 * Q8, 0, 0)
+    assert len(on_drive(shard)) == 2
+
+
+def test_a_shard_that_is_drained_while_it_saves_goes_on() -> None:
+    shard = holding(A, B, found=disk())
+    call = save(shard)
+    work(shard, batches=1)
+    shard.hear(leave=LeaveReason.DRAINED)
+    assert result(shard, call) is None
+    shard.move()
+    work(shard)
+    assert result(shard, call) == PagesSaved(2, 2 * Q8, 0, 0)
+    assert len(on_drive(shard)) == 2
+
+
 # ----------------------------------------------------------------------------- what else it does meanwhile
 
 

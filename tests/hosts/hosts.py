@@ -66,6 +66,7 @@ class Cluster:
             secret = self.kvcluster("head", "token", "--secret")
             (self.folder / "secret").write_text(secret, encoding="utf-8")
             (self.folder / "secret").chmod(0o600)
+            self.disk.mkdir()
             self.configure(self._more, self._changes)
         except BaseException:
             self.__exit__()
@@ -87,6 +88,11 @@ class Cluster:
         path = self.folder / "cluster.toml"
         path.write_text(self._here(text + more), encoding="utf-8")
         return path
+
+    @property
+    def disk(self) -> Path:
+        """The folder at which each host has a disk of its own."""
+        return self.folder / "disk"
 
     # ---------------------------------------------------------------------------------------- processes
 
@@ -196,7 +202,9 @@ class Cluster:
 
     def _run(self, host: str, command: Sequence[str], wrapper: Sequence[str] = ()) -> None:
         assert command[0] == "kvcluster"
-        argv = [*wrapper, *_KVCLUSTER, *map(self._here, command[1:])]
+        own = self.folder / "disks" / host
+        own.mkdir(parents=True, exist_ok=True)
+        argv = [*_own_disk(own, self.disk), *wrapper, *_KVCLUSTER, *map(self._here, command[1:])]
         with (self.folder / f"{host}.log").open("ab") as log:
             self.processes[host] = subprocess.Popen(
                 self.network.command(host, argv),
@@ -210,3 +218,8 @@ class Cluster:
     def _here(self, text: str) -> str:
         """The text with the paths of this run, and the head's address."""
         return re.sub(r"\bHEAD\b", self.address, text.replace("/etc/kvcluster", str(self.folder)))
+
+
+def _own_disk(own: Path, disk: Path) -> list[str]:
+    """What runs a command on a host so that it finds `own` at `disk`: each host has its own mounts."""
+    return ["sh", "-c", 'mount --bind "$1" "$2" && shift 2 && exec "$@"', "sh", str(own), str(disk)]

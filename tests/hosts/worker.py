@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from typing import Any
 
@@ -53,11 +54,22 @@ def load(client: Client, first: int, last: int) -> dict[str, Any]:
     return {"blocks": loaded, "of": (last - first) * BLOCKS, "wrong": wrong, "seconds": time.monotonic() - began}
 
 
+def replay(client: Client, first: int, last: int) -> dict[str, Any]:
+    """Loads the prompts of these seeds in the same order again and again, until a line comes in, and says what came of
+    each round. Nothing is stored, so that what was lost stays lost."""
+    stop = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.readline(), stop.set()), daemon=True).start()
+    rounds = []
+    while not stop.is_set():
+        rounds.append(load(client, first, last))
+    return {"rounds": rounds}
+
+
 def main(address: str, job: str, first: str, last: str) -> None:
     """Does one job and says what came of it."""
     token = os.environ["KVCLUSTER_TOKEN"]
     with kvcluster.connect(address, SPEC, token=token, config=PATIENT) as client:
-        print(json.dumps({"store": store, "load": load}[job](client, int(first), int(last))))
+        print(json.dumps({"store": store, "load": load, "replay": replay}[job](client, int(first), int(last))))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import (
     Answer,
@@ -122,9 +123,14 @@ class Oracle:
             self._may_grant(shard, now)
 
     def _gave_way_to_saved(self, shard: ShardProcess) -> None:
-        """While a shard saves its pages, colder pages in its store give way, and no others."""
-        for place in self._vanished(shard):
-            if not place[2].spec.addressable:
+        """While a shard saves its pages, colder pages in its store give way, each with its decoded twin, and no
+        others."""
+        gone = self._vanished(shard)
+        stored = {place[:2] for place in gone if not place[2].spec.addressable}
+        for place in gone:
+            slot = shard.ready[place][0]
+            decoded = slot.codec is Codec.RAW and slot.loss is not Loss.EXACT
+            if not place[2].spec.addressable or (decoded and place[:2] in stored):
                 del shard.ready[place]
 
     def _gave_way(self, shard: ShardProcess) -> None:

@@ -135,6 +135,7 @@ class ShardProcess(SimulatedCore):
         # The oracle's own number too: that of the last tombstone that this shard has carried out.
         self.purged = max((stone.number for stone in carried_out(found.values())), default=0)
         self.told_to_leave = False
+        self._leaving = False
 
     def stored_at(self, space: NamespaceId, key: PageKey) -> int | None:
         """Returns when that page was stored; None if this shard does not hold it."""
@@ -164,10 +165,19 @@ class ShardProcess(SimulatedCore):
         codec, raw_blocks = Codec[policy.host_codec.upper()], policy.host_raw_blocks
         self.submit(lambda call: SavePages(call, until, codec, raw_blocks), self._saved)
 
+    def _save_and_leave(self) -> Script:
+        """As `save_and_end`, because the shard has been drained: it is not started again."""
+        yield None, 0
+        self._leaving = True
+        self.save_and_end(self.world.rng.choice((0, 20, 200)) * MS)
+
     def _saved(self, reply: Reply) -> None:
         assert isinstance(reply, PagesSaved)
         self.world.count("save", "all" if not reply.left_pages else "some" if reply.pages else "none")
-        self.world.kill(self)
+        if self._leaving:
+            self.world.left(self, for_good=True)
+        else:
+            self.world.kill(self)
 
     # --------------------------------------------------------------------------------------------- memory
 
@@ -210,6 +220,8 @@ class ShardProcess(SimulatedCore):
                     self.start(self._work())
             case Stage():
                 self.start(self._stage(effect))
+            case Leave(for_good=True) if any(disk.owner is self for disk in self.disks.values()):
+                self.start(self._save_and_leave())
             case Leave():
                 self.world.left(self, for_good=effect.for_good)
             case _:
