@@ -27,7 +27,7 @@ def main() -> int:
     with Run(options.seed, functools.partial(print, flush=True)) as run:
         give_up = time.monotonic() + options.minutes * 60
         run.inflict(itertools.takewhile(lambda _: time.monotonic() < give_up, schedule(options.seed, run.stage)))
-        run.drain(run.stage.shards[0])
+        run.drain()
         report = run.finish()
     print(report.table())
     if options.json is not None:

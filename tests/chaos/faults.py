@@ -35,9 +35,16 @@ class Kind(Enum):
     CUT_ONE_WAY = "link cut one way"
     CUT_BOTH_WAYS = "link cut both ways"
     CUT_OFF = "node cut off"
+    REPLACE_NODE = "node replaced, and back"
+    LOSE_HEAD = "head lost, started on another host"
+    OLDER_SHARD = "shard of an older release came and went"
 
 
-ON_ONE_HOST = tuple(kind for kind in Kind if "node" not in kind.value and "link" not in kind.value)
+_OF_NODES = (
+    *(Kind.KILL_NODE, Kind.STOP_NODE, Kind.CUT_ONE_WAY, Kind.CUT_BOTH_WAYS, Kind.CUT_OFF),
+    *(Kind.REPLACE_NODE, Kind.LOSE_HEAD, Kind.OLDER_SHARD),
+)
+ON_ONE_HOST = tuple(kind for kind in Kind if kind not in _OF_NODES)
 _LASTING = (
     Kind.STOP_WORKER,
     Kind.STOP_SHARD,
@@ -51,22 +58,27 @@ _LASTING = (
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Who there is. `nodes` are those that the cluster survives the loss of; empty where there is one host."""
+    """Who there is. `nodes` are those that the cluster survives the loss of; empty where there is one host.
+    `head_moves`: the head may be lost, too. `older`: there is an older release to mix in."""
 
     shards: tuple[str, ...]
     workers: tuple[str, ...]
     hosts: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+    head_moves: bool = False
+    older: bool = False
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        return tuple(Kind) if self.nodes else ON_ONE_HOST
+        lacks = (() if self.head_moves else (Kind.LOSE_HEAD,)) + (() if self.older else (Kind.OLDER_SHARD,))
+        return tuple(kind for kind in Kind if kind not in lacks) if self.nodes else ON_ONE_HOST
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`target` is a shard, worker, node or host; "" for the coordinator and what is of all. On a link it sends, and
-    `hearer` hears it no more. `seconds`: until it is undone."""
+    """`target` is a shard, worker, node or host; "" for the coordinator and what is of all. Of shards it is the place
+    among those that there are then, since replacements have other names. On a link it sends, and `hearer` hears it no
+    more. `seconds`: until it is undone."""
 
     kind: Kind
     target: str = ""
@@ -111,5 +123,6 @@ def _draw(rng: random.Random, kind: Kind, stage: Stage) -> Fault:
         Kind.KILL_NODE: stage.nodes,
         Kind.STOP_NODE: stage.nodes,
         Kind.CUT_OFF: stage.nodes,
+        Kind.REPLACE_NODE: stage.nodes,
     }.get(kind, ("",))
     return Fault(kind, rng.choice(choices), "", seconds)

@@ -14,6 +14,7 @@ GOALS_S = {
     "replicated shard killed, first hit": 5.0,
     "node killed, stored again": 8.0,
     "coordinator killed, first hit": 5.0,
+    "head lost, first hit": 20.0,
 }
 """From the kill to the victim's blocks served again."""
 

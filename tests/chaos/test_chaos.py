@@ -21,7 +21,7 @@ def test_no_fault_brings_wrong_bytes_errors_or_leaks(capsys: pytest.CaptureFixtu
     with capsys.disabled():
         with Run(SEED, say=functools.partial(print, flush=True)) as run:
             run.inflict(one_of_each(SEED, run.stage))
-            run.drain(run.stage.shards[0])
+            run.drain()
             report = run.finish()
         print(report.table())
     assert report.wrong == []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from tests.chaos.faults import BRIEF_S, LONG_S, ON_ONE_HOST, Fault, Kind, Stage, one_of_each, schedule
 
-NODES = Stage(("s0", "s1"), ("w0", "w1"), ("head", "n1", "n2", "w0", "w1"), ("n1", "n2"))
+NODES = Stage(("s0", "s1"), ("w0", "w1"), ("head", "n1", "n2", "w0", "w1"), ("n1", "n2"), head_moves=True, older=True)
 ONE_HOST = Stage(("s0", "s1"), ("w0", "w1"))
 
 
@@ -36,10 +37,18 @@ def test_one_host_loses_no_node_and_no_link() -> None:
         Kind.CUT_ONE_WAY,
         Kind.CUT_BOTH_WAYS,
         Kind.CUT_OFF,
+        Kind.REPLACE_NODE,
+        Kind.LOSE_HEAD,
+        Kind.OLDER_SHARD,
     }
 
 
-def test_the_victims_are_on_the_stage_and_the_head_is_never_lost() -> None:
+def test_without_redis_the_head_stays_and_without_an_older_release_none_is_mixed_in() -> None:
+    bare = replace(NODES, head_moves=False, older=False)
+    assert set(NODES.kinds) - set(bare.kinds) == {Kind.LOSE_HEAD, Kind.OLDER_SHARD}
+
+
+def test_the_victims_are_on_the_stage() -> None:
     for fault in drawn(4, NODES):
         if "node" in fault.kind.value:
             assert fault.target in NODES.nodes

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import random
 import socket
 import sys
@@ -24,7 +25,11 @@ from kvcluster.config import ClientConfig, load
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.spec import KVSpec
 
-SECRET = "between the processes of these tests"
+SECRET = os.environ.get("KVCLUSTER_PEER_SECRET", "between the processes of these tests")
+HOST = os.environ.get("KVCLUSTER_PEER_HOST", "127.0.0.1")
+TTL_MS = int(os.environ.get("KVCLUSTER_PEER_TTL_MS", "30000"))
+TOKENS = os.environ.get("KVCLUSTER_PEER_TOKENS", "")
+"""By default they are for a cluster of such processes on one host. With these a shard joins a cluster that is there."""
 SPEC = KVSpec.uniform(
     model="m", weights="sha256:1", num_layers=2, num_kv_heads=1, head_dim=32, dtype="float16", block_tokens=16
 )
@@ -59,7 +64,8 @@ def refusals(calls: Any, host: Any = None) -> dict[str, int]:
 
 def settings(shards: int) -> Any:
     quick = {"device_bytes": "32MiB", "report_interval_ms": 20, "report_retry_ms": 20, "scrub_bytes": 0}
-    return load(overrides={"shards": shards, "membership_ttl_ms": 30_000, "shard": quick})
+    server = {"token_file": TOKENS} if TOKENS else {}
+    return load(overrides={"shards": shards, "membership_ttl_ms": TTL_MS, "shard": quick, "server": server})
 
 
 def coordinator(shards: str) -> None:
@@ -100,7 +106,7 @@ def coordinator(shards: str) -> None:
 
 
 def shard(name: str, reports_to: str) -> None:
-    from kvcluster.runtime.auth import Authenticator
+    from kvcluster.runtime.auth import authenticator
     from kvcluster.runtime.metrics import CallMetrics
     from kvcluster.runtime.server import GrpcServer, unary_handlers
     from kvcluster.runtime.shard_host import ShardHost
@@ -110,7 +116,8 @@ def shard(name: str, reports_to: str) -> None:
     from kvcluster.transport.rpc import Connection
     from kvcluster.wire.methods import COORDINATOR, SHARD
 
-    config, auth, calls = settings(1), Authenticator(None, SECRET), CallMetrics(SHARD)
+    config, calls = settings(1), CallMetrics(SHARD)
+    auth = authenticator(config.server, SECRET)
     upstream, attempts = Connection(reports_to, SECRET), own_attempts()
     failures: list[str] = []
 
@@ -122,7 +129,7 @@ def shard(name: str, reports_to: str) -> None:
             raise
 
     handlers: dict[str, Any] = {}
-    server = GrpcServer(handlers, auth, "127.0.0.1", 0, 8, metrics=calls)
+    server = GrpcServer(handlers, auth, HOST, 0, 8, metrics=calls)
     about = known(ShardHost, node="node-s", release=kvcluster.__version__, config_hash="5bad")
     host = ShardHost(
         ShardId(name),
@@ -137,7 +144,7 @@ def shard(name: str, reports_to: str) -> None:
     )
     handlers.update(unary_handlers(SHARD, host.ask, shared=frozenset({"GetOffers", "Suspect"}), metrics=calls))
     handlers.update(page_handlers(host))
-    paths = serve_paths(host, auth, config.server, "127.0.0.1")
+    paths = serve_paths(host, auth, config.server, HOST)
     server.start()
     host.start(paths.offers)
     offers = {offer.transport: offer.address for offer in paths.offers.offers}

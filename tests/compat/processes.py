@@ -7,6 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -21,12 +22,15 @@ BOUND_S = 60.0
 
 
 class Process:
-    """A coordinator or a shard of the release in that folder; its first line is `told`."""
+    """A coordinator or a shard of the release in that folder; its first line is `told`. `wrapper`: a command line that
+    runs it elsewhere."""
 
-    def __init__(self, release: Path, *arguments: str) -> None:
+    def __init__(
+        self, release: Path, *arguments: str, wrapper: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-S", str(PEER), *arguments],
-            env=environment(release),
+            [*wrapper, sys.executable, "-S", str(PEER), *arguments],
+            env={**environment(release), **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

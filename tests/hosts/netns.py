@@ -46,6 +46,7 @@ class Network:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self.addresses = {host: f"10.203.0.{number}" for number, host in enumerate(hosts, 1)}
+        self._moved: dict[str, str] = {}  # further addresses, with the host that has each
 
     def __enter__(self) -> Network:
         _sweep()
@@ -92,6 +93,7 @@ class Network:
                 capture_output=True,
             )
         _run("ip", "-n", _name(host), "addr", "add", f"{address}/24", "dev", "eth0")
+        self._moved[address] = host
         for each in self.addresses:
             subprocess.run(["ip", "-n", _name(each), "neigh", "flush", "to", address], check=False, capture_output=True)
 
@@ -104,8 +106,10 @@ class Network:
         self._rule("-D", sender, hearer)
 
     def _rule(self, change: str, sender: str, hearer: str) -> None:
-        rule = ("-s", self.addresses[sender], "-j", "DROP")
-        _run("ip", "netns", "exec", _name(hearer), "iptables", "--wait", change, "INPUT", *rule)
+        further = (address for address, host in self._moved.items() if host == sender)
+        for address in (self.addresses[sender], *further):
+            rule = ("-s", address, "-j", "DROP")
+            _run("ip", "netns", "exec", _name(hearer), "iptables", "--wait", change, "INPUT", *rule)
 
 
 def _name(host: str) -> str:
