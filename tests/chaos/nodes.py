@@ -138,8 +138,9 @@ class Nodes:
         self._begin(self._head)
 
     def shard_of(self, release: Path, name: str, ttl_ms: int) -> Process:
-        """Starts a shard of another release, without Ray, on the spare host."""
-        peer = {"HOST": self._network.addresses[SPARE], "TTL_MS": str(ttl_ms)}
+        """Starts a shard of another release, without Ray, on the spare host. Its pool has room for all prompts, so that
+        it evicts nothing before it is drained."""
+        peer = {"HOST": self._network.addresses[SPARE], "TTL_MS": str(ttl_ms), "POOL": "256MiB"}
         peer["TOKENS"] = str(self._folder / "tokens")
         peer["SECRET"] = derived_key(str(self._folder / "secret"), ACTORS)
         env = {f"KVCLUSTER_PEER_{key}": value for key, value in peer.items()}

@@ -28,6 +28,7 @@ from kvcluster.core.spec import KVSpec
 SECRET = os.environ.get("KVCLUSTER_PEER_SECRET", "between the processes of these tests")
 HOST = os.environ.get("KVCLUSTER_PEER_HOST", "127.0.0.1")
 TTL_MS = int(os.environ.get("KVCLUSTER_PEER_TTL_MS", "30000"))
+POOL = os.environ.get("KVCLUSTER_PEER_POOL", "32MiB")
 TOKENS = os.environ.get("KVCLUSTER_PEER_TOKENS", "")
 """By default they are for a cluster of such processes on one host. With these a shard joins a cluster that is there."""
 SPEC = KVSpec.uniform(
@@ -63,7 +64,7 @@ def refusals(calls: Any, host: Any = None) -> dict[str, int]:
 
 
 def settings(shards: int) -> Any:
-    quick = {"device_bytes": "32MiB", "report_interval_ms": 20, "report_retry_ms": 20, "scrub_bytes": 0}
+    quick = {"device_bytes": POOL, "report_interval_ms": 20, "report_retry_ms": 20, "scrub_bytes": 0}
     server = {"token_file": TOKENS} if TOKENS else {}
     return load(overrides={"shards": shards, "membership_ttl_ms": TTL_MS, "shard": quick, "server": server})
 
