@@ -56,12 +56,13 @@ def load(client: Client, first: int, last: int) -> dict[str, Any]:
 
 def replay(client: Client, first: int, last: int) -> dict[str, Any]:
     """Loads the prompts of these seeds in the same order again and again, until a line comes in, and says what came of
-    each round. Nothing is stored, so that what was lost stays lost."""
+    each round, also when it ends. Nothing is stored, so that what was lost stays lost."""
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.readline(), stop.set()), daemon=True).start()
     rounds = []
     while not stop.is_set():
         rounds.append(load(client, first, last))
+        print(json.dumps(rounds[-1]), flush=True)
     return {"rounds": rounds}
 
 
