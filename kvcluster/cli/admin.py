@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator, read_status
@@ -15,7 +16,7 @@ from kvcluster.errors import CallerError, Unreachable
 from kvcluster.transport.base import Deadline, Unavailable
 
 _POLL_S = 0.5
-_PATIENCE_S = 30.0
+PATIENCE_S = 30.0
 """How long the coordinator may be unreachable while a drain is watched: it restarts within a few seconds."""
 
 
@@ -24,7 +25,14 @@ def add(commands: Any) -> None:
     drain = commands.add_parser(
         "drain", help="copy a shard's pages to other shards, then remove it", allow_abbrev=False
     )
-    drain.add_argument("shard", metavar="SHARD", help="name of the shard, as `kvcluster status` shows it")
+    which = drain.add_mutually_exclusive_group(required=True)
+    which.add_argument("shard", nargs="?", metavar="SHARD", help="name of the shard, as `kvcluster status` shows it")
+    which.add_argument(
+        "--local",
+        action="store_true",
+        help="drain every shard of this machine, and have none start there; the exit status is 3 if the deadline is "
+        "over, 4 if no coordinator answers",
+    )
     drain.add_argument(
         "--wait",
         action=argparse.BooleanOptionalAction,
@@ -34,6 +42,9 @@ def add(commands: Any) -> None:
     _add_yes(drain)
     drain.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="longest wait in seconds (default 600)"
+    )
+    drain.add_argument(
+        "--deadline", type=float, default=300.0, metavar="S", help="longest wait in seconds of --local (default 300)"
     )
     add_coordinator_args(drain)
     drain.set_defaults(run=_drain)
@@ -113,11 +124,13 @@ def _switch(options: argparse.Namespace) -> int:
 
 
 def _drain(options: argparse.Namespace) -> int:
+    if options.local:
+        from kvcluster.cli.drain_local import drain_local
+
+        return drain_local(options)
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         before = read_status(port, ANSWER_MS)
-        doubtful = not options.yes and _all_would_be_lost(before, options.shard)
-        if doubtful and not _confirmed(f"{options.shard} is the only shard: its pages will be lost. Drain it?"):
-            print("nothing was drained", file=sys.stderr)
+        if not options.yes and all_would_be_lost(before, {options.shard}) and not may_lose([options.shard]):
             return 1
         _ask_to_drain(port, options.shard, before)
         if options.wait:
@@ -126,10 +139,23 @@ def _drain(options: argparse.Namespace) -> int:
     return 0
 
 
-def _all_would_be_lost(status: dict[str, Any], shard: str) -> bool:
-    """Whether the shard holds pages, and no other shard can take them."""
-    staying = [k for k in status["shards"] if k["shard"] != shard and k["state"] in ("up", "joining")]
-    return not staying and bool(_shard(status, shard).get("pages"))
+def may_lose(shards: Sequence[str]) -> bool:
+    """Whether the last shards may be drained. Without a terminal there is no one to ask: it is said, and done."""
+    only = f"{shards[0]} is the only shard: its" if len(shards) == 1 else f"{', '.join(shards)} are all shards: their"
+    loss = f"{only} pages will be lost"
+    if not sys.stdin.isatty():
+        print(loss, file=sys.stderr)
+        return True
+    if not _confirmed(f"{loss}. Drain {'it' if len(shards) == 1 else 'them'}?"):
+        print("nothing was drained", file=sys.stderr)
+        return False
+    return True
+
+
+def all_would_be_lost(status: dict[str, Any], shards: Collection[str]) -> bool:
+    """Whether these shards hold pages, and no other shard can take them."""
+    staying = [k for k in status["shards"] if k["shard"] not in shards and k["state"] in ("up", "joining")]
+    return not staying and any(_shard(status, shard).get("pages") for shard in shards)
 
 
 def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
@@ -141,17 +167,17 @@ def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
 
 def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadline) -> int:
     """Prints the progress until the shard is gone. Returns the exit status."""
-    patience = Deadline.after_ms(_PATIENCE_S * 1e3)
+    patience = Deadline.after_ms(PATIENCE_S * 1e3)
     said = ""
     while deadline.remaining_s():
         try:
             status = read_status(port, ANSWER_MS)
             if _shard(status, shard).get("state") == "up":  # a coordinator that has just started may not know of it
                 _ask_to_drain(port, shard, status)
-            patience = Deadline.after_ms(_PATIENCE_S * 1e3)
+            patience = Deadline.after_ms(PATIENCE_S * 1e3)
         except Unavailable as trouble:
             if not patience.remaining_s():
-                raise Unreachable(f"the coordinator has not answered for {_PATIENCE_S:.0f} s: {trouble}") from None
+                raise Unreachable(f"the coordinator has not answered for {PATIENCE_S:.0f} s: {trouble}") from None
         else:
             line, ended = progress(before, status, shard)
             if line != said:

@@ -22,7 +22,7 @@ from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
 from kvcluster.cli.weights import alone, read_engines
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import TRANSPORTS, Config, load
-from kvcluster.config.ports import port_table
+from kvcluster.config.ports import port_table, port_text
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
@@ -70,13 +70,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def port_lines(config: Config) -> list[str]:
     """Returns a line for each row of the table of ports: port, setting, who listens and who connects."""
-    rows = [(_port_text(use.ports), use.setting, use.listener, use.callers) for use in port_table(config)]
+    rows = [(port_text(use.ports), use.setting, use.listener, use.callers) for use in port_table(config)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
     return ["  ".join((*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3])) for row in rows]
-
-
-def _port_text(ports: range) -> str:
-    return str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
 
 
 def examine(

@@ -22,6 +22,7 @@ from kvcluster.core.messages import (
     Effect,
     Erase,
     Fetch,
+    Findings,
     Inventory,
     Leave,
     Moved,
@@ -29,6 +30,8 @@ from kvcluster.core.messages import (
     Offers,
     PageSlot,
     PagesSaved,
+    PeersTried,
+    ProbeOrder,
     ProcessInfo,
     Refused,
     RefusedKind,
@@ -45,6 +48,7 @@ from kvcluster.core.messages import (
     ShardQuestion,
     Stage,
     Staged,
+    TryPeers,
     Verify,
 )
 from kvcluster.core.shard import Shard
@@ -91,8 +95,10 @@ class ShardHost:
         tell: Tell,
         open_source: OpenSource,
         on_end: Callable[[Leave], None],
+        probe: Callable[[ProbeOrder], Findings] = lambda order: Findings(order.number),
     ) -> None:
-        """`node`, `release` and `config_hash` are for the status; "" if unknown."""
+        """`node`, `release` and `config_hash` are for the status; "" if unknown. `probe` carries out probes of the
+        cluster (runtime/peer_probe.py); by default nothing is found."""
         stores, found = open_stores(config.shard, shard)
         self.core = Shard(
             shard,
@@ -111,6 +117,7 @@ class ShardHost:
         self._codec = Codec[config.coordinator.host_codec.upper()]
         self._raw_blocks = config.coordinator.host_raw_blocks
         self._metrics = ShardMetrics()
+        self._probe = probe
         self._acks = AckReader()
         self._sessions: dict[Attempt, Callable[[], object]] = {}
 
@@ -264,6 +271,7 @@ class ShardHost:
             Erase: moves,
             Stage: job("stager", self._stage, most=limits.PINS_FROM_DISK),
             Fetch: job("fetcher", self._fetcher.fetch),
+            TryPeers: job("prober", lambda m: self._driver.tell(PeersTried(self._probe(m.order)))),
         }
 
     def _report(self, message: Report | Inventory) -> None:

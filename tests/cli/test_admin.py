@@ -206,7 +206,7 @@ def test_a_coordinator_that_stays_away_is_not_waited_for(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: False)
-    monkeypatch.setattr(admin, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(admin, "PATIENCE_S", 0.3)
     ended: list[int] = []
     command = threading.Thread(target=lambda: ended.append(served.run("drain", "shard-0", token="operator")))
     command.start()
