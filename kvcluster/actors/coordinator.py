@@ -107,7 +107,7 @@ class CoordinatorActor:
 
     def leaving(self) -> dict[str, str]:
         """Returns the shards whose nodes are to be taken down, with their addresses, until `leaving_heard`."""
-        return self._host.inspect(lambda: dict(self._host.core.members.leaving))
+        return self._host.inspect(lambda: {str(k): v for k, v in self._host.core.members.leaving.items()})
 
     def leaving_heard(self, shards: list[str]) -> None:
         """Forgets that the nodes of these shards are to be taken down: Ray's store says so now."""

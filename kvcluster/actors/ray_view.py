@@ -51,9 +51,8 @@ def nodes_of(shards: Mapping[str, str], seen: Mapping[str, str]) -> list[str]:
     """Returns the ids of the living nodes of these shards, which are given with their addresses. `seen`: the node of
     each actor that exists; that of a shard which is gone is found by its address."""
     by_host = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    found = (
-        seen.get(shard) or by_host.get(address.rpartition(":")[0].strip("[]")) for shard, address in shards.items()
-    )
+    hosts = {shard: address.rpartition(":")[0].strip("[]") for shard, address in shards.items()}
+    found = (seen.get(shard) or by_host.get(host) for shard, host in hosts.items())
     return list(dict.fromkeys(node for node in found if node))
 
 

@@ -82,9 +82,7 @@ class Reconciler:
         absent, given_up = self._absent({shard: node.name for node in nodes for shard in node.volumes})
         plan = schedule(self._groups, nodes, running, absent, given_up)
         self._carry_out(plan, seen)
-        self.coordinator.scheduled.remote(
-            list(plan.waiting), list(plan.orphans)
-        )  # for the status; nothing waits for it
+        self.coordinator.scheduled.remote(list(plan.waiting), list(plan.orphans))  # for the status: not waited for
         return plan
 
     def look(self) -> dict[str, ActorSeen]:

@@ -30,7 +30,7 @@ from kvcluster.runtime.auth import Authenticator, authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.json_log import set_up_log
 from kvcluster.runtime.metrics import CallMetrics
-from kvcluster.runtime.metrics_server import serve_metrics
+from kvcluster.runtime.metrics_server import MetricsServer, serve_metrics
 from kvcluster.runtime.peer_probe import PeerProbe
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
@@ -70,6 +70,7 @@ class ShardActor:
         self._stop_ms = save_ms(config.shard)
         self._next_attempt = own_attempts()
         auth = authenticator(config.server, self._secret, restarted=patient)
+        self._metrics: MetricsServer | None = None
         self._probe = PeerProbe(lambda: self._facts(config), lambda: self._coordinator.clock, self._secret, here())
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}

@@ -160,7 +160,7 @@ PROBE_LINKS = 2 * PROBED_SHARDS
 """Attempts that one shard reports: two transports each."""
 
 SCHEDULE_LINES = 64
-"""Things that the cluster waits for, and volumes without a shard, that the status shows of each: a person reads them."""
+"""Things that the cluster waits for, and volumes without a shard, that the status shows of each: people read them."""
 
 REPLICA_REQUESTS = 65_536
 """Blocks that wait for another replica: 1,024 hot runs. One more is dropped, until it is hot again."""

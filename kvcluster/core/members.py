@@ -93,9 +93,7 @@ class Membership:
         self._order_numbers = count(1)
         self.lost: dict[ShardId, ShardInfo] = {}
         self._dismissed: dict[ShardId, Epoch] = {}
-        self.leaving: dict[
-            ShardId, str
-        ] = {}  # whose nodes are to be taken down, with their addresses, until it is heard
+        self.leaving: dict[ShardId, str] = {}  # addresses of those whose nodes are to be taken down, until it is heard
 
     def __len__(self) -> int:
         return len(self._members)

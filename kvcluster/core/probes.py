@@ -1,8 +1,8 @@
-"""Probes of the whole cluster, for `kvcluster doctor`: one run at a time at the coordinator, one order at a time at a shard.
+"""Probes of the whole cluster, for `kvcluster doctor`: the coordinator has one run at a time, a shard one order.
 
-A run asks every member that knows of probes. Its order rides on the answers to a shard's reports until a report has what
-the shard found, so a lost answer loses nothing. A run ends when all have answered or are gone, or when its time is over;
-what was found last is kept until the next run begins.
+A run asks every member that knows of probes. Its order rides on the answers to a shard's reports until a report has
+what the shard found, so a lost answer loses nothing. A run ends when all have answered or are gone, or when its time is
+over; what was found last is kept until the next run begins.
 """
 
 from __future__ import annotations

@@ -366,9 +366,9 @@ class Shard:
             return self._leave(m.ack.leave, now)
         if self._sender.coordinator != before:
             self._orders.reset()
-        effects = (
-            [*self._orders.carry_out(m.ack, now), *self._move(now), *self._probe.heed(m.ack.probe)] if heeded else []
-        )
+        effects: list[Effect] = []
+        if heeded:
+            effects = [*self._orders.carry_out(m.ack, now), *self._move(now), *self._probe.heed(m.ack.probe)]
         return effects + self._sender.answer_flushes(now)
 
     def _report_failed(self, m: ReportFailed, now: int) -> list[Effect]:

@@ -1,8 +1,8 @@
 """A probe of the whole cluster, for `kvcluster doctor`: every shard looks at itself and tries every other one.
 
-An operator asks the coordinator (Probe, answered by Probed). The order travels in the answers to reports (ProbeOrder), and
-what a shard found in its next reports (Findings), as everything else between the two does. The addresses are those that
-the coordinator knows of its members; nobody can name others.
+An operator asks the coordinator (Probe, answered by Probed). The order travels in the answers to reports (ProbeOrder),
+and what a shard found in its next reports (Findings), as everything else between the two does. The addresses are those
+that the coordinator knows of its members: the question names none.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ProcessFacts:
 
 
 class Link(NamedTuple):
-    """One attempt of a shard to reach another one over a transport. `trip_ns`: the time of a round trip, 0 if it failed;
-    `why`: why it failed, "" if it did not."""
+    """One attempt of a shard to reach another one over a transport. `trip_ns`: the time of a round trip, 0 if it
+    failed; `why`: why it failed, "" if it did not."""
 
     shard: ShardId
     transport: str

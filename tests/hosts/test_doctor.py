@@ -1,0 +1,92 @@
+"""The doctor of a third host names the two hosts whose link is cut, and the one whose clock is an hour off.
+
+The tests of the cluster run in order, each on what the one before has left.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.hosts.hosts import Cluster
+from tests.hosts.netns import missing
+
+pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(600)]
+NETWORKS = [] if missing() or not shutil.which("faketime") else ["network namespaces"]
+"""None where the machine gives us none, or lacks faketime: then nothing here runs."""
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def cluster() -> Iterator[Cluster]:
+    """The head and two nodes with a shard each."""
+    with Cluster() as cluster:
+        cluster.up()
+        cluster.join("one")
+        cluster.join("two")
+        cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"])
+        yield cluster
+
+
+def doctor(cluster: Cluster, status: int = 0) -> dict[str, Any]:
+    """What it finds on a host that is no node of the cluster."""
+    said = cluster.kvcluster("worker", "doctor", "--address", f"{cluster.address}:7070", "--json", status=status)
+    found: dict[str, Any] = json.loads(said)
+    return found
+
+
+def test_every_shard_reaches_every_other_over_both_transports(cluster: Cluster) -> None:
+    found = doctor(cluster)["cluster"]
+    tried = {(pair["source"], pair["target"], pair["transport"]): pair["trip_ms"] for pair in found["pairs"]}
+    between = [("shard-0", "shard-1"), ("shard-1", "shard-0"), ("this host", "shard-0"), ("this host", "shard-1")]
+    assert set(tried) == {(*pair, transport) for pair in between for transport in ("grpc", "tcp")}
+    assert all(tried.values())
+    assert found["problems"] == []
+    rows = {row["process"]: row for row in found["processes"]}
+    assert {port["use"]: port["port"] for port in rows["shard-1"]["ports"]} == {"grpc": 7100, "tcp": 7101}
+    assert rows["shard-0"]["pool_bytes"] == 64 * 2**20 < rows["shard-0"]["limit_bytes"]
+    assert abs(rows["shard-0"]["clock_ms"]) < 1_000
+    assert rows["coordinator"]["config_hash"] == rows["shard-0"]["config_hash"] != ""
+
+
+def test_a_link_that_is_cut_between_two_hosts_is_named_on_a_third(cluster: Cluster) -> None:
+    where = {host: shard for shard, host in cluster.shards().items()}
+    cluster.network.cut("one", "two")
+    found = doctor(cluster, status=1)
+    cluster.network.heal("one", "two")
+    assert found["healthy"]  # from here every shard is reached
+    (problem,) = found["cluster"]["problems"]
+    assert problem["severe"]
+    for host in ("one", "two"):
+        assert f"{where[host]} ({cluster.network.addresses[host]}:7100)" in problem["what"]
+    assert "do not reach each other over grpc: no answer within 2 s" in problem["what"]
+    assert f"TCP port 7100 from {cluster.network.addresses['one']}" in problem["advice"]
+    assert doctor(cluster)["cluster"]["problems"] == []
+
+
+def test_only_an_operator_has_the_shards_try_one_another(cluster: Cluster) -> None:
+    from kvcluster.runtime.auth import new_token, token_line
+
+    token = new_token()
+    with (cluster.folder / "tokens").open("a", encoding="utf-8") as tokens:
+        tokens.write(token_line(token, "team") + "\n")
+    operator, cluster.token = cluster.token, token
+    try:
+        found = cluster.kvcluster("worker", "doctor", "--address", f"{cluster.address}:7070", "--json")
+    finally:
+        cluster.token = operator
+    assert "give an operator's token" in json.loads(found)["cluster"]["why"]
+
+
+def test_a_clock_that_is_an_hour_off_is_named(cluster: Cluster) -> None:
+    cluster.join("spare", wrapper=("faketime", "-f", "-1h"))
+    shards = cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "spare", "two"])
+    (late,) = [shard for shard, host in shards.items() if host == "spare"]
+    (problem,) = doctor(cluster)["cluster"]["problems"]
+    assert not problem["severe"]
+    assert (
+        f"({late}, {cluster.network.addresses['spare']}:7100) is 60.0 min behind the coordinator's" in problem["what"]
+    )
