@@ -68,6 +68,7 @@ from kvcluster.core.messages import (
     Scheduled,
     SetPolicy,
     SetWeights,
+    ShardAddress,
     ShardStatus,
     Siblings,
     SiblingSpecs,
@@ -299,7 +300,8 @@ class Coordinator:
         return [Answer(request.call, Done(member is not None))]
 
     def _probe(self, request: Request[Probe], now: int) -> list[Effect]:
-        members = [(member.address, member.info.protocol) for member in self._state.members.all()]
+        infos = [member.info for member in self._state.members.all()]
+        members = [(ShardAddress(one.shard, one.epoch, one.address, one.host), one.protocol) for one in infos]
         probed = self._state.probes.ask(request.question.number, self.epoch, members, now)
         return [Answer(request.call, _NO_SUCH_RUN if probed is None else probed)]
 

@@ -297,6 +297,19 @@ def test_status_shows_what_drains_what_is_lost_and_what_rotted(capsys: pytest.Ca
     assert gone == ["c", "lost", *["-"] * 8, "here:1"]
 
 
+def test_status_shows_what_the_cluster_waits_for_and_which_volumes_are_orphans(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waiting = "a shard of group shard waits for a node with kvcluster_shard 1: no node is of that kind"
+    plain = told_by(a_shard("a"), waiting=(waiting,), orphans=((ShardId("shard-7"), "10.0.0.3"),))
+    assert plain["waiting"] == [waiting]
+    assert plain["orphans"] == [{"shard": "shard-7", "node": "10.0.0.3"}]
+    print_status(plain, "there:7070")
+    said = capsys.readouterr().out
+    assert f"waiting: {waiting}\n" in said
+    assert "orphan: the volume of shard-7 on node 10.0.0.3 belongs to no running shard" in said
+
+
 def told_by(*shards: ShardStatus, **coordinator: Any) -> dict[str, Any]:
     """The status of these shards, for a view."""
     counters = (("asked_blocks", 0), ("hit_blocks", 0), ("write_blocks", 0), ("duplicate_blocks", 0))

@@ -1,4 +1,5 @@
-"""The doctor of a third host names the two hosts whose link is cut, and the one whose clock is an hour off.
+"""The doctor of a third host names the two hosts whose link is cut, and the one whose clock is an hour off; and any
+host's status says what the cluster waits for.
 
 The tests of the cluster run in order, each on what the one before has left.
 """
@@ -14,6 +15,7 @@ import pytest
 
 from tests.hosts.hosts import Cluster
 from tests.hosts.netns import missing
+from tests.waiting import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(600)]
 NETWORKS = [] if missing() or not shutil.which("faketime") else ["network namespaces"]
@@ -22,12 +24,9 @@ NETWORKS = [] if missing() or not shutil.which("faketime") else ["network namesp
 
 @pytest.fixture(scope="module", params=NETWORKS)
 def cluster() -> Iterator[Cluster]:
-    """The head and two nodes with a shard each."""
+    """The head, and no node yet."""
     with Cluster() as cluster:
         cluster.up()
-        cluster.join("one")
-        cluster.join("two")
-        cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"])
         yield cluster
 
 
@@ -36,6 +35,15 @@ def doctor(cluster: Cluster, status: int = 0) -> dict[str, Any]:
     said = cluster.kvcluster("worker", "doctor", "--address", f"{cluster.address}:7070", "--json", status=status)
     found: dict[str, Any] = json.loads(said)
     return found
+
+
+def test_status_on_another_host_says_what_the_cluster_waits_for(cluster: Cluster) -> None:
+    (waiting,) = eventually(lambda: cluster.status().get("waiting"), 60)
+    assert waiting.startswith("a shard of group shard waits for a node with kvcluster_shard 1")
+    cluster.join("one")
+    cluster.join("two")
+    cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"])
+    eventually(lambda: cluster.status()["waiting"] == [], 60)
 
 
 def test_every_shard_reaches_every_other_over_both_transports(cluster: Cluster) -> None:
@@ -65,20 +73,6 @@ def test_a_link_that_is_cut_between_two_hosts_is_named_on_a_third(cluster: Clust
     assert "do not reach each other over grpc: no answer within 2 s" in problem["what"]
     assert f"TCP port 7100 from {cluster.network.addresses['one']}" in problem["advice"]
     assert doctor(cluster)["cluster"]["problems"] == []
-
-
-def test_only_an_operator_has_the_shards_try_one_another(cluster: Cluster) -> None:
-    from kvcluster.runtime.auth import new_token, token_line
-
-    token = new_token()
-    with (cluster.folder / "tokens").open("a", encoding="utf-8") as tokens:
-        tokens.write(token_line(token, "team") + "\n")
-    operator, cluster.token = cluster.token, token
-    try:
-        found = cluster.kvcluster("worker", "doctor", "--address", f"{cluster.address}:7070", "--json")
-    finally:
-        cluster.token = operator
-    assert "give an operator's token" in json.loads(found)["cluster"]["why"]
 
 
 def test_a_clock_that_is_an_hour_off_is_named(cluster: Cluster) -> None:
