@@ -23,7 +23,7 @@ from kvcluster.config import Config
 from kvcluster.config_hash import config_hash
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, ShardId
-from kvcluster.core.messages import Drain, Leave, ListeningPort, ProcessFacts, Request, Scheduled
+from kvcluster.core.messages import Drain, Leave, ListeningPort, ProcessFacts, Request, ScheduleSeen
 from kvcluster.pages.arena import memory_limit_bytes
 from kvcluster.release import __version__
 from kvcluster.runtime.auth import authenticator
@@ -146,10 +146,10 @@ def handlers_of(ask: Ask, metrics: CallMetrics | None = None) -> tuple[dict[str,
     )
 
 
-def schedule_of(waiting: Sequence[str], orphans: Sequence[tuple[str, str]]) -> Scheduled:
+def schedule_of(waiting: Sequence[str], orphans: Sequence[tuple[str, str]]) -> ScheduleSeen:
     """Returns what the status shows of it: at most SCHEDULE_LINES of each, and no more of a text than is sent."""
     lines = tuple(line[:_LINE_CHARS] for line in waiting[: limits.SCHEDULE_LINES])
-    return Scheduled(lines, tuple((ShardId(shard), node) for shard, node in orphans[: limits.SCHEDULE_LINES]))
+    return ScheduleSeen(lines, tuple((ShardId(shard), node) for shard, node in orphans[: limits.SCHEDULE_LINES]))
 
 
 def end_process(leave: Leave) -> None:

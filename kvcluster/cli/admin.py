@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Collection, Sequence
 from typing import Any
 
+from kvcluster.cli.confirming import PATIENCE_S, all_would_be_lost, confirmed, may_lose, shard_in
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator, read_status
+from kvcluster.cli.drain_local import drain_local
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Done, Drain, Purge, Purged, SetPolicy
@@ -16,12 +17,37 @@ from kvcluster.errors import CallerError, Unreachable
 from kvcluster.transport.base import Deadline, Unavailable
 
 _POLL_S = 0.5
-PATIENCE_S = 30.0
-"""How long the coordinator may be unreachable while a drain is watched: it restarts within a few seconds."""
 
 
 def add(commands: Any) -> None:
     """Adds these commands."""
+    _add_drain(commands)
+
+    clear = commands.add_parser("clear", help="purge every block of this tenant, permanently", allow_abbrev=False)
+    _add_yes(clear)
+    add_coordinator_args(clear)
+    clear.set_defaults(run=_clear)
+
+    purge = commands.add_parser(
+        "purge", help="purge the blocks of a model, of weights or of an adapter", allow_abbrev=False
+    )
+    purge.add_argument("--model", help="purge only blocks of this model (default: of any model)")
+    purge.add_argument("--weights", help="purge only blocks of these weights (default: of any weights)")
+    purge.add_argument("--adapter", help="purge only blocks of this adapter; '' for none (default: of any adapter)")
+    _add_yes(purge)
+    add_coordinator_args(purge)
+    purge.set_defaults(run=_purge)
+
+    for name, does in (
+        ("off", "stop serving loads and stores; engines compute"),
+        ("on", "serve loads and stores again"),
+    ):
+        switch = commands.add_parser(name, help=does, allow_abbrev=False)
+        add_coordinator_args(switch)
+        switch.set_defaults(run=_switch, cache=name)
+
+
+def _add_drain(commands: Any) -> None:
     drain = commands.add_parser(
         "drain", help="copy a shard's pages to other shards, then remove it", allow_abbrev=False
     )
@@ -49,29 +75,6 @@ def add(commands: Any) -> None:
     add_coordinator_args(drain)
     drain.set_defaults(run=_drain)
 
-    clear = commands.add_parser("clear", help="purge every block of this tenant, permanently", allow_abbrev=False)
-    _add_yes(clear)
-    add_coordinator_args(clear)
-    clear.set_defaults(run=_clear)
-
-    purge = commands.add_parser(
-        "purge", help="purge the blocks of a model, of weights or of an adapter", allow_abbrev=False
-    )
-    purge.add_argument("--model", help="purge only blocks of this model (default: of any model)")
-    purge.add_argument("--weights", help="purge only blocks of these weights (default: of any weights)")
-    purge.add_argument("--adapter", help="purge only blocks of this adapter; '' for none (default: of any adapter)")
-    _add_yes(purge)
-    add_coordinator_args(purge)
-    purge.set_defaults(run=_purge)
-
-    for name, does in (
-        ("off", "stop serving loads and stores; engines compute"),
-        ("on", "serve loads and stores again"),
-    ):
-        switch = commands.add_parser(name, help=does, allow_abbrev=False)
-        add_coordinator_args(switch)
-        switch.set_defaults(run=_switch, cache=name)
-
 
 def _add_yes(command: Any) -> None:
     command.add_argument("--yes", action="store_true", help="do not ask for confirmation")
@@ -94,19 +97,13 @@ def _purge(options: argparse.Namespace) -> int:
 
 
 def _forget(options: argparse.Namespace, what: str, purge: Purge) -> int:
-    if not options.yes and not _confirmed(f"purge {what} that this credential can see, at {address_of(options)}?"):
+    if not options.yes and not confirmed(f"purge {what} that this credential can see, at {address_of(options)}?"):
         print("nothing was purged", file=sys.stderr)
         return 1
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         purged = expect(Purged, port.ask(purge, Deadline.after_ms(ANSWER_MS)))
     print(f"{purged.blocks:,} block(s) purged")
     return 0
-
-
-def _confirmed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise CallerError("this command asks for confirmation, but standard input is no terminal; give --yes")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 # -------------------------------------------------------------------------------------------- on and off
@@ -125,8 +122,6 @@ def _switch(options: argparse.Namespace) -> int:
 
 def _drain(options: argparse.Namespace) -> int:
     if options.local:
-        from kvcluster.cli.drain_local import drain_local
-
         return drain_local(options)
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         before = read_status(port, ANSWER_MS)
@@ -137,25 +132,6 @@ def _drain(options: argparse.Namespace) -> int:
             return _watch(port, options.shard, before, Deadline.after_ms(options.timeout * 1e3))
     print(f"{options.shard} is draining; `kvcluster status` shows it until it is gone")
     return 0
-
-
-def may_lose(shards: Sequence[str]) -> bool:
-    """Whether the last shards may be drained. Without a terminal there is no one to ask: it is said, and done."""
-    only = f"{shards[0]} is the only shard: its" if len(shards) == 1 else f"{', '.join(shards)} are all shards: their"
-    loss = f"{only} pages will be lost"
-    if not sys.stdin.isatty():
-        print(loss, file=sys.stderr)
-        return True
-    if not _confirmed(f"{loss}. Drain {'it' if len(shards) == 1 else 'them'}?"):
-        print("nothing was drained", file=sys.stderr)
-        return False
-    return True
-
-
-def all_would_be_lost(status: dict[str, Any], shards: Collection[str]) -> bool:
-    """Whether these shards hold pages, and no other shard can take them."""
-    staying = [k for k in status["shards"] if k["shard"] not in shards and k["state"] in ("up", "joining")]
-    return not staying and any(_shard(status, shard).get("pages") for shard in shards)
 
 
 def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
@@ -172,7 +148,7 @@ def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadlin
     while deadline.remaining_s():
         try:
             status = read_status(port, ANSWER_MS)
-            if _shard(status, shard).get("state") == "up":  # a coordinator that has just started may not know of it
+            if shard_in(status, shard).get("state") == "up":  # a coordinator that has just started may not know of it
                 _ask_to_drain(port, shard, status)
             patience = Deadline.after_ms(PATIENCE_S * 1e3)
         except Unavailable as trouble:
@@ -193,7 +169,7 @@ def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadlin
 def progress(before: dict[str, Any], status: dict[str, Any], shard: str) -> tuple[str, int | None]:
     """Returns a line about a drain that began at status `before`, and the exit status, None until the drain has
     ended."""
-    was, now = _shard(before, shard), _shard(status, shard)
+    was, now = shard_in(before, shard), shard_in(status, shard)
     pulled = max(0, _pulled(status, shard) - _pulled(before, shard))  # a restarted shard counts from 0
     copied = f"other shards have copied {pulled:,} page(s) meanwhile"
     if not now:
@@ -205,11 +181,6 @@ def progress(before: dict[str, Any], status: dict[str, Any], shard: str) -> tupl
     if was and now["epoch"] != was["epoch"]:
         return f"{shard} died before it was drained, and has restarted empty; {copied}", 1
     return f"{shard} is draining: {now['pages']:,} page(s) left; {copied}", None
-
-
-def _shard(status: dict[str, Any], shard: str) -> dict[str, Any]:
-    """Returns a status's entry of this shard; {} if there is none."""
-    return next((known for known in status["shards"] if known["shard"] == shard), {})
 
 
 def _pulled(status: dict[str, Any], shard: str) -> int:

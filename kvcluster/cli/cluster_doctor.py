@@ -177,20 +177,23 @@ def _differing(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _clocks(processes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Names each machine whose clock differs, once."""
-    seen: dict[str, dict[str, Any]] = {}
-    for row in processes:
-        ahead_ms, error_ms = row["clock_ms"], row["clock_error_ms"]
-        if ahead_ms is None or abs(ahead_ms) - error_ms <= CLOCK_MS:
-            continue
-        where = row["host"] or row["process"]
-        direction = "ahead of" if ahead_ms > 0 else "behind"
-        what = f"the clock of {row['node'] or row['process']} ({row['process']}, {row['address']}) is "
-        what += f"{duration_text(abs(ahead_ms))} {direction} the coordinator's"
-        advice = "set it, and let NTP keep it: nothing in the cluster goes by it, but its logs cannot be compared"
-        seen.setdefault(where, _problem(what, advice, severe=False))
-    return list(seen.values())
+def _clocks(processes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Names each machine whose clock differs, once; the coordinator's alone, if all others agree with one another."""
+    measured = [row for row in processes if row["clock_ms"] is not None]
+    off = [row for row in measured if abs(row["clock_ms"]) - row["clock_error_ms"] > CLOCK_MS]
+    between_ms = max((r["clock_ms"] for r in off), default=0.0) - min((r["clock_ms"] for r in off), default=0.0)
+    if 1 < len(off) == len(measured) and between_ms <= CLOCK_MS:
+        return [_clock_problem(processes[0], -off[0]["clock_ms"], "that of every shard")]
+    hosts = {row["host"]: row for row in reversed(off)}
+    return [_clock_problem(row, row["clock_ms"], "the coordinator's") for row in reversed(hosts.values())]
+
+
+def _clock_problem(row: Mapping[str, Any], ahead_ms: float, other: str) -> dict[str, Any]:
+    direction = "ahead of" if ahead_ms > 0 else "behind"
+    whose = f"{row['node'] or 'unknown'} ({row['process']}, {row['address']})"
+    what = f"the clock of {whose} is {duration_text(abs(ahead_ms))} {direction} {other}"
+    advice = "set it, and let NTP keep it: nothing in the cluster goes by it, but its logs cannot be compared"
+    return _problem(what, advice, severe=False)
 
 
 def _memory(living: Sequence[Mapping[str, Any]], found: Mapping[Any, Findings]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from kvcluster.cli import admin
+from kvcluster.cli import confirming
 from kvcluster.cli.coordinator_args import ANSWER_MS, address_of, coordinator, read_status
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.ids import ShardId
@@ -37,7 +37,7 @@ class Ended(IntEnum):
     NO_COORDINATOR = 4
 
 
-class Step(NamedTuple):
+class DrainStep(NamedTuple):
     """What follows from a status: the shards to ask to drain, what to say, and how it has ended; None if it has not."""
 
     ask: tuple[str, ...]
@@ -45,20 +45,20 @@ class Step(NamedTuple):
     ended: Ended | None = None
 
 
-def next_step(status: dict[str, Any], place: str, asked: Sequence[str]) -> Step:
+def next_step(status: dict[str, Any], place: str, asked: Sequence[str]) -> DrainStep:
     """Returns what follows on the machine `place` from this status. `asked`: the shards that were asked to drain."""
     left = [s for s in status["shards"] if s["state"] != "lost" and may_share_memory(s["host"], place)]
     if left:
         holding = ", ".join(f"{shard['shard']} with {_pages(shard):,} page(s)" for shard in left)
-        return Step(tuple(s["shard"] for s in left if s["state"] in ("up", "joining")), f"left here: {holding}")
+        return DrainStep(tuple(s["shard"] for s in left if s["state"] in ("up", "joining")), f"left here: {holding}")
     if status["state"] != "serving":
-        return Step((), "the coordinator is rebuilding and does not know all shards yet")
+        return DrainStep((), "the coordinator is rebuilding and does not know all shards yet")
     if not asked:
-        return Step((), f"no shard runs on this machine ({place}): there is nothing to drain", Ended.DRAINED)
+        return DrainStep((), f"no shard runs on this machine ({place}): there is nothing to drain", Ended.DRAINED)
     lost = [name for name in dict.fromkeys(asked) if name in status["lost_shards"]]
     if lost:
-        return Step((), f"lost before it was drained: {', '.join(lost)}", Ended.NOT_DRAINED)
-    return Step((), f"drained: {', '.join(dict.fromkeys(asked))}", Ended.DRAINED)
+        return DrainStep((), f"lost before it was drained: {', '.join(lost)}", Ended.NOT_DRAINED)
+    return DrainStep((), f"drained: {', '.join(dict.fromkeys(asked))}", Ended.DRAINED)
 
 
 def drain_local(options: argparse.Namespace) -> int:
@@ -87,11 +87,11 @@ class LocalDrain:
         """Asks and waits until no shard is here or the deadline is over. Raises Unavailable if the coordinator does not
         answer for longer than it takes to restart, or at the deadline."""
         away: Unavailable | None = None
-        patience = Deadline.after_ms(admin.PATIENCE_S * 1e3)
+        patience = Deadline.after_ms(confirming.PATIENCE_S * 1e3)
         while deadline.remaining_s():
             try:
                 ended = self._look(port, deadline)
-                away, patience = None, Deadline.after_ms(admin.PATIENCE_S * 1e3)
+                away, patience = None, Deadline.after_ms(confirming.PATIENCE_S * 1e3)
             except Unavailable as error:
                 ended, away = None, error
                 if not patience.remaining_s():
@@ -108,7 +108,7 @@ class LocalDrain:
         status = read_status(port, _answer_ms(deadline))
         step = next_step(status, self._place, self.asked)
         if step.ask and not self._confirmed:
-            self._confirmed = not admin.all_would_be_lost(status, step.ask) or admin.may_lose(step.ask)
+            self._confirmed = not confirming.all_would_be_lost(status, step.ask) or confirming.may_lose(step.ask)
             if not self._confirmed:
                 return Ended.NOT_DRAINED
         for shard in step.ask:  # also one that started since, or whose coordinator has restarted

@@ -65,7 +65,7 @@ from kvcluster.core.messages import (
     Report,
     Request,
     Retell,
-    Scheduled,
+    ScheduleSeen,
     SetPolicy,
     SetWeights,
     ShardAddress,
@@ -132,7 +132,7 @@ class Coordinator:
         self._prepare_handler = PrepareHandler(state, config, self._replicator, tiering)
         self._sequence_handler = SequenceHandler(state, config)
         self._report_handler = ReportHandler(state, config, self._evictor, tiering, self._replicator, expected)
-        self._schedule, self._schedule_until = Scheduled(), 0
+        self._schedule, self._schedule_until = ScheduleSeen(), 0
         self._dispatcher = self._handlers()
 
     # ------------------------------------------------------------------------------------- the machine
@@ -168,7 +168,7 @@ class Coordinator:
                 Inventory: self._report_handler.inventory,
             },
             from_driver={
-                Scheduled: self._scheduled,
+                ScheduleSeen: self._scheduled,
                 Retell: self._retell,
                 Tick: self._tick,
                 Stalled: self._stalled,
@@ -309,7 +309,7 @@ class Coordinator:
         """Sets what this process says of itself in probes."""
         self._state.probes.facts = facts
 
-    def _scheduled(self, m: Scheduled, now: int) -> list[Effect]:
+    def _scheduled(self, m: ScheduleSeen, now: int) -> list[Effect]:
         self._schedule, self._schedule_until = m, now + _SCHEDULE_NS
         return []
 
@@ -343,7 +343,7 @@ class Coordinator:
         """Returns the status of the whole cluster."""
         shards = [ShardStatus(s.info, s.state, max(0, now - s.seen_at)) for s in self._state.members.all()]
         shards += [ShardStatus(info, "lost", 0) for info in self._state.members.lost.values()]
-        schedule = self._schedule if now < self._schedule_until else Scheduled()
+        schedule = self._schedule if now < self._schedule_until else ScheduleSeen()
         return Status(
             epoch=self.epoch,
             state="rebuilding" if self.rebuilding else "serving",

@@ -97,8 +97,7 @@ class ShardHost:
         on_end: Callable[[Leave], None],
         probe: Callable[[ProbeOrder], Findings] = lambda order: Findings(order.number),
     ) -> None:
-        """`node`, `release` and `config_hash` are for the status; "" if unknown. `probe` carries out probes of the
-        cluster (runtime/peer_probe.py); by default nothing is found."""
+        """`node`, `release` and `config_hash` are for the status; "" if unknown. `probe`: see peer_probe.py."""
         stores, found = open_stores(config.shard, shard)
         self.core = Shard(
             shard,
@@ -112,13 +111,11 @@ class ShardHost:
         )
         self._arena = Arena(self.core.pool.arena_bytes)
         self._stores = TierStores(self._arena, stores)
-        self._shard, self._tell, self._on_end = shard, tell, on_end
+        self._shard, self._tell, self._on_end, self._probe = shard, tell, on_end, probe
         self._report_ms = config.membership_ttl_ms
         self._codec = Codec[config.coordinator.host_codec.upper()]
         self._raw_blocks = config.coordinator.host_raw_blocks
-        self._metrics = ShardMetrics()
-        self._probe = probe
-        self._acks = AckReader()
+        self._metrics, self._acks = ShardMetrics(), AckReader()
         self._sessions: dict[Attempt, Callable[[], object]] = {}
 
         def fail(error: BaseException) -> None:

@@ -114,6 +114,15 @@ def test_a_clock_that_is_off_is_named(clock_ns: int, error_ns: int, said: str) -
     assert said in problem["what"]
 
 
+def test_where_all_shards_agree_it_is_the_coordinator_s_clock_that_is_off() -> None:
+    ahead = {shard: replace(findings, clock_ns=3_600 * 10**9 + n) for n, (shard, findings) in enumerate(FINE.items())}
+    problem = the_problem(judge(ahead))
+    assert "of n0 (coordinator, 10.0.0.9:7070) is 60.0 min behind that of every shard" in problem["what"]
+    apart = {A: ahead[A], B: replace(FINE[B], clock_ns=-3_600 * 10**9)}
+    said = [problem["what"] for problem in judge(apart)["problems"]]
+    assert [line.rpartition("the coordinator's")[1] for line in said] == ["the coordinator's"] * 2
+
+
 @pytest.mark.parametrize(("clock_ns", "error_ns"), [(900_000_000, 10**6), (3 * 10**9, 2_500_000_000), (10**12, 0)])
 def test_a_clock_within_what_can_be_measured_is_not(clock_ns: int, error_ns: int) -> None:
     off = replace(FINE[A], clock_ns=clock_ns, clock_error_ns=error_ns)

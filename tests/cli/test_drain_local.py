@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvcluster.cli import admin, drain_local
-from kvcluster.cli.drain_local import Ended, Step, next_step
+from kvcluster.cli import confirming, drain_local
+from kvcluster.cli.drain_local import DrainStep, Ended, next_step
 from kvcluster.cli.main import main
 from kvcluster.client import Client
 from tests.cli.front import Served
@@ -33,29 +33,33 @@ def status(*shards: tuple[str, str, str], serving: bool = True, lost: tuple[str,
         (
             status(("s0", HERE, "up"), ("s1", ELSEWHERE, "up"), ("s2", BESIDE, "up")),
             [],
-            Step(("s0",), "left here: s0 with 2,005 page(s)"),
+            DrainStep(("s0",), "left here: s0 with 2,005 page(s)"),
         ),
         (
             status(("s0", HERE, "draining"), ("s3", HERE, "joining")),
             ["s0"],
-            Step(("s3",), "left here: s0 with 2,005 page(s), s3 with 2,005 page(s)"),
+            DrainStep(("s3",), "left here: s0 with 2,005 page(s), s3 with 2,005 page(s)"),
         ),
-        (status(("s0", HERE, "stopping")), ["s0"], Step((), "left here: s0 with 2,005 page(s)")),
+        (status(("s0", HERE, "stopping")), ["s0"], DrainStep((), "left here: s0 with 2,005 page(s)")),
         (
             status(("s1", ELSEWHERE, "up")),
             [],
-            Step((), f"no shard runs on this machine ({HERE}): there is nothing to drain", Ended.DRAINED),
+            DrainStep((), f"no shard runs on this machine ({HERE}): there is nothing to drain", Ended.DRAINED),
         ),
-        (status(("s1", ELSEWHERE, "up")), ["s0", "s3", "s0"], Step((), "drained: s0, s3", Ended.DRAINED)),
-        (status(serving=False), ["s0"], Step((), "the coordinator is rebuilding and does not know all shards yet")),
+        (status(("s1", ELSEWHERE, "up")), ["s0", "s3", "s0"], DrainStep((), "drained: s0, s3", Ended.DRAINED)),
+        (
+            status(serving=False),
+            ["s0"],
+            DrainStep((), "the coordinator is rebuilding and does not know all shards yet"),
+        ),
         (
             status(("s0", HERE, "lost"), lost=("s0",)),
             ["s0"],
-            Step((), "lost before it was drained: s0", Ended.NOT_DRAINED),
+            DrainStep((), "lost before it was drained: s0", Ended.NOT_DRAINED),
         ),
     ],
 )
-def test_what_follows_from_a_status(seen: dict[str, Any], asked: list[str], step: Step) -> None:
+def test_what_follows_from_a_status(seen: dict[str, Any], asked: list[str], step: DrainStep) -> None:
     assert next_step(seen, HERE, asked) == step
 
 
@@ -127,14 +131,14 @@ def test_where_no_coordinator_answers_it_ends_with_a_status_of_its_own(capsys: p
 def test_a_coordinator_that_ends_meanwhile_is_not_waited_for(
     served: Served, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(admin, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(confirming, "PATIENCE_S", 0.1)
     monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: False)
 
     def end_after_the_question(*_: object) -> bool:
         served.cluster.stop_coordinator()
         return True
 
-    monkeypatch.setattr(admin, "may_lose", end_after_the_question)
+    monkeypatch.setattr(confirming, "may_lose", end_after_the_question)
     try:
         ended = served.run("drain", "--local", "--deadline", "30", token="operator")
     finally:

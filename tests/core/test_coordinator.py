@@ -31,7 +31,7 @@ from kvcluster.core.messages import (
     PurgedEvent,
     Refused,
     RefusedKind,
-    Scheduled,
+    ScheduleSeen,
     ShardFindings,
     Siblings,
     SiblingSpecs,
@@ -184,7 +184,7 @@ def test_a_tenant_s_status_tells_its_own_figures_and_which_shards_are_up() -> No
 
 def test_what_the_reconciler_said_is_shown_to_operators_until_it_is_silent() -> None:
     coordinator, _ = LoneCoordinator.serving()
-    said = Scheduled(("a shard waits",), ((ShardId("shard-7"), "10.0.0.3"),))
+    said = ScheduleSeen(("a shard waits",), ((ShardId("shard-7"), "10.0.0.3"),))
     coordinator.step(said)
 
     def status(*, operator: bool) -> Status:

@@ -72,7 +72,7 @@ from kvcluster.core.messages.driver import (
     ReportFailed,
     Retell,
     SavePages,
-    Scheduled,
+    ScheduleSeen,
     Staged,
     Stalled,
     Tick,
@@ -183,7 +183,7 @@ CoordinatorQuestion = (
     | Inventory
 )
 
-CoordinatorMessage = Request[CoordinatorQuestion] | Scheduled | Retell | Tick | Stalled
+CoordinatorMessage = Request[CoordinatorQuestion] | ScheduleSeen | Retell | Tick | Stalled
 
 ShardQuestion = AttachShard | GetOffers | Pin | Unpin | Reserve | Commit | Abort | Renew | Flush | Suspect
 

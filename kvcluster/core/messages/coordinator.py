@@ -261,7 +261,7 @@ class Status:
     as operators see it. `namespaces` and `blocks` leave private ones out; `private_blocks` counts those. `sequences`
     are open, and their tables name `claimed_blocks` different blocks. `node`, `release`, `config_hash` and
     `protocol` are the coordinator's own, as in ShardInfo; a tenant does not see the hash. `waiting` and `orphans` are
-    as in Scheduled, for operators; empty where no reconciler runs."""
+    as in ScheduleSeen, for operators; empty where no reconciler runs."""
 
     epoch: Epoch
     state: str

@@ -20,7 +20,7 @@ class Retell:
 
 
 @dataclass(frozen=True, slots=True)
-class Scheduled:
+class ScheduleSeen:
     """What the reconciler saw in its last pass (core/shard_scheduler.py). `waiting`: a sentence for each thing that the
     cluster lacks and waits for. `orphans`: volumes that belong to no running shard, each with the name of its node."""
 
