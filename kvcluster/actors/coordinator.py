@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,8 @@ from kvcluster.config import Config
 from kvcluster.config_hash import config_hash
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, ShardId
-from kvcluster.core.messages import Drain, Leave, Request
+from kvcluster.core.messages import Drain, Leave, ListeningPort, ProcessFacts, Request, ScheduleSeen
+from kvcluster.pages.arena import memory_limit_bytes
 from kvcluster.release import __version__
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
@@ -36,8 +38,9 @@ from kvcluster.wire.methods import COORDINATOR
 
 log = logging.getLogger(__name__)
 _REPORTS = frozenset({"Report", "Inventory"})
-_FOR_OPERATORS = frozenset({"Drain", "SetPolicy"})
+_FOR_OPERATORS = frozenset({"Drain", "SetPolicy", "Probe"})
 _DRAIN_S = 5.0
+_LINE_CHARS = 1_024
 
 
 class CoordinatorActor:
@@ -76,15 +79,39 @@ class CoordinatorActor:
         self._server.start()
         ports = range(metrics.port, metrics.port + 1)
         self._metrics = wait(lambda: serve_metrics(metrics, ports, self._host, calls))
+        self._host.inspect(lambda: self._host.core.set_facts(self._facts(config)))
         announce_reports(cluster, host_and_port(announced_host(self._reports.host), self._reports.port))
 
     def address(self) -> str:
         """Returns the address at which workers reach it, from other nodes too."""
         return host_and_port(self._advertised or announced_host(self._server.host), self._server.port)
 
+    def _facts(self, config: Config) -> ProcessFacts:
+        """Returns what this process says of itself in probes."""
+        server = config.server
+        ports = [
+            ListeningPort("workers", self._server.port, str(server.port or "")),
+            ListeningPort("reports", self._reports.port, str(server.report_port or "")),
+        ]
+        if self._metrics is not None:
+            ports.append(ListeningPort("metrics", self._metrics.port, str(config.metrics.port)))
+        return ProcessFacts(0, memory_limit_bytes(), tuple(ports))
+
+    def scheduled(self, waiting: list[str], orphans: list[tuple[str, str]]) -> None:
+        """Takes what the reconciler saw in its last pass, for the status."""
+        self._host.tell(schedule_of(waiting, orphans))
+
     def draining(self) -> list[str]:
         """Returns the names of the shards that are draining."""
         return self._host.inspect(lambda: [m.info.shard for m in self._host.core.members.all() if m.draining])
+
+    def leaving(self) -> dict[str, str]:
+        """Returns the shards whose nodes are to be taken down, with their addresses, until `leaving_heard`."""
+        return self._host.inspect(lambda: {str(k): v for k, v in self._host.core.members.leaving.items()})
+
+    def leaving_heard(self, shards: list[str]) -> None:
+        """Forgets that the nodes of these shards are to be taken down: Ray's store says so now."""
+        self._host.inspect(lambda: [self._host.core.members.leaving.pop(ShardId(shard), None) for shard in shards])
 
     def drain(self, shard: str) -> None:
         """Begins to drain a shard."""
@@ -117,6 +144,12 @@ def handlers_of(ask: Ask, metrics: CallMetrics | None = None) -> tuple[dict[str,
         unary_handlers(questions, ask, operators=_FOR_OPERATORS, metrics=metrics),
         unary_handlers(reports, ask, _REPORTS, metrics=metrics),
     )
+
+
+def schedule_of(waiting: Sequence[str], orphans: Sequence[tuple[str, str]]) -> ScheduleSeen:
+    """Returns what the status shows of it: at most SCHEDULE_LINES of each, and no more of a text than is sent."""
+    lines = tuple(line[:_LINE_CHARS] for line in waiting[: limits.SCHEDULE_LINES])
+    return ScheduleSeen(lines, tuple((ShardId(shard), node) for shard, node in orphans[: limits.SCHEDULE_LINES]))
 
 
 def end_process(leave: Leave) -> None:

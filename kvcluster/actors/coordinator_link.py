@@ -7,7 +7,7 @@ from kvcluster.actors.settings import report_address
 from kvcluster.core.messages import Inventory, Reply, Report
 from kvcluster.errors import Unreachable
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.transport.rpc import Connection
+from kvcluster.transport.rpc import ClockDifference, Connection
 from kvcluster.wire.methods import COORDINATOR
 
 
@@ -30,6 +30,11 @@ class CoordinatorLink:
         except (Unavailable, Unreachable):
             self._connect()
             raise
+
+    @property
+    def clock(self) -> ClockDifference | None:
+        """How this clock differs from the coordinator's, by the last report that was answered."""
+        return self._connection.clock if self._connection is not None else None
 
     def close(self) -> None:
         if self._connection is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ray
@@ -45,6 +45,15 @@ def seen_actors(namespace: str) -> dict[str, ActorSeen]:
         alive = row.get("State") == "ALIVE"
         seen[named["name"]] = ActorSeen(handle, row["Address"]["NodeID"] if alive else "")
     return seen
+
+
+def nodes_of(shards: Mapping[str, str], seen: Mapping[str, str]) -> list[str]:
+    """Returns the ids of the living nodes of these shards, which are given with their addresses. `seen`: the node of
+    each actor that exists; that of a shard which is gone is found by its address."""
+    by_host = {node["NodeManagerAddress"]: node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    hosts = {shard: address.rpartition(":")[0].strip("[]") for shard, address in shards.items()}
+    found = (seen.get(shard) or by_host.get(host) for shard, host in hosts.items())
+    return list(dict.fromkeys(node for node in found if node))
 
 
 class NodesSeen:

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvcluster.actors import settings
 from kvcluster.actors.coordinator import CoordinatorActor
-from kvcluster.actors.ray_view import HEAD_RESOURCE, ActorSeen, NodesSeen, seen_actors
+from kvcluster.actors.ray_view import HEAD_RESOURCE, ActorSeen, NodesSeen, nodes_of, seen_actors
 from kvcluster.actors.shard import ShardActor
 from kvcluster.config import Config, GroupConfig
 from kvcluster.core.ids import ShardId
@@ -72,6 +72,7 @@ class Reconciler:
         if COORDINATOR_NAME not in seen:
             self._start_coordinator()
         draining = self._draining()
+        self._hear_leaving(seen)
         nodes = self._nodes.read()
         running = [
             RunningShard(ShardId(name), each.node, name in draining)
@@ -81,6 +82,7 @@ class Reconciler:
         absent, given_up = self._absent({shard: node.name for node in nodes for shard in node.volumes})
         plan = schedule(self._groups, nodes, running, absent, given_up)
         self._carry_out(plan, seen)
+        self.coordinator.scheduled.remote(list(plan.waiting), list(plan.orphans))  # for the status: not waited for
         return plan
 
     def look(self) -> dict[str, ActorSeen]:
@@ -126,6 +128,15 @@ class Reconciler:
 
     def _draining(self) -> frozenset[str]:
         return frozenset(call(self.coordinator.draining, _ASK_S))
+
+    def _hear_leaving(self, seen: Mapping[str, ActorSeen]) -> None:
+        """Notes in Ray's store which nodes are to be taken down, as operators have told the coordinator (`kvcluster
+        drain --local`). Asked after which shards exist and drain: one that has gone by then is among the answers."""
+        leaving: dict[str, str] = call(self.coordinator.leaving, _ASK_S)
+        if leaving:
+            for node in nodes_of(leaving, {name: each.node for name, each in seen.items()}):
+                settings.say_leaving(self._config.name, node)
+            call(partial(self.coordinator.leaving_heard.remote, list(leaving)), _ASK_S)
 
     def _absent(self, lies: Mapping[ShardId, str]) -> tuple[dict[ShardId, str], list[ShardId]]:
         """Returns the volumes whose nodes are away: those that are still waited for, with the names of the nodes, and

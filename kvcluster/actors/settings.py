@@ -87,6 +87,12 @@ def leaving_nodes(cluster: str) -> frozenset[str]:
     return frozenset(key[len(prefix) :].decode() for key in kv._internal_kv_list(prefix, namespace=SPACE))
 
 
+def say_leaving(cluster: str, node: str) -> None:
+    """Stores that the node with this id is about to end. It holds until that node is gone: an id is never used
+    again."""
+    _put(cluster, f"{LEAVING}/{node}", "1")
+
+
 def _put(cluster: str, key: str, value: str) -> None:
     kv._internal_kv_put(f"{cluster}/{key}".encode(), value.encode(), overwrite=True, namespace=SPACE)
 

@@ -19,17 +19,19 @@ from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.actors.settings import next_epoch, read_settings
 from kvcluster.actors.stopping import on_sigterm, save_ms
-from kvcluster.config import ServerConfig
-from kvcluster.config.ports import parse_ports, shard_metrics_ports
+from kvcluster.config import Config, ServerConfig
+from kvcluster.config.ports import parse_ports, port_text, shard_metrics_ports
 from kvcluster.config_hash import config_hash
 from kvcluster.core.ids import ShardId
-from kvcluster.core.messages import Leave, PagesSaved, ShardAddress
+from kvcluster.core.messages import Leave, ListeningPort, PagesSaved, ProcessFacts, ShardAddress
+from kvcluster.pages.arena import memory_limit_bytes
 from kvcluster.release import __version__
 from kvcluster.runtime.auth import Authenticator, authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.json_log import set_up_log
 from kvcluster.runtime.metrics import CallMetrics
-from kvcluster.runtime.metrics_server import serve_metrics
+from kvcluster.runtime.metrics_server import MetricsServer, serve_metrics
+from kvcluster.runtime.peer_probe import PeerProbe
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
@@ -68,6 +70,8 @@ class ShardActor:
         self._stop_ms = save_ms(config.shard)
         self._next_attempt = own_attempts()
         auth = authenticator(config.server, self._secret, restarted=patient)
+        self._metrics: MetricsServer | None = None
+        self._probe = PeerProbe(lambda: self._facts(config), lambda: self._coordinator.clock, self._secret, here())
         # The server is bound before the core exists, because the core needs to know its own address.
         handlers: dict[str, RpcHandler] = {}
         self._server = wait(lambda: _served(config.server, handlers, auth, calls))
@@ -83,8 +87,8 @@ class ShardActor:
             tell=self._coordinator.report,
             open_source=self._open_source,
             on_end=self._leave,
+            probe=self._probe.carry_out,
         )
-
         handlers.update(unary_handlers(SHARD, self._host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls))
         handlers.update(page_handlers(self._host))
         self._paths = serve_paths(self._host, auth, config.server, self._server.host)
@@ -115,12 +119,24 @@ class ShardActor:
             self._metrics.close()
         self._server.close()
         self._paths.close()
+        self._probe.close()
         self._host.close()
         self._coordinator.close()
         self._garbage.close()
 
     def _open_source(self, shard: ShardAddress) -> Transport:
         return choose(shard, self._secret, self._next_attempt, takes=self._takes)
+
+    def _facts(self, config: Config) -> ProcessFacts:
+        """Returns what this process says of itself in probes."""
+        ports = [ListeningPort("grpc", self._server.port, config.server.shard_ports)]
+        tcp = (offer.address for offer in self._paths.offers.offers if offer.transport == "tcp")
+        ports += [ListeningPort("tcp", int(address.rpartition(":")[2]), config.server.shard_ports) for address in tcp]
+        if self._metrics is not None:
+            allowed = port_text(shard_metrics_ports(config.metrics.port))
+            ports.append(ListeningPort("metrics", self._metrics.port, allowed))
+        pools = config.shard.device_bytes + config.shard.host_bytes
+        return ProcessFacts(pools, memory_limit_bytes(), tuple(ports))
 
     def _save_and_end(self) -> None:
         self._try_to_save()

@@ -7,7 +7,9 @@ import sys
 import time
 from typing import Any
 
+from kvcluster.cli.confirming import PATIENCE_S, all_would_be_lost, confirmed, may_lose, shard_in
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator, read_status
+from kvcluster.cli.drain_local import drain_local
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Done, Drain, Purge, Purged, SetPolicy
@@ -15,28 +17,11 @@ from kvcluster.errors import CallerError, Unreachable
 from kvcluster.transport.base import Deadline, Unavailable
 
 _POLL_S = 0.5
-_PATIENCE_S = 30.0
-"""How long the coordinator may be unreachable while a drain is watched: it restarts within a few seconds."""
 
 
 def add(commands: Any) -> None:
     """Adds these commands."""
-    drain = commands.add_parser(
-        "drain", help="copy a shard's pages to other shards, then remove it", allow_abbrev=False
-    )
-    drain.add_argument("shard", metavar="SHARD", help="name of the shard, as `kvcluster status` shows it")
-    drain.add_argument(
-        "--wait",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="wait until the shard is gone, and show the progress (default --wait)",
-    )
-    _add_yes(drain)
-    drain.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="longest wait in seconds (default 600)"
-    )
-    add_coordinator_args(drain)
-    drain.set_defaults(run=_drain)
+    _add_drain(commands)
 
     clear = commands.add_parser("clear", help="purge every block of this tenant, permanently", allow_abbrev=False)
     _add_yes(clear)
@@ -62,6 +47,35 @@ def add(commands: Any) -> None:
         switch.set_defaults(run=_switch, cache=name)
 
 
+def _add_drain(commands: Any) -> None:
+    drain = commands.add_parser(
+        "drain", help="copy a shard's pages to other shards, then remove it", allow_abbrev=False
+    )
+    which = drain.add_mutually_exclusive_group(required=True)
+    which.add_argument("shard", nargs="?", metavar="SHARD", help="name of the shard, as `kvcluster status` shows it")
+    which.add_argument(
+        "--local",
+        action="store_true",
+        help="drain every shard of this machine, and have none start there; the exit status is 3 if the deadline is "
+        "over, 4 if no coordinator answers",
+    )
+    drain.add_argument(
+        "--wait",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="wait until the shard is gone, and show the progress (default --wait)",
+    )
+    _add_yes(drain)
+    drain.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="longest wait in seconds (default 600)"
+    )
+    drain.add_argument(
+        "--deadline", type=float, default=300.0, metavar="S", help="longest wait in seconds of --local (default 300)"
+    )
+    add_coordinator_args(drain)
+    drain.set_defaults(run=_drain)
+
+
 def _add_yes(command: Any) -> None:
     command.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
@@ -83,19 +97,13 @@ def _purge(options: argparse.Namespace) -> int:
 
 
 def _forget(options: argparse.Namespace, what: str, purge: Purge) -> int:
-    if not options.yes and not _confirmed(f"purge {what} that this credential can see, at {address_of(options)}?"):
+    if not options.yes and not confirmed(f"purge {what} that this credential can see, at {address_of(options)}?"):
         print("nothing was purged", file=sys.stderr)
         return 1
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         purged = expect(Purged, port.ask(purge, Deadline.after_ms(ANSWER_MS)))
     print(f"{purged.blocks:,} block(s) purged")
     return 0
-
-
-def _confirmed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise CallerError("this command asks for confirmation, but standard input is no terminal; give --yes")
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 # -------------------------------------------------------------------------------------------- on and off
@@ -113,23 +121,17 @@ def _switch(options: argparse.Namespace) -> int:
 
 
 def _drain(options: argparse.Namespace) -> int:
+    if options.local:
+        return drain_local(options)
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         before = read_status(port, ANSWER_MS)
-        doubtful = not options.yes and _all_would_be_lost(before, options.shard)
-        if doubtful and not _confirmed(f"{options.shard} is the only shard: its pages will be lost. Drain it?"):
-            print("nothing was drained", file=sys.stderr)
+        if not options.yes and all_would_be_lost(before, {options.shard}) and not may_lose([options.shard]):
             return 1
         _ask_to_drain(port, options.shard, before)
         if options.wait:
             return _watch(port, options.shard, before, Deadline.after_ms(options.timeout * 1e3))
     print(f"{options.shard} is draining; `kvcluster status` shows it until it is gone")
     return 0
-
-
-def _all_would_be_lost(status: dict[str, Any], shard: str) -> bool:
-    """Whether the shard holds pages, and no other shard can take them."""
-    staying = [k for k in status["shards"] if k["shard"] != shard and k["state"] in ("up", "joining")]
-    return not staying and bool(_shard(status, shard).get("pages"))
 
 
 def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
@@ -141,17 +143,17 @@ def _ask_to_drain(port: GrpcPort, shard: str, status: dict[str, Any]) -> None:
 
 def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadline) -> int:
     """Prints the progress until the shard is gone. Returns the exit status."""
-    patience = Deadline.after_ms(_PATIENCE_S * 1e3)
+    patience = Deadline.after_ms(PATIENCE_S * 1e3)
     said = ""
     while deadline.remaining_s():
         try:
             status = read_status(port, ANSWER_MS)
-            if _shard(status, shard).get("state") == "up":  # a coordinator that has just started may not know of it
+            if shard_in(status, shard).get("state") == "up":  # a coordinator that has just started may not know of it
                 _ask_to_drain(port, shard, status)
-            patience = Deadline.after_ms(_PATIENCE_S * 1e3)
+            patience = Deadline.after_ms(PATIENCE_S * 1e3)
         except Unavailable as trouble:
             if not patience.remaining_s():
-                raise Unreachable(f"the coordinator has not answered for {_PATIENCE_S:.0f} s: {trouble}") from None
+                raise Unreachable(f"the coordinator has not answered for {PATIENCE_S:.0f} s: {trouble}") from None
         else:
             line, ended = progress(before, status, shard)
             if line != said:
@@ -167,7 +169,7 @@ def _watch(port: GrpcPort, shard: str, before: dict[str, Any], deadline: Deadlin
 def progress(before: dict[str, Any], status: dict[str, Any], shard: str) -> tuple[str, int | None]:
     """Returns a line about a drain that began at status `before`, and the exit status, None until the drain has
     ended."""
-    was, now = _shard(before, shard), _shard(status, shard)
+    was, now = shard_in(before, shard), shard_in(status, shard)
     pulled = max(0, _pulled(status, shard) - _pulled(before, shard))  # a restarted shard counts from 0
     copied = f"other shards have copied {pulled:,} page(s) meanwhile"
     if not now:
@@ -179,11 +181,6 @@ def progress(before: dict[str, Any], status: dict[str, Any], shard: str) -> tupl
     if was and now["epoch"] != was["epoch"]:
         return f"{shard} died before it was drained, and has restarted empty; {copied}", 1
     return f"{shard} is draining: {now['pages']:,} page(s) left; {copied}", None
-
-
-def _shard(status: dict[str, Any], shard: str) -> dict[str, Any]:
-    """Returns a status's entry of this shard; {} if there is none."""
-    return next((known for known in status["shards"] if known["shard"] == shard), {})
 
 
 def _pulled(status: dict[str, Any], shard: str) -> int:

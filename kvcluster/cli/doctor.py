@@ -1,6 +1,9 @@
 """`kvcluster doctor`: checks whether this machine can use a cluster, and by which transports; otherwise why not, and
 what to do.
 
+With an operator's token it also shows what every process says of itself, and has the shards try one another
+(cluster_doctor.py).
+
 It takes the steps of a client in order and stops at the first that fails: the coordinator's address, its protocol, the
 credential, its list of shards. Then it checks each shard and, for each shard, each transport with a real exchange. The
 result is a tree of plain values (`examine`), shown as a page or as JSON.
@@ -16,13 +19,14 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
+from kvcluster.cli.cluster_doctor import judged, probe_cluster
 from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, read_status
 from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
 from kvcluster.cli.weights import alone, read_engines
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import TRANSPORTS, Config, load
-from kvcluster.config.ports import port_table
+from kvcluster.config.ports import port_table, port_text
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
@@ -65,24 +69,21 @@ def _doctor(options: argparse.Namespace) -> int:
         with needs("cluster", "rich", instead="or give --json"):
             from kvcluster.cli.doctor_view import print_diagnosis
         print_diagnosis(found)
-    return 0 if found["healthy"] else 1
+    return 0 if found["healthy"] and not any(problem["severe"] for problem in found["cluster"]["problems"]) else 1
 
 
 def port_lines(config: Config) -> list[str]:
     """Returns a line for each row of the table of ports: port, setting, who listens and who connects."""
-    rows = [(_port_text(use.ports), use.setting, use.listener, use.callers) for use in port_table(config)]
+    rows = [(port_text(use.ports), use.setting, use.listener, use.callers) for use in port_table(config)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
     return ["  ".join((*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3])) for row in rows]
-
-
-def _port_text(ports: range) -> str:
-    return str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
 
 
 def examine(
     address: str, token: str | None, *, openers: Mapping[str, Opener] = OPENERS, here: str | None = None
 ) -> dict[str, Any]:
-    """Returns all findings as plain values for JSON. `healthy` is True if every shard can be reached from here."""
+    """Returns all findings as plain values for JSON. `healthy` is True if every shard can be reached from here;
+    `cluster` has what its processes say of themselves and of one another (cluster_doctor.judged)."""
     here = this_place() if here is None else here
     coordinator, status = _examine_coordinator(address, token)
     shards = [_examine_shard(shard, token, openers, here) for shard in status.get("shards", ())]
@@ -92,6 +93,7 @@ def examine(
         "kernels": native.name(),
         "coordinator": coordinator,
         "shards": shards,
+        "cluster": _examine_cluster(address, token, status, shards),
     }
     healthy, verdict = _verdict(coordinator, shards)
     return found | {"healthy": healthy, "verdict": verdict}
@@ -151,6 +153,33 @@ def _advice(error: Exception, address: str) -> str:
         "check that the coordinator runs there (`kvcluster status` on its machine), that it was started with a --host "
         "that other machines can reach, and that no firewall blocks the port"
     )
+
+
+# ---------------------------------------------------------------------------------------------- the cluster
+
+
+def _examine_cluster(
+    address: str, token: str | None, status: Mapping[str, Any], shards: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns what the processes say of themselves and of one another; with `why`, if they cannot be asked."""
+    nothing: dict[str, Any] = {"why": None, "processes": [], "pairs": [], "problems": []}
+    if not status:
+        return nothing
+    if status["tenant"]:
+        return nothing | {"why": "whether the shards reach one another is told to operators: give an operator's token"}
+    try:
+        with closing(Connection(address, token)) as connection:
+            port = GrpcPort(connection)
+            probed = probe_cluster(port, PATIENCE_MS)
+            status = read_status(port, PATIENCE_MS)  # as it is now: a shard may have been lost meanwhile
+    except ProtocolError:
+        release = status["release"] or "an older one"
+        return nothing | {
+            "why": f"the coordinator does not know how to have the shards try one another: its release is {release}"
+        }
+    except KVClusterError as error:
+        return nothing | {"why": f"the coordinator did not have the shards try one another: {said(error)}"}
+    return judged(status, probed, shards, address)
 
 
 # ------------------------------------------------------------------------------------------------ one shard

@@ -95,6 +95,12 @@ def _print_warnings(console: Console, status: dict[str, Any]) -> None:
     if status["lost_shards"]:
         lost = ", ".join(status["lost_shards"])
         console.print(f"[red]no reports from {lost}[/red]: blocks held only there are misses")
+    for sentence in status["waiting"]:
+        console.print(f"[yellow]waiting[/yellow]: {escape(sentence)}", soft_wrap=True)
+    for orphan in status["orphans"]:
+        volume = f"the volume of {escape(orphan['shard'])} on node {escape(orphan['node'])}"
+        sentence = f"{volume} belongs to no running shard; it is used again when one is missing"
+        console.print(f"[yellow]orphan[/yellow]: {sentence}", soft_wrap=True)
 
 
 def _behind(status: dict[str, Any]) -> str:

@@ -1,16 +1,17 @@
-"""Metrics of a worker: how its client sees the shards. A worker is an engine's process, which has a metrics server of
-its own: the series are added to what that server shows.
+"""Metrics of a worker: how its clients see the shards. A worker is an engine's process, which may have a metrics server
+of its own: the series are added to what that shows. The engines call `watch`; a worker of your own does it like this:
 
-    import prometheus_client
-    from kvcluster.client.metrics import WorkerCollector
-    prometheus_client.REGISTRY.register(WorkerCollector(client))
+    from kvcluster.client.metrics import watch
+    watch(client)
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 from kvcluster.client.breaker import BreakerState
 from kvcluster.client.client import Client
@@ -20,22 +21,51 @@ from kvcluster.transports import NAMES
 
 
 class WorkerCollector:
-    """A collector for a registry of prometheus-client, over one client; register one in a process. Asks no shard and
-    no coordinator."""
+    """A collector for a registry of prometheus-client, over one client or the sum of several. Asks no shard and no
+    coordinator, and keeps no client alive."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, *clients: Client) -> None:
+        self._clients: WeakSet[Client] = WeakSet(clients)
+        self._lock = threading.Lock()
+
+    def add(self, client: Client) -> None:
+        """Counts this client, too, until it is gone. May be called again with the same one."""
+        with self._lock:
+            self._clients.add(client)
 
     def samples(self) -> list[Sample]:
         """Returns the series of WORKER_METRICS."""
-        shards = self._client.shard_connections
-        breakers = Counter(breaker["state"] for breaker in shards.breakers().values())
-        paths = Counter(path["name"] for path in shards.names().values())
+        with self._lock:
+            shards = [client.shard_connections for client in self._clients]
+        breakers = Counter(breaker["state"] for one in shards for breaker in one.breakers().values())
+        paths = Counter(path["name"] for one in shards for path in one.names().values())
         return [
             *labelled("kvcluster_worker_breakers", {state.value: breakers[state.value] for state in BreakerState}),
             *labelled("kvcluster_worker_paths", {path: paths[path] for path in (*NAMES, *paths)}),
         ]
 
+    def describe(self) -> Iterable[Any]:
+        """Claims no names, so that prometheus-client accepts another collector of the same series."""
+        return ()
+
     def collect(self) -> Iterator[Any]:
         """As prometheus-client asks for it. Raises ConfigError without prometheus-client."""
         return metric_families(self.samples())
+
+
+_of_this_process = WorkerCollector()
+_registered = threading.Lock()
+"""Held for ever once the collector is in the default registry."""
+
+
+def watch(client: Client) -> bool:
+    """Adds a client to the series that this process shows in prometheus-client's default registry. Returns False where
+    prometheus-client is not installed."""
+    try:
+        from prometheus_client import REGISTRY
+    except ImportError:
+        return False
+    _of_this_process.add(client)
+    if _registered.acquire(blocking=False):
+        REGISTRY.register(_of_this_process)
+    return True

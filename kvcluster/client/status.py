@@ -12,7 +12,9 @@ def status_dict(status: Status) -> dict[str, Any]:
     """Returns a value fit for JSON: counters as a mapping, shards as a list of mappings, `hit_rate` of blocks or None.
 
     `totals` sums the counters of all shards; `lost_shards` names those in state "lost"; `differing` has the shards of
-    another release or configuration than the coordinator's, each with a description of the difference.
+    another release or configuration than the coordinator's, each with a description of the difference; `waiting` has a
+    sentence for each shard that the cluster lacks, and `orphans` the volumes that belong to no running shard, each with
+    the address of its node.
     """
     out = asdict(status)
     out["counters"] = dict(status.counters)
@@ -39,6 +41,8 @@ def status_dict(status: Status) -> dict[str, Any]:
         for shard in status.shards
         if shard.state != "lost" and (difference := _difference(shard.info, status))
     }
+    out["waiting"] = list(status.waiting)
+    out["orphans"] = [{"shard": shard, "node": node} for shard, node in status.orphans]
     asked = out["counters"].get("asked_blocks", 0)
     out["hit_rate"] = out["counters"].get("hit_blocks", 0) / asked if asked else None
     return out

@@ -67,6 +67,11 @@ def port_table(config: Config) -> list[PortUse]:
     return [use for use in used if use.ports.start]
 
 
+def port_text(ports: range) -> str:
+    """Returns "7100-7163" or "7100", the inverse of `parse_ports`."""
+    return str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
+
+
 def shard_metrics_ports(port: int) -> range:
     """Returns the ports on which shards serve metrics, from that of the coordinator."""
     return range(port + 1, port + 1 + METRICS_PORTS)

@@ -51,6 +51,8 @@ from kvcluster.core.messages import (
     PinBlocks,
     PrepareLoad,
     PrepareStore,
+    Probe,
+    ProcessFacts,
     ProcessInfo,
     PullOrder,
     Purge,
@@ -63,8 +65,10 @@ from kvcluster.core.messages import (
     Report,
     Request,
     Retell,
+    ScheduleSeen,
     SetPolicy,
     SetWeights,
+    ShardAddress,
     ShardStatus,
     Siblings,
     SiblingSpecs,
@@ -128,6 +132,7 @@ class Coordinator:
         self._prepare_handler = PrepareHandler(state, config, self._replicator, tiering)
         self._sequence_handler = SequenceHandler(state, config)
         self._report_handler = ReportHandler(state, config, self._evictor, tiering, self._replicator, expected)
+        self._schedule, self._schedule_until = ScheduleSeen(), 0
         self._dispatcher = self._handlers()
 
     # ------------------------------------------------------------------------------------- the machine
@@ -157,11 +162,13 @@ class Coordinator:
                 Purge: self._purge,
                 Drain: self._drain,
                 SetPolicy: self._set_policy,
+                Probe: self._probe,
                 GetStatus: self._status,
                 Report: self._report_handler.report,
                 Inventory: self._report_handler.inventory,
             },
             from_driver={
+                ScheduleSeen: self._scheduled,
                 Retell: self._retell,
                 Tick: self._tick,
                 Stalled: self._stalled,
@@ -288,7 +295,23 @@ class Coordinator:
         member = self._state.members.get(request.question.shard)
         if member is not None and not member.draining:
             self._replicator.drain(member, now + self._config.drain_ms * MS)
+        if member is not None and request.question.leaving:
+            self._state.members.leave_node(member)
         return [Answer(request.call, Done(member is not None))]
+
+    def _probe(self, request: Request[Probe], now: int) -> list[Effect]:
+        infos = [member.info for member in self._state.members.all()]
+        members = [(ShardAddress(one.shard, one.epoch, one.address, one.host), one.protocol) for one in infos]
+        probed = self._state.probes.ask(request.question.number, self.epoch, members, now)
+        return [Answer(request.call, _NO_SUCH_RUN if probed is None else probed)]
+
+    def set_facts(self, facts: ProcessFacts) -> None:
+        """Sets what this process says of itself in probes."""
+        self._state.probes.facts = facts
+
+    def _scheduled(self, m: ScheduleSeen, now: int) -> list[Effect]:
+        self._schedule, self._schedule_until = m, now + _SCHEDULE_NS
+        return []
 
     def _set_policy(self, request: Request[SetPolicy], now: int) -> list[Effect]:
         why_not = self.set(request.question.settings)
@@ -320,6 +343,7 @@ class Coordinator:
         """Returns the status of the whole cluster."""
         shards = [ShardStatus(s.info, s.state, max(0, now - s.seen_at)) for s in self._state.members.all()]
         shards += [ShardStatus(info, "lost", 0) for info in self._state.members.lost.values()]
+        schedule = self._schedule if now < self._schedule_until else ScheduleSeen()
         return Status(
             epoch=self.epoch,
             state="rebuilding" if self.rebuilding else "serving",
@@ -338,6 +362,8 @@ class Coordinator:
             release=self._process.release,
             config_hash=self._process.config_hash,
             protocol=PROTOCOL_VERSION,
+            waiting=schedule.waiting,
+            orphans=schedule.orphans,
         )
 
     @property
@@ -376,6 +402,8 @@ class Coordinator:
             status,
             tenant=tenant,
             config_hash="",
+            waiting=(),
+            orphans=(),
             namespaces=len(public),
             blocks=sum(len(space.index) for space in public),
             tickets=state.tickets.held(tenant),
@@ -426,5 +454,9 @@ class Coordinator:
         return []
 
 
+_SCHEDULE_NS = 30_000_000_000
+"""What the reconciler said is shown for so long: it says it with every pass, unless it has ended."""
+
+_NO_SUCH_RUN = Refused(RefusedKind.STALE, "that run of probes is over, or of an earlier coordinator; begin another")
 _TOO_MANY_ENGINES = Refused(RefusedKind.LIMIT, "the limit of registered engines is reached; this one is still served")
 _TOO_MANY_PURGES = Refused(RefusedKind.LIMIT, "the limit of remembered purges is reached; use clear instead")

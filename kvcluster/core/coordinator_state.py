@@ -17,6 +17,7 @@ from kvcluster.core.members import Membership
 from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone
 from kvcluster.core.miss import MissReason
 from kvcluster.core.namespaces import NamespaceTable
+from kvcluster.core.probes import ProbeRuns
 from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.replicas_first import ReplicasFirst
 from kvcluster.core.tickets import TicketBook
@@ -67,6 +68,7 @@ class CoordinatorState:
         self.evicted = EvictionHistory()
         self.tombstones = tombstones
         self.engines = EngineRegistry(ENGINE_TTL_NS)
+        self.probes = ProbeRuns()
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self.missed_tokens = dict.fromkeys(MissReason, 0)
         """Tokens that lookups asked for and did not find, by the reason why the first of them was not found."""

@@ -153,6 +153,15 @@ TOMBSTONES = 1_024
 PAST_SHARDS = 1_024
 """Shards that are remembered as lost, and as drained. A forgotten drained shard that reports again is drained again."""
 
+PROBED_SHARDS = 256
+"""Shards that try one another in one probe of the cluster: 65,280 pairs, of which a person reads those that fail."""
+
+PROBE_LINKS = 2 * PROBED_SHARDS
+"""Attempts that one shard reports: two transports each."""
+
+SCHEDULE_LINES = 64
+"""Things that the cluster waits for, and volumes without a shard, that the status shows of each: people read them."""
+
 REPLICA_REQUESTS = 65_536
 """Blocks that wait for another replica: 1,024 hot runs. One more is dropped, until it is hot again."""
 

@@ -93,6 +93,7 @@ class Membership:
         self._order_numbers = count(1)
         self.lost: dict[ShardId, ShardInfo] = {}
         self._dismissed: dict[ShardId, Epoch] = {}
+        self.leaving: dict[ShardId, str] = {}  # addresses of those whose nodes are to be taken down, until it is heard
 
     def __len__(self) -> int:
         return len(self._members)
@@ -175,6 +176,10 @@ class Membership:
         """Removes a drained member: later messages of this incarnation do not bring it back."""
         self.drop(member.info.shard)
         _note(self._dismissed, member.info.shard, member.info.epoch)
+
+    def leave_node(self, member: Member) -> None:
+        """Notes that the node of this member is to be taken down, for the reconciler (actors/reconciler.py)."""
+        _note(self.leaving, member.info.shard, member.info.address)
 
     def leave_reason(self, info: ShardInfo) -> LeaveReason | None:
         """Returns why this incarnation has to leave; None if it may stay."""

@@ -89,9 +89,10 @@ class ReportHandler:
             return effects
         fresh = member.cursor.news(m.first, m.events)
         if fresh is None:
-            return [Answer(request.call, self._ack(member, inventory=True))]
+            return [Answer(request.call, self._ack(member, now, inventory=True))]
         for event in fresh:
             self._apply(event, member, now)
+        self._state.probes.take(member.info.shard, m.findings)
         effects = self._tiering.sampled(m.samples)
         for order in member.orders.heard(m.orders):
             self._settle[type(order)](member, order)
@@ -104,14 +105,14 @@ class ReportHandler:
             assert member.drain_until is not None
             self._state.counters["late_drains" if now >= member.drain_until else "drains"] += 1
             return [*effects, self._dismissal(request)]
-        return [*effects, Answer(request.call, self._ack(member))]
+        return [*effects, Answer(request.call, self._ack(member, now))]
 
     def inventory(self, request: Request[Inventory], now: int) -> list[Effect]:
         state, m = self._state, request.question
         known = state.members.get(m.info.shard)
         if m.chunk == 0 and m.coordinator == state.epoch:
             if known is not None and known.info.epoch == m.info.epoch and m.upto < known.cursor.acked:
-                return [Answer(request.call, self._ack(known))]  # it was delayed: newer events are known by now
+                return [Answer(request.call, self._ack(known, now))]  # it was delayed: newer events are known by now
             # The shard reports all that it holds again: its old slot dies, and with it whatever is no longer true.
             if state.members.leave_reason(m.info) is None:
                 again = known is not None and known.info.epoch == m.info.epoch
@@ -122,14 +123,14 @@ class ReportHandler:
             return effects
         effects += self._learn(m.tombstones, now)
         if not member.cursor.chunk(m.chunk, upto=m.upto, last=m.last):
-            return [*effects, Answer(request.call, self._ack(member, inventory=True))]
+            return [*effects, Answer(request.call, self._ack(member, now, inventory=True))]
         member.purged = max((stone.number for stone in m.tombstones), default=0)
         for event in m.pages:
             self._apply(event, member, now)
         if m.last:
             self._replicator.joined()
             self._end_rebuilding_early(now)
-        return [*effects, Answer(request.call, self._ack(member))]
+        return [*effects, Answer(request.call, self._ack(member, now))]
 
     def forget(self, member: Member | None, *, lost: bool = True) -> None:
         """Removes a shard incarnation that is gone or, if not `lost`, that is drained or sends its inventory again. No
@@ -234,7 +235,7 @@ class ReportHandler:
         state = self._state
         return Answer(request.call, ReportAck(state.epoch, 0, leave=state.members.leave_reason(request.question.info)))
 
-    def _ack(self, member: Member, *, inventory: bool = False) -> ReportAck:
+    def _ack(self, member: Member, now: int, *, inventory: bool = False) -> ReportAck:
         return ReportAck(
             self._state.epoch,
             0 if inventory else member.cursor.acked,
@@ -242,6 +243,7 @@ class ReportHandler:
             orders=() if inventory else member.orders.unaccepted(),
             tombstones=self._state.tombstones.since(member.purged),
             drain=member.draining,
+            probe=self._state.probes.order_for(member.info.shard, member.info.epoch, now),
         )
 
     # ------------------------------------------------------------------------------------- its events

@@ -35,6 +35,7 @@ from kvcluster.core.messages import (
     Offers,
     OrderProgress,
     PageEvent,
+    PeersTried,
     Pin,
     PinGrant,
     ProcessInfo,
@@ -66,6 +67,7 @@ from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.page import PageState
 from kvcluster.core.pin_handler import PinHandler
 from kvcluster.core.pool import PagePool
+from kvcluster.core.probes import ProbeTaker
 from kvcluster.core.puller import Puller
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.report_stream import StreamPiece
@@ -137,6 +139,7 @@ class Shard:
         self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
         self._over = self._replaced = False
+        self._probe = ProbeTaker()
         self._pressed = False  # the last report said that writers wait for space
         self._dispatcher = self._handlers()
 
@@ -161,6 +164,7 @@ class Shard:
                 Verified: self._verified,
                 Moved: self._moved,
                 Staged: lambda m, now: self._pins.staged(m, may_grant=self.member(now)),
+                PeersTried: self._peers_tried,
                 SavePages: self._save,
                 ReportAnswered: self._report_answered,
                 ReportFailed: self._report_failed,
@@ -353,7 +357,8 @@ class Shard:
         pressure = self._queue.pressure
         self._pressed = bool(pressure)
         orders, samples = self.order_progress, self._tier_mover.samples()
-        return Report(info, coordinator, piece.first, piece.events, specs, pressure, orders, samples)
+        news = (specs, pressure, orders, samples, self._probe.findings)
+        return Report(info, coordinator, piece.first, piece.events, *news)
 
     def _report_answered(self, m: ReportAnswered, now: int) -> list[Effect]:
         before = self._sender.coordinator
@@ -362,11 +367,18 @@ class Shard:
             return self._leave(m.ack.leave, now)
         if self._sender.coordinator != before:
             self._orders.reset()
-        effects = [*self._orders.carry_out(m.ack, now), *self._move(now)] if heeded else []
+        effects: list[Effect] = []
+        if heeded:
+            effects = [*self._orders.carry_out(m.ack, now), *self._move(now), *self._probe.heed(m.ack.probe)]
         return effects + self._sender.answer_flushes(now)
 
     def _report_failed(self, m: ReportFailed, now: int) -> list[Effect]:
         self._sender.failed(now)
+        return []
+
+    def _peers_tried(self, m: PeersTried, now: int) -> list[Effect]:
+        self._probe.tried(m)
+        self._sender.say_soon()
         return []
 
     def _leave(self, reason: LeaveReason, now: int) -> list[Effect]:

@@ -115,6 +115,10 @@ class CoordinatorHost:
             decided(decision[0], **decision[1])
         return reply
 
+    def tell(self, message: CoordinatorMessage) -> None:
+        """Has the core step a message that nobody waits for."""
+        self._driver.tell(message)
+
     def inspect(self, look: Callable[[], T]) -> T:
         """Calls `look` while the core is not stepped."""
         return self._driver.inspect(look)

@@ -31,7 +31,7 @@ from kvcluster.runtime.metrics import CallMetrics, Refusal
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.rpc import RpcHandler, host_and_port, identity, server_options, status_of
 from kvcluster.wire.methods import Method
-from kvcluster.wire.versions import METADATA, OURS, agreed_version, versions_in
+from kvcluster.wire.versions import CLOCK_KEY, METADATA, OURS, agreed_version, versions_in
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ _LONGEST_S = 60.0
 
 _SHARES = 4
 """How many tenants get the full number of threads each. More than these share so many threads evenly."""
+
+_TELL_THE_TIME = ("Ping", "Report")
+"""Methods whose answers tell this machine's clock (Connection.clock), for `kvcluster doctor`."""
 
 _REFUSALS = 64
 """Calls that a server refuses within a second with the reason why. Further ones get gRPC's own answer, that there is no
@@ -268,6 +271,8 @@ def _unary(
             metrics.refused(Refusal.CREDENTIAL)
             decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method.name, tenant=caller.tenant)
             context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
+        if method.name in _TELL_THE_TIME:
+            context.set_trailing_metadata((*METADATA, (CLOCK_KEY, str(time.time_ns()))))
         began = time.monotonic()
         wait_s = min(context.time_remaining(), _LONGEST_S)
         try:

@@ -22,6 +22,7 @@ from kvcluster.core.messages import (
     Effect,
     Erase,
     Fetch,
+    Findings,
     Inventory,
     Leave,
     Moved,
@@ -29,6 +30,8 @@ from kvcluster.core.messages import (
     Offers,
     PageSlot,
     PagesSaved,
+    PeersTried,
+    ProbeOrder,
     ProcessInfo,
     Refused,
     RefusedKind,
@@ -45,6 +48,7 @@ from kvcluster.core.messages import (
     ShardQuestion,
     Stage,
     Staged,
+    TryPeers,
     Verify,
 )
 from kvcluster.core.shard import Shard
@@ -91,8 +95,9 @@ class ShardHost:
         tell: Tell,
         open_source: OpenSource,
         on_end: Callable[[Leave], None],
+        probe: Callable[[ProbeOrder], Findings] = lambda order: Findings(order.number),
     ) -> None:
-        """`node`, `release` and `config_hash` are for the status; "" if unknown."""
+        """`node`, `release` and `config_hash` are for the status; "" if unknown. `probe`: see peer_probe.py."""
         stores, found = open_stores(config.shard, shard)
         self.core = Shard(
             shard,
@@ -106,12 +111,11 @@ class ShardHost:
         )
         self._arena = Arena(self.core.pool.arena_bytes)
         self._stores = TierStores(self._arena, stores)
-        self._shard, self._tell, self._on_end = shard, tell, on_end
+        self._shard, self._tell, self._on_end, self._probe = shard, tell, on_end, probe
         self._report_ms = config.membership_ttl_ms
         self._codec = Codec[config.coordinator.host_codec.upper()]
         self._raw_blocks = config.coordinator.host_raw_blocks
-        self._metrics = ShardMetrics()
-        self._acks = AckReader()
+        self._metrics, self._acks = ShardMetrics(), AckReader()
         self._sessions: dict[Attempt, Callable[[], object]] = {}
 
         def fail(error: BaseException) -> None:
@@ -264,6 +268,7 @@ class ShardHost:
             Erase: moves,
             Stage: job("stager", self._stage, most=limits.PINS_FROM_DISK),
             Fetch: job("fetcher", self._fetcher.fetch),
+            TryPeers: job("prober", lambda m: self._driver.tell(PeersTried(self._probe(m.order)))),
         }
 
     def _report(self, message: Report | Inventory) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -30,7 +31,7 @@ from kvcluster.errors import (
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.wire.methods import Method, Question
-from kvcluster.wire.versions import METADATA, OURS, agreed_version, versions_in
+from kvcluster.wire.versions import METADATA, OURS, agreed_version, clock_in, versions_in
 
 _OPTIONS = [
     ("grpc.max_send_message_length", limits.MESSAGE_BYTES),
@@ -82,6 +83,14 @@ class RpcHandler(NamedTuple):
     serve: Callable[[Caller, Any, grpc.ServicerContext], Any]
 
 
+class ClockDifference(NamedTuple):
+    """By how many nanoseconds this clock is ahead of another machine's, give or take `error_ns`: half of the round trip
+    in which it was asked."""
+
+    ahead_ns: int
+    error_ns: int
+
+
 class Connection:
     """A channel to one server, with the credential that every call carries.
 
@@ -100,6 +109,8 @@ class Connection:
         self._metadata = (*METADATA, *((("authorization", f"Bearer {token}"),) if token else ()))
         self.version: int | None = None
         """The version of the protocol that both sides speak, by the last answer; None before the first."""
+        self.clock: ClockDifference | None = None
+        """How this clock differs from that of the server, by the last answer that told it."""
         self._calls: dict[str, Any] = {}
         self._lock = threading.Lock()
         self._closed = False
@@ -110,7 +121,9 @@ class Connection:
         """Asks one question, about that namespace if the method has one, and returns the answer. Raises Unavailable,
         CallerError, CredentialError or ProtocolError."""
         request = method.encode_request(question, namespace, self.version or OLDEST_VERSION)
+        before = time.time_ns()
         data, call = self._start(self._unary, method.path, request, deadline)
+        self._compare_clocks(before, time.time_ns(), call)
         return method.decode_reply(data, self._learn(call))
 
     def read_stream(self, path: str, message: bytes, deadline: Deadline) -> Any:
@@ -127,6 +140,11 @@ class Connection:
         none."""
         version = self.version = agreed_version(caller=OURS, server=versions_in(answered.trailing_metadata() or ()))
         return version
+
+    def _compare_clocks(self, before: int, after: int, answered: Any) -> None:
+        theirs = clock_in(answered.trailing_metadata() or ())
+        if theirs is not None and after >= before:  # else this clock was set meanwhile
+            self.clock = ClockDifference((before + after) // 2 - theirs, (after - before) // 2 + 1)
 
     def _unary(self, path: str, **serializers: Any) -> Any:
         return self._channel.unary_unary(path, **serializers).with_call

@@ -14,8 +14,10 @@ from kvcluster.core.messages import (
     Explained,
     LoadGrant,
     Namespaces,
+    Probed,
     Purged,
     Registered,
+    ShardFindings,
     ShardStatus,
     SiblingSpecs,
     Status,
@@ -39,6 +41,7 @@ from kvcluster.wire.common import (
     REFUSED,
     RUNS,
     SEQUENCES,
+    SHARD,
     SPEC,
     TENANT,
     check_cover,
@@ -46,7 +49,7 @@ from kvcluster.wire.common import (
 )
 from kvcluster.wire.fields import PLAIN, Columns, EnumField, Maybe, OneOf, Rows, Struct, amount, amounts, each, words
 from kvcluster.wire.orders import ACK
-from kvcluster.wire.reports import CONFIG_HASH, COUNTERS, INFO, NODE, PROTOCOL, RELEASE, codec_errors
+from kvcluster.wire.reports import CONFIG_HASH, COUNTERS, FACTS, FINDINGS, INFO, NODE, PROTOCOL, RELEASE, codec_errors
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 SHARDS = 65_536
@@ -130,7 +133,10 @@ _STATUS = Struct(
     release=RELEASE,
     config_hash=CONFIG_HASH,
     protocol=PROTOCOL,
+    waiting=Rows(each(words("a reason for waiting")), limits.SCHEDULE_LINES, "shards that wait"),
+    orphans=Rows(Columns(pb.Orphans, None, shard=each(SHARD), node=each(NODE)), limits.SCHEDULE_LINES, "orphans"),
 )
+_SHARD_FINDINGS = Struct(pb.ShardFindings, ShardFindings, shard=SHARD, findings=FINDINGS)
 _CHANGED: Rows[SequenceId] = Rows(SEQUENCES, limits.SEQUENCES_PER_HOLDER, "sequences in a message")
 
 REPLY = OneOf(
@@ -158,6 +164,15 @@ REPLY = OneOf(
     engines=Struct(pb.Engines, Engines, known=Rows(_ENGINES, limits.LISTED_ENGINES, "engines")),
     tables_synced=Struct(
         pb.TablesSynced, TablesSynced, ttl_ns=NS, epoch=EPOCH, reopen=_CHANGED, refused=_CHANGED, forgotten=PLAIN
+    ),
+    probed=Struct(
+        pb.Probed,
+        Probed,
+        number=amount("number of a probe"),
+        running=PLAIN,
+        coordinator=FACTS,
+        shards=Rows(each(_SHARD_FINDINGS), limits.PROBED_SHARDS, "shards in a probe"),
+        silent=Rows(each(SHARD), limits.PROBED_SHARDS, "shards in a probe"),
     ),
 )
 """Any reply of the coordinator."""

@@ -21,6 +21,7 @@ from kvcluster.core.messages import (
     PinBlocks,
     PrepareLoad,
     PrepareStore,
+    Probe,
     Purge,
     RegisterEngine,
     RenewTicket,
@@ -162,6 +163,7 @@ PIN_BLOCKS = Struct(
 )
 UNPIN_BLOCKS = Struct(pb.UnpinBlocksRequest, UnpinBlocks, hashes=BLOCKS)
 PURGE = Struct(pb.PurgeRequest, Purge, _check_purge, model=Maybe(PLAIN), weights=Maybe(PLAIN), adapter=Maybe(PLAIN))
-DRAIN = Struct(pb.DrainRequest, Drain, shard=SHARD)
+DRAIN = Struct(pb.DrainRequest, Drain, shard=SHARD, leaving=PLAIN)
 SET_POLICY = Struct(pb.SetPolicyRequest, SetPolicy, settings=POLICY)
+PROBE = Struct(pb.ProbeRequest, Probe, number=amount("number of a probe"))
 GET_STATUS = Struct(pb.GetStatusRequest, GetStatus)

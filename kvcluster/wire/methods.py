@@ -33,6 +33,7 @@ from kvcluster.core.messages import (
     LoadGrant,
     Namespaces,
     Offers,
+    Probed,
     Purged,
     Refused,
     Registered,
@@ -169,6 +170,7 @@ COORDINATOR: Mapping[str, Method] = _table(
         "Purge": (coordinator.PURGE, Purged),
         "Drain": (coordinator.DRAIN, Done),
         "SetPolicy": (coordinator.SET_POLICY, Done),
+        "Probe": (coordinator.PROBE, Probed),
         "GetStatus": (coordinator.GET_STATUS, Status),
         "Report": (reports.REPORT, ReportAck),
         "Inventory": (reports.INVENTORY, ReportAck),
@@ -176,7 +178,7 @@ COORDINATOR: Mapping[str, Method] = _table(
     },
 )
 """The methods of the coordinator, by name. Only shards of the cluster may call `Report` and `Inventory`, only operators
-`Drain` and `SetPolicy`."""
+`Drain`, `SetPolicy` and `Probe`."""
 
 SHARD: Mapping[str, Method] = _table(
     SHARD_SERVICE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.messages import EvictOrder, LeaveReason, Move, MoveOrder, PullOrder, ReportAck
+from kvcluster.core.messages import EvictOrder, LeaveReason, Move, MoveOrder, ProbeOrder, PullOrder, ReportAck
 from kvcluster.core.tiers import Takes
 from kvcluster.wire.checks import must
 from kvcluster.wire.common import (
@@ -23,7 +23,7 @@ from kvcluster.wire.common import (
     TENANT,
     TIER,
 )
-from kvcluster.wire.fields import NUMBERS, PLAIN, Columns, EnumField, OneOf, Rows, Struct, amount, each
+from kvcluster.wire.fields import NUMBERS, PLAIN, Columns, EnumField, Maybe, OneOf, Rows, Struct, amount, each
 from kvcluster.wire.reports import TOMBSTONES, ascending
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
@@ -77,4 +77,12 @@ ACK = Struct(
     tombstones=TOMBSTONES,
     drain=PLAIN,
     leave=LEAVE_REASON,
+    probe=Maybe(
+        Struct(
+            pb.ProbeOrder,
+            ProbeOrder,
+            number=amount("number of a probe"),
+            peers=Rows(each(ADDRESS), limits.PROBED_SHARDS, "shards to try"),
+        )
+    ),
 )

@@ -12,10 +12,14 @@ from typing import Any
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.core.messages import (
+    Findings,
     GoneEvent,
     Inventory,
+    Link,
+    ListeningPort,
     OrderProgress,
     PageEvent,
+    ProcessFacts,
     PurgedEvent,
     Report,
     ShardInfo,
@@ -32,6 +36,7 @@ from kvcluster.wire.fields import (
     PLAIN,
     Columns,
     Interned,
+    Maybe,
     Rows,
     Scalar,
     Struct,
@@ -50,6 +55,9 @@ COUNTERS_PER_PROCESS = 256
 RELEASE_CHARS = 64
 CONFIG_HASH_CHARS = 16
 PROTOCOL_MAX = 999_999
+_PORT_CHARS = 64
+WHY_CHARS = 512
+"""The most characters of why a shard does not reach another one."""
 
 # -------------------------------------------------------------------------------------------- events
 
@@ -209,6 +217,37 @@ def _check_progress(progress: OrderProgress) -> None:
     must(max(progress.running, default=0) <= progress.accepted, "a running order was not accepted")
 
 
+_PORTS: Columns[ListeningPort] = Columns(
+    pb.ListeningPorts,
+    ListeningPort,
+    use=each(words("a use of a port", _PORT_CHARS)),
+    port=amounts("a port", 65_535),
+    allowed=each(words("a range of ports", _PORT_CHARS)),
+)
+FACTS = Struct(
+    pb.ProcessFacts,
+    ProcessFacts,
+    pool_bytes=amount("bytes of pools"),
+    limit_bytes=amount("bytes of memory"),
+    ports=Rows(_PORTS, limits.TRANSPORTS, "ports of a process"),
+)
+_LINKS: Columns[Link] = Columns(
+    pb.Links,
+    Link,
+    shard=each(SHARD),
+    transport=each(words("a transport")),
+    trip_ns=amounts("nanoseconds"),
+    why=each(words("why a link fails", WHY_CHARS)),
+)
+FINDINGS = Struct(
+    pb.Findings,
+    Findings,
+    number=amount("number of a probe"),
+    facts=FACTS,
+    clock_ns=PLAIN,
+    clock_error_ns=amount("nanoseconds"),
+    links=Rows(_LINKS, limits.PROBE_LINKS, "links in a message"),
+)
 _PROGRESS = Struct(
     pb.OrderProgress,
     OrderProgress,
@@ -233,6 +272,7 @@ REPORT = Struct(
     pressure=_PRESSURE,
     orders=_PROGRESS,
     samples=codec_errors(limits.SAMPLES),
+    findings=Maybe(FINDINGS),
 )
 INVENTORY = Struct(
     pb.InventoryRequest,

@@ -32,6 +32,9 @@ VERSIONS_KEY = "kvcluster-versions"
 _FORM = re.compile(r"([0-9]{1,6}) ([0-9]{1,6}) ([0-9A-Za-z.+!_-]{1,64})", re.ASCII)
 
 
+_CLOCK = re.compile("[0-9]{1,19}", re.ASCII)
+
+
 class Versions(NamedTuple):
     """The versions that one side speaks, from `oldest` to `newest`, and its release, "" if that is not known."""
 
@@ -55,6 +58,9 @@ def encode_versions(versions: Versions) -> str:
     return f"{versions.oldest} {versions.newest} {versions.release}"
 
 
+CLOCK_KEY = "kvcluster-clock"
+"""The key of the trailer that tells the server's clock; `clock_in` reads it."""
+
 METADATA = ((VERSIONS_KEY, encode_versions(OURS)),)
 """What this side says about itself."""
 
@@ -75,6 +81,13 @@ def versions_in(metadata: Iterable[Any]) -> Versions:
         if key == VERSIONS_KEY:
             return decode_versions(str(value))
     return FIRST
+
+
+def clock_in(metadata: Iterable[Any]) -> int | None:
+    """Returns the nanoseconds since 1970 that the clock of the side shows which sent this metadata; None if it does not
+    tell."""
+    said = next((str(value) for key, value in metadata if key == CLOCK_KEY), "")
+    return int(said) if _CLOCK.fullmatch(said) else None
 
 
 def agreed_version(*, caller: Versions, server: Versions) -> int:

@@ -206,7 +206,7 @@ def test_a_coordinator_that_stays_away_is_not_waited_for(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: False)
-    monkeypatch.setattr(admin, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(admin, "PATIENCE_S", 0.3)
     ended: list[int] = []
     command = threading.Thread(target=lambda: ended.append(served.run("drain", "shard-0", token="operator")))
     command.start()
@@ -295,6 +295,19 @@ def test_status_shows_what_drains_what_is_lost_and_what_rotted(capsys: pytest.Ca
     assert up[-4:] == ["50", "4", "3", "here:1"]
     assert draining[:2] == ["b", "draining"]
     assert gone == ["c", "lost", *["-"] * 8, "here:1"]
+
+
+def test_status_shows_what_the_cluster_waits_for_and_which_volumes_are_orphans(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    waiting = "a shard of group shard waits for a node with kvcluster_shard 1: no node is of that kind"
+    plain = told_by(a_shard("a"), waiting=(waiting,), orphans=((ShardId("shard-7"), "10.0.0.3"),))
+    assert plain["waiting"] == [waiting]
+    assert plain["orphans"] == [{"shard": "shard-7", "node": "10.0.0.3"}]
+    print_status(plain, "there:7070")
+    said = capsys.readouterr().out
+    assert f"waiting: {waiting}\n" in said
+    assert "orphan: the volume of shard-7 on node 10.0.0.3 belongs to no running shard" in said
 
 
 def told_by(*shards: ShardStatus, **coordinator: Any) -> dict[str, Any]:

@@ -18,24 +18,36 @@ from kvcluster.cli.main import main
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ServerConfig
 from kvcluster.core.ids import CallId, ShardId, Tenant
-from kvcluster.core.messages import CoordinatorQuestion, Offer, Offers, Reply, Request
+from kvcluster.core.messages import (
+    CoordinatorQuestion,
+    ListeningPort,
+    Offer,
+    Offers,
+    Probe,
+    ProcessFacts,
+    Reply,
+    Request,
+)
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError
 from kvcluster.release import PROTOCOL_VERSION
+from kvcluster.runtime import peer_probe
 from kvcluster.runtime.auth import Authenticator, digest
+from kvcluster.runtime.peer_probe import PeerProbe
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.base import Unavailable
+from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.rpc import Connection
+from kvcluster.transport.rpc import ClockDifference, Connection
 from kvcluster.transport.tcp_pages import TcpServer, open_path, serve
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from kvcluster.wire.versions import VERSIONS_KEY, Versions, encode_versions
 from tests.transport.frail import Frail
 
+FACTS = ProcessFacts(2**22, 2**30, (ListeningPort("grpc", 7100, "7100-7163"),))
 HERE = "memory"
 """Where the shards of a MemoryCluster say that they are."""
 
@@ -43,19 +55,23 @@ HERE = "memory"
 class Served:
     """A cluster of this process whose coordinator and shards can be reached as those of a real one."""
 
-    def __init__(self, cluster: MemoryCluster) -> None:
+    def __init__(self, cluster: MemoryCluster, *, knows_probes: bool = True) -> None:
         self.cluster = cluster
-        self.auth = Authenticator({digest("default"): Tenant("default")}, "secret")
+        tenants = {digest("default"): Tenant("default"), digest("operator"): Tenant("ops")}
+        self.auth = Authenticator(tenants, "secret", frozenset({digest("operator")}))
         self._closing: list[Callable[[], object]] = []
-        self.coordinator = self._serve(unary_handlers(COORDINATOR, self._ask))
+        methods = {name: method for name, method in COORDINATOR.items() if knows_probes or name != "Probe"}
+        self.coordinator = self._serve(unary_handlers(methods, self._ask, operators=frozenset({"Probe"})))
         self.address = self.coordinator.address
         self.shards: dict[str, GrpcServer] = {}
         self.tcp: dict[str, TcpServer] = {}
         for name, host in cluster.shards.items():
-            handlers = unary_handlers(SHARD, host.ask)
+            handlers = unary_handlers(SHARD, host.ask, shared=frozenset({"GetOffers"}))
             handlers |= page_handlers(host)
             self.shards[name] = self._serve(handlers)
             self._offer(name, host)
+            probe = PeerProbe(lambda: FACTS, lambda: ClockDifference(5_000_000, 1_000_000), "secret", HERE)
+            host._probe = probe.carry_out
         known = {server.address for server in self.shards.values()}
         cluster.wait_until(lambda: {shard["address"] for shard in self.status()} == known)
 
@@ -150,6 +166,56 @@ def test_the_command_ends_with_0_and_prints_a_page(served: Served, capsys: pytes
 def test_for_machines_it_prints_json_and_nothing_else(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--address", served.address]) == 0
     assert json.loads(capsys.readouterr().out)["healthy"] is True
+
+
+# ----------------------------------------------------------------------------------------- of the whole cluster
+
+
+def test_for_an_operator_the_shards_try_one_another(served: Served) -> None:
+    found = examine(served.address, "operator", openers={"tcp": open_path})["cluster"]
+    assert (found["why"], found["problems"]) == (None, [])
+    tried = {(pair["source"], pair["target"], pair["transport"]): pair["trip_ms"] for pair in found["pairs"]}
+    sources = [("shard-0", "shard-1"), ("shard-1", "shard-0"), ("this host", "shard-0"), ("this host", "shard-1")]
+    assert set(tried) == {(*pair, transport) for pair in sources for transport in ("grpc", "tcp")}
+    assert all(tried.values())
+    coordinator, *shards = found["processes"]
+    assert coordinator["address"] == served.address
+    assert [(row["clock_ms"], row["clock_error_ms"], row["pool_bytes"]) for row in shards] == [(5.0, 1.0, 2**22)] * 2
+    assert shards[0]["ports"] == [{"use": "grpc", "port": 7100, "allowed": "7100-7163"}]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_shard_that_others_do_not_reach_is_named_with_what_to_do(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_probe, "PATIENCE_MS", 300)
+    monkeypatch.setattr(doctor, "PATIENCE_MS", 3_000)
+    served.shards["shard-1"].close(grace_s=0)
+    found = examine(served.address, "operator", openers={"tcp": open_path})
+    said = [problem["what"] for problem in found["cluster"]["problems"]]
+    assert any(line.startswith("shard-0 (127.0.0.1:") and "does not reach shard-1 (" in line for line in said)
+    assert not any(line.startswith("shard-1 (") for line in said)  # it reaches others
+    assert main(["doctor", "--address", served.address]) == 1
+
+
+def test_a_tenant_is_told_that_it_takes_an_operator(served: Served) -> None:
+    found = examine(served.address, "default", openers={"tcp": open_path})
+    assert found["healthy"]
+    assert "give an operator's token" in found["cluster"]["why"]
+    refused = pytest.raises(CredentialError, match="Probe is for operators")
+    with closing(Connection(served.address, "default")) as connection, refused:
+        connection.ask(COORDINATOR["Probe"], Probe(), Deadline.after_ms(10_000))
+
+
+def test_a_coordinator_of_an_older_release_is_said_not_to_know() -> None:
+    with MemoryCluster(shards=2, device_bytes="4MiB") as cluster:
+        served = Served(cluster, knows_probes=False)
+        try:
+            found = examine(served.address, "operator", openers={"tcp": open_path})
+        finally:
+            served.close()
+    assert found["healthy"]
+    assert "does not know how to have the shards try one another" in found["cluster"]["why"]
 
 
 # ------------------------------------------------------------------------------------------- what is refused

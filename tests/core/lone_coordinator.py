@@ -24,6 +24,7 @@ from kvcluster.core.messages import (
     EvictOrder,
     Explain,
     Explained,
+    Findings,
     GetStatus,
     Inventory,
     Leave,
@@ -118,6 +119,7 @@ class Voice:
         self.told = 0
         self.orders = OrderProgress()
         """How far it says that it is with its orders. It says nothing of them by itself, so that they are repeated."""
+        self.findings: Findings | None = None
         self.tombstones: tuple[Tombstone, ...] = ()
         self.specs: tuple[tuple[Tenant, KVSpec], ...] = ()
         """Other namespaces that its inventory names."""
@@ -143,6 +145,7 @@ class Voice:
             events,
             pressure=((presses, pressure),) if pressure else (),
             orders=self.orders,
+            findings=self.findings,
         )
         ack = self._to.ask(ReportAck, build_request(report, CLUSTER))
         self.told = max(self.told, ack.acked)

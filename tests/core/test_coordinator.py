@@ -7,23 +7,32 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Epoch
+from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import (
     Attach,
     Attached,
     CoordinatorQuestion,
+    Done,
+    Drain,
     Explain,
+    Findings,
     GetStatus,
     LoadGrant,
     Need,
     PageEvent,
     PrepareLoad,
     PrepareStore,
+    Probe,
+    Probed,
+    ProbeOrder,
+    ProcessFacts,
     Purge,
     Purged,
     PurgedEvent,
     Refused,
     RefusedKind,
+    ScheduleSeen,
+    ShardFindings,
     Siblings,
     SiblingSpecs,
     Status,
@@ -171,6 +180,45 @@ def test_a_tenant_s_status_tells_its_own_figures_and_which_shards_are_up() -> No
     assert not any(dict(of_theirs.counters).values())
     assert [(shard.info.shard, shard.state) for shard in of_theirs.shards] == [("a", "up")]
     assert of_theirs.shards[0].info == of_theirs.shards[0].info.without_use()
+
+
+def test_what_the_reconciler_said_is_shown_to_operators_until_it_is_silent() -> None:
+    coordinator, _ = LoneCoordinator.serving()
+    said = ScheduleSeen(("a shard waits",), ((ShardId("shard-7"), "10.0.0.3"),))
+    coordinator.step(said)
+
+    def status(*, operator: bool) -> Status:
+        return coordinator.ask(Status, build_request(GetStatus(), OURS, operator=operator))
+
+    assert (status(operator=True).waiting, status(operator=True).orphans) == (said.waiting, said.orphans)
+    assert (status(operator=False).waiting, status(operator=False).orphans) == ((), ())
+    coordinator.now += 31 * SECOND
+    assert (status(operator=True).waiting, status(operator=True).orphans) == ((), ())
+
+
+def test_a_node_that_is_to_be_taken_down_is_remembered_by_its_shard_until_it_is_heard() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages([A]))
+    coordinator.ask(Done, ours(Drain(ShardId("unknown"), leaving=True)))
+    assert coordinator.core.members.leaving == {}
+    coordinator.ask(Done, ours(Drain(ShardId("a"))))
+    assert coordinator.core.members.leaving == {}
+    coordinator.ask(Done, ours(Drain(ShardId("a"), leaving=True)))  # one that drains already
+    assert coordinator.core.members.leaving == {"a": "a:1"}
+
+
+def test_what_a_shard_found_is_kept_for_the_operator_and_no_other_run() -> None:
+    coordinator, voice = LoneCoordinator.serving()
+    voice.info = replace(voice.info, protocol=3)
+    voice.report()
+    begun = coordinator.ask(Probed, ours(Probe()))
+    assert (begun.running, begun.silent) == (True, ("a",))
+    assert voice.report().probe == ProbeOrder(begun.number, ())
+    voice.findings = Findings(begun.number, ProcessFacts(1, 2))
+    assert voice.report().probe is None
+    ended = coordinator.ask(Probed, ours(Probe(begun.number)))
+    assert (ended.running, ended.silent) == (False, ())
+    assert ended.shards == (ShardFindings(ShardId("a"), voice.findings),)
+    assert coordinator.ask(Refused, ours(Probe(begun.number + 1))).kind is RefusedKind.STALE
 
 
 def test_status_tells_what_there_is() -> None:

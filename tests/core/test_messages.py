@@ -18,16 +18,29 @@ from kvcluster.core.messages import (
     events,
     exchange,
     orders,
+    probe,
     reports,
     shard,
 )
 from kvcluster.core.miss import Loss
 from kvcluster.release import PROTOCOL_VERSION
 
-MODULES = (common, coordinator, driver, effects, engines, events, exchange, orders, reports, shard)
+MODULES = (common, coordinator, driver, effects, engines, events, exchange, orders, probe, reports, shard)
 NOTHING = [
     (type(value), value)
-    for value in (None, False, 0, "", b"", (), Loss.EXACT, Codec.RAW, Tier.DEVICE, orders.NO_ORDERS)
+    for value in (
+        None,
+        False,
+        0,
+        "",
+        b"",
+        (),
+        Loss.EXACT,
+        Codec.RAW,
+        Tier.DEVICE,
+        orders.NO_ORDERS,
+        probe.ProcessFacts(),
+    )
 ]
 OTHERWISE = {
     ("Done", "ok"): True,

@@ -29,6 +29,7 @@ from kvcluster.core.messages import (
     EngineInfo,
     EvictOrder,
     Explain,
+    Findings,
     Flush,
     GetEngines,
     GetNamespaces,
@@ -36,6 +37,7 @@ from kvcluster.core.messages import (
     GetStatus,
     GoneEvent,
     Inventory,
+    Link,
     Move,
     Moved,
     MoveOrder,
@@ -44,10 +46,12 @@ from kvcluster.core.messages import (
     NewPage,
     PageEvent,
     PageKey,
+    PeersTried,
     Pin,
     PinBlocks,
     PrepareLoad,
     PrepareStore,
+    Probe,
     Purge,
     RegisterEngine,
     Renew,
@@ -60,6 +64,7 @@ from kvcluster.core.messages import (
     Reserve,
     Retell,
     SavePages,
+    ScheduleSeen,
     Send,
     SetPolicy,
     SetWeights,
@@ -82,6 +87,7 @@ from kvcluster.core.messages import (
     Verify,
 )
 from kvcluster.core.miss import Loss
+from kvcluster.core.probes import SINCE_VERSION
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
 from tests.core.build import block, holder, parent
@@ -409,6 +415,18 @@ def get_status(size: int) -> Step:
     return Step(coordinator(size)[0], asks(GetStatus()))
 
 
+def begin_probe(size: int) -> Step:
+    core, _ = coordinator(size)
+    for member in core.members.all():
+        member.info = replace(member.info, protocol=SINCE_VERSION)
+    return Step(core, asks(Probe()))
+
+
+def schedule_seen(size: int) -> Step:
+    orphans = tuple((ShardId(f"s{number}"), "node") for number in range(size))
+    return Step(coordinator(1)[0], ScheduleSeen(("a shard waits",) * size, orphans))
+
+
 def report(size: int) -> Step:
     """Corrupt pages of blocks that lie elsewhere too, while the shard asks for room, all of which has been promised."""
     core, shards = held(size)
@@ -512,6 +530,7 @@ COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
     (Purge, purge, 8 * limits.BLOCKS_PER_CALL),
     (Drain, drain, 8 * limits.BLOCKS_PER_CALL),
     (SetPolicy, set_policy, limits.POLICIES),
+    (Probe, begin_probe, limits.PROBED_SHARDS),
     (GetStatus, get_status, 256),
     (Report, report, limits.REPORTS_PER_MESSAGE),
     (Report, report_of_pieces, limits.REPORTS_PER_MESSAGE),
@@ -519,6 +538,7 @@ COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
     (Report, report_of_a_draining_shard, limits.BLOCKS_PER_CALL),
     (Report, report_of_a_shard_that_erases, limits.BLOCKS_PER_CALL),
     (Inventory, inventory, limits.INVENTORY_CHUNK),
+    (ScheduleSeen, schedule_seen, limits.SCHEDULE_LINES),
     (Retell, retell, limits.NAMESPACES_PER_TENANT),
     (Tick, coordinator_tick, limits.BLOCKS_PER_CALL),
     (Tick, tick_that_ends_leases, 8 * limits.BLOCKS_PER_CALL),
@@ -736,6 +756,11 @@ def staged(size: int) -> Step:
     return Step(shard.core, Staged(stage.attempt))
 
 
+def peers_tried(size: int) -> Step:
+    links = tuple(Link(ShardId(f"s{number}"), "grpc", 1) for number in range(size))
+    return Step(holding(1).core, PeersTried(Findings(1, links=links)))
+
+
 def save_pages(size: int) -> Step:
     """The first step, which lists the pages, of a deadline that has come already."""
     file_bytes = HEAD_BYTES + SECTOR_BYTES * 64
@@ -781,6 +806,7 @@ SHARD: list[tuple[type, Callable[[int], Step], int]] = [
     (Verified, verified, limits.SUSPECTS),
     (Moved, moved, limits.EVICTIONS_PER_ORDER),
     (Staged, staged, limits.BLOCKS_PER_CALL),
+    (PeersTried, peers_tried, limits.PROBE_LINKS),
     (SavePages, save_pages, limits.PAGES_PER_CALL),
     (ReportAnswered, report_answered, limits.PAGES_PER_CALL),
     (ReportFailed, report_failed, limits.WAITING_PAGES),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import prometheus_client
 import pytest
 import torch
 import transformers
@@ -709,3 +710,14 @@ def test_sequences_of_other_prompts_are_refused(cluster: MemoryCluster) -> None:
         cache.save(out.sequences[0])
     run(model, *batch(prompt(25)), PrefixCache.from_inputs(client, model, ids, mask), num_beams=2)
     assert stored_tokens(client, prompt(25)) == 0
+
+
+def test_what_loads_for_a_model_shows_the_metrics_of_its_worker(cluster: MemoryCluster) -> None:
+    model = llama()
+    client = connect(cluster, model)
+    fill(client, model, prompt(9))
+    ids, mask = batch(prompt(9))
+    PrefixCache.from_inputs(client, model, ids, mask)
+    closed = prometheus_client.REGISTRY.get_sample_value("kvcluster_worker_breakers", {"state": "closed"})
+    assert closed is not None
+    assert closed >= 1

@@ -30,6 +30,7 @@ from kvcluster.core.messages import (
     EvictOrder,
     Explain,
     Explained,
+    Findings,
     Flush,
     GetEngines,
     GetNamespaces,
@@ -38,6 +39,8 @@ from kvcluster.core.messages import (
     GoneEvent,
     Inventory,
     LeaveReason,
+    Link,
+    ListeningPort,
     LoadGrant,
     Move,
     MoveOrder,
@@ -55,6 +58,10 @@ from kvcluster.core.messages import (
     Plan,
     PrepareLoad,
     PrepareStore,
+    Probe,
+    Probed,
+    ProbeOrder,
+    ProcessFacts,
     PullOrder,
     Purge,
     Purged,
@@ -72,6 +79,7 @@ from kvcluster.core.messages import (
     SetPolicy,
     SetWeights,
     ShardAddress,
+    ShardFindings,
     ShardInfo,
     ShardStatus,
     Siblings,
@@ -214,6 +222,22 @@ infos = st.builds(
     trouble=words,
     writing_bytes=quantities,
     **process,
+)
+facts = st.builds(
+    ProcessFacts,
+    pool_bytes=quantities,
+    limit_bytes=quantities,
+    ports=st.lists(st.builds(ListeningPort, use=words, port=st.integers(0, 65_535), allowed=words), max_size=3).map(
+        tuple
+    ),
+)
+findings = st.builds(
+    Findings,
+    number=quantities,
+    facts=facts,
+    clock_ns=st.integers(-(2**63), 2**63 - 1),
+    clock_error_ns=quantities,
+    links=st.lists(st.builds(Link, shard=words, transport=words, trip_ns=quantities, why=words), max_size=3).map(tuple),
 )
 page_events = st.builds(
     PageEvent,
@@ -427,7 +451,8 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     ),
     "UnpinBlocks": _within(st.builds(UnpinBlocks, hashes=blocks)),
     "Purge": _request(st.builds(lambda chosen: Purge(**chosen), _filters)),
-    "Drain": _request(st.builds(Drain, shard=words)),
+    "Drain": _request(st.builds(Drain, shard=words, leaving=st.booleans())),
+    "Probe": _request(st.builds(Probe, number=quantities)),
     "SetPolicy": _request(st.builds(SetPolicy, settings=settings)),
     "GetStatus": _request(st.builds(GetStatus)),
     "Report": _request(
@@ -439,6 +464,7 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
             pressure=st.lists(st.tuples(words, quantities), max_size=3).map(tuple),
             orders=progress,
             samples=errors,
+            findings=st.none() | findings,
         )
     ),
     "Inventory": _request(
@@ -472,6 +498,7 @@ acks = st.builds(
     tombstones=tombstones,
     drain=st.booleans(),
     leave=st.none() | st.sampled_from(LeaveReason),
+    probe=st.none() | st.builds(ProbeOrder, number=quantities, peers=st.lists(addresses, max_size=3).map(tuple)),
 )
 COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
     "Attach": st.builds(
@@ -521,7 +548,17 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
         claimed_blocks=quantities,
         private_blocks=quantities,
         tenant=words,
+        waiting=st.lists(words, max_size=3).map(tuple),
+        orphans=st.lists(st.tuples(words, words), max_size=3).map(tuple),
         **process,
+    ),
+    "Probe": st.builds(
+        Probed,
+        number=quantities,
+        running=st.booleans(),
+        coordinator=facts,
+        shards=st.lists(st.builds(ShardFindings, shard=words, findings=findings), max_size=2).map(tuple),
+        silent=st.lists(words, max_size=3).map(tuple),
     ),
     "Report": acks,
     "Inventory": acks,

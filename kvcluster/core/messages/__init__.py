@@ -9,6 +9,7 @@ core asserts, and decides.
                             PinBlocks, UnpinBlocks, Purge, Drain, SetPolicy, GetStatus   coordinator.py
                             RegisterEngine, GetEngines, SetWeights                    engines.py
                             SyncTables                                                sequences.py
+                            Probe                                                     probe.py
     shard  -> coordinator   Report, Inventory                                         reports.py
     coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              orders.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
@@ -71,6 +72,7 @@ from kvcluster.core.messages.driver import (
     ReportFailed,
     Retell,
     SavePages,
+    ScheduleSeen,
     Staged,
     Stalled,
     Tick,
@@ -105,6 +107,18 @@ from kvcluster.core.messages.exchange import (
     WriteRequest,
 )
 from kvcluster.core.messages.orders import EvictOrder, Move, MoveOrder, Order, OrderProgress, PullOrder
+from kvcluster.core.messages.probe import (
+    Findings,
+    Link,
+    ListeningPort,
+    PeersTried,
+    Probe,
+    Probed,
+    ProbeOrder,
+    ProcessFacts,
+    ShardFindings,
+    TryPeers,
+)
 from kvcluster.core.messages.reports import (
     GoneEvent,
     Inventory,
@@ -163,15 +177,25 @@ CoordinatorQuestion = (
     | Purge
     | Drain
     | SetPolicy
+    | Probe
     | GetStatus
     | Report
     | Inventory
 )
 
-CoordinatorMessage = Request[CoordinatorQuestion] | Retell | Tick | Stalled
+CoordinatorMessage = Request[CoordinatorQuestion] | ScheduleSeen | Retell | Tick | Stalled
 
 ShardQuestion = AttachShard | GetOffers | Pin | Unpin | Reserve | Commit | Abort | Renew | Flush | Suspect
 
 ShardMessage = (
-    Request[ShardQuestion] | Verified | Moved | Staged | SavePages | ReportAnswered | ReportFailed | Tick | Stalled
+    Request[ShardQuestion]
+    | Verified
+    | Moved
+    | Staged
+    | PeersTried
+    | SavePages
+    | ReportAnswered
+    | ReportFailed
+    | Tick
+    | Stalled
 )

@@ -222,9 +222,11 @@ class Purged:
 @dataclass(frozen=True, slots=True)
 class Drain:
     """Moves the blocks worth keeping from this shard to others, then dismisses it. Answered at once: Done(False) if the
-    shard is not known; otherwise the drain has begun, and GetStatus shows its progress."""
+    shard is not known; otherwise the drain has begun, and GetStatus shows its progress. `leaving`: its node is about to
+    be taken down, so that no shard is to start there again."""
 
     shard: ShardId
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +260,8 @@ class Status:
     `tenant`: all figures are those of this tenant, and shards tell nothing of their use; CLUSTER for the whole cluster,
     as operators see it. `namespaces` and `blocks` leave private ones out; `private_blocks` counts those. `sequences`
     are open, and their tables name `claimed_blocks` different blocks. `node`, `release`, `config_hash` and
-    `protocol` are the coordinator's own, as in ShardInfo; a tenant does not see the hash."""
+    `protocol` are the coordinator's own, as in ShardInfo; a tenant does not see the hash. `waiting` and `orphans` are
+    as in ScheduleSeen, for operators; empty where no reconciler runs."""
 
     epoch: Epoch
     state: str
@@ -278,3 +281,5 @@ class Status:
     release: str = ""
     config_hash: str = ""
     protocol: int = 0
+    waiting: tuple[str, ...] = ()
+    orphans: tuple[tuple[ShardId, str], ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, CallId
+from kvcluster.core.ids import Attempt, CallId, ShardId
 from kvcluster.core.messages.reports import ReportAck
 
 
@@ -17,6 +17,15 @@ class Tick:
 @dataclass(frozen=True, slots=True)
 class Retell:
     """A subscriber has missed events: publish all blocks again, in later ticks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSeen:
+    """What the reconciler saw in its last pass (core/shard_scheduler.py). `waiting`: a sentence for each thing that the
+    cluster lacks and waits for. `orphans`: volumes that belong to no running shard, each with the name of its node."""
+
+    waiting: tuple[str, ...] = ()
+    orphans: tuple[tuple[ShardId, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

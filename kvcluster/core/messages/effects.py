@@ -25,6 +25,7 @@ from kvcluster.core.messages.coordinator import (
 from kvcluster.core.messages.driver import PagesSaved
 from kvcluster.core.messages.engines import Engines, Registered
 from kvcluster.core.messages.events import Publish
+from kvcluster.core.messages.probe import Probed, TryPeers
 from kvcluster.core.messages.reports import Inventory, Report, ReportAck, Tombstone
 from kvcluster.core.messages.sequences import TablesSynced
 from kvcluster.core.messages.shard import AttachedShard, CommitGrant, Offers, PageSlot, PinGrant, WriteGrant
@@ -41,6 +42,7 @@ Reply = (
     | Engines
     | BlocksPinned
     | Purged
+    | Probed
     | Status
     | AttachedShard
     | Offers
@@ -181,6 +183,7 @@ Effect = (
     | MovePages
     | Stage
     | Erase
+    | TryPeers
     | Persist
     | KeepSettings
     | Publish

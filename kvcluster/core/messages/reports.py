@@ -10,6 +10,7 @@ from typing import NamedTuple
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages.orders import NO_ORDERS, Order, OrderProgress
+from kvcluster.core.messages.probe import Findings, ProbeOrder
 from kvcluster.core.miss import Loss
 from kvcluster.core.page_key import PageKey
 from kvcluster.core.spec import KVSpec
@@ -159,7 +160,7 @@ class Report:
     the numbers of events and of orders belong to it. `pressure` is the bytes that each tenant's waiting
     reservations lack.
     `orders` says how far the shard is with its orders. `samples`: the loss of sampled pages of a namespace by q4, in
-    millionths (Moved).
+    millionths (Moved). `findings`: of the last probe, until an answer orders that one no more.
     """
 
     info: ShardInfo
@@ -170,6 +171,7 @@ class Report:
     pressure: tuple[tuple[Tenant, int], ...] = ()
     orders: OrderProgress = NO_ORDERS
     samples: tuple[tuple[NamespaceId, int], ...] = ()
+    findings: Findings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,8 @@ class ReportAck:
     """The coordinator has everything up to `acked`. `inventory` asks for all that the shard holds.
 
     `orders`, by ascending number, are all that this shard is not known to have accepted; `tombstones` all that it is
-    not known to have carried out. `drain`: new writes go elsewhere. `leave`: the shard drops all and exits.
+    not known to have carried out. `drain`: new writes go elsewhere. `leave`: the shard drops all and exits. `probe`
+    is repeated until a report has what was found.
     """
 
     epoch: Epoch
@@ -212,3 +215,4 @@ class ReportAck:
     tombstones: tuple[Tombstone, ...] = ()
     drain: bool = False
     leave: LeaveReason | None = None
+    probe: ProbeOrder | None = None

@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvcluster.client.client import Client
 from kvcluster.client.layouts import Paged
+from kvcluster.client.metrics import watch
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.tickets import Ticket
@@ -84,6 +85,7 @@ class PrefixCache(DynamicCache):
         check_spec(client.spec, model)
         paddings = find_paddings(model, input_ids, attention_mask)
         check_inputs(model, input_ids)
+        watch(client)
         deadline = Deadline.after_ms(deadline_ms)
         rows = input_ids.tolist()
         hashes, trouble = _hashes(client, [row[p:] for row, p in zip(rows, paddings, strict=True)], salt, deadline)

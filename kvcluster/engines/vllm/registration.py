@@ -21,6 +21,7 @@ import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.weights as weights
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
+from kvcluster.client.metrics import watch
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import EngineInfo
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
@@ -215,6 +216,7 @@ class Registration:
                 client.warm_up()
             with self._changed:
                 if self._wanted == wanted and not self._stop.is_set():
+                    watch(client)
                     self.client, self.why = client, ""
                     self._log(f"caching {spec.model} under weights {wanted} at {settings.address}")
                     return

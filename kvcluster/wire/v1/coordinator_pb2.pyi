@@ -167,10 +167,12 @@ class PurgeRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("shard",)
+    __slots__ = ("shard", "leaving")
     SHARD_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     shard: str
-    def __init__(self, shard: _Optional[str] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, shard: _Optional[str] = ..., leaving: bool = ...) -> None: ...
 
 class SetPolicyRequest(_message.Message):
     __slots__ = ("settings",)
@@ -222,12 +224,18 @@ class SequenceTable(_message.Message):
     of: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, table: _Optional[bytes] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ProbeRequest(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class CoordinatorReply(_message.Message):
-    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged", "namespaces", "registered", "engines", "tables_synced")
+    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged", "namespaces", "registered", "engines", "tables_synced", "probed")
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +251,7 @@ class CoordinatorReply(_message.Message):
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     TABLES_SYNCED_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     refused: _common_pb2.Refused
     done: _common_pb2.Done
     attached: Attached
@@ -258,7 +267,76 @@ class CoordinatorReply(_message.Message):
     registered: Registered
     engines: Engines
     tables_synced: TablesSynced
-    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ..., namespaces: _Optional[_Union[Namespaces, _Mapping]] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., engines: _Optional[_Union[Engines, _Mapping]] = ..., tables_synced: _Optional[_Union[TablesSynced, _Mapping]] = ...) -> None: ...
+    probed: Probed
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ..., namespaces: _Optional[_Union[Namespaces, _Mapping]] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., engines: _Optional[_Union[Engines, _Mapping]] = ..., tables_synced: _Optional[_Union[TablesSynced, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
+
+class Probed(_message.Message):
+    __slots__ = ("number", "running", "coordinator", "shards", "silent")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    COORDINATOR_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    running: bool
+    coordinator: ProcessFacts
+    shards: _containers.RepeatedCompositeFieldContainer[ShardFindings]
+    silent: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., running: bool = ..., coordinator: _Optional[_Union[ProcessFacts, _Mapping]] = ..., shards: _Optional[_Iterable[_Union[ShardFindings, _Mapping]]] = ..., silent: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ShardFindings(_message.Message):
+    __slots__ = ("shard", "findings")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    shard: str
+    findings: Findings
+    def __init__(self, shard: _Optional[str] = ..., findings: _Optional[_Union[Findings, _Mapping]] = ...) -> None: ...
+
+class ProcessFacts(_message.Message):
+    __slots__ = ("pool_bytes", "limit_bytes", "ports")
+    POOL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PORTS_FIELD_NUMBER: _ClassVar[int]
+    pool_bytes: int
+    limit_bytes: int
+    ports: ListeningPorts
+    def __init__(self, pool_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., ports: _Optional[_Union[ListeningPorts, _Mapping]] = ...) -> None: ...
+
+class ListeningPorts(_message.Message):
+    __slots__ = ("use", "port", "allowed")
+    USE_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    use: _containers.RepeatedScalarFieldContainer[str]
+    port: _containers.RepeatedScalarFieldContainer[int]
+    allowed: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, use: _Optional[_Iterable[str]] = ..., port: _Optional[_Iterable[int]] = ..., allowed: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Findings(_message.Message):
+    __slots__ = ("number", "facts", "clock_ns", "clock_error_ns", "links")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_NS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_ERROR_NS_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    facts: ProcessFacts
+    clock_ns: int
+    clock_error_ns: int
+    links: Links
+    def __init__(self, number: _Optional[int] = ..., facts: _Optional[_Union[ProcessFacts, _Mapping]] = ..., clock_ns: _Optional[int] = ..., clock_error_ns: _Optional[int] = ..., links: _Optional[_Union[Links, _Mapping]] = ...) -> None: ...
+
+class Links(_message.Message):
+    __slots__ = ("shard", "transport", "trip_ns", "why")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRIP_NS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    shard: _containers.RepeatedScalarFieldContainer[str]
+    transport: _containers.RepeatedScalarFieldContainer[str]
+    trip_ns: _containers.RepeatedScalarFieldContainer[int]
+    why: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, shard: _Optional[_Iterable[str]] = ..., transport: _Optional[_Iterable[str]] = ..., trip_ns: _Optional[_Iterable[int]] = ..., why: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Attached(_message.Message):
     __slots__ = ("protocol_version", "namespace", "epoch", "ticket_ttl_ns", "run_blocks", "shards", "wants_tokens")
@@ -425,7 +503,7 @@ class EngineList(_message.Message):
     def __init__(self, engine: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., seen_ns_ago: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen", "sequences", "claimed_blocks", "private_blocks", "tenant", "node", "release", "config_hash", "protocol")
+    __slots__ = ("epoch", "state", "uptime_ns", "namespaces", "blocks", "tickets", "shards", "counters", "policy", "fallen", "sequences", "claimed_blocks", "private_blocks", "tenant", "node", "release", "config_hash", "protocol", "waiting", "orphans")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     UPTIME_NS_FIELD_NUMBER: _ClassVar[int]
@@ -444,6 +522,8 @@ class Status(_message.Message):
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     CONFIG_HASH_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    ORPHANS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     state: str
     uptime_ns: int
@@ -462,7 +542,17 @@ class Status(_message.Message):
     release: str
     config_hash: str
     protocol: int
-    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ..., sequences: _Optional[int] = ..., claimed_blocks: _Optional[int] = ..., private_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., node: _Optional[str] = ..., release: _Optional[str] = ..., config_hash: _Optional[str] = ..., protocol: _Optional[int] = ...) -> None: ...
+    waiting: _containers.RepeatedScalarFieldContainer[str]
+    orphans: Orphans
+    def __init__(self, epoch: _Optional[int] = ..., state: _Optional[str] = ..., uptime_ns: _Optional[int] = ..., namespaces: _Optional[int] = ..., blocks: _Optional[int] = ..., tickets: _Optional[int] = ..., shards: _Optional[_Iterable[_Union[ShardStatus, _Mapping]]] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., policy: _Optional[_Union[_common_pb2.Pairs, _Mapping]] = ..., fallen: _Optional[_Union[CodecErrors, _Mapping]] = ..., sequences: _Optional[int] = ..., claimed_blocks: _Optional[int] = ..., private_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., node: _Optional[str] = ..., release: _Optional[str] = ..., config_hash: _Optional[str] = ..., protocol: _Optional[int] = ..., waiting: _Optional[_Iterable[str]] = ..., orphans: _Optional[_Union[Orphans, _Mapping]] = ...) -> None: ...
+
+class Orphans(_message.Message):
+    __slots__ = ("shard", "node")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    shard: _containers.RepeatedScalarFieldContainer[str]
+    node: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, shard: _Optional[_Iterable[str]] = ..., node: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Counters(_message.Message):
     __slots__ = ("name", "value")
@@ -609,7 +699,7 @@ class Pressure(_message.Message):
     def __init__(self, tenant: _Optional[_Iterable[str]] = ..., nbytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
-    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure", "orders", "samples")
+    __slots__ = ("info", "coordinator", "first", "events", "specs", "pressure", "orders", "samples", "findings")
     INFO_FIELD_NUMBER: _ClassVar[int]
     COORDINATOR_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -618,6 +708,7 @@ class ReportRequest(_message.Message):
     PRESSURE_FIELD_NUMBER: _ClassVar[int]
     ORDERS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
     info: ShardInfo
     coordinator: int
     first: int
@@ -626,7 +717,8 @@ class ReportRequest(_message.Message):
     pressure: Pressure
     orders: OrderProgress
     samples: CodecErrors
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure: _Optional[_Union[Pressure, _Mapping]] = ..., orders: _Optional[_Union[OrderProgress, _Mapping]] = ..., samples: _Optional[_Union[CodecErrors, _Mapping]] = ...) -> None: ...
+    findings: Findings
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., coordinator: _Optional[int] = ..., first: _Optional[int] = ..., events: _Optional[_Union[Events, _Mapping]] = ..., specs: _Optional[_Union[Specs, _Mapping]] = ..., pressure: _Optional[_Union[Pressure, _Mapping]] = ..., orders: _Optional[_Union[OrderProgress, _Mapping]] = ..., samples: _Optional[_Union[CodecErrors, _Mapping]] = ..., findings: _Optional[_Union[Findings, _Mapping]] = ...) -> None: ...
 
 class OrderProgress(_message.Message):
     __slots__ = ("accepted", "running")
@@ -725,7 +817,7 @@ class PullOrder(_message.Message):
     def __init__(self, number: _Optional[int] = ..., source: _Optional[_Union[_common_pb2.ShardAddress, _Mapping]] = ..., tenant: _Optional[str] = ..., spec: _Optional[bytes] = ..., pages: _Optional[_Union[_common_pb2.NewPages, _Mapping]] = ..., codec: _Optional[int] = ..., into: _Optional[_Union[_common_pb2.Tier, str]] = ...) -> None: ...
 
 class ReportAck(_message.Message):
-    __slots__ = ("epoch", "acked", "inventory", "tombstones", "drain", "leave", "orders")
+    __slots__ = ("epoch", "acked", "inventory", "tombstones", "drain", "leave", "orders", "probe")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ACKED_FIELD_NUMBER: _ClassVar[int]
     INVENTORY_FIELD_NUMBER: _ClassVar[int]
@@ -733,6 +825,7 @@ class ReportAck(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     ORDERS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     acked: int
     inventory: bool
@@ -740,4 +833,13 @@ class ReportAck(_message.Message):
     drain: bool
     leave: LeaveReason
     orders: _containers.RepeatedCompositeFieldContainer[Order]
-    def __init__(self, epoch: _Optional[int] = ..., acked: _Optional[int] = ..., inventory: bool = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ..., drain: bool = ..., leave: _Optional[_Union[LeaveReason, str]] = ..., orders: _Optional[_Iterable[_Union[Order, _Mapping]]] = ...) -> None: ...
+    probe: ProbeOrder
+    def __init__(self, epoch: _Optional[int] = ..., acked: _Optional[int] = ..., inventory: bool = ..., tombstones: _Optional[_Union[Tombstones, _Mapping]] = ..., drain: bool = ..., leave: _Optional[_Union[LeaveReason, str]] = ..., orders: _Optional[_Iterable[_Union[Order, _Mapping]]] = ..., probe: _Optional[_Union[ProbeOrder, _Mapping]] = ...) -> None: ...
+
+class ProbeOrder(_message.Message):
+    __slots__ = ("number", "peers")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PEERS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    peers: _containers.RepeatedCompositeFieldContainer[_common_pb2.ShardAddress]
+    def __init__(self, number: _Optional[int] = ..., peers: _Optional[_Iterable[_Union[_common_pb2.ShardAddress, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,128 @@
+"""`kvcluster drain --local`: drains every shard of this machine, for whatever is about to stop it: a preStop hook,
+systemd or a person.
+
+Its shards are those that say that they run in this network namespace of this machine (core/locality.py). They drain at
+the same time, and the coordinator is told that their node is about to go, so that the reconciler starts no other there
+(actors/reconciler.py). A script reads the exit status; nothing is asked where there is no terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from kvcluster.cli import confirming
+from kvcluster.cli.coordinator_args import ANSWER_MS, address_of, coordinator, read_status
+from kvcluster.client.coordinator_client import GrpcPort, expect
+from kvcluster.core.ids import ShardId
+from kvcluster.core.locality import may_share_memory
+from kvcluster.core.messages import Done, Drain
+from kvcluster.errors import Unreachable
+from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.here import here
+
+_POLL_S = 0.5
+
+
+class Ended(IntEnum):
+    """How it ended, as the exit status. NOT_DRAINED also stands for any other error; 2 is a wrong option."""
+
+    DRAINED = 0
+    NOT_DRAINED = 1
+    DEADLINE_OVER = 3
+    NO_COORDINATOR = 4
+
+
+class DrainStep(NamedTuple):
+    """What follows from a status: the shards to ask to drain, what to say, and how it has ended; None if it has not."""
+
+    ask: tuple[str, ...]
+    said: str
+    ended: Ended | None = None
+
+
+def next_step(status: dict[str, Any], place: str, asked: Sequence[str]) -> DrainStep:
+    """Returns what follows on the machine `place` from this status. `asked`: the shards that were asked to drain."""
+    left = [s for s in status["shards"] if s["state"] != "lost" and may_share_memory(s["host"], place)]
+    if left:
+        holding = ", ".join(f"{shard['shard']} with {_pages(shard):,} page(s)" for shard in left)
+        return DrainStep(tuple(s["shard"] for s in left if s["state"] in ("up", "joining")), f"left here: {holding}")
+    if status["state"] != "serving":
+        return DrainStep((), "the coordinator is rebuilding and does not know all shards yet")
+    if not asked:
+        return DrainStep((), f"no shard runs on this machine ({place}): there is nothing to drain", Ended.DRAINED)
+    lost = [name for name in dict.fromkeys(asked) if name in status["lost_shards"]]
+    if lost:
+        return DrainStep((), f"lost before it was drained: {', '.join(lost)}", Ended.NOT_DRAINED)
+    return DrainStep((), f"drained: {', '.join(dict.fromkeys(asked))}", Ended.DRAINED)
+
+
+def drain_local(options: argparse.Namespace) -> int:
+    """Drains the shards of this machine, and prints how far it is. Returns one of `Ended`."""
+    deadline = Deadline.after_ms(options.deadline * 1e3)
+    drain = LocalDrain(here(), confirmed=options.yes)
+    try:
+        with coordinator(options, wait_ms=_answer_ms(deadline)) as port:
+            return drain.run(port, deadline)
+    except (Unreachable, Unavailable) as error:
+        what = "the drain is not watched any more" if drain.asked else "nothing was drained"
+        print(f"the coordinator at {address_of(options)} does not answer, so {what}: {error}", file=sys.stderr)
+        return Ended.NO_COORDINATOR
+
+
+class LocalDrain:
+    """One drain of the machine `place`. `confirmed`: shards may go whose pages no other can take."""
+
+    def __init__(self, place: str, *, confirmed: bool) -> None:
+        self._place = place
+        self._confirmed = confirmed
+        self._said = ""
+        self.asked: list[str] = []
+
+    def run(self, port: GrpcPort, deadline: Deadline) -> Ended:
+        """Asks and waits until no shard is here or the deadline is over. Raises Unavailable if the coordinator does not
+        answer for longer than it takes to restart, or at the deadline."""
+        away: Unavailable | None = None
+        patience = Deadline.after_ms(confirming.PATIENCE_S * 1e3)
+        while deadline.remaining_s():
+            try:
+                ended = self._look(port, deadline)
+                away, patience = None, Deadline.after_ms(confirming.PATIENCE_S * 1e3)
+            except Unavailable as error:
+                ended, away = None, error
+                if not patience.remaining_s():
+                    raise
+            if ended is not None:
+                return ended
+            time.sleep(min(_POLL_S, deadline.remaining_s()))
+        if away is not None:
+            raise away
+        print(f"the deadline is over; {self._said}. What is left goes with the node", file=sys.stderr)
+        return Ended.DEADLINE_OVER
+
+    def _look(self, port: GrpcPort, deadline: Deadline) -> Ended | None:
+        status = read_status(port, _answer_ms(deadline))
+        step = next_step(status, self._place, self.asked)
+        if step.ask and not self._confirmed:
+            self._confirmed = not confirming.all_would_be_lost(status, step.ask) or confirming.may_lose(step.ask)
+            if not self._confirmed:
+                return Ended.NOT_DRAINED
+        for shard in step.ask:  # also one that started since, or whose coordinator has restarted
+            expect(Done, port.ask(Drain(ShardId(shard), leaving=True), Deadline.after_ms(_answer_ms(deadline))))
+            self.asked.append(shard)
+        if step.said != self._said:
+            print(step.said, flush=True)
+            self._said = step.said
+        return step.ended
+
+
+def _answer_ms(deadline: Deadline) -> int:
+    return max(1, int(min(ANSWER_MS, deadline.remaining_s() * 1e3)))
+
+
+def _pages(shard: dict[str, Any]) -> int:
+    return int(shard["pages"]) + sum(int(use["pages"]) for use in shard["below"])
