@@ -94,9 +94,9 @@ class Cluster:
         """Runs the head there."""
         self._run(host, [*printed("kvcluster up --foreground"), *more], wrapper)
 
-    def join(self, host: str, *more: str) -> None:
+    def join(self, host: str, *more: str, wrapper: Sequence[str] = ()) -> None:
         """Makes that host a node."""
-        self._run(host, [*printed("kvcluster join"), *more])
+        self._run(host, [*printed("kvcluster join"), *more], wrapper)
 
     def end(self, host: str) -> int:
         """Sends SIGTERM to the command that runs there, and returns its status."""
