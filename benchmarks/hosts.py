@@ -119,7 +119,7 @@ class Hosts:
             client.ask("sweep")
         for client in self._clients:
             client.begin(kind, nodes)
-        spans = [client.answer() for client in self._clients]
+        spans: list[tuple[int, int]] = [client.answer() for client in self._clients]
         return (max(end for _, end in spans) - min(began for began, _ in spans)) / 1e9
 
     def loaded_bytes(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ its own: the series are added to what that server shows.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvcluster.client.breaker import BreakerState
@@ -29,7 +29,7 @@ class WorkerCollector:
     def samples(self) -> list[Sample]:
         """Returns the series of WORKER_METRICS."""
         shards = self._client.shard_connections
-        breakers = Counter(breaker["state"] for breaker in shards.breakers().values())
+        breakers = Counter(map(_state, shards.breakers().values()))
         paths = Counter(path["name"] for path in shards.names().values())
         return [
             *labelled("kvcluster_worker_breakers", {state.value: breakers[state.value] for state in BreakerState}),
@@ -39,3 +39,10 @@ class WorkerCollector:
     def collect(self) -> Iterator[Any]:
         """As prometheus-client asks for it. Raises ConfigError without prometheus-client."""
         return metric_families(self.samples())
+
+
+def _state(breaker: Mapping[str, Any]) -> str:
+    """Returns the state as which a breaker is counted. One whose time is up waits for the next call, which is a probe.
+    If the shard is gone for good none comes, and it must not count as open for ever."""
+    due = breaker["state"] == BreakerState.OPEN.value and not breaker["open_ms"]
+    return BreakerState.PROBING.value if due else str(breaker["state"])

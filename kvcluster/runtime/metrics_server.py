@@ -131,8 +131,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments)
 
     def server_bind(self) -> None:
-        # Not WSGIServer's, which asks a name server who this host is. Each scrape that this side ended keeps the port for
-        # a minute; without the option the next process could not have it, and would be scraped at another or not at all.
+        # Not WSGIServer's, which asks a name server who this host is. A scrape that this side has ended keeps the port
+        # for a minute; without the option the next process could not have it.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()

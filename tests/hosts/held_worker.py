@@ -67,9 +67,10 @@ class HeldWorker:
         self._held.callback(ticket.release)
         return int(ticket.blocks)
 
-    def redeem(self, seed: int) -> int:
-        """Loads by the ticket that is held."""
-        return self._client.begin_load(self._tickets.pop(seed), torch.zeros_like(kv(seed))).result().blocks
+    def redeem(self, first: int, last: int) -> int:
+        """Loads by the tickets that are held."""
+        loads = (self._client.begin_load(self._tickets[n], torch.zeros_like(kv(n))) for n in range(first, last))
+        return sum(load.result().blocks for load in loads)
 
     def borrow(self, seed: int) -> int:
         """Reads a prompt in place in the shards of this host, until `end`; says how many blocks lie there."""
@@ -131,7 +132,7 @@ class HeldWorker:
         """Calls both as a release does that is too old: over gRPC without a version, over TCP with one too low."""
         with grpc.insecure_channel(self._address) as channel, suppress(grpc.RpcError):
             call = channel.unary_unary(COORDINATOR["Attach"].path, identity, identity)
-            call(b"", metadata=[("authorization", f"Bearer {self._token}")], timeout=10)
+            call(b"", metadata=(("authorization", f"Bearer {self._token}"),), timeout=10)
         return self._says(shard, OLDEST_VERSION - 1, self._token)
 
     def silent_stream(self, shard: str) -> None:

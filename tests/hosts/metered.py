@@ -93,16 +93,16 @@ class MeteredCluster:
         """Changes the size of the pools of shards that start from then on."""
         self.cluster.configure(self._settings, {"20GiB": f"{device_bytes}"})
 
-    def shard_of(self, host: str) -> str:
-        (name,) = [name for name, where in self.cluster.shards().items() if where == host]
-        return name
+    def shard_at(self, host: str) -> dict[str, Any]:
+        """What the status says of the shard of that host; {} while it is not up."""
+        own = self.cluster.network.addresses[host] + ":"
+        shards = self.cluster.status().get("shards", ())
+        up = [each for each in shards if each["address"].startswith(own) and each["state"] == "up"]
+        return up[0] if up else {}
 
     def address_of(self, host: str) -> str:
         """Where the shard of that host serves gRPC."""
-        shards = self.cluster.status()["shards"]
-        own = self.cluster.network.addresses[host] + ":"
-        (address,) = [each["address"] for each in shards if each["address"].startswith(own) and each["state"] == "up"]
-        return str(address)
+        return str(self.shard_at(host)["address"])
 
     def process_of(self, host: str) -> int:
         """The process of the coordinator, or of the shard of that host."""
@@ -112,6 +112,12 @@ class MeteredCluster:
 
     def kill_process(self, host: str) -> None:
         os.kill(self.process_of(host), signal.SIGKILL)
+
+    def restart(self, host: str) -> None:
+        """Kills the process of the shard there, and waits for the next one."""
+        epoch = self.shard_at(host)["epoch"]
+        self.kill_process(host)
+        eventually(lambda: self.shard_at(host).get("epoch", epoch) != epoch, 90)
 
     @contextmanager
     def stopped(self, host: str) -> Iterator[None]:

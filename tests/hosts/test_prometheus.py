@@ -56,7 +56,7 @@ def test_no_alert_fires_on_a_healthy_cluster(world: MeteredCluster) -> None:
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.name)
 def test_a_cause_moves_its_metrics_and_fires_its_alerts(world: MeteredCluster, cause: Cause) -> None:
-    assert world.prometheus.firing() == set()
+    eventually(lambda: world.prometheus.firing() == set(), 150)
     began, before = time.monotonic(), world.prometheus.series()
     running = cause.run(world)
     next(running)
@@ -74,7 +74,8 @@ def test_a_cause_moves_its_metrics_and_fires_its_alerts(world: MeteredCluster, c
     try:
         eventually(all_seen, 120)
     except AssertionError:
-        raise AssertionError(f"has not moved: {sorted(left)}; has not fired: {sorted(quiet)}") from None
+        said = "\n".join(f"--- {host}\n{world.cluster.said(host)}" for host in ("head", *NODES))
+        raise AssertionError(f"not moved: {sorted(left)}; not fired: {sorted(quiet)}; {said}") from None
     finally:
         next(running, None)
     eventually(lambda: world.prometheus.firing() == set(), 150)
