@@ -68,7 +68,7 @@ def test_a_cause_moves_its_metrics_and_fires_its_alerts(world: MeteredCluster, c
         for text, (movement, sign) in list(left.items()):
             if movement.holds(before, after, sign):
                 del left[text]
-        quiet.difference_update(world.prometheus.firing())
+        quiet.difference_update(world.prometheus.fired(time.monotonic() - began))
         return not left and not quiet
 
     try:
