@@ -64,7 +64,7 @@ class CoordinatorHost:
             epoch,
             config.coordinator,
             membership_ttl_ms=config.membership_ttl_ms,
-            expected=config.shards,
+            expected=config.shards_in_all,
             now=self._made,
             tombstones=file.take_over() if file is not None else (),
             announces=bool(config.events.endpoint),
