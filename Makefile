@@ -128,7 +128,7 @@ aarch64: install ## the native core's kernels and codecs as built for aarch64, u
 
 alerts: install ## the alert rules under promtool, and Prometheus scraping a real cluster (needs both; it says so)
 	@command -v prometheus promtool >/dev/null || { echo "there is no prometheus here; on Debian: apt-get install prometheus" >&2; exit 1; }
-	@$(BIN)/pytest -q tests/deploy tests/actors/test_prometheus.py
+	@$(BIN)/pytest -q --nightly tests/deploy tests/actors/test_prometheus.py tests/hosts/test_prometheus.py
 
 # mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
 mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 15 minutes)

@@ -307,6 +307,13 @@ def test_without_groups_all_shards_are_one_group() -> None:
     assert loaded.of_group("shard") == loaded
 
 
+def test_how_many_shards_there_are_in_all_is_known_unless_nodes_bring_their_own() -> None:
+    assert config.load(overrides={"shards": 3}).shards_in_all == 3
+    two = {"a": {"shards": 2}, "b": {"shards": 3}}
+    assert config.load(overrides={"groups": two}).shards_in_all == 5
+    assert config.load(overrides={"groups": two | {"c": {"per_node": True}}}).shards_in_all is None
+
+
 def test_a_group_has_the_settings_of_all_shards_but_for_its_own() -> None:
     gpu = {"per_node": True, "resources": {"kvcluster_gpu": 1}, "shard": {"device_bytes": "2GiB"}}
     shard = {"lease_ttl_ms": 500, "device_bytes": "1GiB"}

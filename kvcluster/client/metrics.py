@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -37,7 +37,7 @@ class WorkerCollector:
         """Returns the series of WORKER_METRICS."""
         with self._lock:
             shards = [client.shard_connections for client in self._clients]
-        breakers = Counter(breaker["state"] for one in shards for breaker in one.breakers().values())
+        breakers = Counter(_state(breaker) for one in shards for breaker in one.breakers().values())
         paths = Counter(path["name"] for one in shards for path in one.names().values())
         return [
             *labelled("kvcluster_worker_breakers", {state.value: breakers[state.value] for state in BreakerState}),
@@ -69,3 +69,10 @@ def watch(client: Client) -> bool:
     if _registered.acquire(blocking=False):
         REGISTRY.register(_of_this_process)
     return True
+
+
+def _state(breaker: Mapping[str, Any]) -> str:
+    """Returns the state as which a breaker is counted. One whose time is up waits for the next call, which is a probe.
+    If the shard is gone for good none comes, and it must not count as open for ever."""
+    due = breaker["state"] == BreakerState.OPEN.value and not breaker["open_ms"]
+    return BreakerState.PROBING.value if due else str(breaker["state"])

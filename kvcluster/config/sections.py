@@ -240,6 +240,12 @@ class Config:
         """The groups of shards by name: `groups`, or one group of `shards` that are as in [shard]."""
         return self.groups or {DEFAULT_GROUP: GroupConfig(self.shards, shard=self.shard)}
 
+    @property
+    def shards_in_all(self) -> int | None:
+        """How many shards the groups have together; None if that depends on the nodes that join."""
+        groups = self.shard_groups.values()
+        return None if any(group.per_node for group in groups) else sum(group.shards for group in groups)
+
     def of_group(self, group: str) -> Config:
         """Returns the settings for a shard of this group: its own [shard] in place of that of all. Raises ConfigError
         if there is no such group."""

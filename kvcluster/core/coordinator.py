@@ -97,8 +97,9 @@ from kvcluster.release import PROTOCOL_VERSION
 class Coordinator:
     """`step(message, now) -> effects`; call it again by `next_deadline()`.
 
-    The rebuilding ends early once `expected` shards have sent their inventories. `tombstones` are those that the
-    previous coordinator kept. With `announces`, the effects include `Publish`: KV events for external subscribers.
+    The rebuilding ends early once `expected` shards have sent their inventories; None if it is not known how many there
+    are. `tombstones` are those that the previous coordinator kept. With `announces`, the effects include `Publish`: KV
+    events for external subscribers.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Coordinator:
         config: CoordinatorConfig,
         *,
         membership_ttl_ms: int,
-        expected: int,
+        expected: int | None,
         now: int,
         tombstones: Iterable[Tombstone] = (),
         announces: bool = False,

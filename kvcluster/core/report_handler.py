@@ -50,7 +50,8 @@ COPIES_SWEPT = 16
 
 
 class ReportHandler:
-    """Handles the messages of shards. The rebuilding ends early once `expected` shards have sent their inventories."""
+    """Handles the messages of shards. The rebuilding ends early once `expected` shards have sent their inventories, if
+    it is known how many there are."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ReportHandler:
         evictor: Evictor,
         tiering: Tiering,
         replicator: Replicator,
-        expected: int,
+        expected: int | None,
     ) -> None:
         self._state = state
         self._evictor = evictor
@@ -366,5 +367,6 @@ class ReportHandler:
         return [Persist(state.tombstones.all())] if new or renewed else []
 
     def _end_rebuilding_early(self, now: int) -> None:
-        if sum(member.cursor.current for member in self._state.members.all()) >= self._expected:
+        reported = sum(member.cursor.current for member in self._state.members.all())
+        if self._expected is not None and reported >= self._expected:
             self._state.serve(now)

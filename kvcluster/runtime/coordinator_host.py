@@ -20,6 +20,7 @@ from kvcluster.core.messages import (
     Reply,
     Request,
     Retell,
+    Stalled,
     Warn,
 )
 from kvcluster.core.miss import Miss, MissReason
@@ -58,12 +59,13 @@ class CoordinatorHost:
         """`node`, `release` and `config_hash` are for the status; "" if unknown."""
         state_dir = config.coordinator.state_dir
         file = TombstoneFile(state_dir) if state_dir else None
+        self._made = time.monotonic_ns()
         self.core = Coordinator(
             epoch,
             config.coordinator,
             membership_ttl_ms=config.membership_ttl_ms,
-            expected=config.shards,
-            now=time.monotonic_ns(),
+            expected=config.shards_in_all,
+            now=self._made,
             tombstones=file.take_over() if file is not None else (),
             announces=bool(config.events.endpoint),
             process=ProcessInfo(node, release, config_hash),
@@ -91,6 +93,8 @@ class CoordinatorHost:
         published."""
         if self.publisher is not None:
             self.publisher.start()
+        # No shard could report until now: an actor that waits for its port must not begin when its grace is over.
+        self._driver.tell(Stalled(time.monotonic_ns() - self._made))
         self._driver.start()
 
     def close(self) -> None:

@@ -147,7 +147,10 @@ PROCESS_METRICS: Mapping[str, Metric] = {
 
 WORKER_METRICS: Mapping[str, Metric] = {
     "kvcluster_worker_breakers": Metric(
-        _GAUGE, "Shards that this worker has asked, by the state of its circuit breaker for them.", ("state",)
+        _GAUGE,
+        "Shards that this worker has asked, by the state of its circuit breaker for them: open while it asks them "
+        "nothing, probing when the next call is to show whether they answer.",
+        ("state",),
     ),
     "kvcluster_worker_paths": Metric(_GAUGE, "Shards that this worker is connected to, by path.", ("path",)),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -130,7 +131,9 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(*arguments)
 
     def server_bind(self) -> None:
-        # Not WSGIServer's, which asks a name server who this host is.
+        # Not WSGIServer's, which asks a name server who this host is. A scrape that this side has ended keeps the port
+        # for a minute; without the option the next process could not have it.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])

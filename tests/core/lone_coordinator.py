@@ -188,7 +188,7 @@ class LoneCoordinator(CoreStepper):
     core: Coordinator
 
     def __init__(
-        self, *, expected: int, epoch: int = 100, spec: KVSpec = SPEC, announces: bool = False, **config: Any
+        self, *, expected: int | None, epoch: int = 100, spec: KVSpec = SPEC, announces: bool = False, **config: Any
     ) -> None:
         self.now = 50 * SECOND
         self.config = replace(CoordinatorConfig(), **config)

@@ -78,6 +78,15 @@ def test_an_inventory_replaces_what_was_known() -> None:
     assert reasons(coordinator.explain([A, B])) == [(1, None), (1, MissReason.SHARD_LOST)]
 
 
+def test_a_coordinator_that_does_not_know_how_many_shards_there_are_waits_for_its_grace() -> None:
+    coordinator = LoneCoordinator(expected=None, rebuild_grace_ms=5_000)
+    coordinator.voice("a").join()
+    assert rebuilding(coordinator), "others may be about to report"
+    coordinator.now += 5 * SECOND
+    coordinator.step(Tick())
+    assert not rebuilding(coordinator)
+
+
 def test_an_inventory_counts_when_its_last_chunk_has_come() -> None:
     coordinator = LoneCoordinator(expected=1)
     voice = coordinator.voice("a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -233,6 +234,18 @@ def test_a_coordinator_whose_successor_is_known_ends_itself() -> None:
     assert ended == [Leave("a newer coordinator is known")]
     with pytest.raises(Unavailable, match="is ending"):
         host.ask(build_request(Report(info, Epoch(2), first=1), CLUSTER), BOUND_S)
+
+
+def test_a_coordinator_that_waited_for_its_port_has_its_whole_grace_still() -> None:
+    host = CoordinatorHost(Epoch(1), configured(), on_end=lambda leave: None)
+    before, made = host.core.next_deadline(), time.monotonic_ns()
+    eventually(lambda: time.monotonic_ns() - made > 2_000_000)
+    waited_ns = time.monotonic_ns() - made
+    host.start()
+    after = host.inspect(host.core.next_deadline)
+    host.close()
+    assert before is not None and after is not None
+    assert after - before >= waited_ns, "the grace has not begun before shards could report"
 
 
 def test_a_mistake_in_the_coordinator_ends_the_process() -> None:

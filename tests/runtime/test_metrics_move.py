@@ -1,7 +1,8 @@
 """Every metric of the table moves: each test causes something and names the series that tell of it, and the last one
 holds that no metric is left out.
 
-One cannot move within a process: kvcluster_memory_limit_bytes, which is the machine's.
+One cannot move within a process: kvcluster_memory_limit_bytes, which is the machine's. tests/hosts/test_prometheus.py
+moves all of them in a cluster of several hosts, as Prometheus sees them.
 """
 
 from __future__ import annotations
@@ -511,6 +512,18 @@ def test_a_breaker_that_opens() -> Series:
     assert registry.get_sample_value("kvcluster_worker_breakers", {"state": "open"}) == 1
     assert registry.get_sample_value("kvcluster_worker_paths", {"path": "shm"}) == 0, "each exists from the start"
     return seen
+
+
+def test_the_breaker_of_a_shard_that_is_asked_no_more_does_not_stay_open() -> None:
+    with MemoryCluster(device_bytes="4MiB", config={"client": {"breaker_failures": 1, "breaker_ms": 1}}) as cluster:
+        client = cluster.client(SMALL)
+        assert client.store(prompt(8), kv(8)).blocks == 8 and client.flush()
+        ticket = client.prepare_load(client.hashes(prompt(8)))
+        cluster.stop_shard(FIRST)
+        assert client.begin_load(ticket, room(8)).result().blocks == 0
+        collector = WorkerCollector(client)
+        eventually(lambda: by_series(collector.samples())["kvcluster_worker_breakers", "open"] == 0)
+        assert by_series(collector.samples())["kvcluster_worker_breakers", "probing"] == 1
 
 
 def test_no_metric_of_the_table_is_left_out() -> None:

@@ -68,6 +68,15 @@ def test_a_process_is_alive_before_it_is_ready(served: Served) -> None:
     assert served.get("/readyz") == (200, "ok\n")
 
 
+def test_the_next_process_has_the_port_at_once_although_it_was_scraped(served: Served) -> None:
+    with socket.create_connection((HOST, served.server.port), LONG_S) as scraper:
+        scraper.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        while scraper.recv(65_536):  # until the server has ended the connection, which keeps its port
+            pass
+        served.server.close()
+        MetricsServer(HOST, served.server.port, lambda: (), alive=lambda: "", ready=lambda: "").close()
+
+
 def test_other_paths_and_methods_are_refused(served: Served) -> None:
     assert served.get("/")[0] == 404
     assert served.get("/metrics", "POST")[0] == 405

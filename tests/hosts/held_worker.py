@@ -1,0 +1,185 @@
+"""A worker that keeps what it has begun: `python -m tests.hosts.held_worker ADDRESS PORT` serves its metrics on PORT.
+
+It does what its standard input says, a JSON array of a job and its arguments a line, and answers each with a line of
+JSON. What a job has begun, such as a ticket or a sequence, is kept until the job `end`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import prometheus_client
+import torch
+
+import kvcluster
+from kvcluster.client import Client
+from kvcluster.client.metrics import WorkerCollector
+from kvcluster.config import ClientConfig
+from kvcluster.core.messages import Attach, GetOffers, Offers
+from kvcluster.errors import CredentialError
+from kvcluster.release import OLDEST_VERSION
+from kvcluster.runtime.auth import new_token
+from kvcluster.transport.base import Deadline
+from kvcluster.transport.grpc_pages import WRITE
+from kvcluster.transport.rpc import Connection, identity
+from kvcluster.wire import streams
+from kvcluster.wire.methods import COORDINATOR, SHARD
+from kvcluster.wire.streams import HEADER, Kind
+from tests.hosts.worker import BLOCKS, SPEC, kv, load, store, tokens
+
+HELD = ClientConfig(deadline_ms=10_000, connect_ms=30_000, store_wait_ms=3_000, breaker_failures=1)
+_STREAM_MS = 60_000
+_STEP = 16
+
+
+class HeldWorker:
+    """The jobs, each a public method."""
+
+    def __init__(self, client: Client, address: str, token: str) -> None:
+        self._client, self._address, self._token = client, address, token
+        self._held = ExitStack()
+        self._tickets: dict[int, Any] = {}
+
+    def store(self, first: int, last: int) -> dict[str, Any]:
+        return store(self._client, first, last)
+
+    def load(self, first: int, last: int) -> dict[str, Any]:
+        return load(self._client, first, last)
+
+    def end(self) -> None:
+        """Ends all that is held."""
+        self._held.close()
+
+    # ------------------------------------------------------------------------------------------ holding
+
+    def prepare(self, seed: int) -> int:
+        """Holds a ticket for a prompt."""
+        self._tickets[seed] = ticket = self._client.prepare_load(self._client.hashes(tokens(seed)))
+        self._held.callback(ticket.release)
+        return int(ticket.blocks)
+
+    def redeem(self, first: int, last: int) -> int:
+        """Loads by the tickets that are held."""
+        loads = (self._client.begin_load(self._tickets[n], torch.zeros_like(kv(n))) for n in range(first, last))
+        return sum(load.result().blocks for load in loads)
+
+    def borrow(self, seed: int) -> int:
+        """Reads a prompt in place in the shards of this host, until `end`; says how many blocks lie there."""
+        ticket = self._client.prepare_load(self._client.hashes(tokens(seed)))
+        blocks = self._held.enter_context(self._client.borrow(ticket))
+        return sum(blocks.coded_page(index) is not None for index in range(blocks.blocks))
+
+    def sequence(self, steps: int) -> int:
+        """Holds an open sequence, whose tokens nobody can look up."""
+        policy = kvcluster.WindowPolicy(tail_tokens=_STEP, migration_tokens=_STEP)
+        sequence = self._client.sequence(policy=policy)
+        self._held.callback(sequence.close)
+        for _ in range(steps):
+            for layer in range(4):
+                sequence.append(layer, torch.randn(_STEP, 8, 64), torch.randn(_STEP, 8, 64))
+            sequence.advance(_STEP)
+        return int(sequence.length)
+
+    def other_model(self) -> None:
+        """Attaches as an engine of another model."""
+        kvcluster.connect(self._address, replace(SPEC, model="other"), token=self._token, config=HELD).close()
+
+    def repeat(self, job: str, first: int, prompts: int) -> None:
+        """Repeats a job of one prompt over so many prompts, until `end`."""
+        ended = threading.Event()
+
+        def run() -> None:
+            number = 0
+            while not ended.wait(0.05):
+                getattr(self, job)(first + number % prompts, first + number % prompts + 1)
+                number += 1
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self._held.callback(thread.join)
+        self._held.callback(ended.set)
+
+    def lookup(self, first: int, last: int) -> int:
+        """Looks prompts up, and stores none."""
+        return sum(self._client.lookup(tokens(seed)).blocks for seed in range(first, last))
+
+    # ------------------------------------------------------------------------------------------ operating
+
+    def pin(self, seed: int, replicas: int, seconds: float) -> int:
+        return self._client.pin(tokens(seed), seconds, replicas=replicas).blocks
+
+    def clear(self) -> int:
+        return self._client.clear()
+
+    # ------------------------------------------------------------------------------------------ strangers
+
+    def stranger(self, shard: str) -> str:
+        """Calls the coordinator and a shard with a token that they do not know."""
+        with closing(Connection(self._address, new_token())) as connection, suppress(CredentialError):
+            connection.ask(COORDINATOR["Attach"], Attach(SPEC), self._soon())
+        return self._says(shard, OLDEST_VERSION, new_token())
+
+    def old_release(self, shard: str) -> str:
+        """Calls both as a release does that is too old: over gRPC without a version, over TCP with one too low."""
+        with grpc.insecure_channel(self._address) as channel, suppress(grpc.RpcError):
+            call = channel.unary_unary(COORDINATOR["Attach"].path, identity, identity)
+            call(b"", metadata=(("authorization", f"Bearer {self._token}"),), timeout=10)
+        return self._says(shard, OLDEST_VERSION - 1, self._token)
+
+    def silent_stream(self, shard: str) -> None:
+        """Opens a stream to a shard, and says nothing on it until `end`."""
+        said = threading.Event()
+
+        def nothing() -> Iterator[bytes]:
+            said.wait()
+            yield from ()
+
+        connection = self._held.enter_context(closing(Connection(shard, self._token)))
+        connection.write_stream(WRITE, nothing(), Deadline.after_ms(_STREAM_MS))
+        self._held.callback(said.set)
+
+    def _says(self, shard: str, version: int, token: str) -> str:
+        """Says hello to a shard's TCP port, and returns what the refusal says."""
+        with closing(Connection(shard, self._token)) as connection:
+            offers = connection.ask(SHARD["GetOffers"], GetOffers(), self._soon())
+        assert isinstance(offers, Offers)
+        (address,) = [offer.address for offer in offers.offers if offer.transport == "tcp"]
+        host, _, port = address.rpartition(":")
+        with socket.create_connection((host, int(port)), 10) as peer:
+            body = token.encode()
+            peer.sendall(HEADER.pack(streams.MAGIC, version, Kind.HELLO, len(body)) + body)
+            header = peer.recv(HEADER.size, socket.MSG_WAITALL)
+            kind, nbytes = streams.decode_header(header, streams.version_of(header))
+            assert kind is Kind.FAILED, kind
+            return str(streams.decode_failure(peer.recv(nbytes, socket.MSG_WAITALL)))
+
+    def _soon(self) -> Deadline:
+        return Deadline.after_ms(10_000)
+
+
+def main(address: str, port: str) -> None:
+    """Does the jobs until standard input ends."""
+    token = os.environ["KVCLUSTER_TOKEN"]
+    with kvcluster.connect(address, SPEC, token=token, config=HELD) as client:
+        prometheus_client.REGISTRY.register(WorkerCollector(client))
+        prometheus_client.start_http_server(int(port))
+        worker = HeldWorker(client, address, token)
+        print(json.dumps(BLOCKS), flush=True)
+        for line in sys.stdin:
+            job, *arguments = json.loads(line)
+            do: Callable[..., Any] = getattr(worker, job)
+            print(json.dumps(do(*arguments)), flush=True)
+        worker.end()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
