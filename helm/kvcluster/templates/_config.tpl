@@ -8,7 +8,7 @@
 {{- fail (printf "config.%s is derived by the chart: %s" $path $instead) -}}
 {{- end -}}
 {{- end -}}
-{{- $_ := set $config "name" (default (include "kvcluster.fullname" .) $config.name) -}}
+{{- $_ := set $config "name" (include "kvcluster.fullname" .) -}}
 {{- $server := default dict $config.server -}}
 {{- $server = merge $server (dict "report_port" 7071) -}}
 {{- $server = mergeOverwrite $server (dict "host" "0.0.0.0" "advertise" (include "kvcluster.headHost" .) "secret_file" "/etc/kvcluster/auth/secret" "token_file" "/etc/kvcluster/auth/tokens") -}}

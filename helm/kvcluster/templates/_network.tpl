@@ -1,8 +1,7 @@
 {{- /* Ports of Ray on every node. Of the ports. */ -}}
 {{- define "kvcluster.rayPorts" -}}
-{{- range list .rayNode .rayWorkers }}
-- {protocol: TCP, port: {{ index . 0 }}, endPort: {{ index . 1 }}}
-{{- end }}
+- {protocol: TCP, port: {{ index .rayNode 0 }}, endPort: {{ index .rayNode 1 }}}
+- {protocol: TCP, port: {{ index .rayWorkers 0 }}, endPort: {{ index .rayWorkers 1 }}}
 {{- end -}}
 
 {{- /* Who reaches a shard. Of (ports, cluster, policy). */ -}}

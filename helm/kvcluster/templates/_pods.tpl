@@ -68,11 +68,6 @@ runtimeClassName: {{ . }}
   mountPath: /tmp
 - name: shm
   mountPath: /dev/shm
-{{- if include "kvcluster.redisAddress" . }}
-- name: redis
-  mountPath: /etc/kvcluster/redis
-  readOnly: true
-{{- end }}
 {{- end -}}
 
 {{- define "kvcluster.volumes" -}}
@@ -95,15 +90,6 @@ runtimeClassName: {{ . }}
   emptyDir:
     medium: Memory
     sizeLimit: 256Mi
-{{- if include "kvcluster.redisAddress" . }}
-- name: redis
-  secret:
-    secretName: {{ default (include "kvcluster.authSecret" .) .Values.redis.secretName }}
-    defaultMode: 0440
-    items:
-      - key: {{ .Values.redis.secretKey }}
-        path: password
-{{- end }}
 {{- end -}}
 
 {{- /* An HTTP probe. Of (path, port, period, failures). */ -}}

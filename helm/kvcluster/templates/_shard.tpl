@@ -1,5 +1,5 @@
-{{- /* The container of a shard but for its name and mounts, in a pod of its own or beside an engine. Of (root, name,
-group). */ -}}
+{{- /* The container of a shard but for its name and mounts, in a pod of its own or beside an engine. There it has no
+startup or readiness probe: the engine waits for neither. Of (root, name, group, sidecar). */ -}}
 {{- define "kvcluster.shardContainer" -}}
 {{- $ports := fromJson (include "kvcluster.ports" .root) -}}
 {{- $group := .group -}}
@@ -28,10 +28,12 @@ ports:
   - name: kv-metrics{{ if $index }}-{{ $index }}{{ end }}
     containerPort: {{ add (index $ports.shardMetrics 0) $index }}
   {{- end }}
+{{- if not .sidecar }}
 startupProbe:
   {{- include "kvcluster.probe" (dict "path" "/healthz" "port" "kv-metrics" "period" 5 "failures" 132) | nindent 2 }}
 readinessProbe:
   {{- include "kvcluster.probe" (dict "path" "/readyz" "port" "kv-metrics" "period" 5 "failures" 2) | nindent 2 }}
+{{- end }}
 livenessProbe:
   {{- include "kvcluster.probe" (dict "path" "/healthz" "port" "kv-metrics" "period" 10 "failures" 60) | nindent 2 }}
 resources:
