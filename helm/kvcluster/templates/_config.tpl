@@ -26,6 +26,10 @@
 {{- with include "kvcluster.redisAddress" . -}}
 {{- $_ := set $config "ray" (mergeOverwrite (default dict $config.ray) (dict "redis" . "redis_password_file" "/etc/kvcluster/redis/password")) -}}
 {{- end -}}
+{{- $base := default dict $config.shard -}}
+{{- if gt (include "kvcluster.bytes" (dict "value" (default "0" $base.disk_bytes) "name" "config.shard.disk_bytes") | int64) 0 -}}
+{{- $_ := set $config "shard" (merge $base (dict "disk_dir" "/var/lib/kvcluster/disk")) -}}
+{{- end -}}
 {{- $groups := dict -}}
 {{- range $name, $group := fromJson (include "kvcluster.groups" .) -}}
 {{- $shard := deepCopy (default dict $group.shard) -}}
