@@ -21,8 +21,9 @@ _KEY = re.compile(r"( *)([A-Za-z_][A-Za-z0-9_]*):")
 _HEAD = """\
 # The kvcluster chart
 
-A distributed KV cache for LLM inference, on Kubernetes: a head and pods of shards, unprivileged, without an operator. How to
-install, size and upgrade it, and what is not proved, is in [docs/kubernetes.md](../../docs/kubernetes.md).
+A distributed KV cache for LLM inference, on Kubernetes: a head and pods of shards, unprivileged, without an
+operator. How to install, size and upgrade it, and what is not proved:
+[docs/kubernetes.md](../../docs/kubernetes.md).
 
 This page is made of values.yaml by `python -m tools.chart_readme`; do not edit it.
 
@@ -76,7 +77,7 @@ def text(source: Path = CHART / "values.yaml") -> str:
         f"| `{each.name}` | `{_shown(each.default)}` | {each.about} |"
         for each in values(source.read_text(encoding="utf-8"))
     ]
-    return _HEAD + "\n".join(rows).replace("\\|", "|") + "\n"
+    return _HEAD + "\n".join(rows) + "\n"
 
 
 def _shown(default: Any) -> str:

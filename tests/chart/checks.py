@@ -80,9 +80,7 @@ def heads_and_nodes_fit_one_another(release: Release) -> None:
             host, _, port = options.head.rpartition(":")
             assert host == config.server.advertise and int(port) == config.ray.port
             offers = dict(offer.split("=") for offer in options.offer)
-            (group,) = [
-                group for group in config.shard_groups.values() if offers.keys() == set(group.resources)
-            ]
+            (group,) = [group for group in config.shard_groups.values() if offers.keys() == set(group.resources)]
             assert sum(map(float, offers.values())) == group.shards, pod.owner
         if options.command == "join" or not options.address:
             assert options.node_ip == "$(POD_IP)"
@@ -252,7 +250,7 @@ def rules_and_dashboards_name_metrics_that_exist(release: Release) -> None:
         source = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yaml").read_text(encoding="utf-8"))
         assert rule["spec"] == source
         for each in (rule for group in rule["spec"]["groups"] for rule in group["rules"]):
-            assert metrics_in(each["expr"]) <= METRICS.keys() and metrics_in(each["expr"]) or "up{" in each["expr"]
+            assert (metrics_in(each["expr"]) <= METRICS.keys() and metrics_in(each["expr"])) or "up{" in each["expr"]
     for board in [each for each in release.of("ConfigMap") if each["metadata"]["name"].endswith("-dashboard")]:
         for name, text in board["data"].items():
             assert json.loads(text) == json.loads((ROOT / "deploy/grafana" / name).read_text(encoding="utf-8"))
@@ -425,6 +423,4 @@ def _file_is_mounted(release: Release, pod: PodTemplate, container: Object, path
 
 
 def _claim_is_mounted(pod: PodTemplate, container: Object, folder: str) -> bool:
-    return any(
-        mount["mountPath"] == folder and mount["name"] in pod.claims for mount in container["volumeMounts"]
-    )
+    return any(mount["mountPath"] == folder and mount["name"] in pod.claims for mount in container["volumeMounts"])

@@ -113,7 +113,9 @@ def test_combinations_that_cannot_work_are_refused_by_name(values: Mapping[str, 
 def test_what_is_said_expressly_is_accepted() -> None:
     allowed = {**_JOIN["join"], "allowSeveralTenants": True, "allowUnauthenticatedRay": True, "tokenSecretName": ""}
     (reconciler,) = [
-        each for each in render({**_JOIN, "auth": {"severalTenants": True}, "join": allowed}) if each["kind"] == "Deployment"
+        each
+        for each in render({**_JOIN, "auth": {"severalTenants": True}, "join": allowed})
+        if each["kind"] == "Deployment"
     ]
     arguments = reconciler["spec"]["template"]["spec"]["containers"][1]["args"]
     assert arguments[-4:] == ["--allow", "unauthenticated-ray", "--allow", "several-tenants"]

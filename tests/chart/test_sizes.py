@@ -14,7 +14,18 @@ from tests.chart.checks import quantity
 from tests.chart.rendering import RenderError, render
 
 _MIB = 2**20
-_TEXTS = ("20GiB", "1.5GiB", " 4096MiB ", "007GiB", "0.1TiB", "2000000000", "1073741824 b", "3.000001gib", "5GB", "9999999kib")
+_TEXTS = (
+    "20GiB",
+    "1.5GiB",
+    " 4096MiB ",
+    "007GiB",
+    "0.1TiB",
+    "2000000000",
+    "1073741824 b",
+    "3.000001gib",
+    "5GB",
+    "9999999kib",
+)
 
 
 def container_of(values: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +69,12 @@ def test_limits_of_memory_are_the_least_that_the_program_takes(seed: int) -> Non
 def test_a_larger_limit_is_taken_and_a_smaller_one_names_what_is_needed() -> None:
     pools = {"shards": {"shard": {"device_bytes": "8GiB"}}}
     least = limit_of(pools)
-    for given, taken in ((f"{least // _MIB}Mi", True), (f"{least // _MIB - 1}Mi", False), ("20Gi", True), ("8Gi", False)):
+    for given, taken in (
+        (f"{least // _MIB}Mi", True),
+        (f"{least // _MIB - 1}Mi", False),
+        ("20Gi", True),
+        ("8Gi", False),
+    ):
         values = {"shards": {**pools["shards"], "resources": {"limits": {"memory": given}}}}
         if taken:
             assert container_of(values)["resources"]["limits"]["memory"] == given

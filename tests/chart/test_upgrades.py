@@ -118,8 +118,20 @@ def test_what_kubernetes_lets_nobody_change_is_refused_here_too() -> None:
     ("values", "pages", "leave_s", "stop_ms", "grace_s"),
     [
         ({"config": {"shard": {"device_bytes": "100GiB"}}}, "drain", 205, 20_000, 250),
-        ({"config": {"shard": {"device_bytes": "100GiB"}}, "shards": {"stop": {"maxSeconds": 60}}}, "drain", 60, 20_000, 105),
-        ({"config": {"shard": {"device_bytes": "100GiB"}}, "shards": {"stop": {"noticeSeconds": 30}}}, "drain", 20, 20_000, 30),
+        (
+            {"config": {"shard": {"device_bytes": "100GiB"}}, "shards": {"stop": {"maxSeconds": 60}}},
+            "drain",
+            60,
+            20_000,
+            105,
+        ),
+        (
+            {"config": {"shard": {"device_bytes": "100GiB"}}, "shards": {"stop": {"noticeSeconds": 30}}},
+            "drain",
+            20,
+            20_000,
+            30,
+        ),
         (merged(_DISK, {"shards": {"shard": {"host_bytes": "49GiB"}}}), "save", 0, 205_000, 250),
         (merged(_DISK, {"shards": {"stop": {"pages": "drain"}}}), "drain", 10, 0, 55),
         (merged(_DISK, {"config": {"shard": {"stop_ms": 5_000}}}), "save", 0, 5_000, 50),
