@@ -76,8 +76,12 @@ def test_an_upgrade_replaces_only_what_must_start_again(change: Values, pods: se
 
 @pytest.mark.parametrize(
     ("extra", "restarts"),
-    [(_REDIS, True), ({"head": {"restartOnConfigChange": True}}, True), ({}, False)]
-    + [({**_REDIS, "head": {"restartOnConfigChange": False}}, False)],
+    [
+        (_REDIS, True),
+        ({"head": {"restartOnConfigChange": True}}, True),
+        ({}, False),
+        ({**_REDIS, "head": {"restartOnConfigChange": False}}, False),
+    ],
 )
 def test_the_coordinators_settings_replace_the_head_where_nothing_is_lost_by_it(extra: Values, restarts: bool) -> None:
     before = merged(_GROUPS, extra)
