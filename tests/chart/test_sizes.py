@@ -11,7 +11,7 @@ from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.config import size
 from kvcluster.errors import ConfigError
 from tests.chart.checks import quantity
-from tests.chart.rendering import RenderError, render
+from tests.chart.rendering import ROOT, RenderError, render
 
 _MIB = 2**20
 _TEXTS = (
@@ -81,3 +81,9 @@ def test_a_larger_limit_is_taken_and_a_smaller_one_names_what_is_needed() -> Non
         else:
             with pytest.raises(RenderError, match=rf"limits.memory is {given}.* need {least // _MIB} Mi"):
                 render(values)
+
+
+def test_the_documented_limit_is_the_computed_one() -> None:
+    limit = limit_of({"config": {"shard": {"device_bytes": "20GiB"}}})
+    document = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert f"One shard of 20 GiB: {limit // _MIB:,} MiB" in document

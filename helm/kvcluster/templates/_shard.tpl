@@ -16,6 +16,9 @@ args:
   - $(POD_IP)
   - --offer
   - {{ $group.resource }}={{ int64 $group.perPod }}
+  # A changed ConfigMap reaches the head's running pod after a minute or so, and a new pod at once.
+  - --config-wait-s
+  - "150"
   - --leave-s
   - {{ int64 $group.leaveSeconds | quote }}
 env:
