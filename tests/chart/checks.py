@@ -5,13 +5,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import subprocess
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -22,11 +18,18 @@ from kvcluster.config import size
 from kvcluster.config.ports import NODES, OPERATORS, PortUse, port_table
 from kvcluster.core.shard_scheduler import pool_bytes
 from kvcluster.runtime.metrics import METRICS
+from tests.chart.program import (
+    ROOT,
+    connector_settings,
+    documented_transfer_config,
+    metrics_in,
+    ray_flags,
+    ray_variables,
+    served_paths,
+)
 from tests.chart.released import Object, PodTemplate, Release, ours
 from tests.chart.security import restricted
 
-ROOT = Path(__file__).parents[2]
-_RAY = ROOT / ".venv" / "bin" / "ray"
 REDIS_PORT = 6379
 _MIB = 2**20
 
@@ -305,54 +308,6 @@ CHECKS: tuple[Callable[[Release], None], ...] = (
     *(rules_and_dashboards_name_metrics_that_exist, monitors_name_ports_and_the_job_of_the_rules),
     *(the_connection_is_what_the_connector_reads, objects_have_their_place, notes_name_what_exists),
 )
-
-
-# ------------------------------------------------------------------------------------------- the program
-
-
-@cache
-def ray_flags() -> frozenset[str]:
-    """The options of `ray start`."""
-    done = subprocess.run([str(_RAY), "start", "--help"], capture_output=True, text=True, check=True, timeout=120)
-    return frozenset(re.findall(r"^ +(--[a-z-]+)", done.stdout, re.MULTILINE))
-
-
-@cache
-def ray_variables() -> frozenset[str]:
-    """The names of environment variables that Ray's Python code speaks of."""
-    (package,) = (ROOT / ".venv" / "lib").glob("python3*/site-packages/ray")
-    texts = [path.read_text(encoding="utf-8") for path in (package / "_private").rglob("*.py")]
-    return frozenset(re.findall(r"\bRAY_[A-Za-z_]+", "\n".join(texts)))
-
-
-@cache
-def served_paths() -> frozenset[str]:
-    """The paths that a process answers over HTTP."""
-    source = (ROOT / "kvcluster/runtime/metrics_server.py").read_text(encoding="utf-8")
-    return frozenset(re.findall(r'"(/[a-z]+)"', source))
-
-
-@cache
-def connector_settings() -> frozenset[str]:
-    """The keys of kv_connector_extra_config; the package itself needs torch."""
-    tree = ast.parse((ROOT / "kvcluster/engines/vllm/settings.py").read_text(encoding="utf-8"))
-    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ConnectorSettings"]
-    return frozenset(n.target.id for n in found.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name))
-
-
-def documented_transfer_config() -> dict[str, Any]:
-    """The setting that docs/vllm.md prints."""
-    found = re.search(r"--kv-transfer-config '(\{.*?\}\})'", (ROOT / "docs/vllm.md").read_text("utf-8"), re.DOTALL)
-    assert found is not None
-    config: dict[str, Any] = json.loads(found[1])
-    return config
-
-
-def metrics_in(text: str) -> set[str]:
-    """Returns the names of our metrics in a text, histograms by their own."""
-    names = set(re.findall(r"\bkvcluster_[a-z_]+", text)) - {"kvcluster_shard"}
-    ends = ("_bucket", "_sum", "_count")
-    return {name if name in METRICS else re.sub(rf"({'|'.join(ends)})$", "", name) for name in names}
 
 
 # -------------------------------------------------------------------------------------------- the release
