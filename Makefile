@@ -8,6 +8,7 @@ MAKEFLAGS += --no-print-directory
 
 PYTHON ?= python3
 BENCH_ARGS ?=
+CHART_ARGS ?=
 LOCK_ARGS ?=
 E2E_ARGS ?=
 TEST_ARGS ?=
@@ -30,7 +31,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity alerts compat mutants sanitizers aarch64 lock fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity alerts chart compat mutants sanitizers aarch64 lock fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -129,6 +130,15 @@ aarch64: install ## the native core's kernels and codecs as built for aarch64, u
 alerts: install ## the alert rules under promtool, and Prometheus scraping a real cluster (needs both; it says so)
 	@command -v prometheus promtool >/dev/null || { echo "there is no prometheus here; on Debian: apt-get install prometheus" >&2; exit 1; }
 	@$(BIN)/pytest -q --nightly tests/deploy tests/actors/test_prometheus.py tests/hosts/test_prometheus.py
+
+chart: install .venv-chart/.installed ## the Helm chart: lint, install, upgrade by the real Helm library; one table (CHART_ARGS="-k refused")
+	@.venv-chart/bin/python -m pytest -q -c tests/chart/pytest.ini tests/chart $(CHART_ARGS)
+
+.venv-chart/.installed: tools/chart.txt
+	$(say) "installing Helm's library and Kubernetes' schemas into .venv-chart; half a minute"
+	@$(PYTHON) -m venv .venv-chart
+	@.venv-chart/bin/python -m pip install -qq --disable-pip-version-check --no-deps --ignore-requires-python -r tools/chart.txt
+	@touch $@
 
 # mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
 mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 15 minutes)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import grpc
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
-from kvcluster.actors.settings import LEAVING, SPACE
+from kvcluster.actors.settings import LEAVING, SPACE, config_key
 from kvcluster.errors import ConfigError, Unreachable
 
 _PROBE_S = 5.0
@@ -45,6 +45,7 @@ class NodeNotes:
 
     def __init__(self, address: str, cluster: str) -> None:
         self._gcs = GcsClient(address=address)
+        self._cluster = cluster
         self._prefix = f"{cluster}/{LEAVING}/".encode()
 
     def node_id(self, node_ip: str) -> str:
@@ -53,6 +54,11 @@ class NodeNotes:
             if node.node_manager_address == node_ip and not node.state:
                 return str(node.node_id.hex())
         return ""
+
+    def published(self) -> str | None:
+        """Returns the configuration that the head has published, as JSON; None if there is none yet."""
+        value = self._gcs.internal_kv_get(config_key(self._cluster), SPACE, timeout=_PROBE_S)
+        return None if value is None else str(value.decode())
 
     def say_leaving(self, node: str) -> None:
         """Has the reconciler drain the shards of this node, and start no other there."""

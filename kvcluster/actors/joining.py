@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvcluster.actors.config_wait import wait_for_config
 from kvcluster.actors.foreground import Say, stopped_by_signals
 from kvcluster.actors.gcs import NodeNotes, check_head
 from kvcluster.actors.node_memory import bytes_for_pools
@@ -32,7 +33,8 @@ _LOOK_S = 0.5
 class Joining:
     """How a node joins. `head`: HOST:PORT of Ray's head. `node_ip`: this machine's address among the nodes; "" for the
     one by which it reaches the head. `offers`: its custom resources; `labels`: its labels. `memory`: bytes for the
-    pools of its shards; 0 for what the machine or container has. `leave_s`: how long its shards may take to drain."""
+    pools of its shards; 0 for what the machine or container has. `leave_s`: how long its shards may take to drain.
+    `config_s`: how long to wait for the head to run the same configuration."""
 
     head: str
     node_ip: str = ""
@@ -40,6 +42,7 @@ class Joining:
     labels: Mapping[str, str] = field(default_factory=dict)
     memory: int = 0
     leave_s: float = 20.0
+    config_s: float = 0.0
 
 
 def join(config: Config, joining: Joining, say: Say) -> None:
@@ -51,6 +54,9 @@ def join(config: Config, joining: Joining, say: Say) -> None:
         while not stop.is_set():
             try:
                 check_head(joining.head, token)
+                if joining.config_s:
+                    notes = NodeNotes(joining.head, config.name)
+                    wait_for_config(config, notes.published, joining.config_s, say, stop)
                 _run_node(config, joining, say, stop)
                 pause_s, first = _FIRST_S, False
             except Unreachable as error:

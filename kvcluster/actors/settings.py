@@ -35,6 +35,11 @@ def published(cluster: str) -> Config | None:
     return None if text is None else load(overrides=json.loads(text))
 
 
+def config_key(cluster: str) -> bytes:
+    """Returns the key under which the configuration of that cluster is published."""
+    return f"{cluster}/{_CONFIG}".encode()
+
+
 def read_settings(cluster: str) -> tuple[Config, str]:
     """Returns the configuration and the secret of the cluster's actors. Raises ConfigError if there is no such cluster
     or if its secret file cannot be used on this node."""

@@ -85,6 +85,13 @@ def _add_join(commands: Any) -> None:
     join.add_argument(
         "--leave-s", type=float, default=20.0, metavar="S", help="how long its shards may take to drain at the end (20)"
     )
+    join.add_argument(
+        "--config-wait-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="how long to wait for the head to run this configuration, where files reach hosts at different times (0)",
+    )
     join.set_defaults(run=_join)
 
 
@@ -160,7 +167,8 @@ def _join(options: argparse.Namespace) -> int:
     offers = _offers(options) or {SHARD_RESOURCE: 1.0}
     labels = dict(_pair(text, "--label") for text in options.label)
     memory = size(options.memory, "--memory") if options.memory else 0
-    join(config, Joining(head, options.node_ip, offers, labels, memory, options.leave_s), _say)
+    waits = options.leave_s, options.config_wait_s
+    join(config, Joining(head, options.node_ip, offers, labels, memory, *waits), _say)
     return 0
 
 

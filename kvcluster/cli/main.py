@@ -31,16 +31,21 @@ _COMMANDS = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands, which the Helm chart's tests hold its containers to."""
+    whole = argparse.ArgumentParser(
         prog="kvcluster", description="A distributed KV cache for LLM inference.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=f"kvcluster {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    whole.add_argument("--version", action="version", version=f"kvcluster {__version__}")
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for module in _COMMANDS:
         module.add(commands)
-    options = parser.parse_args(arguments)
+    return whole
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    options = parser().parse_args(arguments)
     try:
         status: int = options.run(options)
         sys.stdout.flush()

@@ -1,0 +1,33 @@
+{{- /* Fails for values that contradict one another. */ -}}
+{{- define "kvcluster.checks" -}}
+{{- with .Values -}}
+{{- if gt (len (include "kvcluster.fullname" $)) 30 -}}
+{{- fail (printf "fullnameOverride has more than 30 characters: %s" .fullnameOverride) -}}
+{{- end -}}
+{{- if and .redis.enabled .redis.address -}}
+{{- fail "redis.enabled and redis.address exclude one another: the chart runs a Redis, or there is one" -}}
+{{- end -}}
+{{- if eq .mode "join" -}}
+{{- if not .join.address -}}
+{{- fail "mode join needs join.address: HOST:PORT of the head of the RayCluster" -}}
+{{- end -}}
+{{- if not .join.headSelector -}}
+{{- fail "mode join needs join.headSelector, by which the Service finds the coordinator on the RayCluster's head" -}}
+{{- end -}}
+{{- if and .auth.severalTenants (not .join.allowSeveralTenants) -}}
+{{- fail "auth.severalTenants in mode join: other jobs of that Ray could read the pages of all tenants. Set join.allowSeveralTenants to accept that" -}}
+{{- end -}}
+{{- if and (not .join.tokenSecretName) (not .join.allowUnauthenticatedRay) -}}
+{{- fail "mode join needs join.tokenSecretName, the Secret with Ray's token; set join.allowUnauthenticatedRay to join a Ray that asks for none" -}}
+{{- end -}}
+{{- if or .redis.enabled .redis.address -}}
+{{- fail "redis is of the cluster's own Ray; in mode join the RayCluster keeps its own state" -}}
+{{- end -}}
+{{- else if or .join.address .join.tokenSecretName -}}
+{{- fail (printf "join.address and join.tokenSecretName need mode join, not %s" .mode) -}}
+{{- end -}}
+{{- if and .monitoring.podMonitor .monitoring.serviceMonitor -}}
+{{- fail "monitoring.podMonitor and monitoring.serviceMonitor exclude one another: every series would be there twice" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
