@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcluster.config.sections import ShardConfig
+from kvcluster.config.sections import CoordinatorConfig
 
 UNITS = Path(__file__).parents[2] / "deploy" / "systemd"
 COMMANDS = {"head": ["up", "--foreground", "--config"], "node": ["join", "${HEAD}", "--config"]}
@@ -28,5 +28,5 @@ def test_a_unit_runs_a_command_of_the_program_and_outlasts_a_drain(name: str) ->
     command = [sys.executable, "-m", "kvcluster.cli.main", arguments[0], "--help"]
     told = subprocess.run(command, capture_output=True, text=True, check=True)
     assert all(option in told.stdout for option in arguments if option.startswith("--"))
-    assert int(unit["TimeoutStopSec"]) * 1000 > ShardConfig().drain_ms
+    assert int(unit["TimeoutStopSec"]) * 1000 > CoordinatorConfig().drain_ms
     assert (unit["User"], unit["NoNewPrivileges"], unit["ProtectSystem"]) == ("kvcluster", "yes", "strict")
