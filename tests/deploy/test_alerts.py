@@ -62,6 +62,13 @@ def test_every_alert_says_what_it_means_and_has_a_case() -> None:
     assert {rule["alert"] for rule in rules()} >= WANTED
 
 
+def test_every_alert_names_a_section_of_the_documentation_that_exists() -> None:
+    for rule in rules():
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, rule["alert"]
+
+
 @pytest.mark.parametrize("promtool", programs("promtool"))
 def test_prometheus_takes_the_rules_and_they_fire_when_they_should(promtool: str) -> None:
     for arguments in (("check", "rules", str(RULES)), ("test", "rules", str(CASES))):
