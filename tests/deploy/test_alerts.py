@@ -20,7 +20,7 @@ CASES = Path(__file__).with_name("alerts_test.yaml")
 
 WANTED = {"KVClusterShardLost", "KVClusterRebuilding", "KVClusterNotStoring", "KVClusterVersionRefused"}
 WANTED |= {"KVClusterCredentialRefused", "KVClusterEvictsYoung", "KVClusterBreakerOpen", "KVClusterCorruptPages"}
-WANTED |= {"KVClusterMemoryFull", "KVClusterDrainLate"}
+WANTED |= {"KVClusterMemoryFull", "KVClusterDrainLate", "KVClusterHitRateFell"}
 
 
 def rules() -> list[dict[str, Any]]:
@@ -60,6 +60,14 @@ def test_every_alert_says_what_it_means_and_has_a_case() -> None:
         assert rule["annotations"]["summary"] and rule["annotations"]["description"]
         assert f'alertname="{rule["alert"]}"' in cases, rule["alert"]
     assert {rule["alert"] for rule in rules()} >= WANTED
+
+
+def test_every_alert_names_a_section_of_the_documentation_that_exists() -> None:
+    for rule in rules():
+        page, _, anchor = rule["annotations"]["runbook"].partition("#")
+        headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert anchor in anchors, rule["alert"]
 
 
 @pytest.mark.parametrize("promtool", programs("promtool"))
