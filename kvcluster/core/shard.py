@@ -138,9 +138,8 @@ class Shard:
             self._namespaces.adopt(tier, found[tier], pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
-        self._over = self._replaced = False
         self._probe = ProbeTaker()
-        self._pressed = False  # the last report said that writers wait for space
+        self._over = self._replaced = self._pressed = False  # pressed: the last report said that writers wait for space
         self._dispatcher = self._handlers()
 
     # ------------------------------------------------------------------------------------- the machine

@@ -23,7 +23,7 @@ VALUES = ROOT / "helm" / "kvcluster" / "ci"
 """The values files that are installed by `make chart`."""
 
 RELEASE, NAMESPACE = "cache", "llm"
-_ENVIRONMENT = ROOT / ".venv-chart" / "bin" / "python"
+CHART_PYTHON = ROOT / ".venv-chart" / "bin" / "python"
 
 
 class RenderError(Exception):
@@ -57,10 +57,10 @@ def values_of(name: str) -> dict[str, Any]:
 
 
 def _rendered_elsewhere(values: Mapping[str, Any], release: str, namespace: str) -> list[dict[str, Any]]:
-    if not _ENVIRONMENT.exists():
-        raise RenderError(f"{_ENVIRONMENT} does not exist: `make .venv-chart/.installed` makes it")
+    if not CHART_PYTHON.exists():
+        raise RenderError(f"{CHART_PYTHON} does not exist: `make .venv-chart/.installed` makes it")
     done = subprocess.run(
-        [str(_ENVIRONMENT), "-m", "tests.chart.rendering", release, namespace],
+        [str(CHART_PYTHON), "-m", "tests.chart.rendering", release, namespace],
         input=json.dumps(dict(values)),
         capture_output=True,
         text=True,
