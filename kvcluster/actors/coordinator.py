@@ -78,9 +78,9 @@ class CoordinatorActor:
         self._reports.start()
         self._server.start()
         ports = range(metrics.port, metrics.port + 1)
-        self._host.inspect(lambda: self._host.core.set_facts(self._facts(config)))
         announce_reports(cluster, host_and_port(announced_host(self._reports.host), self._reports.port))
         self._metrics = wait(lambda: serve_metrics(metrics, ports, self._host, calls))
+        self._host.inspect(lambda: self._host.core.set_facts(self._facts(config)))
 
     def address(self) -> str:
         """Returns the address at which workers reach it, from other nodes too."""
