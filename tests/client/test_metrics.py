@@ -39,7 +39,7 @@ class SeenClient:
         return self
 
     def breakers(self) -> dict[str, dict[str, str]]:
-        return {"shard-0": {"state": "open"}}
+        return {"shard-0": {"state": "open", "open_ms": 500}}
 
     def names(self) -> dict[str, dict[str, str]]:
         return {"shard-0": {"name": "tcp"}}

@@ -65,10 +65,10 @@ SEEDS = {
     "encoded-twice": 4,
     "moved-unverified": 94,
     "disk-unverified": 61,
-    "purge-kept-before-done": 333,
+    "purge-kept-before-done": 79,
     "private-copy-given-back": 4,
     "stores-while-stopping": 60,
-    "private-pages-saved": 81,
+    "private-pages-saved": 252,
 }
 """A seed that finds each planted bug. Nightly it is searched for instead, from seed 0 on."""
 
