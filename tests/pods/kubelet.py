@@ -247,7 +247,8 @@ class Kubelet:
                 min(_LONGEST_S, probe.period_s * probe.failures),
             )
         except AssertionError:
-            raise AssertionError(f"the {kind} of {name} fails: {self.log(name)[-4_000:]}") from None
+            said = "\n".join(f"--- {each}\n{self.log(each)[-2_000:]}" for each in self.containers)
+            raise AssertionError(f"the {kind} of {name} fails\n{said}") from None
         assert container.runs(), f"{name} has ended: {self.log(name)[-4_000:]}"
 
     def _probe(self, name: str, probe: Probe) -> bool:
