@@ -163,9 +163,10 @@ class Cluster:
         return found
 
     def shards(self) -> dict[str, str]:
-        """The shards that are up, with the host of each."""
+        """The shards that are up, with the host of each; {} while the coordinator does not serve yet."""
         hosts = {address: host for host, address in self.network.addresses.items()}
-        found = self.status().get("shards", ())
+        status = self.status()
+        found = status["shards"] if status.get("state") == "serving" else ()
         return {each["shard"]: hosts[each["address"].rpartition(":")[0]] for each in found if each["state"] == "up"}
 
     def wait_shards(self, holds: Callable[[dict[str, str]], object], timeout_s: float = 90.0) -> dict[str, str]:
