@@ -1,7 +1,7 @@
 """A cluster of a head and three nodes that Prometheus scrapes, and what a test does to it.
 
-Each node has a folder of its own for the disk tier, and a limit of memory that can be changed, both as a container has
-them: by a mount that only the processes of that host see.
+Each node has a limit of memory that can be changed, as a container has one: by a mount that only the processes of that
+host see.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ rebuild_grace_ms = 12_000
 promote_loads = 2
 
 """
-_LIKE_A_CONTAINER = (
-    "mount --bind {folder}/disks/{host} {folder}/disk && mount -t tmpfs tmpfs /sys/fs/cgroup && "
-    'echo {limit} > {path} && exec "$@"'
-)
+_LIKE_A_CONTAINER = 'mount -t tmpfs tmpfs /sys/fs/cgroup && echo {limit} > {path} && exec "$@"'
 
 
 class MeteredCluster:
@@ -61,10 +58,8 @@ class MeteredCluster:
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             opened.enter_context(self.cluster)
-            (self.cluster.folder / "disk").mkdir()
             self.cluster.up()
             for host in NODES:
-                (self.cluster.folder / "disks" / host).mkdir(parents=True)
                 self.join(host)
             self.wait_whole()
             self.worker = opened.enter_context(self.held_worker("worker"))
@@ -81,8 +76,7 @@ class MeteredCluster:
 
     def join(self, host: str) -> None:
         """Makes that host a node."""
-        folder = self.cluster.folder
-        script = _LIKE_A_CONTAINER.format(folder=folder, host=host, limit=_LIMIT_BYTES, path=_LIMIT)
+        script = _LIKE_A_CONTAINER.format(limit=_LIMIT_BYTES, path=_LIMIT)
         self.cluster.join(host, wrapper=("sh", "-c", script, "sh"))
 
     def wait_whole(self) -> dict[str, str]:
