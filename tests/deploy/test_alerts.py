@@ -66,7 +66,9 @@ def test_every_alert_names_a_section_of_the_documentation_that_exists() -> None:
     for rule in rules():
         page, _, anchor = rule["annotations"]["runbook"].partition("#")
         headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
-        assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, rule["alert"]
+        assert anchor in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}, rule[
+            "alert"
+        ]
 
 
 @pytest.mark.parametrize("promtool", programs("promtool"))
