@@ -41,7 +41,7 @@ class Foreign:
         command += [f"--port={self.address.rpartition(':')[2]}", "--node-ip-address=127.0.0.1", "--num-cpus=0"]
         command += ["--include-dashboard=false", "--include-log-monitor=false", f"--temp-dir={folder}/ray"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--memory={2**30}", f"--resources={offers}"]
-        command += [f"--ray-client-server-port={free_port()}"]
+        command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
         self._run(command, "ray.log")
         eventually(lambda: "Ray runtime started" in (folder / "ray.log").read_text(encoding="utf-8"))
 
