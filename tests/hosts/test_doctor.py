@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.hosts.clocks import an_hour_late
 from tests.hosts.hosts import Cluster
 from tests.hosts.netns import missing
 from tests.waiting import eventually
@@ -76,7 +76,7 @@ def test_a_link_that_is_cut_between_two_hosts_is_named_on_a_third(cluster: Clust
 
 
 def test_a_clock_that_is_an_hour_off_is_named(cluster: Cluster) -> None:
-    cluster.join("spare", wrapper=("env", f"PYTHONPATH={an_hour_late(cluster.folder)}"))
+    cluster.join("spare", wrapper=an_hour_late(cluster.folder))
     shards = cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "spare", "two"])
     (late,) = [shard for shard, host in shards.items() if host == "spare"]
     (problem,) = doctor(cluster)["cluster"]["problems"]
@@ -84,13 +84,3 @@ def test_a_clock_that_is_an_hour_off_is_named(cluster: Cluster) -> None:
     assert (
         f"({late}, {cluster.network.addresses['spare']}:7100) is 60.0 min behind the coordinator's" in problem["what"]
     )
-
-
-def an_hour_late(folder: Path) -> Path:
-    """A folder on whose account every Python process reads the clock an hour late. Under libfaketime, which does the
-    same for all of a process, Python's waits with a timeout never end, and its sleeps are refused (0.9.10)."""
-    late = folder / "late"
-    late.mkdir()
-    patch = "import time\nread = time.time_ns\ntime.time_ns = lambda: read() - 3_600 * 10**9\n"
-    (late / "sitecustomize.py").write_text(patch, encoding="ascii")
-    return late

@@ -42,8 +42,9 @@ class Foreign:
         command += ["--include-dashboard=false", "--include-log-monitor=false", f"--temp-dir={folder}/ray"]
         command += [f"--object-store-memory={OBJECT_STORE_BYTES}", f"--memory={2**30}", f"--resources={offers}"]
         command += [f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0"]
-        self._run(command, "ray.log")
-        eventually(lambda: "Ray runtime started" in (folder / "ray.log").read_text(encoding="utf-8"))
+        head, log = self._run(command, "ray.log"), folder / "ray.log"
+        eventually(lambda: "Ray runtime started" in log.read_text(encoding="utf-8") or head.poll() is not None)
+        assert head.poll() is None, log.read_text(encoding="utf-8")
 
     def config(self, name: str, **changes: object) -> Path:
         """Writes the settings of a cluster of two shards."""

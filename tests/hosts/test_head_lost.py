@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.hosts.clocks import an_hour_late_by_faketime
 from tests.hosts.hosts import Cluster
 from tests.hosts.netns import missing
 from tests.waiting import eventually
@@ -68,7 +69,8 @@ def test_with_redis_the_shards_go_on_whatever_the_next_clock_says(on: str, capsy
         cluster.kill("head")
         began = time.monotonic()
         cluster.network.move(ADDRESS, "spare")
-        cluster.up("spare", "--node-ip", cluster.network.addresses["spare"], wrapper=("faketime", "-f", "-1h"))
+        late = an_hour_late_by_faketime(cluster.folder)
+        cluster.up("spare", "--node-ip", cluster.network.addresses["spare"], wrapper=late)
         cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"], 150)
         seconds = time.monotonic() - began
         found = eventually(lambda: _whole(cluster, 6), 60)
