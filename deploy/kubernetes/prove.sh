@@ -187,7 +187,7 @@ spec:
       image: "$image"
       command: [sleep, infinity]
       env: [{name: HOME, value: /tmp}]
-      resources: {requests: {cpu: 50m, memory: 512Mi}, limits: {memory: 512Mi}}
+      resources: {requests: {cpu: 50m, memory: 128Mi}, limits: {memory: 512Mi}}
       securityContext:
         runAsNonRoot: true
         runAsUser: 10001
@@ -330,7 +330,7 @@ refuses_two_evictions() {
   local said first=${shards%% *} second=${shards##* } uid
   k wait "pdb/$name-shard" --for='jsonpath={.status.disruptionsAllowed}=1' "--timeout=${timeout}s"
   uid=$(uid_of pod "$first")
-  evict "$first"
+  evict "$first" >/dev/null
   said=$(evict "$second" 2>&1) && fail "both pods of the group were evicted at once"
   [[ $said = *"disruption budget"* ]] || fail "the second eviction was refused for another reason: $said"
   await_another "$first" "$uid"
@@ -404,6 +404,7 @@ claim() { # a title and a function: whether it holds. Call it plainly: within a 
   )
   status=$?
   set -e
+  ((status == 0)) || [[ -s $work/note ]] || note "a command above failed"
   titles+=("$1") notes+=("$(cat "$work/note")")
   if ((status)); then verdicts+=(FAILED) failed=$((failed + 1)); else verdicts+=(holds); fi
   printf -- '--- %s %s\n' "${verdicts[${#verdicts[@]} - 1]}" "${notes[${#notes[@]} - 1]}"

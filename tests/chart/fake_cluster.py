@@ -75,6 +75,12 @@ class Runtime(Protocol):
     def restart(self, pod: str) -> None:
         """Ends a pod and starts its successor, with the same volume."""
 
+    def wait_ready(self, pod: str) -> None:
+        """Waits until the probes of a pod succeed."""
+
+    def stop(self) -> None:
+        """Ends all pods of the release."""
+
     def address(self, pod: str) -> str:
         """The address of a pod."""
 
@@ -192,6 +198,7 @@ class FakeCluster:
         self.pods = {name: pod for name, pod in self.pods.items() if "app" in pod["metadata"]["labels"]}
         if "volumes-gone" in self.faults:
             self.claims.clear()
+        self.runtime.stop()
         return "release uninstalled\n"
 
     # ------------------------------------------------------------------------------------- kubectl VERB
@@ -255,6 +262,8 @@ class FakeCluster:
                 is_so = _at(each, path) == wanted
             elif condition == "condition":
                 is_so = wanted in each["status"]["conditions"]
+                if wanted == "Ready" and "app" not in each["metadata"]["labels"]:
+                    self.runtime.wait_ready(each["metadata"]["name"])
             else:
                 is_so = False
             if not is_so:
@@ -267,8 +276,10 @@ class FakeCluster:
         assert words[0] == "status"
         self._namespace(options)
         for pod in self.pods:
-            if pod.rpartition("-")[0] == words[1].rpartition("/")[2] and self._is("unready", pod.endswith("-1")):
-                raise Failed(f"error: timed out waiting for the condition on {words[1]}")
+            if pod.rpartition("-")[0] == words[1].rpartition("/")[2]:
+                if self._is("unready", pod.endswith("-1")):
+                    raise Failed(f"error: timed out waiting for the condition on {words[1]}")
+                self.runtime.wait_ready(pod)
         return "partitioned roll out complete\n"
 
     def _delete(self, words: list[str], options: Mapping[str, list[str]], stdin: bytes) -> str:

@@ -59,6 +59,12 @@ class ScriptedPods:
         if "pages-lost" in self._faults and self._restarts == 2:  # the first follows an eviction
             self._lost = self._stored // 2
 
+    def wait_ready(self, pod: str) -> None:
+        assert pod in self._templates
+
+    def stop(self) -> None:
+        self._templates.clear()
+
     def address(self, pod: str) -> str:
         return f"10.0.1.{([*self._templates, *self._labels]).index(pod)}" if pod in self._known() else ""
 
@@ -69,7 +75,7 @@ class ScriptedPods:
             return 0, f"open={','.join(sorted(self._reached(pod, arguments)))}\n".encode(), b""
         if job == "scrape":
             open_ones = self._reached(pod, arguments)
-            return (0, b"series=99\n" * len(arguments), b"") if open_ones == arguments else (1, b"", b"URLError\n")
+            return (0, b"series=99\n", b"") if open_ones == arguments else (1, b"", b"URLError\n")
         return self._worker(pod, job, *arguments)
 
     # ------------------------------------------------------------------------------------------ a worker

@@ -167,6 +167,12 @@ def test_help_is_printed_without_a_cluster(tmp_path: Path) -> None:
     assert said == {"--image", "--namespace", "--storage-class", "--values", "--timeout", "--keep"}
 
 
+def test_the_page_lists_the_claims() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    table = page.partition("## Prove it on your cluster")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| ([^|]+) \| [^|]+ \|$", table, re.MULTILINE)[1:] == TITLES
+
+
 # ------------------------------------------------------------------------- the script and the chart's objects
 
 
