@@ -118,6 +118,10 @@ def test_what_goes_wrong_is_said(fault: str, tmp_path: Path) -> None:
     assert not run.cluster.namespaces and not run.left
 
 
+def test_each_claim_is_made_to_fail() -> None:
+    assert {title for titles, _ in FAULTS.values() for title in titles} == {*TITLES}
+
+
 def test_what_is_kept_is_said(tmp_path: Path) -> None:
     run = Run(tmp_path, "--image", IMAGE, "--namespace", "mine", "--keep")
     assert run.status == 0, run.said + run.complaints

@@ -15,7 +15,7 @@ import kvcluster
 from kvcluster.runtime.auth import new_token, token_line
 from tests.ports import free_port
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "deploy" / "kubernetes" / "prove_client.py"
