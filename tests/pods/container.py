@@ -22,9 +22,6 @@ from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 _CGROUPS = Path("/sys/fs/cgroup/memory")
-_PREFIXES = tuple(dict.fromkeys((sys.base_prefix, sys.prefix, str(Path(kvcluster.__file__).parents[1]))))
-"""Where Python, its packages and kvcluster lie."""
-
 _ETC = ("passwd", "group", "nsswitch.conf", "ld.so.cache", "localtime")
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _KILL_S = 10.0
@@ -32,10 +29,18 @@ _KILL_S = 10.0
 
 class Container:
     """One container. `enter`: a command line that runs another on the pod's host. `folders`: the folder for each mount.
-    `folder`: for its root and its log."""
+    `folder`: for its root and its log. `programs`: the virtual environment that stands in for its image."""
 
-    def __init__(self, pod: Pod, enter: Sequence[str], folder: Path, folders: Sequence[Path], hosts: Path) -> None:
-        self.pod = pod
+    def __init__(
+        self,
+        pod: Pod,
+        enter: Sequence[str],
+        folder: Path,
+        folders: Sequence[Path],
+        hosts: Path,
+        programs: Path = Path(sys.prefix),
+    ) -> None:
+        self.pod, self._programs = pod, programs
         self._folder = folder
         self._cgroup = memory_limit(f"{folder.parent.name}-{pod.name}", pod.memory)
         script = folder / "run.sh"
@@ -105,7 +110,7 @@ class Container:
     def inside(self, argv: Sequence[str]) -> list[str]:
         """A command line that runs `argv` in this container, as its user."""
         enter = ["nsenter", f"--target={self.pid()}", "--mount", "--pid", "--ipc", "--uts", "--net", "--root", "--wd=/"]
-        return [*enter, *_as_user(self.pod), *_with_environment(self.pod), *argv]
+        return [*enter, *self._as_its_user(), *argv]
 
     def _script(self, folders: Sequence[Path], hosts: Path) -> list[str]:
         root = self._folder / "root"
@@ -132,13 +137,22 @@ class Container:
             lines.append(f"mount -t cgroup -o memory cgroup {cgroups}/memory")
         for mount, folder in zip(self.pod.mounts, folders, strict=True):
             lines += _mounted(mount, folder)
-        lines += [f"mkdir -p .{each}; mount --rbind {each} .{each}" for each in _PREFIXES]
+        code = (sys.base_prefix, str(self._programs), str(Path(kvcluster.__file__).parents[1]))
+        lines += [f"mkdir -p .{each}; mount --rbind {each} .{each}" for each in dict.fromkeys(code)]
         lines += [
             f"hostname {self.pod.name}",
             "mount -o remount,ro,bind .",
-            f"exec chroot . {shlex.join([*_as_user(self.pod), *_with_environment(self.pod), *self.pod.argv])}",
+            f"exec chroot . {shlex.join([*self._as_its_user(), *self.pod.argv])}",
         ]
         return lines
+
+    def _as_its_user(self) -> list[str]:
+        """What gives up every privilege and becomes the pod's user, of its groups, with its environment."""
+        pod, path = self.pod, f"{self._programs / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+        nothing = ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+        user = ["setpriv", f"--reuid={pod.uid}", f"--regid={pod.gid}", f"--groups={pod.fs_group}", *nothing]
+        variables = [f"{key}={value}" for key, value in pod.env.items()]
+        return [*user, "env", "-i", f"PATH={path}", f"HOSTNAME={pod.name}", *variables]
 
 
 def memory_limit(name: str, nbytes: int) -> Path | None:
@@ -155,14 +169,3 @@ def memory_limit(name: str, nbytes: int) -> Path | None:
 def _mounted(mount: Mount, folder: Path) -> list[str]:
     lines = [f"mkdir -p .{mount.path}", f"mount --bind {folder} .{mount.path}"]
     return [*lines, f"mount -o remount,ro,bind .{mount.path}"] if mount.read_only else lines
-
-
-def _as_user(pod: Pod) -> list[str]:
-    """What gives up every privilege and becomes the pod's user, of its groups."""
-    nothing = ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
-    return ["setpriv", f"--reuid={pod.uid}", f"--regid={pod.gid}", f"--groups={pod.fs_group}", *nothing]
-
-
-def _with_environment(pod: Pod) -> list[str]:
-    path = f"{Path(sys.prefix, 'bin')}:/usr/local/bin:/usr/bin:/bin"
-    return ["env", "-i", f"PATH={path}", f"HOSTNAME={pod.name}", *(f"{key}={value}" for key, value in pod.env.items())]

@@ -98,6 +98,11 @@ class Kubelet:
             list(owners.map(self._replace, changed.values()))
         return sorted(pod.name for pods in changed.values() for pod in pods)
 
+    def restart(self, name: str) -> None:
+        """Ends a pod and starts its successor, with the same volumes and address, and does not wait for it."""
+        self.stopped[name] = self.containers[name].stop()
+        self._start(self.containers[name].pod)
+
     def wait_ready(self, names: Iterable[str] = ()) -> None:
         """Waits until the probes of these pods, or of all, have succeeded. Raises AssertionError with the pod's log
         when a probe has failed as often as it may, or the pod has ended."""
