@@ -1,8 +1,8 @@
 """A pod's container as processes of this machine: with the rendered command, environment, user, files and limit of
 memory, in namespaces of its own, and with a root of its own that cannot be written.
 
-The root has this machine's programs and the installed kvcluster in place of an image. What a container runtime does
-besides is not done: no seccomp profile, no user namespace.
+The root is an image's (tools/image.sh), or in place of one it has this machine's programs and the installed kvcluster.
+What a container runtime does besides is not done: no seccomp profile, no user namespace.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import kvcluster
@@ -30,12 +31,28 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _KILL_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What a container is made from: a folder that is its root, which is left as it is, and its environment."""
+
+    root: Path
+    env: Mapping[str, str]
+
+
 class Container:
     """One container. `enter`: a command line that runs another on the pod's host. `folders`: the folder for each mount.
-    `folder`: for its root and its log."""
+    `folder`: for its root and its log. `image`: None takes this machine's programs."""
 
-    def __init__(self, pod: Pod, enter: Sequence[str], folder: Path, folders: Sequence[Path], hosts: Path) -> None:
-        self.pod = pod
+    def __init__(
+        self,
+        pod: Pod,
+        enter: Sequence[str],
+        folder: Path,
+        folders: Sequence[Path],
+        hosts: Path,
+        image: Image | None = None,
+    ) -> None:
+        self.pod, self._image = pod, image
         self._folder = folder
         self._cgroup = memory_limit(f"{folder.parent.name}-{pod.name}", pod.memory)
         script = folder / "run.sh"
@@ -104,22 +121,20 @@ class Container:
 
     def inside(self, argv: Sequence[str]) -> list[str]:
         """A command line that runs `argv` in this container, as its user."""
-        enter = ["nsenter", f"--target={self.pid()}", "--mount", "--pid", "--ipc", "--uts", "--net", "--root", "--wd=/"]
-        return [*enter, *_as_user(self.pod), *_with_environment(self.pod), *argv]
+        enter = ["nsenter", f"--target={self.pid()}", "--mount", "--pid", "--ipc", "--uts", "--net", "--root"]
+        return [*enter, *_as_user(self.pod), *self._environment(), *argv]
+
+    def _environment(self) -> list[str]:
+        programs = f"{Path(sys.prefix, 'bin')}:/usr/local/bin:/usr/bin:/bin"
+        of_image = {"PATH": programs} if self._image is None else self._image.env
+        env = {**of_image, "HOSTNAME": self.pod.name, **self.pod.env}
+        return ["env", "--chdir=/", "-i", *(f"{key}={value}" for key, value in env.items())]
 
     def _script(self, folders: Sequence[Path], hosts: Path) -> list[str]:
         root = self._folder / "root"
-        lines = [
-            "mount --make-rprivate /",
-            f"mount -t tmpfs -o mode=755 tmpfs {root}",
-            f"cd {root}",
-            "mkdir usr etc proc sys dev var",
-            "mount --rbind /usr usr",
-            "for each in bin sbin lib lib32 lib64; do",
-            "  if [ -L /$each ]; then cp -P /$each .",
-            "  elif [ -d /$each ]; then mkdir $each; mount --rbind /$each $each; fi",
-            "done",
-            f"for each in {' '.join(_ETC)}; do if [ -e /etc/$each ]; then cp -L /etc/$each etc/; fi; done",
+        lines = ["mount --make-rprivate /", f"mount -t tmpfs -o mode=755 tmpfs {root}", f"cd {root}"]
+        lines += _machine_root() if self._image is None else _image_root(self._image)
+        lines += [
             f"cp {hosts} etc/hosts",
             "mount -t proc proc proc",
             "mount --rbind /sys sys",
@@ -132,11 +147,12 @@ class Container:
             lines.append(f"mount -t cgroup -o memory cgroup {cgroups}/memory")
         for mount, folder in zip(self.pod.mounts, folders, strict=True):
             lines += _mounted(mount, folder)
-        lines += [f"mkdir -p .{each}; mount --rbind {each} .{each}" for each in _PREFIXES]
+        if self._image is None:  # last, since they may lie below a folder that is mounted
+            lines += [f"mkdir -p .{each}; mount --rbind {each} .{each}" for each in _PREFIXES]
         lines += [
             f"hostname {self.pod.name}",
             "mount -o remount,ro,bind .",
-            f"exec chroot . {shlex.join([*_as_user(self.pod), *_with_environment(self.pod), *self.pod.argv])}",
+            f"exec chroot . {shlex.join([*_as_user(self.pod), *self._environment(), *self.pod.argv])}",
         ]
         return lines
 
@@ -152,6 +168,24 @@ def memory_limit(name: str, nbytes: int) -> Path | None:
     return cgroup
 
 
+def _machine_root() -> list[str]:
+    return [
+        "mkdir usr etc proc sys dev var",
+        "mount --rbind /usr usr",
+        "for each in bin sbin lib lib32 lib64; do",
+        "  if [ -L /$each ]; then cp -P /$each .",
+        "  elif [ -d /$each ]; then mkdir $each; mount --rbind /$each $each; fi",
+        "done",
+        f"for each in {' '.join(_ETC)}; do if [ -e /etc/$each ]; then cp -L /etc/$each etc/; fi; done",
+    ]
+
+
+def _image_root(image: Image) -> list[str]:
+    """The image with a layer over it, in which folders are made to mount upon."""
+    layers = f"lowerdir={image.root.resolve()},upperdir=upper,workdir=work"
+    return ["mkdir upper work merged", f"mount -t overlay -o {layers} overlay merged", "cd merged"]
+
+
 def _mounted(mount: Mount, folder: Path) -> list[str]:
     lines = [f"mkdir -p .{mount.path}", f"mount --bind {folder} .{mount.path}"]
     return [*lines, f"mount -o remount,ro,bind .{mount.path}"] if mount.read_only else lines
@@ -161,8 +195,3 @@ def _as_user(pod: Pod) -> list[str]:
     """What gives up every privilege and becomes the pod's user, of its groups."""
     nothing = ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
     return ["setpriv", f"--reuid={pod.uid}", f"--regid={pod.gid}", f"--groups={pod.fs_group}", *nothing]
-
-
-def _with_environment(pod: Pod) -> list[str]:
-    path = f"{Path(sys.prefix, 'bin')}:/usr/local/bin:/usr/bin:/bin"
-    return ["env", "-i", f"PATH={path}", f"HOSTNAME={pod.name}", *(f"{key}={value}" for key, value in pod.env.items())]
