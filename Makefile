@@ -11,6 +11,10 @@ BENCH_ARGS ?=
 CHART_ARGS ?=
 LOCK_ARGS ?=
 E2E_ARGS ?=
+ENGINE ?= docker
+IMAGE ?= kvcluster
+IMAGE_ARGS ?=
+TARGET ?= cpu
 TEST_ARGS ?=
 TEST_JOBS ?= auto
 CHAOS_MINUTES ?= 20
@@ -25,13 +29,14 @@ INTEGRITY_ARGS ?=
 NIGHTLY_ARGS ?=
 MUTANTS ?= 120
 MUTANT_SEED ?= 1
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' kvcluster/release.py)
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity alerts chart compat mutants sanitizers aarch64 lock fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity alerts chart image image-check compat mutants sanitizers aarch64 lock fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -139,6 +144,15 @@ chart: install .venv-chart/.installed ## the Helm chart: lint, install, upgrade 
 	@$(PYTHON) -m venv .venv-chart
 	@.venv-chart/bin/python -m pip install -qq --disable-pip-version-check --no-deps --ignore-requires-python -r tools/chart.txt
 	@touch $@
+
+# `--build-arg NAME` without a value takes that of the environment, so that no password of an index is on the command line.
+image: ## the image kvcluster:VERSION (ENGINE=podman, TARGET=cuda, IMAGE=registry/name, IMAGE_ARGS="--build-arg BASE=...")
+	@$(ENGINE) build -f deploy/docker/Dockerfile --target $(TARGET) -t $(IMAGE):$(VERSION)$(filter-out -cpu,-$(TARGET)) \
+	  --build-arg VERSION=$(VERSION) --build-arg REVISION=$$(git rev-parse HEAD 2>/dev/null || true) \
+	  $(foreach name,PIP_INDEX_URL PIP_EXTRA_INDEX_URL,$(if $($(name)),--build-arg $(name))) $(IMAGE_ARGS) .
+
+image-check: install .venv-chart/.installed ## build both images with Debian's buildah and run them as the chart does (root)
+	@$(BIN)/pytest -q -s tests/deploy/image_checks.py
 
 # mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
 mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 15 minutes)

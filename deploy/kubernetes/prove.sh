@@ -52,7 +52,7 @@ while (($#)); do
     *) echo "unknown option: $1" >&2 && usage >&2 && exit 2 ;;
   esac
 done
-[[ -n $image ]] || { echo "--image is missing: what deploy/kubernetes/kvcluster.Dockerfile makes" >&2; exit 2; }
+[[ -n $image ]] || { echo "--image is missing: build one by: make image" >&2; exit 2; }
 [[ $image = *@* || $image =~ :[^/:]+$ ]] || { echo "--image needs a tag or a digest: $image has none" >&2; exit 2; }
 [[ $timeout =~ ^[1-9][0-9]*$ ]] || { echo "--timeout takes whole seconds, not $timeout" >&2; exit 2; }
 for tool in kubectl helm; do

@@ -1,8 +1,8 @@
 """A pod's container as processes of this machine: with the rendered command, environment, user, files and limit of
 memory, in namespaces of its own, and with a root of its own that cannot be written.
 
-The root has this machine's programs and the installed kvcluster in place of an image. What a container runtime does
-besides is not done: no seccomp profile, no user namespace.
+The root is an image's (tools/image.sh), or in place of one it has this machine's programs and the installed kvcluster.
+What a container runtime does besides is not done: no seccomp profile, no user namespace.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import kvcluster
@@ -27,9 +28,18 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _KILL_S = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What a container is made from: a folder that is its root, which is left as it is, and its environment."""
+
+    root: Path
+    env: Mapping[str, str]
+
+
 class Container:
     """One container. `enter`: a command line that runs another on the pod's host. `folders`: the folder for each mount.
-    `folder`: for its root and its log. `programs`: the virtual environment that stands in for its image."""
+    `folder`: for its root and its log. `image`: what it is made from, or the folder of a virtual environment, which
+    takes an image's place with this machine's programs."""
 
     def __init__(
         self,
@@ -38,9 +48,9 @@ class Container:
         folder: Path,
         folders: Sequence[Path],
         hosts: Path,
-        programs: Path = Path(sys.prefix),
+        image: Image | Path = Path(sys.prefix),
     ) -> None:
-        self.pod, self._programs = pod, programs
+        self.pod, self._image = pod, image
         self._folder = folder
         self._cgroup = memory_limit(f"{folder.parent.name}-{pod.name}", pod.memory)
         script = folder / "run.sh"
@@ -109,22 +119,14 @@ class Container:
 
     def inside(self, argv: Sequence[str]) -> list[str]:
         """A command line that runs `argv` in this container, as its user."""
-        enter = ["nsenter", f"--target={self.pid()}", "--mount", "--pid", "--ipc", "--uts", "--net", "--root", "--wd=/"]
+        enter = ["nsenter", f"--target={self.pid()}", "--mount", "--pid", "--ipc", "--uts", "--net", "--root"]
         return [*enter, *self._as_its_user(), *argv]
 
     def _script(self, folders: Sequence[Path], hosts: Path) -> list[str]:
         root = self._folder / "root"
-        lines = [
-            "mount --make-rprivate /",
-            f"mount -t tmpfs -o mode=755 tmpfs {root}",
-            f"cd {root}",
-            "mkdir usr etc proc sys dev var",
-            "mount --rbind /usr usr",
-            "for each in bin sbin lib lib32 lib64; do",
-            "  if [ -L /$each ]; then cp -P /$each .",
-            "  elif [ -d /$each ]; then mkdir $each; mount --rbind /$each $each; fi",
-            "done",
-            f"for each in {' '.join(_ETC)}; do if [ -e /etc/$each ]; then cp -L /etc/$each etc/; fi; done",
+        lines = ["mount --make-rprivate /", f"mount -t tmpfs -o mode=755 tmpfs {root}", f"cd {root}"]
+        lines += _machine_root() if isinstance(self._image, Path) else _image_root(self._image)
+        lines += [
             f"cp {hosts} etc/hosts",
             "mount -t proc proc proc",
             "mount --rbind /sys sys",
@@ -137,8 +139,9 @@ class Container:
             lines.append(f"mount -t cgroup -o memory cgroup {cgroups}/memory")
         for mount, folder in zip(self.pod.mounts, folders, strict=True):
             lines += _mounted(mount, folder)
-        code = (sys.base_prefix, str(self._programs), str(Path(kvcluster.__file__).parents[1]))
-        lines += [f"mkdir -p .{each}; mount --rbind {each} .{each}" for each in dict.fromkeys(code)]
+        if isinstance(self._image, Path):  # last, since they may lie below a folder that is mounted
+            code = (sys.base_prefix, str(self._image), str(Path(kvcluster.__file__).parents[1]))
+            lines += [f"mkdir -p .{each}; mount --rbind {each} .{each}" for each in dict.fromkeys(code)]
         lines += [
             f"hostname {self.pod.name}",
             "mount -o remount,ro,bind .",
@@ -148,11 +151,12 @@ class Container:
 
     def _as_its_user(self) -> list[str]:
         """What gives up every privilege and becomes the pod's user, of its groups, with its environment."""
-        pod, path = self.pod, f"{self._programs / 'bin'}:/usr/local/bin:/usr/bin:/bin"
+        pod, image = self.pod, self._image
         nothing = ["--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
         user = ["setpriv", f"--reuid={pod.uid}", f"--regid={pod.gid}", f"--groups={pod.fs_group}", *nothing]
-        variables = [f"{key}={value}" for key, value in pod.env.items()]
-        return [*user, "env", "-i", f"PATH={path}", f"HOSTNAME={pod.name}", *variables]
+        of_image = {"PATH": f"{image / 'bin'}:/usr/local/bin:/usr/bin:/bin"} if isinstance(image, Path) else image.env
+        env = {**of_image, "HOSTNAME": pod.name, **pod.env}
+        return [*user, "env", "--chdir=/", "-i", *(f"{key}={value}" for key, value in env.items())]
 
 
 def memory_limit(name: str, nbytes: int) -> Path | None:
@@ -164,6 +168,24 @@ def memory_limit(name: str, nbytes: int) -> Path | None:
     except OSError:
         return None
     return cgroup
+
+
+def _machine_root() -> list[str]:
+    return [
+        "mkdir usr etc proc sys dev var",
+        "mount --rbind /usr usr",
+        "for each in bin sbin lib lib32 lib64; do",
+        "  if [ -L /$each ]; then cp -P /$each .",
+        "  elif [ -d /$each ]; then mkdir $each; mount --rbind /$each $each; fi",
+        "done",
+        f"for each in {' '.join(_ETC)}; do if [ -e /etc/$each ]; then cp -L /etc/$each etc/; fi; done",
+    ]
+
+
+def _image_root(image: Image) -> list[str]:
+    """The image with a layer over it, in which folders are made to mount upon."""
+    layers = f"lowerdir={image.root.resolve()},upperdir=upper,workdir=work"
+    return ["mkdir upper work merged", f"mount -t overlay -o {layers} overlay merged", "cd merged"]
 
 
 def _mounted(mount: Mount, folder: Path) -> list[str]:

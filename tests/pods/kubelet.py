@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hosts.netns import Network
-from tests.pods.container import Container
+from tests.pods.container import Container, Image
 from tests.pods.objects import (
     Mount,
     Objects,
@@ -51,12 +51,17 @@ class Client:
 
 class Kubelet:
     """A context manager; leaving it ends all pods and takes the hosts away. `secrets`: files by name of the Secret.
-    `clients`: other pods by a short name; each has a host of that name."""
+    `clients`: other pods by a short name; each has a host of that name. `image`: what all containers are made from
+    (container.py)."""
 
     def __init__(
-        self, objects: Objects, secrets: Mapping[str, Mapping[str, bytes]], clients: Mapping[str, Client]
+        self,
+        objects: Objects,
+        secrets: Mapping[str, Mapping[str, bytes]],
+        clients: Mapping[str, Client],
+        image: Image | Path = Path(sys.prefix),
     ) -> None:
-        self._objects, self._secrets, self._clients = objects, secrets, clients
+        self._objects, self._secrets, self._clients, self._image = objects, secrets, clients, image
         self._hosts = {name: f"pod{number}" for number, name in enumerate(pod_names(objects))}
         self.network = Network([*self._hosts.values(), *clients, NODE])
         self.containers: dict[str, Container] = {}
@@ -155,7 +160,7 @@ class Kubelet:
                 shutil.rmtree(there, ignore_errors=True)
                 self._fill(pod, mount)
         enter = self.network.command(self._hosts[pod.name], [])
-        self.containers[pod.name] = Container(pod, enter, folder, folders, self._names())
+        self.containers[pod.name] = Container(pod, enter, folder, folders, self._names(), self._image)
 
     def _replace(self, pods: Iterable[Pod]) -> None:
         for pod in pods:
