@@ -152,7 +152,7 @@ image: ## the image kvcluster:VERSION (ENGINE=podman, TARGET=cuda, IMAGE=registr
 	  $(foreach name,PIP_INDEX_URL PIP_EXTRA_INDEX_URL,$(if $($(name)),--build-arg $(name))) $(IMAGE_ARGS) .
 
 image-check: install .venv-chart/.installed ## build both images with Debian's buildah and run them as the chart does (root)
-	@$(BIN)/pytest -q -s tests/deploy/image_checks.py
+	@$(BIN)/pytest -q -s --tb=short tests/deploy/image_checks.py
 
 # mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
 mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 15 minutes)

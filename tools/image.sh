@@ -57,7 +57,7 @@ pip_arguments() { # pip's settings as arguments, one a line; files of this machi
 show() { # what an image is made of, in MB
   local root=$1
   echo "image $target: $(du -sm "$root" | cut -f1) MB, $(tar -C "$root" -c . | gzip -1 | wc -c | awk '{ printf "%.0f", $1 / 1e6 }') MB compressed"
-  du -sm "$root"/{usr,var} "$root"/opt/kvcluster/lib/python3*/site-packages/* | sort -rn | head -8 | sed "s|$root||"
+  du -sm "$root"/{usr,var} "$root"/opt/kvcluster/lib/python3*/site-packages/* | sort -rn | sed -n "1,8s|$root||p"
 }
 
 start=$SECONDS
