@@ -107,11 +107,11 @@ def _half_of_last(cache: Tensor) -> int:
 def _with_dims(dims: int, cache: Tensor) -> Tensor:
     shape = getattr(cache, "shape", None)
     if shape is None or len(shape) != dims:
-        given = kind(cache) if shape is None else f"of shape {list(shape)}"
+        given = type_name(cache) if shape is None else f"of shape {list(shape)}"
         raise CallerError(f"a layer's cache is {given}; expected a tensor of {dims} dimensions in the layout named")
     return cache
 
 
-def kind(value: object) -> str:
+def type_name(value: object) -> str:
     """Returns how an error names the given value."""
     return "None" if value is None else f"a {type(value).__name__}"

@@ -96,7 +96,8 @@ class ShardConnections:
     def write(
         self, shard: ShardAddress, spec: KVSpec, request: WriteRequest, source: PageSource, deadline: Deadline
     ) -> list[Written]:
-        """As Transport.write; permit, attaching and errors as `read`."""
+        """Writes pages as Transport.write does, for an exchange that has its permit; attaches first. Errors as for
+        `read`."""
         with self._attached(shard, spec, request.namespace, deadline) as transport:
             outcome = transport.write(request, source, deadline)
         with self._lock:
@@ -106,8 +107,8 @@ class ShardConnections:
     def borrow(
         self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, deadline: Deadline, *, until: ExitStack
     ) -> BorrowedPages:
-        """As Lends.borrow, until the stack `until` is closed; attaches first. Raises NotLent if the transport to the
-        shard cannot lend, Unavailable, or CallerError if the request is wrong."""
+        """Borrows pages as Lends.borrow does; attaches first. They are given back when the stack `until` is closed.
+        Raises NotLent if the transport to the shard cannot lend, Unavailable, or CallerError if the request is wrong."""
         try:
             return self._borrow(shard, spec, request, deadline, until)
         except RefusedByShard as refused:

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kvcluster.client.layouts import Dense, Paged, kind
+from kvcluster.client.layouts import Dense, Paged, type_name
 from kvcluster.client.part_memory import Ask, Pages, PartMemory
 from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
 from kvcluster.errors import CallerError
@@ -52,7 +52,7 @@ def bind_tensors(ask: Ask, memory: object) -> PartMemory:
             return _bind_dense(ask, memory.tensor)
         if isinstance(memory, Paged):
             return _bind_paged(ask, memory)
-    raise CallerError(f"{ask.name} is {kind(memory)}; expected a torch tensor, Dense, Paged or Buffers")
+    raise CallerError(f"{ask.name} is {type_name(memory)}; expected a torch tensor, Dense, Paged or Buffers")
 
 
 def page_tensor(spec: KVSpec, group: int, part: Part, page: memoryview | None) -> Tensor | None:
@@ -207,7 +207,7 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
     rows = _check_block_ids(ask, paged.block_ids)
     layers: object = paged.layers
     if not isinstance(layers, (list, tuple)) or len(layers) != ask.part.layers:
-        given = f"{len(layers)} layers" if isinstance(layers, (list, tuple)) else f"layers that are {kind(layers)}"
+        given = f"{len(layers)} layers" if isinstance(layers, (list, tuple)) else f"layers that are {type_name(layers)}"
         raise CallerError(
             f"{ask.name} has {given}; expected a list with one entry for each of {ask.part.layers} layers"
         )
@@ -349,7 +349,7 @@ def _check(ask: Ask, name: str, tensor: object, plane: Plane, sizes: dict[str, i
     """Checks everything but the first dimension, which counts blocks, and overlapping memory. Raises CallerError."""
     dtype = _DTYPES[plane.dtype]
     if not isinstance(tensor, Tensor):
-        raise CallerError(f"{name} is {kind(tensor)}; expected a torch tensor")
+        raise CallerError(f"{name} is {type_name(tensor)}; expected a torch tensor")
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         raise CallerError(
             f"{name} is a {tensor.layout} tensor on {tensor.device}; expected torch.strided on cpu, "

@@ -315,19 +315,19 @@ class Coordinator:
         return []
 
     def _set_policy(self, request: Request[SetPolicy], now: int) -> list[Effect]:
-        why_not = self.set(request.question.settings)
+        why_not = self.set_policy(request.question.settings)
         if why_not is not None:
             return [Answer(request.call, Refused(RefusedKind.BAD, why_not))]
         return [KeepSettings(self._policy), Answer(request.call, Done())]
 
-    def set(self, settings: Iterable[tuple[str, str]]) -> str | None:
+    def set_policy(self, settings: Iterable[tuple[str, str]]) -> str | None:
         """Applies these settings, which SetPolicy or a settings file from an earlier run gives. Returns None, or the
         reason for a refusal, in which case nothing changes."""
         given = dict(settings)
         cache = given.pop("cache", None)
         if cache not in (None, "on", "off"):
             return f"cache must be on or off, not {cache!r}"
-        why_not = self.tiering.set(tuple(given.items()))
+        why_not = self.tiering.set_policy(tuple(given.items()))
         if why_not is None and cache is not None:
             self._state.off = cache == "off"
         return why_not

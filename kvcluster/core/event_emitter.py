@@ -32,8 +32,8 @@ RETOLD_BLOCKS = 4_096
 """Blocks published again in one tick, which takes as long as sweeping the same number (report_handler.py)."""
 
 
-class Told(Protocol):
-    """A block that may be published again: a record of the index."""
+class IndexedBlock(Protocol):
+    """A block as the index records it."""
 
     hash: BlockHash
     parent: BlockHash
@@ -75,10 +75,10 @@ class _Pending:
         self._runs: list[_Run] = []
         self._last: dict[Tier, _Run] = {}
 
-    def stored(self, tier: Tier, record: Told, tokens: Sequence[int]) -> None:
+    def stored(self, tier: Tier, record: IndexedBlock, tokens: Sequence[int]) -> None:
         self._add(True, tier, record.parent if record.depth else None, record.hash, tokens)
 
-    def removed(self, tier: Tier, record: Told) -> None:
+    def removed(self, tier: Tier, record: IndexedBlock) -> None:
         self._add(False, tier, None, record.hash, ())
 
     def cleared(self) -> None:
@@ -106,7 +106,7 @@ class EventEmitter:
         self._streams: dict[NamespaceId, EventStream] = {}
         self._pending: dict[NamespaceId, _Pending] = {}
         self._tokens: dict[tuple[NamespaceId, BlockHash], tuple[int, ...]] = {}
-        self._retelling: list[tuple[NamespaceId, Iterator[Told]]] = []
+        self._retelling: list[tuple[NamespaceId, Iterator[IndexedBlock]]] = []
 
     @property
     def retelling(self) -> bool:
@@ -131,7 +131,7 @@ class EventEmitter:
         while len(self._tokens) > limits.TOKEN_BLOCKS_REMEMBERED:
             del self._tokens[next(iter(self._tokens))]
 
-    def changed(self, space: NamespaceId, record: Told, before: int) -> None:
+    def changed(self, space: NamespaceId, record: IndexedBlock, before: int) -> None:
         """Records that a block is in other tiers than `before`. Both are bit masks of tiers."""
         pending = self._of(space)
         for tier in Tier:
@@ -145,7 +145,7 @@ class EventEmitter:
         """Records that all blocks of a namespace are removed."""
         self._of(space).cleared()
 
-    def retell(self, blocks: Iterable[tuple[NamespaceId, Iterator[Told]]]) -> None:
+    def retell(self, blocks: Iterable[tuple[NamespaceId, Iterator[IndexedBlock]]]) -> None:
         """Starts to publish all blocks again, unless it is doing so already."""
         if not self._retelling:
             self._retelling = list(blocks)

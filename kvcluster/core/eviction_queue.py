@@ -145,7 +145,7 @@ class EvictionQueue(Generic[R]):
         self._closed.clear()
         return ((space, block) for space, of in states.items() for block, state in of.items() if state & _QUEUED)
 
-    def coldest(
+    def pop_coldest(
         self,
         count: int,
         spares: Callable[[R], bool],

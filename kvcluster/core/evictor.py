@@ -88,7 +88,7 @@ class Evictor:
         wanted = self._wanted(member, tier, pressure_bytes)
         cold, victims, found = member.cold[tier], list[BlockRecord](), 0
         while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
-            batch = cold.coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), spares, now, closed)
+            batch = cold.pop_coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), spares, now, closed)
             for at, record in enumerate(batch):
                 if found >= wanted:  # the batch held more than was wanted: put the rest back
                     for spare in batch[at:]:

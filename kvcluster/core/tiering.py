@@ -101,7 +101,7 @@ class Tiering:
             ("promote.loads", str(self._hot_prefixes.loads)),
         )
 
-    def set(self, settings: Sequence[tuple[str, str]]) -> str | None:
+    def set_policy(self, settings: Sequence[tuple[str, str]]) -> str | None:
         """Changes the policy. Returns None, or the reason for a refusal, in which case nothing changes."""
         known = dict(self.policy)
         for name, value in settings:

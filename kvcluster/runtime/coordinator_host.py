@@ -70,7 +70,7 @@ class CoordinatorHost:
             announces=bool(config.events.endpoint),
             process=ProcessInfo(node, release, config_hash),
         )
-        if state_dir and (why_not := self.core.set(read_settings(state_dir))) is not None:
+        if state_dir and (why_not := self.core.set_policy(read_settings(state_dir))) is not None:
             raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")
         self._on_end = on_end
         self._tenants = config.metrics.tenants
@@ -120,7 +120,7 @@ class CoordinatorHost:
         return reply
 
     def tell(self, message: CoordinatorMessage) -> None:
-        """Has the core step a message that nobody waits for."""
+        """Steps the core with a message to which no caller waits for an answer."""
         self._driver.tell(message)
 
     def inspect(self, look: Callable[[], T]) -> T:

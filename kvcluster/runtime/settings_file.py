@@ -30,7 +30,7 @@ def read_settings(folder: str) -> Settings:
         return ()
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path}, which keeps an operator's settings, cannot be understood: {error}. Remove it to go back to the "
+            f"{path}, which keeps an operator's settings, cannot be read: {error}. Remove it to go back to the "
             "configuration, with the cache on; `kvcluster off` turns it off again"
         ) from None
     return tuple(kept.items())

@@ -94,7 +94,7 @@ class TombstoneFile:
             return parse(data)
         except ValueError as error:
             raise NotUnderstood(
-                f"{self._path}, which keeps what was purged, cannot be understood: {error}. Restore it from a copy; "
+                f"{self._path}, which keeps what was purged, cannot be read: {error}. Restore it from a copy; "
                 "or remove it and run `kvcluster clear`, so that nothing that was purged comes back"
             ) from None
 

@@ -58,7 +58,7 @@ def read_identity(folder: Path) -> Identity | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{path}, which says whose volume this is, cannot be understood: {error!r}. Remove that file to let the "
+            f"{path}, which says whose volume this is, cannot be read: {error!r}. Remove that file to let the "
             "next shard of this name take the folder over"
         ) from None
 

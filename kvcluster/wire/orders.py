@@ -24,7 +24,7 @@ from kvcluster.wire.common import (
     TIER,
 )
 from kvcluster.wire.fields import NUMBERS, PLAIN, Columns, EnumField, Maybe, OneOf, Rows, Struct, amount, each
-from kvcluster.wire.reports import TOMBSTONES, ascending
+from kvcluster.wire.reports import TOMBSTONES, check_ascending
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 LEAVE_REASON: EnumField[LeaveReason | None] = EnumField(LeaveReason, pb.LeaveReason, "LEAVE_REASON_", unspecified=True)
@@ -69,7 +69,7 @@ _ORDER = OneOf(
 ACK = Struct(
     pb.ReportAck,
     ReportAck,
-    lambda ack: ascending(order.number for order in ack.orders),
+    lambda ack: check_ascending(order.number for order in ack.orders),
     epoch=EPOCH,
     acked=amount("stream number"),
     inventory=PLAIN,

@@ -204,7 +204,7 @@ INFO = Struct(
 # ------------------------------------------------------------------------------------------ requests
 
 
-def ascending(order_numbers: Iterable[int]) -> None:
+def check_ascending(order_numbers: Iterable[int]) -> None:
     """Raises ProtocolError unless the order numbers are strictly ascending and the first is at least 1."""
     before = 0
     for number in order_numbers:
@@ -213,7 +213,7 @@ def ascending(order_numbers: Iterable[int]) -> None:
 
 
 def _check_progress(progress: OrderProgress) -> None:
-    ascending(progress.running)
+    check_ascending(progress.running)
     must(max(progress.running, default=0) <= progress.accepted, "a running order was not accepted")
 
 

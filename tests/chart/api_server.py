@@ -137,7 +137,7 @@ class Refused(Exception):
 
 
 def _check_unchanged(new: Object, old: Object | None) -> None:
-    """Raises Invalid if a field changes that a real server lets nobody change."""
+    """Raises Invalid if a field changes that a real API server refuses to change."""
     if old is None:
         return
     before, after = old.get("spec") or {}, new.get("spec") or {}

@@ -215,7 +215,7 @@ def budgets_are_whole_numbers(release: Release) -> None:
 
 
 def policies_let_in_whom_the_table_of_ports_names(release: Release) -> None:
-    """Each port of the program is open to the peers that docs/operations.md names for it, and to nobody else."""
+    """The policies open each port to exactly the peers that docs/operations.md names for it."""
     policies = release.of("NetworkPolicy")
     if not policies or release.mode == "join":
         return

@@ -65,7 +65,7 @@ class Index:
         self.records.pop(record.hash, None)
 
     def coldest(self, most: int, now: int = 0, closed: Container[NamespaceId] = (), **bound: int) -> list[Record]:
-        return self.queue.coldest(most, lambda record: record.held, now, lambda space: space in closed, **bound)
+        return self.queue.pop_coldest(most, lambda record: record.held, now, lambda space: space in closed, **bound)
 
 
 class Worth:
@@ -316,7 +316,7 @@ def test_what_has_gone_and_come_back_is_judged_as_what_it_is_now() -> None:
 def test_a_search_looks_at_so_many_entries_and_no_more() -> None:
     index = Index(LRU(), [Record(stamp, held=True) for stamp in range(100)])
     looked: list[Record] = []
-    assert index.queue.coldest(5, lambda record: not looked.append(record), 0, max_inspected=30) == []
+    assert index.queue.pop_coldest(5, lambda record: not looked.append(record), 0, max_inspected=30) == []
     assert index.queue.cut_short
     assert len(looked) == 30
     assert len(index.queue) == 100

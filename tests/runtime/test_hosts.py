@@ -287,5 +287,5 @@ def test_a_purge_that_cannot_be_kept_is_not_called_done(tmp_path: Path) -> None:
 def test_a_coordinator_does_not_start_over_a_file_that_it_cannot_read(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("torn", encoding="utf-8")
     config = replace(configured(), coordinator=replace(configured().coordinator, state_dir=str(tmp_path)))
-    with pytest.raises(ConfigError, match="cannot be understood"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         CoordinatorHost(Epoch(1), config, on_end=lambda leave: None)

@@ -60,7 +60,7 @@ def test_what_cannot_be_kept_is_not_called_done(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["torn", "[]", '{"cache": 1}', "[" * 100_000])
 def test_a_file_that_cannot_be_understood_is_said_so(tmp_path: Path, content: str) -> None:
     (tmp_path / NAME).write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot be understood"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         read_settings(str(tmp_path))
 
 

@@ -200,7 +200,7 @@ def test_a_file_that_another_program_made_is_not_believed(body: bytes, monkeypat
 @pytest.mark.parametrize("content", [b"", b"kvcluster-tombstones 2 1 ", unparse(1, STONES)[:-1], b"\0" * 100])
 def test_a_file_that_cannot_be_understood_says_what_to_do(tmp_path: Path, content: bytes) -> None:
     (tmp_path / NAME).write_bytes(content)
-    with pytest.raises(ConfigError, match=r"cannot be understood.*Restore it from a copy.*`kvcluster clear`"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*Restore it from a copy.*`kvcluster clear`"):
         opened(tmp_path)
     assert (tmp_path / NAME).read_bytes() == content, "it is left for the operator"
 
