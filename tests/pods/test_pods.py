@@ -20,6 +20,7 @@ from kvcluster.runtime.auth import new_token, token_line
 from tests.chart.rendering import CHART_PYTHON, render
 from tests.hosts.hosts import ROOT
 from tests.hosts.netns import missing
+from tests.hosts.replay import Round, judge, replaying
 from tests.hosts.worker import BLOCKS
 from tests.pods.kubelet import Client, Kubelet
 from tests.pods.privileges import check_unprivileged
@@ -37,7 +38,7 @@ VALUES: dict[str, Any] = {
     "shards": {"minReadySeconds": 0, "shard": {"host_bytes": "32MiB", "disk_bytes": "512MiB"}},
 }
 PROMPTS = 112
-FULL, KEPT = 0.85, 0.90
+FULL = 0.85
 CLIENTS = {
     "engine": Client({"kvcluster-client": "true"}, "llm"),
     "stranger": Client({"app": "other"}, "llm"),
@@ -81,19 +82,10 @@ class Release:
         return found
 
     @contextmanager
-    def replayed(self) -> Iterator[list[dict[str, Any]]]:
-        """Replays the prompts during the block, and at least once before it. The list has a row for each round, after
-        the block."""
-        rounds: list[dict[str, Any]] = []
-        with self.worker("engine", "replay", 0, PROMPTS) as process:
-            try:
-                assert process.stdout is not None
-                process.stdout.readline()
-                yield rounds
-                said, _ = process.communicate("\n", timeout=120)
-                rounds += json.loads(said.splitlines()[-1])["rounds"]
-            finally:
-                process.kill()
+    def replayed(self) -> Iterator[list[Round]]:
+        """Replays the prompts of an engine, as `replaying` does."""
+        with replaying(self.worker("engine", "replay", 0, PROMPTS)) as rounds:
+            yield rounds
 
     def status(self) -> dict[str, Any]:
         command = [sys.executable, "-m", "kvcluster.cli.main", "status", "--address", ADDRESS, "--json"]
@@ -203,7 +195,7 @@ def test_an_upgrade_by_partition_keeps_what_is_cached(release: Release, capsys: 
         with release.replayed() as rounds:
             assert kubelet.apply(render(with_values(changed))) == replaced
         assert {kubelet.stopped[name] for name in replaced} == {0}
-        _judge(rounds, release, capsys)
+        judge(rounds, release.work("engine", "load", 0, PROMPTS), capsys)
     assert all(kubelet.alive(name) for name in kubelet.containers)
 
 
@@ -214,19 +206,8 @@ def test_larger_pools_restart_the_shards_and_keep_what_is_cached(
     with release.replayed() as rounds:
         replaced = release.kubelet.apply(render(with_values(changed)))
     assert set(replaced) >= set(SHARDS)
-    _judge(rounds, release, capsys)
+    judge(rounds, release.work("engine", "load", 0, PROMPTS), capsys)
     assert {each["capacity_bytes"] for each in release.status()["shards"]} == {320 * 2**20}
-
-
-def _judge(rounds: list[dict[str, Any]], release: Release, capsys: pytest.CaptureFixture[str]) -> None:
-    after = release.work("engine", "load", 0, PROMPTS)
-    kept = sum(each["blocks"] for each in rounds) / sum(each["of"] for each in rounds)
-    with capsys.disabled():
-        worst = min(each["blocks"] / each["of"] for each in rounds)
-        whole = after["blocks"] / after["of"]
-        print(f"\n{len(rounds)} rounds, {kept:.1%} of the hits kept, {worst:.1%} in the worst; afterwards {whole:.1%}")
-    assert after["blocks"] >= KEPT * after["of"]
-    assert sum(each["wrong"] for each in (*rounds, after)) == 0
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
