@@ -124,7 +124,9 @@ def _bind_group(ask: Ask, memory: object) -> PartMemory:
     try:
         from kvcluster.client.tensors import bind_tensors
     except ModuleNotFoundError:
-        raise CallerError(f"{ask.name} is {type_name(memory)}; without torch installed only Buffers are supported") from None
+        raise CallerError(
+            f"{ask.name} is {type_name(memory)}; without torch installed only Buffers are supported"
+        ) from None
     return bind_tensors(ask, memory)
 
 
@@ -132,7 +134,9 @@ def _bind_buffers(ask: Ask, buffers: Buffers) -> Pages:
     expected = ask.spec.page_bytes(ask.index, ask.part)
     given: object = buffers.pages
     if not isinstance(given, (list, tuple)):
-        raise CallerError(f"{ask.name} has pages that are {type_name(given)}; expected a list with one buffer per block")
+        raise CallerError(
+            f"{ask.name} has pages that are {type_name(given)}; expected a list with one buffer per block"
+        )
     ask.check_count(len(given))
     pages: list[memoryview] = []
     for number, buffer in enumerate(given[: ask.blocks]):
@@ -140,7 +144,9 @@ def _bind_buffers(ask: Ask, buffers: Buffers) -> Pages:
         try:
             page = memoryview(buffer).cast("B")
         except (TypeError, ValueError) as error:
-            raise CallerError(f"{name} is {type_name(buffer)}; expected a contiguous buffer of bytes ({error})") from None
+            raise CallerError(
+                f"{name} is {type_name(buffer)}; expected a contiguous buffer of bytes ({error})"
+            ) from None
         if len(page) != expected:
             raise CallerError(f"{name} has {len(page)} bytes; expected the {expected} of a page of {ask.part}")
         if ask.writable and page.readonly:
