@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,9 +97,9 @@ class CoordinatorActor:
             ports.append(ListeningPort("metrics", self._metrics.port, str(config.metrics.port)))
         return ProcessFacts(0, memory_limit_bytes(), tuple(ports))
 
-    def scheduled(self, waiting: list[str], orphans: list[tuple[str, str]]) -> None:
+    def scheduled(self, waiting: list[str], orphans: list[tuple[str, str]], shards: list[str]) -> None:
         """Takes what the reconciler saw in its last pass, for the status."""
-        self._host.tell(schedule_of(waiting, orphans))
+        self._host.tell(schedule_of(waiting, orphans, shards))
 
     def draining(self) -> list[str]:
         """Returns the names of the shards that are draining."""
@@ -146,10 +146,11 @@ def handlers_of(ask: Ask, metrics: CallMetrics | None = None) -> tuple[dict[str,
     )
 
 
-def schedule_of(waiting: Sequence[str], orphans: Sequence[tuple[str, str]]) -> ScheduleSeen:
+def schedule_of(waiting: Sequence[str], orphans: Sequence[tuple[str, str]], shards: Collection[str]) -> ScheduleSeen:
     """Returns what the status shows of it: at most SCHEDULE_LINES of each, and no more of a text than is sent."""
     lines = tuple(line[:_LINE_CHARS] for line in waiting[: limits.SCHEDULE_LINES])
-    return ScheduleSeen(lines, tuple((ShardId(shard), node) for shard, node in orphans[: limits.SCHEDULE_LINES]))
+    volumes = tuple((ShardId(shard), node) for shard, node in orphans[: limits.SCHEDULE_LINES])
+    return ScheduleSeen(lines, volumes, frozenset(map(ShardId, shards)))
 
 
 def end_process(leave: Leave) -> None:

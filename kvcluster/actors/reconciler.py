@@ -82,7 +82,9 @@ class Reconciler:
         absent, given_up = self._absent({shard: node.name for node in nodes for shard in node.volumes})
         plan = schedule(self._groups, nodes, running, absent, given_up)
         self._carry_out(plan, seen)
-        self.coordinator.scheduled.remote(list(plan.waiting), list(plan.orphans))  # for the status: not waited for
+        shards = {*(each.shard for each in running), *(start.shard for start in plan.start), *absent} - {*plan.kill}
+        # For the status, so it is not waited for.
+        self.coordinator.scheduled.remote(list(plan.waiting), list(plan.orphans), sorted(shards))
         return plan
 
     def look(self) -> dict[str, ActorSeen]:

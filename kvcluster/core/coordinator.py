@@ -312,6 +312,8 @@ class Coordinator:
 
     def _scheduled(self, m: ScheduleSeen, now: int) -> list[Effect]:
         self._schedule, self._schedule_until = m, now + _SCHEDULE_NS
+        if m.shards is not None:
+            self._state.members.forget_lost(m.shards)
         return []
 
     def _set_policy(self, request: Request[SetPolicy], now: int) -> list[Effect]:

@@ -9,7 +9,7 @@ incarnation. One that is *stopping* saves its pages and ends soon: nothing new i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import count
 from typing import TypeAlias, TypeVar
 
@@ -197,6 +197,10 @@ class Membership:
             self.drop(member.info.shard)
             _note(self.lost, member.info.shard, member.info)
         return silent
+
+    def forget_lost(self, expected: Container[ShardId]) -> None:
+        """Forgets the lost shards that are not expected back: shards of other names have taken their places."""
+        self.lost = {shard: info for shard, info in self.lost.items() if shard in expected}
 
     def extend(self, late_ns: int) -> None:
         """Extends all terms by the time for which this process was stalled, since it could not receive reports."""

@@ -196,6 +196,20 @@ def test_what_the_reconciler_said_is_shown_to_operators_until_it_is_silent() -> 
     assert (status(operator=True).waiting, status(operator=True).orphans) == ((), ())
 
 
+def test_a_lost_shard_is_shown_until_shards_of_other_names_have_taken_its_place() -> None:
+    coordinator, _ = LoneCoordinator.serving()
+    coordinator.later(10 * SECOND)
+
+    def shown() -> list[tuple[str, str]]:
+        return [(each.info.shard, each.state) for each in coordinator.status().shards]
+
+    coordinator.step(ScheduleSeen())
+    coordinator.step(ScheduleSeen(shards=frozenset({ShardId("a")})))  # Ray starts it again, or its volume is awaited
+    assert shown() == [("a", "lost")]
+    coordinator.step(ScheduleSeen(shards=frozenset({ShardId("b")})))
+    assert shown() == []
+
+
 def test_a_node_that_is_to_be_taken_down_is_remembered_by_its_shard_until_it_is_heard() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages([A]))
     coordinator.ask(Done, ours(Drain(ShardId("unknown"), leaving=True)))

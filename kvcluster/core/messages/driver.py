@@ -22,10 +22,12 @@ class Retell:
 @dataclass(frozen=True, slots=True)
 class ScheduleSeen:
     """What the reconciler saw in its last pass (core/shard_scheduler.py). `waiting`: a sentence for each thing that the
-    cluster lacks and waits for. `orphans`: volumes that belong to no running shard, each with the name of its node."""
+    cluster lacks and waits for. `orphans`: volumes that belong to no running shard, each with the name of its node.
+    `shards`: those that exist, that are started now, and that are waited for; None if that was not said."""
 
     waiting: tuple[str, ...] = ()
     orphans: tuple[tuple[ShardId, str], ...] = ()
+    shards: frozenset[ShardId] | None = None
 
 
 @dataclass(frozen=True, slots=True)
