@@ -108,7 +108,7 @@ class ShardConnections:
         self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, deadline: Deadline, *, until: ExitStack
     ) -> BorrowedPages:
         """Borrows pages as Lends.borrow does; attaches first. They are given back when the stack `until` is closed.
-        Raises NotLent if the transport to the shard cannot lend, CallerError if the request is wrong, or Unavailable."""
+        Raises NotLent if the transport cannot lend, CallerError if the request is wrong, or Unavailable."""
         try:
             return self._borrow(shard, spec, request, deadline, until)
         except RefusedByShard as refused:
