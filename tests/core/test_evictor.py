@@ -208,7 +208,7 @@ def test_a_search_that_was_cut_short_makes_no_shard_full(monkeypatch: pytest.Mon
     coordinator, voice = LoneCoordinator.serving(*pages([A, B, C]), hold_ms=60_000)
     coordinator.load(attempt(1), [A, B, C])
     voice.report(*pages(chain(1, seed=8)))
-    search = EvictionQueue.coldest
+    search = EvictionQueue.pop_coldest
     searches: list[int] = []
 
     def short(
@@ -221,7 +221,7 @@ def test_a_search_that_was_cut_short_makes_no_shard_full(monkeypatch: pytest.Mon
         searches.append(count)
         return search(queue, count, spares, now, closed, max_inspected=2)
 
-    monkeypatch.setattr(EvictionQueue, "coldest", short)
+    monkeypatch.setattr(EvictionQueue, "pop_coldest", short)
     found: list[BlockHash] = []
     for reports in range(1, 5):
         found += ordered(voice.report(pressure=9 * PAGE))
