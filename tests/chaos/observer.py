@@ -109,6 +109,14 @@ class Observer:
             and [shard["state"] for shard in status["shards"]].count("up") == shards == len(status["shards"])
         )
 
+    def _states(self) -> str:
+        """The state of the coordinator and of every shard, for what a run says when it gives up."""
+        status = self.status()
+        if status is None:
+            return "the coordinator does not answer"
+        shards = (f"{shard['shard']} is {shard['state']}" for shard in status["shards"])
+        return ", ".join((f"the coordinator is {status['state']}", *shards))
+
     def _left(self) -> str:
         """What a cluster still counts as held, after all its workers have ended: "" where there is nothing."""
         status = self.status()
@@ -141,7 +149,8 @@ class Observer:
         pause, give_up = threading.Event(), time.monotonic() + timeout_s
         while not look():
             if time.monotonic() > give_up:
-                return {"ok": False, "took_s": (time.monotonic_ns() - since_ns) / 1e9, "left": self._left()}
+                left = f"{self._states()}; {self._left() or 'nothing is held'}"
+                return {"ok": False, "took_s": (time.monotonic_ns() - since_ns) / 1e9, "left": left}
             pause.wait(0.02)
         return {"ok": True, "took_s": (time.monotonic_ns() - since_ns) / 1e9}
 
