@@ -24,7 +24,7 @@ from kvcluster.actors.ray_view import HEAD_RESOURCE, ActorSeen, NodesSeen, nodes
 from kvcluster.actors.shard import ShardActor
 from kvcluster.config import Config, GroupConfig
 from kvcluster.core.ids import ShardId
-from kvcluster.core.shard_scheduler import RunningShard, Schedule, Start, pool_bytes, schedule
+from kvcluster.core.shard_scheduler import RunningShard, Schedule, Start, expected, pool_bytes, schedule
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 
@@ -82,7 +82,7 @@ class Reconciler:
         absent, given_up = self._absent({shard: node.name for node in nodes for shard in node.volumes})
         plan = schedule(self._groups, nodes, running, absent, given_up)
         self._carry_out(plan, seen)
-        shards = {*(each.shard for each in running), *(start.shard for start in plan.start), *absent} - {*plan.kill}
+        shards = expected(plan, running, absent)
         # For the status, so it is not waited for.
         self.coordinator.scheduled.remote(list(plan.waiting), list(plan.orphans), sorted(shards))
         return plan

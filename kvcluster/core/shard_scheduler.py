@@ -102,6 +102,12 @@ def schedule(
     )
 
 
+def expected(plan: Schedule, running: Iterable[RunningShard], absent: Collection[ShardId] = ()) -> frozenset[ShardId]:
+    """Returns the shards that exist, that are started now, and that are waited for, once the plan is carried out. Its
+    arguments are those that the plan was made of."""
+    return frozenset({*(each.shard for each in running), *(each.shard for each in plan.start), *absent} - {*plan.kill})
+
+
 def pool_bytes(group: GroupConfig) -> int:
     """Returns the memory that a shard of this group claims: its tiers in memory."""
     return group.shard.device_bytes + group.shard.host_bytes

@@ -18,6 +18,7 @@ from kvcluster.core.shard_scheduler import (
     RunningShard,
     Schedule,
     Start,
+    expected,
     group_of,
     pool_bytes,
     schedule,
@@ -164,6 +165,17 @@ def test_a_shard_whose_node_is_away_is_waited_for_and_replaced_under_another_nam
     assert found.waiting == ("shard-1 waits for node c, where its volume lies",)
     found = schedule(with_disk().shard_groups, nodes, running, given_up=[ShardId("shard-1")])
     assert homes(found) == {"shard-2": "b"}
+
+
+def test_shards_are_expected_that_run_start_or_are_waited_for_and_none_whose_place_was_taken() -> None:
+    nodes, running = [node("a", volumes=("shard-0",)), node("b")], [runs("shard-0", "a")]
+    names = {each: ShardId(f"shard-{each}") for each in range(3)}
+    found = schedule(with_disk().shard_groups, nodes, running, {names[1]: "c"})
+    assert expected(found, running, {names[1]: "c"}) == {names[0], names[1]}
+    found = schedule(with_disk().shard_groups, nodes, running, given_up=[names[1]])
+    assert expected(found, running) == {names[0], names[2]}
+    found = schedule(config(1).shard_groups, [node("a")], [runs("shard-0", "a"), runs("shard-1")])
+    assert expected(found, [runs("shard-0", "a"), runs("shard-1")]) == {names[0]}  # the other waited and is not wanted
 
 
 def test_a_volume_that_comes_back_too_late_is_an_orphan() -> None:

@@ -105,8 +105,7 @@ class Kubelet:
 
     def restart(self, name: str) -> None:
         """Ends a pod and starts its successor, with the same volumes and address, and does not wait for it."""
-        self.stopped[name] = self.containers[name].stop()
-        self._start(self.containers[name].pod)
+        self._restart_as(self.containers[name].pod)
 
     def wait_ready(self, names: Iterable[str] = ()) -> None:
         """Waits until the probes of these pods, or of all, have succeeded. Raises AssertionError with the pod's log
@@ -164,9 +163,12 @@ class Kubelet:
 
     def _replace(self, pods: Iterable[Pod]) -> None:
         for pod in pods:
-            self.stopped[pod.name] = self.containers[pod.name].stop()
-            self._start(pod)
+            self._restart_as(pod)
             self.wait_ready([pod.name])
+
+    def _restart_as(self, pod: Pod) -> None:
+        self.stopped[pod.name] = self.containers[pod.name].stop()
+        self._start(pod)
 
     def _volume(self, pod: Pod, mount: Mount) -> Path:
         if mount.kind == "claim":
