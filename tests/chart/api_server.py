@@ -10,8 +10,8 @@ from __future__ import annotations
 import base64
 import json
 import threading
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
@@ -19,6 +19,7 @@ import yaml
 
 from tests.chart import protobuf
 from tests.chart.schemas import Invalid, check_schema
+from tests.chart.serving import serving
 
 Object = dict[str, Any]
 Key = tuple[str, str, str]
@@ -59,16 +60,14 @@ class ApiServer:
         self.refused: list[str] = []
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._serving = ExitStack()
 
     def __enter__(self) -> ApiServer:
-        self._thread.start()
+        self._serving.enter_context(serving(self._server))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def __exit__(self, *error: object) -> None:
+        self._serving.close()
 
     @property
     def kubeconfig(self) -> str:

@@ -13,16 +13,16 @@ import json
 import re
 import shutil
 import socketserver
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import yaml
 
 from tests.chart.security import restricted
+from tests.chart.serving import serving
 
 Object = dict[str, Any]
 Render = Callable[[Mapping[str, Any], str, str], list[Object]]
@@ -105,20 +105,18 @@ class FakeCluster:
         self._disrupted: list[str] = []
         self._numbers = count(1)
         self._bin = folder / "bin"
+        self._serving = ExitStack()
 
     def __enter__(self) -> FakeCluster:
         self._bin.mkdir(parents=True)
         for name in ("kubectl", "helm"):
             shutil.copy(Path(__file__).with_name("kubectl.sh"), self._bin / name)
         self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), self._handler())
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self._thread.start()
+        self._serving.enter_context(serving(self._server))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    def __exit__(self, *error: object) -> None:
+        self._serving.close()
 
     @property
     def environment(self) -> dict[str, str]:
