@@ -33,6 +33,7 @@ _STOP_S = 20.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _STARTED = "Ray runtime started"
 _FRAME = re.compile(r"\[0x[0-9a-f]+\]|StackTrace")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayNode(NamedTuple):
@@ -133,7 +134,7 @@ def log_of(folder: Path) -> Path:
 
 def _said(folder: Path) -> str:
     try:
-        return log_of(folder).read_text(encoding="utf-8", errors="replace")
+        return _COLOUR.sub("", log_of(folder).read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return ""
 
