@@ -42,15 +42,15 @@ class RecoveredPage(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class RecoveredPages:
     """Everything found in one store. `specs` name the namespaces of `pages`. `capacity_bytes` and `file_bytes` make the
-    tier's allocator (tiers.py). If the store cannot be used, they are 0, `why_none` says why, and the shard runs
-    without that tier."""
+    tier's allocator (tiers.py). If the store cannot be used, they are 0, and the shard runs without that tier.
+    `trouble` says why, or why the store is smaller than configured."""
 
     capacity_bytes: int = 0
     file_bytes: int = 0
     specs: tuple[tuple[Tenant, KVSpec], ...] = ()
     pages: tuple[RecoveredPage, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
-    why_none: str = ""
+    trouble: str = ""
 
     def by_namespace(self) -> dict[NamespaceId, list[RecoveredPage]]:
         """Returns the pages of each namespace."""

@@ -137,7 +137,7 @@ class Shard:
         for tier in pool.stores:
             self._namespaces.adopt(tier, found[tier], pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
-        self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
+        self._trouble = "; ".join(there.trouble for there in found.values() if there.trouble)
         self._probe = ProbeTaker()
         self._over = self._replaced = self._pressed = False  # pressed: the last report said that writers wait for space
         self._dispatcher = self._handlers()

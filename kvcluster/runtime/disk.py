@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9]{4}\.pages")
 _OWNER_ONLY = 0o600
+_KEPT_FREE = 0.05
+"""The share of a drive that new files leave free: a full drive stops everything else on the machine."""
 
 
 class _KnownFile(NamedTuple):
@@ -46,7 +48,7 @@ class _KnownFile(NamedTuple):
 
 def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, RecoveredPages]:
     """Opens the folder that this configuration names and recovers its pages. Returns no folder if the disk tier is not
-    configured or cannot be used; `why_none` then gives the reason."""
+    configured or cannot be used; `trouble` then gives the reason."""
     if not config.disk_bytes:
         return None, NO_STORE
     try:
@@ -54,7 +56,7 @@ def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, R
     except ConfigError as error:
         why = f"the shard runs without its disk tier: {error}"
         log.warning("%s: %s", shard, why)
-        return None, RecoveredPages(why_none=why)
+        return None, RecoveredPages(trouble=why)
 
 
 class DiskFolder:
@@ -67,6 +69,7 @@ class DiskFolder:
         self._files = plan.files
         self._folder = Path(config.disk_dir) / shard
         self._stones = TombstoneFile(str(self._folder), "the disk tier's folder")
+        self._trouble = ""
         self._known: dict[int, _KnownFile] = {}
         self._unsynced: dict[int, None] = {}  # files whose previous header a power loss may bring back
         self._behind = False  # the last erasure failed, so earlier ones are due again
@@ -153,7 +156,8 @@ class DiskFolder:
         return lock
 
     def _preallocate(self) -> None:
-        """Preallocates as many files as the drive has room for, at least one, and removes the files beyond them."""
+        """Preallocates as many files as the drive has room for, at least one, and removes the files beyond them. New
+        files leave _KEPT_FREE of the drive free; those that are there stay."""
         for path in self._folder.iterdir():
             if _NAME.fullmatch(path.name) and int(path.stem) >= self._files:
                 path.unlink()
@@ -165,6 +169,7 @@ class DiskFolder:
                     dropped += [why] if why is not None else []
                     if os.fstat(file).st_size != self._file_bytes:
                         os.truncate(file, min(os.fstat(file).st_size, self._file_bytes))
+                        self._check_room(file)
                         os.posix_fallocate(file, 0, self._file_bytes)
                 except OSError as error:
                     if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not number:
@@ -172,11 +177,27 @@ class DiskFolder:
                     self._known.pop(number, None)
                     for beyond in range(number, self._files):
                         self._path(beyond).unlink(missing_ok=True)
-                    log.warning("%s has room for only %d of %d files", self._folder, number, self._files)
+                    self._trouble = self._smaller(number)
+                    log.warning("%s", self._trouble)
                     self._files = number
                     return
         if dropped:
             log.warning("%s: dropped %d unusable files; the first: %s", self._folder, len(dropped), dropped[0])
+
+    def _check_room(self, file: int) -> None:
+        """Raises OSError, as a full drive does, if preallocating this file would leave too little of the drive free."""
+        drive, allocated = os.fstatvfs(file), os.fstat(file).st_blocks * 512
+        left = drive.f_bavail * drive.f_frsize - (self._file_bytes - allocated)
+        if left < _KEPT_FREE * drive.f_blocks * drive.f_frsize:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {_KEPT_FREE:.0%} of the drive are kept free")
+
+    def _smaller(self, files: int) -> str:
+        room, wanted = (number * self._file_bytes / 2**30 for number in (files, self._files))
+        return (
+            f"the disk tier is smaller than configured: {self._folder} has room for only {files} of {self._files} "
+            f"files, {room:.1f} of {wanted:.1f} GiB; {_KEPT_FREE:.0%} of the drive are kept free. Make room, or lower "
+            "disk_bytes"
+        )
 
     def _why_dropped(self, file: int, number: int) -> KVClusterError | None:
         """Keeps the header of a file if it can be decoded and matches the configured file size. Otherwise erases the
@@ -223,7 +244,8 @@ class DiskFolder:
                         _write(file, bytes(head.shape.record_bytes), head.record_at(slot))
             specs[namespace] = head.tenant, head.spec
         capacity = self._files * self._file_bytes
-        return RecoveredPages(capacity, self._file_bytes, tuple(specs.values()), tuple(pages), tombstones)
+        found = tuple(specs.values()), tuple(pages), tombstones
+        return RecoveredPages(capacity, self._file_bytes, *found, trouble=self._trouble)
 
     # -------------------------------------------------------------------------------------------- writing
 

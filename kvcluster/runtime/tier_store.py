@@ -62,7 +62,7 @@ def bytes_of(pages: PageBytes, slot: PageSlot) -> memoryview:
 
 OpenStore = Callable[[ShardConfig, ShardId], tuple[TierStore | None, RecoveredPages]]
 """Opens the store of a tier, and recovers its pages. The store is None if the tier is not configured, or if it cannot
-be used: `why_none` then gives the reason, and the shard runs without that tier."""
+be used: `trouble` then gives the reason, and the shard runs without that tier."""
 
 
 class ArenaStore:

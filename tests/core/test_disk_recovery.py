@@ -440,7 +440,7 @@ def test_a_new_coordinator_is_told_what_was_carried_out_here_and_before() -> Non
 
 
 def test_why_there_is_no_disk_tier_is_told_with_every_report() -> None:
-    shard = DiskShard.knowing(RecoveredPages(why_none="another process uses it"))
+    shard = DiskShard.knowing(RecoveredPages(trouble="another process uses it"))
     for _ in range(2):
         shard.later(SECOND)
         assert report(shard).info.trouble == "another process uses it"
@@ -449,7 +449,7 @@ def test_why_there_is_no_disk_tier_is_told_with_every_report() -> None:
 
 
 def test_without_its_disk_tier_a_shard_serves_memory() -> None:
-    shard = DiskShard.knowing(RecoveredPages(why_none="no room"))
+    shard = DiskShard.knowing(RecoveredPages(trouble="no room"))
     shard.store(attempt(1), A)
     shard.order_moves(Tier.HOST, A)
     shard.move_all()

@@ -412,7 +412,7 @@ def test_tombstones_that_were_found_on_disk_are_kept_with_those_that_come() -> N
     assert done_to_disk(shard.hear(tombstones=(kept, CLEAR))) == [Erase((CLEAR,), (kept, CLEAR))]
 
 
-@pytest.mark.parametrize("found", [NO_STORE, RecoveredPages(why_none="the drive is gone")])
+@pytest.mark.parametrize("found", [NO_STORE, RecoveredPages(trouble="the drive is gone")])
 def test_a_shard_without_a_disk_tier_has_nothing_to_erase(found: RecoveredPages) -> None:
     shard = holding(A, found=found)
     assert done_to_disk(shard.hear(tombstones=(CLEAR,))) == []

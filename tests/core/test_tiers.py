@@ -91,7 +91,7 @@ def test_a_shards_own_words_tell_its_neighbours() -> None:
 
 def test_a_pool_has_the_tiers_that_are_configured_and_opened() -> None:
     assert PagePool.of(everything(), {Tier.DISK: OPENED}).tiers == (Tier.DEVICE, Tier.HOST, Tier.DISK)
-    assert PagePool.of(everything(), {Tier.DISK: RecoveredPages(why_none="no drive")}).tiers == (Tier.DEVICE, Tier.HOST)
+    assert PagePool.of(everything(), {Tier.DISK: RecoveredPages(trouble="no drive")}).tiers == (Tier.DEVICE, Tier.HOST)
     assert PagePool.of(replace(everything(), host_bytes=0), {Tier.DISK: OPENED}).tiers == (Tier.DEVICE,)
 
 
@@ -100,6 +100,6 @@ def test_only_what_every_store_has_carried_out_counts_as_carried_out() -> None:
     assert carried_out([replace(OPENED, tombstones=(OLD, NEW))]) == (OLD, NEW)
     one, other = replace(OPENED, tombstones=(OLD, NEW)), replace(OPENED, tombstones=(OLD,))
     assert carried_out([one, other]) == carried_out([other, one]) == (OLD,)
-    assert carried_out([one, RecoveredPages(why_none="no drive")]) == (OLD, NEW), (
+    assert carried_out([one, RecoveredPages(trouble="no drive")]) == (OLD, NEW), (
         "a store that could not be opened holds nothing"
     )

@@ -196,7 +196,7 @@ def test_what_was_written_is_found_again_when_the_folder_is_opened_next(drive: D
         assert list(found.pages) == drive.all()
         assert sorted(found.specs, key=repr) == sorted([(RED, SPEC), (BLUE, SPEC), (RED, OTHER)], key=repr)
         assert (found.capacity_bytes, found.file_bytes) == (FILES * FILE_BYTES, FILE_BYTES)
-        assert (found.tombstones, found.why_none) == ((), "")
+        assert (found.tombstones, found.trouble) == ((), "")
         assert {page.offset: drive.read(page) for page in found.pages} == drive.data
 
 
@@ -460,8 +460,8 @@ def test_a_folder_that_is_in_use_cannot_be_opened_by_another_until_it_is_closed(
         DiskFolder.open(full.config, SHARD)
     folder, found = open_disk(full.config, SHARD)
     assert folder is None
-    assert found == RecoveredPages(why_none=found.why_none)
-    assert found.why_none.startswith("the shard runs without its disk tier: another process uses ")
+    assert found == RecoveredPages(trouble=found.trouble)
+    assert found.trouble.startswith("the shard runs without its disk tier: another process uses ")
     full.close()
     folder, found = open_disk(full.config, SHARD)
     assert folder is not None and list(found.pages) == full.all()
@@ -503,16 +503,16 @@ def test_a_folder_that_cannot_be_used_is_a_reason_to_run_without(
         drive.open()
     folder, found = open_disk(drive.config, SHARD)
     assert folder is None
-    assert found.why_none in caplog.text, "its operator finds it in the log"
+    assert found.trouble in caplog.text, "its operator finds it in the log"
     with pytest.raises(ConfigError, match=f"^the shard runs without its disk tier: {words}$"):
-        raise ConfigError(found.why_none)
+        raise ConfigError(found.trouble)
 
 
 def test_a_tier_that_cannot_be_divided_into_files_is_a_reason_to_run_without(drive: Drive) -> None:
     _, found = open_disk(replace(drive.config, disk_file_bytes=2 * FILES * FILE_BYTES), SHARD)
-    assert "raise disk_bytes or lower disk_file_bytes" in found.why_none
+    assert "raise disk_bytes or lower disk_file_bytes" in found.trouble
     _, found = open_disk(replace(drive.config, disk_bytes=2**40, disk_file_bytes=FILE_BYTES), SHARD)
-    assert "raise disk_file_bytes" in found.why_none
+    assert "raise disk_file_bytes" in found.trouble
     assert not drive.path.exists()
 
 
@@ -546,8 +546,10 @@ def test_a_tier_for_which_there_is_too_little_room_is_as_small_as_that(
 ) -> None:
     with monkeypatch.context() as patched:
         fill_up(patched, files, error)
-        assert drive.open() == RecoveredPages(files * FILE_BYTES, FILE_BYTES)
-    assert f"has room for only {files} of {FILES} files" in caplog.text
+        found = drive.open()
+    assert found == RecoveredPages(files * FILE_BYTES, FILE_BYTES, trouble=found.trouble)
+    assert f"has room for only {files} of {FILES} files" in found.trouble, "the status and the doctor show it"
+    assert found.trouble in caplog.text
     assert sorted(drive.path.glob("*.pages")) == [drive.file(number) for number in range(files)]
     drive.write(files - 1, 0)
     found = drive.open()
@@ -564,13 +566,56 @@ def test_what_lies_in_the_files_that_there_is_room_for_is_found(full: Drive, mon
     assert not full.file(2).exists()
 
 
+def size_of_drive(monkeypatch: pytest.MonkeyPatch, *, blocks: int, free: int) -> None:
+    """The drive has so many blocks of the length of a file, and so many of these are free before the first file."""
+    statvfs = os.fstatvfs
+    taken: dict[int, None] = {}
+
+    def of_drive(file: int) -> os.statvfs_result:
+        about = os.fstat(file)
+        left = FILE_BYTES * (free - sum(1 for inode in taken if inode != about.st_ino))
+        taken[about.st_ino] = None
+        real = statvfs(file)
+        fields = list(real)
+        fields[0:5] = [1, 1, FILE_BYTES * blocks, left, left]  # f_bsize, f_frsize, f_blocks, f_bfree, f_bavail
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "fstatvfs", of_drive)
+
+
+@pytest.mark.parametrize(("free", "files"), [(8, 3), (7, 2), (6, 1)])
+def test_new_files_leave_a_share_of_the_drive_free(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch, free: int, files: int
+) -> None:
+    size_of_drive(monkeypatch, blocks=100, free=free)
+    found = drive.open()
+    assert found.capacity_bytes == files * FILE_BYTES
+    assert ("5% of the drive are kept free" in found.trouble) == (files < FILES)
+
+
+def test_files_that_are_there_stay_on_a_drive_that_has_filled_up(full: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    full.close()
+    size_of_drive(monkeypatch, blocks=100, free=0)
+    found = full.open()
+    assert (list(found.pages), found.capacity_bytes, found.trouble) == (full.all(), FILES * FILE_BYTES, "")
+
+
+def test_a_drive_that_is_full_but_for_what_is_kept_free_is_a_reason_to_run_without(
+    drive: Drive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size_of_drive(monkeypatch, blocks=100, free=5)
+    folder, found = open_disk(drive.config, SHARD)
+    assert folder is None
+    assert found.trouble.endswith("cannot be used: No space left on device: 5% of the drive are kept free")
+
+
 def test_a_drive_without_room_for_one_file_is_a_reason_to_run_without(
     drive: Drive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_up(monkeypatch, 0)
     folder, found = open_disk(drive.config, SHARD)
     assert folder is None and found.capacity_bytes == 0
-    assert found.why_none.endswith("shard-0 cannot be used: No space left on device")
+    assert found.trouble.endswith("shard-0 cannot be used: No space left on device")
     monkeypatch.undo()
     assert drive.open().capacity_bytes == FILES * FILE_BYTES, "the lock is free"
 
@@ -578,7 +623,7 @@ def test_a_drive_without_room_for_one_file_is_a_reason_to_run_without(
 def test_a_drive_that_fails_is_not_taken_for_a_full_one(drive: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_up(monkeypatch, 2, errno.EIO)
     _, found = open_disk(drive.config, SHARD)
-    assert found.why_none.endswith("cannot be used: Input/output error")
+    assert found.trouble.endswith("cannot be used: Input/output error")
 
 
 # ------------------------------------------------------------------------------------------------- purges

@@ -267,7 +267,7 @@ def test_what_a_shard_holds_and_who_waits() -> Series:
 @causes("degraded", "shard_epoch_seconds")
 def test_a_shard_without_its_disk_and_another_incarnation() -> Series:
     before = of_shard(LoneShard())
-    seen = moved(before, of_shard(LoneShard(epoch=3 * SECOND, found=replace(NO_STORE, why_none="no such folder"))))
+    seen = moved(before, of_shard(LoneShard(epoch=3 * SECOND, found=replace(NO_STORE, trouble="no such folder"))))
     assert seen["kvcluster_degraded",] == 1
     return seen
 

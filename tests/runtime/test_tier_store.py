@@ -123,6 +123,6 @@ def test_what_is_not_configured_is_not_opened() -> None:
 def test_a_store_that_cannot_be_opened_says_why_and_the_shard_does_without(config: ShardConfig) -> None:
     held, _ = open_stores(config, SHARD)
     opened, found = open_stores(config, SHARD)
-    assert opened == {} and "another process uses" in found[Tier.DISK].why_none
+    assert opened == {} and "another process uses" in found[Tier.DISK].trouble
     for store in held.values():
         store.close()

@@ -50,7 +50,7 @@ class Disk:
     def open(self, shard: Process, config: ShardConfig, nbytes: int) -> RecoveredPages:
         """Returns what a starting shard finds there."""
         if self.owner is not None and not self.owner.dead:
-            return RecoveredPages(why_none="another incarnation uses the folder")
+            return RecoveredPages(trouble="another incarnation uses the folder")
         self.owner = shard
         plan = FileAllocator(nbytes, config.disk_file_bytes)
         self._file_bytes = plan.file_bytes
