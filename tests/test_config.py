@@ -165,7 +165,7 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("coordinator", "q4_error_budget", float("inf"), "coordinator.q4_error_budget must be a number of at least 0"),
         ("coordinator", "q4_error_budget", float("nan"), "coordinator.q4_error_budget must be a number of at least 0"),
         ("coordinator", "hold_ms", -1, "coordinator.hold_ms must not be negative"),
-        ("shard", "device_bytes", 4_095, "shard.device_bytes must hold at least one page"),
+        ("shard", "device_bytes", 4_095, "shard.device_bytes must be at least 4KiB"),
         ("shard", "disk_bytes", "1GiB", "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"),
         (
             "shard",

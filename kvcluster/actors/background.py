@@ -1,4 +1,5 @@
-"""A cluster that keeps running on this machine: `up` starts it, `find` finds it again, `down` ends it.
+"""A cluster that keeps running on this machine: `up` starts it, or what is missing of it, `find` finds it again, `down`
+ends it.
 
 `up` starts a Ray head of its own, on loopback, as a session of processes, and records its address and process id in a
 folder that only this user can write to. `down` ends that session and nothing else (ray_node.py).
@@ -13,14 +14,15 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import ray
 
-from kvcluster.actors import cluster
+from kvcluster.actors import cluster, settings
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.node_memory import checked_bytes_for_pools
 from kvcluster.actors.own_ray import own_ray
@@ -32,6 +34,7 @@ from kvcluster.actors.ray_node import (
     started,
     uninterrupted,
 )
+from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, as_values, differences, load
 from kvcluster.errors import ConfigError, KVClusterError
@@ -43,22 +46,33 @@ _PLENTY = 1_000
 @dataclass(frozen=True, slots=True)
 class Running:
     """The record of a running cluster. `pid`: of its session's leader. `started`: when that process began, in clock
-    ticks since boot, which tells it from a later process of the same id. `config`: its settings (config.as_values)."""
+    ticks since boot, which tells it from a later process of the same id. `config`: its settings (config.as_values).
+    `ray`: where its Ray listens; "" in the record of a release that did not write it down."""
 
     address: str
     shards: int
     pid: int
     started: int
     config: dict[str, Any] = field(default_factory=dict)
+    ray: str = ""
 
     @property
     def port(self) -> int:
         return int(self.address.rpartition(":")[2])
 
 
-def up(config: Config, *, starting: Callable[[], object] = lambda: None) -> tuple[Running, bool]:
-    """Starts a cluster in the background and returns it with True; returns the cluster that already runs on that port
-    with False.
+class UpOutcome(NamedTuple):
+    """What `up` found and did. `started`: False if the cluster was running already; `again` then names the shards that
+    were missing and have been started. `trouble`: by shard, why it is without a tier, or with a smaller one."""
+
+    running: Running
+    started: bool
+    again: tuple[str, ...] = ()
+    trouble: Mapping[str, str] = MappingProxyType({})
+
+
+def up(config: Config, *, starting: Callable[[], object] = lambda: None) -> UpOutcome:
+    """Starts a cluster in the background; of the cluster that already runs on that port, the shards that are missing.
 
     `starting` is called when the settings have been checked and the slow part begins. Raises ConfigError for settings
     that cannot be used, such as a port in use, or that differ from those of the running cluster.
@@ -66,13 +80,14 @@ def up(config: Config, *, starting: Callable[[], object] = lambda: None) -> tupl
     with alone():
         known = find(fixed_port(config))
         if known is not None:
-            return _as_asked(known, config), False
+            return _completed(_as_asked(known, config))
         check(config)
         starting()
         with own_ray(), local_head(config) as head:
-            running = record(config, head, cluster.start(with_state_dir(config, state_dir(config)), detached=True))
+            started = cluster.start(with_state_dir(config, state_dir(config)), detached=True)
+            running = record(config, head, started)
             head.keep()
-            return running, True
+            return UpOutcome(running, True, trouble=started.trouble)
 
 
 def find(port: int) -> Running | None:
@@ -178,7 +193,7 @@ def offered(config: Config) -> dict[str, float]:
 def record(config: Config, head: LocalHead, running: cluster.Cluster) -> Running:
     """Records a running cluster for later commands."""
     pid = head.node.pid
-    known = Running(running.address, len(running.shards), pid, started(pid) or 0, as_values(config))
+    known = Running(running.address, len(running.shards), pid, started(pid) or 0, as_values(config), head.address)
     _record(config.server.port).write_text(json.dumps(asdict(known)), encoding="utf-8")
     return known
 
@@ -209,6 +224,23 @@ def _as_asked(running: Running, config: Config) -> Running:
             f"`kvcluster down --port {running.port}` ends it"
         )
     return running
+
+
+def _completed(running: Running) -> UpOutcome:
+    """Starts the shards that are missing, such as one that was drained: there is no reconciler in the background."""
+    if not running.ray:
+        return UpOutcome(running, False)
+    with own_ray(), connected(running.ray, "127.0.0.1", _ray_folder(running.port)):
+        config = settings.published(load(overrides=running.config).name)
+        if config is None:
+            raise KVClusterError(
+                f"the cluster at {running.address} has lost its configuration; `kvcluster down --port {running.port}` "
+                "ends it"
+            )
+        reconciler = Reconciler(config, detached=True)
+        plan = cluster.settle(reconciler)
+        again = tuple(str(start.shard) for start in plan.start)
+        return UpOutcome(running, False, again, call(reconciler.coordinator.trouble))
 
 
 def _record(port: int) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvcluster.actors.listening import bound_socket
 from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch
+from kvcluster.core.shard_scheduler import Schedule
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import publisher_of
@@ -34,6 +35,9 @@ class Cluster:
     shards: tuple[Any, ...]
     stop: Callable[[], None]
     """Ends serving and kills the actors; Ray does not restart them."""
+
+    trouble: Mapping[str, str]
+    """By shard, why it is without one of its tiers, or with a smaller one; empty if all are as configured."""
 
 
 def check(config: Config) -> tuple[int, int]:
@@ -63,18 +67,21 @@ def start(config: Config, *, detached: bool) -> Cluster:
     except BaseException:
         reconciler.kill_all()
         raise
-    return Cluster(call(reconciler.coordinator.address), reconciler.coordinator, reconciler.shards, reconciler.kill_all)
+    coordinator = reconciler.coordinator
+    address, trouble = call(coordinator.address), call(coordinator.trouble)
+    return Cluster(address, coordinator, reconciler.shards, reconciler.kill_all, trouble)
 
 
-def settle(reconciler: Reconciler) -> None:
-    """Makes passes until all shards are up. Raises ConfigError if the cluster lacks something that it would have to
-    wait for."""
+def settle(reconciler: Reconciler) -> Schedule:
+    """Makes a pass, waits until all shards are up, and returns what was done. Raises ConfigError if the cluster lacks
+    something that it would have to wait for."""
     plan = reconciler.step()
     if plan.waiting:
         raise ConfigError("; ".join(plan.waiting))
     if plan.kill or plan.drain:
         raise KVClusterError(f"there are shards that are not configured: {', '.join((*plan.kill, *plan.drain))}")
     reconciler.wait_until_up()
+    return plan
 
 
 def _ports(config: Config) -> tuple[int, int]:

@@ -122,6 +122,11 @@ class CoordinatorActor:
         """Returns the number of shards whose whole inventory has been received."""
         return self._host.inspect(lambda: sum(m.cursor.current for m in self._host.core.members.all()))
 
+    def trouble(self) -> dict[str, str]:
+        """Returns by shard why it is without one of its tiers, or with a smaller one; {} if all are as configured."""
+        members = self._host.core.members
+        return self._host.inspect(lambda: {str(m.info.shard): m.info.trouble for m in members.all() if m.info.trouble})
+
     def pid(self) -> int:
         return os.getpid()
 

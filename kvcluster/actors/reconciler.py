@@ -9,6 +9,7 @@ drained or whose node is lost is replaced, a new node gets its shards, and shard
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,6 +30,7 @@ from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 
 COORDINATOR_NAME = "coordinator"
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RESTARTS = -1
 _START_S = 60.0
 _ASK_S = 10.0
@@ -201,11 +203,17 @@ def call(method: Any, timeout_s: float = _START_S) -> Any:
         said = _config_error(str(error))
         if said:
             raise ConfigError(said) from None
-        raise KVClusterError(f"an actor of the cluster did not start: {error}") from None
+        raise KVClusterError(f"an actor of the cluster did not start: {_last_line(str(error))}") from None
     except ray.exceptions.GetTimeoutError:
         raise KVClusterError(
             f"an actor of the cluster did not answer within {timeout_s:.0f} s; see Ray's logs"
         ) from None
+
+
+def _last_line(text: str) -> str:
+    """Returns the last line of what Ray says, which is the error itself: before it stand tracebacks, in colours."""
+    lines = [line.strip() for line in _COLOUR.sub("", text).splitlines()]
+    return next((line for line in reversed(lines) if line), "Ray gives no reason")
 
 
 def _config_error(text: str) -> str:

@@ -7,7 +7,8 @@ import sys
 import time
 from typing import Any
 
-from kvcluster.cli.confirming import PATIENCE_S, all_would_be_lost, confirmed, may_lose, shard_in
+from kvcluster.cli.argument_types import seconds
+from kvcluster.cli.confirming import PATIENCE_S, confirmed, may_drain, shard_in
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator, read_status
 from kvcluster.cli.drain_local import drain_local
 from kvcluster.client.coordinator_client import GrpcPort, expect
@@ -19,65 +20,129 @@ from kvcluster.transport.base import Deadline, Unavailable
 _POLL_S = 0.5
 
 
+_DRAIN = """
+Copies the pages of a shard to the other shards and then removes it, so that nothing is lost when its machine goes down.
+Loads go on meanwhile; nothing new is stored there. For operators.
+
+A shard that is drained stays away: `kvcluster up` starts it again, and `up --foreground` and a chart replace it by
+themselves. The pages of the last shard are lost, so this asks before it drains that one.
+
+exit status: 0 drained, 1 not drained; with --local also 3 if the deadline is over and 4 if no coordinator answers.
+"""
+
+_CLEAR = """
+Removes every block of your tenant, of every model, permanently: engines compute it again. Blocks of other tenants stay.
+It asks before it does.
+"""
+
+_PURGE = """
+Removes the blocks of your tenant that match all that is given, permanently: of a model, of weights, of an adapter.
+It asks before it does.
+"""
+
+_SWITCHES = {
+    "off": (
+        "stop serving loads and stores; engines compute",
+        "Has the coordinator grant no load and no store any more. Engines go on and compute everything; what is cached "
+        "stays. It holds when the coordinator restarts, until `kvcluster on`. For operators.",
+    ),
+    "on": (
+        "serve loads and stores again",
+        "Has the coordinator grant loads and stores again after `kvcluster off`. What was cached before is served. For "
+        "operators.",
+    ),
+}
+
+
 def add(commands: Any) -> None:
     """Adds these commands."""
     _add_drain(commands)
 
-    clear = commands.add_parser("clear", help="purge every block of this tenant, permanently", allow_abbrev=False)
+    clear = commands.add_parser(
+        "clear",
+        help="remove every block of your tenant",
+        description=_CLEAR,
+        examples=["kvcluster clear", "kvcluster clear --yes --address 10.0.0.5:7070"],
+    )
     _add_yes(clear)
     add_coordinator_args(clear)
     clear.set_defaults(run=_clear)
 
     purge = commands.add_parser(
-        "purge", help="purge the blocks of a model, of weights or of an adapter", allow_abbrev=False
+        "purge",
+        help="remove the blocks of a model, of weights or of an adapter",
+        description=_PURGE,
+        examples=[
+            "kvcluster purge --model llama-3-8b",
+            "kvcluster purge --model llama-3-8b --weights sha256:4f1c...",
+            "kvcluster purge --adapter ''  # of every model, but not of its LoRAs",
+        ],
     )
-    purge.add_argument("--model", help="purge only blocks of this model (default: of any model)")
-    purge.add_argument("--weights", help="purge only blocks of these weights (default: of any weights)")
-    purge.add_argument("--adapter", help="purge only blocks of this adapter; '' for none (default: of any adapter)")
+    purge.add_argument("--model", metavar="NAME", help="only blocks of this model (default: of any model)")
+    purge.add_argument(
+        "--weights", metavar="ID", help="only blocks of these weights, such as sha256:4f1c... (default: of any weights)"
+    )
+    purge.add_argument(
+        "--adapter",
+        metavar="HASH",
+        help="only blocks of the LoRA with this content hash; '' for those of no LoRA (default: of any adapter)",
+    )
     _add_yes(purge)
     add_coordinator_args(purge)
     purge.set_defaults(run=_purge)
 
-    for name, does in (
-        ("off", "stop serving loads and stores; engines compute"),
-        ("on", "serve loads and stores again"),
-    ):
-        switch = commands.add_parser(name, help=does, allow_abbrev=False)
+    for name, (does, description) in _SWITCHES.items():
+        switch = commands.add_parser(
+            name, help=does, description=description, examples=[f"kvcluster {name}", f"kvcluster {name} --port 7071"]
+        )
         add_coordinator_args(switch)
         switch.set_defaults(run=_switch, cache=name)
 
 
 def _add_drain(commands: Any) -> None:
     drain = commands.add_parser(
-        "drain", help="copy a shard's pages to other shards, then remove it", allow_abbrev=False
+        "drain",
+        help="copy a shard's pages to other shards, then remove it",
+        usage="kvcluster drain (SHARD | --local) [options]",
+        description=_DRAIN,
+        examples=[
+            "kvcluster drain shard-1",
+            "kvcluster drain shard-1 --no-wait --token-from ops.token",
+            "kvcluster drain --local --yes --deadline 120  # before this machine goes down",
+        ],
     )
     which = drain.add_mutually_exclusive_group(required=True)
     which.add_argument("shard", nargs="?", metavar="SHARD", help="name of the shard, as `kvcluster status` shows it")
     which.add_argument(
-        "--local",
-        action="store_true",
-        help="drain every shard of this machine, and have none start there; the exit status is 3 if the deadline is "
-        "over, 4 if no coordinator answers",
+        "--local", action="store_true", help="drain every shard of this machine, and have none start here again"
     )
     drain.add_argument(
-        "--wait",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="wait until the shard is gone, and show the progress (default --wait)",
+        "--no-wait",
+        dest="wait",
+        action="store_false",
+        help="return at once (default: wait until the shard is gone, and print the progress)",
     )
     _add_yes(drain)
     drain.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="longest wait in seconds (default 600)"
+        "--timeout",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="longest wait for the shard to be gone, in seconds; it goes on draining (default 600)",
     )
     drain.add_argument(
-        "--deadline", type=float, default=300.0, metavar="S", help="longest wait in seconds of --local (default 300)"
+        "--deadline",
+        type=seconds,
+        default=300.0,
+        metavar="S",
+        help="longest wait in seconds with --local (default 300)",
     )
     add_coordinator_args(drain)
     drain.set_defaults(run=_drain)
 
 
 def _add_yes(command: Any) -> None:
-    command.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    command.add_argument("--yes", action="store_true", help="do it without asking")
 
 
 # --------------------------------------------------------------------------------------------- purging
@@ -125,7 +190,7 @@ def _drain(options: argparse.Namespace) -> int:
         return drain_local(options)
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         before = read_status(port, ANSWER_MS)
-        if not options.yes and all_would_be_lost(before, {options.shard}) and not may_lose([options.shard]):
+        if not options.yes and not may_drain(before, [options.shard]):
             return 1
         _ask_to_drain(port, options.shard, before)
         if options.wait:

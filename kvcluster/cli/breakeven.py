@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcluster.cli.argument_types import positive
 from kvcluster.cli.bench.report import table
-from kvcluster.cli.coordinator_args import add_coordinator_args, address_of
+from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, check_listens
 from kvcluster.cli.extras import needs
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
@@ -54,34 +54,61 @@ _PATIENCE_MS = 10_000
 _PAUSE_S = 0.1
 
 
+_DESCRIPTION = """
+Measures on a running cluster from how many tokens on loading KV is faster than computing it, for each path between this
+machine and the shards. Random blocks of the model's own sizes are stored under a model name of their own, loaded over
+each path in turn, and purged; they may evict cold blocks of others meanwhile. It needs torch, and no engine.
+
+exit status: 0; 1 if no path could be measured.
+"""
+
+
 def add(commands: Any) -> None:
     """Adds the command."""
     breakeven = commands.add_parser(
-        "breakeven", help="measure from how many tokens on loading is faster than computing", allow_abbrev=False
+        "breakeven",
+        help="measure from how many tokens on loading is faster than computing",
+        description=_DESCRIPTION,
+        examples=[
+            "kvcluster breakeven --model ./llama/config.json --prefill 8000",
+            "kvcluster breakeven --model ./llama --prefill 8000 --address 10.0.0.5:7070",
+        ],
     )
-    breakeven.add_argument("--model", required=True, metavar="CONFIG", help="the model's config.json, or its folder")
+    breakeven.add_argument(
+        "--model",
+        required=True,
+        metavar="CONFIG",
+        help="the model's Hugging Face config.json, or the folder it lies in",
+    )
     breakeven.add_argument(
         "--prefill",
         required=True,
         type=_rate,
         metavar="TOKENS_PER_S",
-        help="prefill rate of the engine in tokens per second",
+        help="prefill rate of your engine in tokens per second, as its log or a benchmark says",
     )
     breakeven.add_argument(
-        "--block-tokens", type=positive, default=16, metavar="N", help="tokens per block (default 16)"
+        "--block-tokens",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="tokens per block, as in your engine (default 16)",
     )
     breakeven.add_argument(
         "--dtype",
         choices=[name for name in DTYPE_BYTES if name != "opaque"],
-        help="dtype of the KV, e.g. bfloat16 (default: that of the config)",
+        metavar="NAME",
+        help="dtype of the KV, such as bfloat16 (default: that of the config)",
     )
     breakeven.add_argument(
         "--tokens",
         type=positive,
         metavar="N",
-        help=f"largest load in tokens (default {_TOKENS:,}, or fewer if they exceed {_STORED_BYTES >> 20} MiB)",
+        help=f"tokens of the largest load (default {_TOKENS:,}, or fewer if they exceed {_STORED_BYTES >> 20} MiB)",
     )
-    breakeven.add_argument("--rounds", type=positive, default=5, help="rounds of each measurement (default 5)")
+    breakeven.add_argument(
+        "--rounds", type=positive, default=5, metavar="N", help="rounds, of which medians are taken (default 5)"
+    )
     breakeven.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     add_coordinator_args(breakeven)
     breakeven.set_defaults(run=_run)
@@ -105,9 +132,12 @@ def _run(options: argparse.Namespace) -> int:
     )
     even = Breakeven(spec, spec.whole_parts(), options.prefill)
     try:
+        check_listens(address_of(options), ANSWER_MS)
         measured = measure(address_of(options), options.token, even, _blocks(spec, options.tokens), options.rounds)
     except Unreachable as error:
-        raise Unreachable(f"{error}; this measures a running cluster: name it with --port or --address") from None
+        raise Unreachable(
+            f"{error}; this measures a running cluster: `kvcluster up` starts one, --port or --address names another"
+        ) from None
     figures = {
         "model": options.model,
         "groups": [_group_text(group) for group in spec.groups],

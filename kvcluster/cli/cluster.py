@@ -1,96 +1,207 @@
-"""`kvcluster up | join | down | status`: a cluster that keeps running, on this machine or on several."""
+"""`kvcluster up | join | down`: a cluster that keeps running, on this machine or on several."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
 from typing import Any
 
-from kvcluster.cli.coordinator_args import DEFAULT_PORT, add_coordinator_args, address_of, coordinator, read_status
+from kvcluster.cli.coordinator_args import DEFAULT_PORT
 from kvcluster.cli.extras import needs
-from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
-from kvcluster.cli.weights import alone, engines_dict, read_engines
+from kvcluster.cli.status import StatusExit
 from kvcluster.config import SHARD_RESOURCE, Config, load, size
-from kvcluster.errors import CallerError, Unreachable
-from kvcluster.transport.base import Unavailable
+from kvcluster.errors import CallerError
+
+_UP = """
+Starts a cluster in the background and returns: Ray on loopback, a coordinator and the shards. `kvcluster down` stops
+it. If it runs already, `up` starts the shards that are missing, such as one that was drained, and changes nothing else.
+
+Each shard has up to three tiers, and takes the memory of the first two at once. Pages are stored in the device tier;
+the coldest go down to the next tier instead of away. The device tier is named after what it is on a GPU: in this
+release it is RAM, on every machine.
+
+exit status:
+  0  up, as configured
+  1  nothing was started
+  3  up, but degraded: a shard is without one of its tiers, or with a smaller
+     one; what is missing is printed
+"""
+
+_JOIN = """
+Makes this machine a node of a cluster that runs on another one (`kvcluster up --foreground` with server.secret_file
+there). The node takes the shards that the cluster's configuration gives it. It stays in the foreground; Ctrl-C or
+SIGTERM ends it, and its shards drain to other nodes first.
+"""
+
+_DOWN = """
+Stops the cluster that `kvcluster up` started on this machine, or, with --address, a cluster on a Ray that goes on. All
+pages in memory are lost; shards with a disk tier save their hottest pages there first (shard.stop_ms).
+"""
 
 
 def add(commands: Any) -> None:
-    """Adds the four commands."""
+    """Adds the three commands."""
     _add_up(commands)
     _add_join(commands)
 
-    down = commands.add_parser("down", help="stop the cluster that `up` started", allow_abbrev=False)
-    down.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"port of the coordinator (default {DEFAULT_PORT})"
+    down = commands.add_parser(
+        "down",
+        help="stop the cluster that `up` started",
+        description=_DOWN,
+        examples=["kvcluster down", "kvcluster down --address 10.0.0.5:6379 --name team-a"],
     )
-    down.add_argument("--address", metavar="HOST:PORT", help="end the cluster on the Ray of this head instead")
-    down.add_argument("--name", default="kvcluster", help="name of the cluster on that Ray (default kvcluster)")
+    down.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        metavar="PORT",
+        help=f"port of the coordinator on this machine (default {DEFAULT_PORT})",
+    )
+    down.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="stop a cluster on the Ray whose head listens there instead, and leave that Ray running (default: use "
+        "--port)",
+    )
+    down.add_argument(
+        "--name", default="kvcluster", help="name of the cluster on the Ray at --address (default kvcluster)"
+    )
     down.set_defaults(run=_down)
-
-    status = commands.add_parser("status", help="show shards, tiers, use, hit rate and leases", allow_abbrev=False)
-    add_coordinator_args(status)
-    status.add_argument("--json", action="store_true", help="print everything as one JSON object")
-    status.set_defaults(run=_status)
 
 
 def _add_up(commands: Any) -> None:
-    up = commands.add_parser("up", help="start a cluster that keeps running", allow_abbrev=False)
-    up.add_argument("--shards", type=int, help="number of shards (default 1)")
-    up.add_argument("--device-bytes", help="device tier of each shard, e.g. 1GiB (default 1GiB)")
-    up.add_argument("--host-bytes", help="host tier of each shard, for encoded pages, e.g. 4GiB (default none)")
-    up.add_argument("--disk-bytes", help="disk tier of each shard, e.g. 100GiB (default none); needs --disk-dir")
-    up.add_argument("--disk-dir", help="folder on a local drive for the disk tier; the next cluster reuses its files")
-    up.add_argument("--port", type=int, help=f"port of the coordinator (default {DEFAULT_PORT})")
-    up.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    up.add_argument("--token-file", help="file of the tokens that may connect; see `kvcluster token` (default none)")
-    up.add_argument(
-        "--insecure", action="store_true", default=None, help="allow a --host beyond loopback without --token-file"
+    up = commands.add_parser(
+        "up",
+        help="start a cluster that keeps running",
+        description=_UP,
+        examples=[
+            "kvcluster up --shards 2 --device-bytes 1GiB",
+            "kvcluster up --device-bytes 1GiB --host-bytes 4GiB --disk-bytes 100GiB \\\n      --disk-dir /mnt/nvme/kv",
+            "kvcluster up --foreground --config cluster.toml  # several hosts, systemd",
+        ],
     )
-    up.add_argument("--config", help="TOML file with these and all other settings")
+    _add_tiers(up)
+    _add_server_args(up)
+    up.add_argument("--config", metavar="FILE", help="TOML file with these and all other settings (default: none)")
     up.add_argument(
         "--foreground",
         action="store_true",
-        help="keep the cluster as configured until this command is told to end; with server.secret_file other nodes "
-        "join",
+        help="do not return: keep the cluster as configured, follow changes of --config, and stop it at the end; with "
+        "server.secret_file other machines can join",
+    )
+    _add_ray_args(up)
+    up.set_defaults(run=_up)
+
+
+def _add_tiers(up: Any) -> None:
+    up.add_argument("--shards", type=int, metavar="N", help="number of shards (default 1)")
+    up.add_argument(
+        "--device-bytes",
+        metavar="SIZE",
+        help="RAM of each shard for pages as engines store them, the device tier, such as 1GiB (default 1GiB)",
     )
     up.add_argument(
-        "--address", metavar="HOST:PORT", help="use the Ray that is there, of this head, and leave it running"
+        "--host-bytes",
+        metavar="SIZE",
+        help="RAM of each shard for encoded pages, the host tier, which hold about twice as many tokens; such as 4GiB "
+        "(default: no such tier)",
     )
-    _add_node_args(up, offers="none")
     up.add_argument(
+        "--disk-bytes",
+        metavar="SIZE",
+        help="files of each shard for encoded pages, the disk tier, such as 100GiB; needs --host-bytes and --disk-dir. "
+        "At least 5 %% of the drive stay free (default: no such tier)",
+    )
+    up.add_argument(
+        "--disk-dir",
+        metavar="FOLDER",
+        help="folder on a local drive for the disk tier; a cluster that is started there later finds the pages again "
+        "(default: none)",
+    )
+
+
+def _add_server_args(up: Any) -> None:
+    up.add_argument("--port", type=int, metavar="PORT", help=f"port of the coordinator (default {DEFAULT_PORT})")
+    up.add_argument(
+        "--host", metavar="ADDRESS", help="address to listen on, such as 0.0.0.0 for all (default 127.0.0.1)"
+    )
+    up.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="file of the tokens that may connect, which `kvcluster token` makes (default: none, and then only this "
+        "machine may)",
+    )
+    up.add_argument(
+        "--insecure",
+        action="store_true",
+        default=None,
+        help="let everyone connect who reaches --host, without a token",
+    )
+
+
+def _add_ray_args(up: Any) -> None:
+    ray = up.add_argument_group("on several machines, or on a Ray that is there already")
+    ray.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="use the Ray whose head listens there, and leave it running (default: start one)",
+    )
+    _add_node_args(ray, offers="nothing")
+    ray.add_argument(
         "--allow",
         action="append",
         default=[],
         choices=("unauthenticated-ray", "several-tenants"),
-        help="accept this of the Ray at --address (see docs/operations.md)",
+        metavar="WHAT",
+        help="accept a Ray at --address that asks for no token (unauthenticated-ray), or that runs other jobs beside "
+        "several tenants (several-tenants); may be repeated (default: refuse both)",
     )
-    up.set_defaults(run=_up)
 
 
 def _add_join(commands: Any) -> None:
     join = commands.add_parser(
-        "join", help="make this machine a node of a cluster, until told to end", allow_abbrev=False
+        "join",
+        help="make this machine a node of a cluster, until interrupted",
+        description=_JOIN,
+        examples=[
+            "kvcluster join 10.0.0.5 --config cluster.toml",
+            "kvcluster join head --config cluster.toml --memory 40GiB --label disk=nvme",
+        ],
     )
-    join.add_argument("head", metavar="HEAD", help="HOST or HOST:PORT of the head, as `kvcluster up` shows it")
-    join.add_argument("--config", required=True, help="TOML file of the cluster's settings, as on its head")
+    join.add_argument("head", metavar="HEAD", help="HOST or HOST:PORT of the head, as `kvcluster up` prints it")
+    join.add_argument(
+        "--config", required=True, metavar="FILE", help="TOML file of the cluster's settings, the same as on its head"
+    )
     _add_node_args(join, offers=f"{SHARD_RESOURCE}=1")
     join.add_argument(
-        "--label", action="append", default=[], metavar="NAME=VALUE", help="a label of this node, for groups of shards"
+        "--label",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="label of this node, by which groups of shards choose nodes; may be repeated (default: none)",
     )
-    join.add_argument("--memory", help="memory for the pools of its shards, e.g. 40GiB (default what the machine has)")
     join.add_argument(
-        "--leave-s", type=float, default=20.0, metavar="S", help="how long its shards may take to drain at the end (20)"
+        "--memory",
+        metavar="SIZE",
+        help="RAM for the tiers of its shards, such as 40GiB (default: what this machine or container has, less a "
+        "tenth)",
+    )
+    join.add_argument(
+        "--leave-s",
+        type=float,
+        default=20.0,
+        metavar="S",
+        help="how many seconds its shards may take to drain at the end (default 20)",
     )
     join.add_argument(
         "--config-wait-s",
         type=float,
         default=0.0,
         metavar="S",
-        help="how long to wait for the head to run this configuration, where files reach hosts at different times (0)",
+        help="how many seconds to wait for the head to run this configuration, where files reach machines at different "
+        "times (default 0)",
     )
     join.set_defaults(run=_join)
 
@@ -100,9 +211,14 @@ def _add_node_args(command: Any, *, offers: str) -> None:
         "--offer",
         action="append",
         metavar="NAME=AMOUNT",
-        help=f"a custom resource of this node, which shards claim (default {offers})",
+        help=f"custom resource of Ray that this node offers and shards claim; may be repeated (default: {offers})",
     )
-    command.add_argument("--node-ip", default="", help="this machine's address among the nodes (default: found out)")
+    command.add_argument(
+        "--node-ip",
+        default="",
+        metavar="ADDRESS",
+        help="address at which other machines reach this one (default: found out)",
+    )
 
 
 def _up(options: argparse.Namespace) -> int:
@@ -120,11 +236,15 @@ def _up(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # undo a partial start
         print(f"starting Ray, a coordinator and {config.shards} shard(s): usually ten seconds", file=sys.stderr)
 
-    running, started = background.up(config, starting=starting)
+    outcome = background.up(config, starting=starting)
+    running = outcome.running
     where = "" if running.port == DEFAULT_PORT else f" --port {running.port}"
-    print(f"{'up' if started else 'already up'} at {running.address}: {running.shards} shard(s)")
+    again = f", started again: {', '.join(outcome.again)}" if outcome.again else ""
+    print(f"{'up' if outcome.started else 'already up'} at {running.address}: {running.shards} shard(s){again}")
     print(f"`kvcluster status{where}` shows it, `kvcluster down{where}` stops it")
-    return 0
+    for shard, trouble in outcome.trouble.items():
+        print(f"kvcluster: {shard} is degraded: {trouble}", file=sys.stderr)
+    return StatusExit.DEGRADED if outcome.trouble else StatusExit.AS_CONFIGURED
 
 
 def _up_in_foreground(options: argparse.Namespace, config: Config) -> int:
@@ -208,22 +328,3 @@ def _down(options: argparse.Namespace) -> int:
         return 0
     print(f"nothing to stop: `kvcluster up` started nothing {where} that still runs", file=sys.stderr)
     return 1
-
-
-def _status(options: argparse.Namespace) -> int:
-    address = address_of(options)
-    try:
-        # Unlike `connect`, this does not wait for a cluster to start: it shows the state now.
-        with coordinator(options) as port:
-            engines = read_engines(port, 5_000)
-            apart = [*kept_apart(read_namespaces(port, 5_000)), *alone(engines)]
-            status = read_status(port, 5_000) | {"apart": apart, "engines": engines_dict(engines)}
-    except Unavailable:
-        raise Unreachable(f"no cluster answers at {address}; `kvcluster up` starts one") from None
-    if options.json:
-        print(json.dumps(status, indent=2))
-    else:
-        with needs("cli", "rich", instead="or use --json"):
-            from kvcluster.cli.status_view import print_status
-        print_status(status, address)
-    return 0

@@ -58,6 +58,7 @@ def judged(
     problems = [
         *map(_lost, status["lost_shards"]),
         *map(_silent, silent),
+        *(_degraded(shard) for shard in living if shard["trouble"]),
         *_failing(pairs, living),
         *_differing(status),
         *_clocks(processes),
@@ -134,6 +135,13 @@ def _silent(shard: Mapping[str, Any]) -> dict[str, Any]:
         f"{name} has reported nothing of what it tried",
         "run `kvcluster doctor` again, then look at its log",
         severe=True,
+    )
+
+
+def _degraded(shard: Mapping[str, Any]) -> dict[str, Any]:
+    what = f"{shard['shard']} is degraded: {shard['trouble']}"
+    return _problem(
+        what, "mend what it names and restart the shard; until then pages go to its other tiers", severe=True
     )
 
 

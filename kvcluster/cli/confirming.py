@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from kvcluster.cli.text_page import counted
 from kvcluster.errors import CallerError
 
 PATIENCE_S = 30.0
@@ -19,23 +20,29 @@ def confirmed(question: str) -> bool:
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
-def may_lose(shards: Sequence[str]) -> bool:
-    """Whether the last shards may be drained. Without a terminal there is no one to ask: it is said, and done."""
-    only = f"{shards[0]} is the only shard: its" if len(shards) == 1 else f"{', '.join(shards)} are all shards: their"
-    loss = f"{only} pages will be lost"
+def may_drain(status: dict[str, Any], shards: Sequence[str]) -> bool:
+    """Whether these shards may be drained. If no other shard is left then, the person at the terminal is asked; without
+    a terminal there is no one to ask: it is said, and done."""
+    known = [shard for shard in shards if shard_in(status, shard)]
+    staying = [k for k in status["shards"] if k["shard"] not in shards and k["state"] in ("up", "joining")]
+    if staying or not known:
+        return True
+    only = f"{known[0]} is the only shard" if len(known) == 1 else f"{', '.join(known)} are all shards"
+    pages = sum(pages_of(shard_in(status, shard)) for shard in known)
+    lost = f": {counted(pages, 'page')} will be lost, and" if pages else ": afterwards"
+    loss = f"{only}{lost} nothing can be stored until `kvcluster up` starts a shard"
     if not sys.stdin.isatty():
         print(loss, file=sys.stderr)
         return True
-    if not confirmed(f"{loss}. Drain {'it' if len(shards) == 1 else 'them'}?"):
+    if not confirmed(f"{loss}. Drain {'it' if len(known) == 1 else 'them'}?"):
         print("nothing was drained", file=sys.stderr)
         return False
     return True
 
 
-def all_would_be_lost(status: dict[str, Any], shards: Collection[str]) -> bool:
-    """Whether these shards hold pages, and no other shard can take them."""
-    staying = [k for k in status["shards"] if k["shard"] not in shards and k["state"] in ("up", "joining")]
-    return not staying and any(shard_in(status, shard).get("pages") for shard in shards)
+def pages_of(shard: dict[str, Any]) -> int:
+    """Returns the pages that a shard holds in all its tiers."""
+    return int(shard["pages"]) + sum(int(use["pages"]) for use in shard["below"])
 
 
 def shard_in(status: dict[str, Any], shard: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,9 @@ from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.client.credential import read_token
 from kvcluster.client.status import status_dict
 from kvcluster.core.messages import GetStatus, Status
-from kvcluster.errors import ConfigError
+from kvcluster.errors import ConfigError, Unreachable
 from kvcluster.transport.base import Deadline
-from kvcluster.transport.rpc import Connection
+from kvcluster.transport.rpc import Connection, check_address
 
 DEFAULT_PORT = 7070
 
@@ -24,19 +25,27 @@ ANSWER_MS = 10_000
 
 def add_coordinator_args(command: Any) -> None:
     """Adds `--port`, `--address` and `--token-from` to a command."""
-    where = command.add_mutually_exclusive_group()
+    options = command.add_argument_group("which cluster")
+    where = options.add_mutually_exclusive_group()
     where.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"port of a coordinator on this machine (default {DEFAULT_PORT})"
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        metavar="PORT",
+        help=f"port of a coordinator on this machine (default {DEFAULT_PORT})",
     )
-    where.add_argument("--address", help="host:port of a coordinator on another machine (default: use --port)")
+    where.add_argument(
+        "--address", metavar="HOST:PORT", help="address of a coordinator on another machine (default: use --port)"
+    )
     # No option takes the token itself: the arguments of a process can be read by every user of the machine.
-    command.add_argument(
+    options.add_argument(
         "--token-from",
         dest="token",
         action=_ReadToken,
         default=os.environ.get("KVCLUSTER_TOKEN"),
         metavar="FILE",
-        help="file that holds the token of this client (default: the token is in the environment, KVCLUSTER_TOKEN)",
+        help="file that holds your token, where the cluster asks for one (default: the environment variable "
+        "KVCLUSTER_TOKEN)",
     )
 
 
@@ -56,16 +65,44 @@ def address_of(options: argparse.Namespace) -> str:
 
 
 @contextmanager
-def coordinator(options: argparse.Namespace, *, wait_ms: int = 0) -> Iterator[GrpcPort]:
+def coordinator(options: argparse.Namespace, *, wait_ms: int = 0, patient: bool = False) -> Iterator[GrpcPort]:
     """Connects to the selected coordinator. Waits up to `wait_ms` for it to answer, then raises Unreachable; with 0 it
-    does not wait."""
-    connection = Connection(address_of(options), options.token)
+    does not wait. Where nothing listens, that is known at once, and Unreachable raised at once, unless `patient`: then
+    a coordinator that is about to start has that time."""
+    address = address_of(options)
+    connection = Connection(address, options.token)
     try:
         if wait_ms:
+            if not patient:
+                check_answers(address, wait_ms)
             connection.wait_ready(Deadline.after_ms(wait_ms))
         yield GrpcPort(connection)
     finally:
         connection.close()
+
+
+def check_answers(address: str, wait_ms: int) -> None:
+    """As `check_listens`, and says what to do."""
+    try:
+        check_listens(address, wait_ms)
+    except Unreachable as error:
+        advice = "`kvcluster up` starts a cluster on this machine, --port or --address names another one"
+        raise Unreachable(f"{error}: {advice}") from None
+
+
+def check_listens(address: str, wait_ms: int) -> None:
+    """Raises Unreachable if it is known at once that nothing listens at `address` (host:port), because the connection
+    is refused or the host has no address; ConfigError if it is no address. gRPC would try again until the deadline."""
+    check_address(address)
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=wait_ms / 1e3).close()
+    except ConnectionRefusedError:
+        raise Unreachable(f"nothing listens at {address}") from None
+    except socket.gaierror as error:
+        raise Unreachable(f"the host of {address} is not known ({error.strerror})") from None
+    except OSError:
+        pass  # a host that is silent may answer yet
 
 
 def read_status(port: GrpcPort, wait_ms: int) -> dict[str, Any]:

@@ -20,9 +20,10 @@ from functools import partial
 from typing import Any
 
 from kvcluster.cli.cluster_doctor import judged, probe_cluster
-from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, read_status
-from kvcluster.cli.extras import needs
+from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, check_listens, read_status
+from kvcluster.cli.doctor_view import add_diagnosis
 from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
+from kvcluster.cli.text_page import TableColumn, TextPage
 from kvcluster.cli.weights import alone, read_engines
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import TRANSPORTS, Config, load
@@ -47,36 +48,64 @@ _TRIPS = 5
 """Number of round trips; the fastest one counts, since the others waited for other work."""
 
 
+_DESCRIPTION = """
+Checks step by step whether this machine can use a cluster: is the coordinator reached, does it speak this release's
+protocol, is the token accepted, is each shard reached, and by which transports, each tried with a real exchange. What
+fails is shown with what to do. With an operator's token it also shows every process of the cluster (release,
+configuration, clock, memory, ports) and has the shards try one another. It changes nothing.
+
+exit status: 0 if all is well, 1 if this machine cannot use the cluster fully, if one process does not reach another, or
+if a shard is degraded.
+"""
+
+
 def add(commands: Any) -> None:
     """Adds the command."""
     doctor = commands.add_parser(
-        "doctor", help="check whether this machine can use a cluster, and by which transports", allow_abbrev=False
+        "doctor",
+        help="check whether this machine can use a cluster, and how",
+        description=_DESCRIPTION,
+        examples=[
+            "kvcluster doctor",
+            "kvcluster doctor --address 10.0.0.5:7070 --token-from ops.token",
+            "kvcluster doctor --ports cluster.toml  # the ports to open in firewalls",
+        ],
+    )
+    doctor.add_argument("--json", action="store_true", help="print the findings as one JSON object")
+    doctor.add_argument(
+        "--ports",
+        metavar="FILE",
+        help="check nothing; print the ports that a cluster with this TOML configuration uses, who listens and who "
+        "connects (default: check the cluster)",
     )
     add_coordinator_args(doctor)
-    doctor.add_argument("--json", action="store_true", help="print the findings as one JSON object")
-    doctor.add_argument("--ports", metavar="FILE", help="print the ports of this configuration instead, for firewalls")
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(options: argparse.Namespace) -> int:
     if options.ports:
-        print("\n".join(port_lines(load(options.ports))))
+        _print_ports(load(options.ports), as_json=options.json)
         return 0
     found = examine(address_of(options), options.token)
     if options.json:
         print(json.dumps(found, indent=2))
     else:
-        with needs("cluster", "rich", instead="or give --json"):
-            from kvcluster.cli.doctor_view import print_diagnosis
-        print_diagnosis(found)
+        page = TextPage.of_terminal()
+        add_diagnosis(page, found)
+        page.print()
     return 0 if found["healthy"] and not any(problem["severe"] for problem in found["cluster"]["problems"]) else 1
 
 
-def port_lines(config: Config) -> list[str]:
-    """Returns a line for each row of the table of ports: port, setting, who listens and who connects."""
+def _print_ports(config: Config, *, as_json: bool) -> None:
+    """Prints the ports of a configuration: a row for each port or range, the setting, who listens and who connects."""
+    columns = ("port", "setting", "who listens", "who connects")
     rows = [(port_text(use.ports), use.setting, use.listener, use.callers) for use in port_table(config)]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else []
-    return ["  ".join((*(text.ljust(width) for text, width in zip(row, widths, strict=False)), row[3])) for row in rows]
+    if as_json:
+        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
+        return
+    page = TextPage.of_terminal()
+    page.table(list(map(TableColumn, columns)), rows)
+    page.print()
 
 
 def examine(
@@ -114,6 +143,7 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
         "advice": None,
     }
     try:
+        check_listens(address, PATIENCE_MS)
         with closing(Connection(address, token)) as connection:
             connection.wait_ready(Deadline.after_ms(PATIENCE_MS))
             found["reachable"] = True

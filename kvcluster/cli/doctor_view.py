@@ -1,37 +1,36 @@
-"""Prints the findings of `kvcluster doctor` as a page, with rich."""
+"""The findings of `kvcluster doctor` as a page (text_page.py), from plain values."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from kvcluster.cli.cluster_doctor import CLOCK_MS, duration_text, gib
+from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted
+
+_TO_DO = "what to do: "
 
 
-def print_diagnosis(found: dict[str, Any]) -> None:
-    """Prints the coordinator, a row for each transport of each shard, and the verdict."""
-    # Wide enough for a sentence beside the numbers, as in status_view.py.
-    console = Console(width=max(Console().width, 130), highlight=False)
-    _print_coordinator(console, found)
+def add_diagnosis(page: TextPage, found: dict[str, Any]) -> None:
+    """Adds the coordinator, a row for each transport of each shard, and the verdict."""
+    _add_coordinator(page, found)
     if found["shards"]:
-        table = Table(box=None, pad_edge=False, header_style="dim")
-        for column in ("shard", "transport", "", "connect", "round trip", "why not, and what to do"):
-            times = column in ("connect", "round trip")
-            table.add_column(column, justify="right" if times else "left", no_wrap=not column.startswith("why"))
-        for shard in found["shards"]:
-            for row in _rows(shard):
-                table.add_row(*row)
-        console.print(table)
+        page.table(
+            [
+                *(TableColumn("shard"), TableColumn("transport"), TableColumn("")),
+                *(TableColumn("connect", right=True, drop=1), TableColumn("round trip", right=True)),
+                TableColumn("why not, and what to do"),
+            ],
+            [row for shard in found["shards"] for row in _rows(shard)],
+        )
         slower = " (it has no native core: bytes move slower)" if found["kernels"] == "python" else ""
-        console.print(f"kernels of this process: {found['kernels']}{slower}", soft_wrap=True)
-    print_cluster(console, found["cluster"])
-    console.print(f"[{'green' if found['healthy'] else 'red'}]{escape(found['verdict'])}[/]", soft_wrap=True)
+        page.say(f"kernels of this process: {found['kernels']}{slower}")
+    add_cluster(page, found["cluster"])
+    page.say("", label=found["verdict"], tone=Tone.GOOD if found["healthy"] else Tone.BAD)
+    if severe := sum(problem["severe"] for problem in found["cluster"]["problems"]):
+        page.say("named above", label=f"{counted(severe, 'problem')} of the cluster, ", tone=Tone.BAD)
 
 
-def _print_coordinator(console: Console, found: dict[str, Any]) -> None:
+def _add_coordinator(page: TextPage, found: dict[str, Any]) -> None:
     coordinator = found["coordinator"]
     version = coordinator["protocol_version"]
     said = [
@@ -40,18 +39,18 @@ def _print_coordinator(console: Console, found: dict[str, Any]) -> None:
         f"credential {coordinator['credential']}" if coordinator["credential"] else "",
         coordinator["state"] or "",
     ]
-    console.print(f"[bold]{escape(found['address'])}[/bold]  " + ", ".join(filter(None, said)), soft_wrap=True)
+    page.say(", ".join(filter(None, said)), label=f"{found['address']}  ", tone=Tone.HEAD)
     if coordinator["why"] is not None:
-        console.print(escape(coordinator["why"]), soft_wrap=True)
-        console.print(f"What to do: {escape(coordinator['advice'])}", soft_wrap=True)
+        page.say(coordinator["why"])
+        page.say(coordinator["advice"], label=_TO_DO)
     for line in coordinator["apart"]:
-        console.print(f"[yellow]never shared[/yellow]: {escape(line)}", soft_wrap=True)
+        page.say(line, label="never shared: ", tone=Tone.WARNING)
 
 
-def _rows(shard: dict[str, Any]) -> list[list[str]]:
+def _rows(shard: dict[str, Any]) -> list[list[str | TableCell]]:
     if not shard["transports"]:
-        return [[shard["shard"], "", "[red]not tried[/red]", "", "", escape(shard["why"])]]
-    rows: list[list[str]] = []
+        return [[shard["shard"], "", TableCell("not tried", Tone.BAD), "", "", shard["why"]]]
+    rows: list[list[str | TableCell]] = []
     for path in shard["transports"]:
         rows.append(
             [
@@ -60,7 +59,7 @@ def _rows(shard: dict[str, Any]) -> list[list[str]]:
                 _state(path, shard["chosen"]),
                 _time(path["connect_ms"]),
                 _time(path["trip_ms"]),
-                "" if path["works"] else escape(_why_not(path)),
+                "" if path["works"] else _why_not(path),
             ]
         )
     return rows
@@ -69,13 +68,13 @@ def _rows(shard: dict[str, Any]) -> list[list[str]]:
 def _why_not(path: dict[str, Any]) -> str:
     """Returns why a path is not used, and what to do; nothing is to be done about a shard that is elsewhere."""
     elsewhere, colon, _ = path["why"].partition(": the shard is on ")
-    return elsewhere if colon else f"{path['why']} ({path['advice']})"
+    return str(elsewhere) if colon else f"{path['why']} ({path['advice']})"
 
 
-def _state(path: dict[str, Any], chosen: str | None) -> str:
+def _state(path: dict[str, Any], chosen: str | None) -> TableCell:
     if path["works"]:
-        return "[green]chosen[/green]" if path["transport"] == chosen else "works"
-    return "[red]fails[/red]" if path["transport"] == "grpc" else "[yellow]not used[/yellow]"
+        return TableCell("chosen", Tone.GOOD) if path["transport"] == chosen else TableCell("works")
+    return TableCell("fails", Tone.BAD) if path["transport"] == "grpc" else TableCell("not used", Tone.WARNING)
 
 
 def _time(ms: float | None) -> str:
@@ -84,53 +83,58 @@ def _time(ms: float | None) -> str:
 
 # ---------------------------------------------------------------------------------------------- the cluster
 
-_MATRIX = 12
-"""The most shards that are shown as a matrix, which gets as wide as they are many; failing pairs are always named."""
+_LISTED = 24
+"""The most ways from process to process that are listed where they do not fit as a matrix. Those that fail are always
+named."""
 
 
-def print_cluster(console: Console, cluster: dict[str, Any]) -> None:
-    """Prints a row for each process, a matrix of who reaches whom, and the problems."""
+def add_cluster(page: TextPage, cluster: dict[str, Any]) -> None:
+    """Adds a row for each process, a matrix of who reaches whom, and the problems."""
     if cluster["why"] is not None:
-        console.print(f"[yellow]{escape(cluster['why'])}[/yellow]", soft_wrap=True)
+        page.say("", label=cluster["why"], tone=Tone.WARNING)
     if not cluster["processes"]:
         return
-    console.print(_process_table(cluster["processes"]))
-    targets = list(dict.fromkeys(pair["target"] for pair in cluster["pairs"]))
-    if 0 < len(targets) <= _MATRIX:
-        console.print(_matrix(cluster["pairs"], targets))
-    else:
-        failing = sum(pair["why"] is not None for pair in cluster["pairs"])
-        console.print(f"{len(cluster['pairs']):,} ways from process to process were tried, {failing:,} of them fail")
+    _add_processes(page, cluster["processes"])
+    if cluster["pairs"]:
+        _add_trips(page, cluster["pairs"])
     for problem in cluster["problems"]:
-        colour = "red" if problem["severe"] else "yellow"
-        console.print(f"[{colour}]{escape(problem['what'])}[/]", soft_wrap=True)
-        console.print(f"  what to do: {escape(problem['advice'])}", soft_wrap=True)
+        page.say("", label=problem["what"], tone=Tone.BAD if problem["severe"] else Tone.WARNING)
+        page.say(problem["advice"], label=_TO_DO, indent="  ")
 
 
-def _process_table(processes: list[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("process", "node", "address", "release", "configuration", "clock", "pools", "of memory", "ports"):
-        table.add_column(column, justify="right" if column in ("clock", "pools", "of memory") else "left", no_wrap=True)
-    own = processes[0]["config_hash"]
+def _add_processes(page: TextPage, processes: list[dict[str, Any]]) -> None:
+    """Adds a row for each process. A release or configuration that all have stands in a line of its own instead."""
+    own = processes[0]
+    alike = {name: all(row[name] == own[name] for row in processes) for name in ("release", "config_hash")}
+    names = {"release": "release", "config_hash": "configuration"}
+    said = [f"{names[name]} {own[name]}" for name in names if alike[name] and own[name]]
+    if said:
+        page.say(f"all processes: {', '.join(said)}")
+    columns = [
+        *(TableColumn("process"), TableColumn("node", drop=2), TableColumn("address")),
+        *(TableColumn("release"), TableColumn("configuration"), TableColumn("clock", right=True)),
+        *(TableColumn("pools", right=True, drop=3), TableColumn("of memory", right=True, drop=1), TableColumn("ports")),
+    ]
+    rows: list[list[str | TableCell]] = []
     for row in processes:
-        config = row["config_hash"]
-        table.add_row(
-            row["process"],
-            escape(row["node"]),
-            escape(row["address"]),
-            escape(row["release"]),
-            f"[yellow]{config}[/yellow]" if config and own and config != own else config,
-            _clock(row),
-            "" if not row["pool_bytes"] else gib(row["pool_bytes"]),
-            "" if not row["limit_bytes"] else gib(row["limit_bytes"]),
-            ", ".join(f"{port['use']} {port['port']}" for port in row["ports"])
-            if row["answers"]
-            else "[yellow]has not answered[/yellow]",
+        other = row["config_hash"] != own["config_hash"]
+        rows.append(
+            [
+                *(row["process"], row["node"], row["address"]),
+                "" if alike["release"] else row["release"],
+                "" if alike["config_hash"] else TableCell(row["config_hash"], Tone.WARNING if other else None),
+                _clock(row),
+                "" if not row["pool_bytes"] else gib(row["pool_bytes"]),
+                "" if not row["limit_bytes"] else gib(row["limit_bytes"]),
+                ", ".join(f"{port['use']} {port['port']}" for port in row["ports"])
+                if row["answers"]
+                else TableCell("has not answered", Tone.WARNING),
+            ]
         )
-    return table
+    page.table(columns, rows)
 
 
-def _clock(row: dict[str, Any]) -> str:
+def _clock(row: dict[str, Any]) -> str | TableCell:
     """Returns by how much a clock is ahead of the coordinator's, "±" what is within the error of the measurement."""
     ahead, error = row["clock_ms"], row["clock_error_ms"]
     if ahead is None:
@@ -138,25 +142,37 @@ def _clock(row: dict[str, Any]) -> str:
     if abs(ahead) <= error:
         return f"±{duration_text(error)}"
     text = f"{'+' if ahead > 0 else '-'}{duration_text(abs(ahead))}"
-    return f"[yellow]{text}[/yellow]" if abs(ahead) - error > CLOCK_MS else text
+    return TableCell(text, Tone.WARNING) if abs(ahead) - error > CLOCK_MS else text
 
 
-def _matrix(pairs: list[dict[str, Any]], targets: list[str]) -> Table:
-    """Returns the round trips from each row to each column, in ms: over grpc, and over what is faster."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("round trip in ms, from", no_wrap=True)
-    for target in targets:
-        table.add_column(f"to {target}", justify="right", no_wrap=True)
-    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
+def _add_trips(page: TextPage, pairs: list[dict[str, Any]]) -> None:
+    """Adds the round trips in ms, over grpc and over what is faster: from each row to each column if that fits, as a
+    list if it is short, and in a sentence otherwise."""
+    ways: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for pair in pairs:
-        cells.setdefault((pair["source"], pair["target"]), []).append(pair)
-    for source in dict.fromkeys(pair["source"] for pair in pairs):
-        table.add_row(source, *(_cell(cells.get((source, target), [])) for target in targets))
-    return table
+        ways.setdefault((pair["source"], pair["target"]), []).append(pair)
+    sources, targets = (list(dict.fromkeys(pair[end] for pair in pairs)) for end in ("source", "target"))
+    columns = [TableColumn("round trip in ms, from"), *(TableColumn(f"to {target}", right=True) for target in targets)]
+    matrix: list[list[str | TableCell]] = [
+        [source, *(_cell(ways.get((source, to), [])) for to in targets)] for source in sources
+    ]
+    if page.fits(columns, matrix):
+        page.table(columns, matrix)
+    elif len(ways) <= _LISTED:
+        listed: list[list[str | TableCell]] = [
+            [source, target, _cell(tried)] for (source, target), tried in ways.items()
+        ]
+        page.table([TableColumn("from"), TableColumn("to"), TableColumn("round trip in ms")], listed)
+    else:
+        failing = sum(pair["why"] is not None for pair in pairs)
+        trips = sorted(pair["trip_ms"] for pair in pairs if pair["why"] is None)
+        took = f"; round trips took {trips[0]:.2f} to {trips[-1]:.2f} ms" if trips else ""
+        page.say(f"{len(pairs):,} ways from process to process were tried, {failing:,} of them fail{took}")
 
 
-def _cell(pairs: list[dict[str, Any]]) -> str:
-    return ", ".join(
-        f"{pair['transport']} {pair['trip_ms']:.2f}" if pair["why"] is None else f"[red]{pair['transport']} fails[/red]"
+def _cell(pairs: list[dict[str, Any]]) -> TableCell:
+    text = ", ".join(
+        f"{pair['transport']} {pair['trip_ms']:.2f}" if pair["why"] is None else f"{pair['transport']} fails"
         for pair in sorted(pairs, key=lambda pair: str(pair["transport"]))
     )
+    return TableCell(text, Tone.BAD if any(pair["why"] is not None for pair in pairs) else None)

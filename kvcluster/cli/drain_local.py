@@ -49,7 +49,7 @@ def next_step(status: dict[str, Any], place: str, asked: Sequence[str]) -> Drain
     """Returns what follows on the machine `place` from this status. `asked`: the shards that were asked to drain."""
     left = [s for s in status["shards"] if s["state"] != "lost" and may_share_memory(s["host"], place)]
     if left:
-        holding = ", ".join(f"{shard['shard']} with {_pages(shard):,} page(s)" for shard in left)
+        holding = ", ".join(f"{shard['shard']} with {confirming.pages_of(shard):,} page(s)" for shard in left)
         return DrainStep(tuple(s["shard"] for s in left if s["state"] in ("up", "joining")), f"left here: {holding}")
     if status["state"] != "serving":
         return DrainStep((), "the coordinator is rebuilding and does not know all shards yet")
@@ -66,7 +66,7 @@ def drain_local(options: argparse.Namespace) -> int:
     deadline = Deadline.after_ms(options.deadline * 1e3)
     drain = LocalDrain(here(), confirmed=options.yes)
     try:
-        with coordinator(options, wait_ms=_answer_ms(deadline)) as port:
+        with coordinator(options, wait_ms=_answer_ms(deadline), patient=True) as port:
             return drain.run(port, deadline)
     except (Unreachable, Unavailable) as error:
         what = "the drain is not watched any more" if drain.asked else "nothing was drained"
@@ -108,7 +108,7 @@ class LocalDrain:
         status = read_status(port, _answer_ms(deadline))
         step = next_step(status, self._place, self.asked)
         if step.ask and not self._confirmed:
-            self._confirmed = not confirming.all_would_be_lost(status, step.ask) or confirming.may_lose(step.ask)
+            self._confirmed = confirming.may_drain(status, step.ask)
             if not self._confirmed:
                 return Ended.NOT_DRAINED
         for shard in step.ask:  # also one that started since, or whose coordinator has restarted
@@ -122,7 +122,3 @@ class LocalDrain:
 
 def _answer_ms(deadline: Deadline) -> int:
     return max(1, int(min(ANSWER_MS, deadline.remaining_s() * 1e3)))
-
-
-def _pages(shard: dict[str, Any]) -> int:
-    return int(shard["pages"]) + sum(int(use["pages"]) for use in shard["below"])

@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import socket
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvcluster.cli.argument_types import positive, seconds
 from kvcluster.cli.extras import needs
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored
 
@@ -24,14 +27,38 @@ _WAIT_S = 1.0
 _DIGITS = 12
 
 
+_DESCRIPTION = """
+Prints KV events as they arrive, a line each: which blocks were stored, removed or cleared, in which tier. They are of a
+cluster whose configuration has events.endpoint, or of an engine that publishes events in vLLM's format. While
+nothing listens at the endpoint, that is said and waited for. It changes nothing; Ctrl-C ends it.
+
+exit status: 0; 1 if nothing has listened at the endpoint until the end.
+"""
+
+
 def add(commands: Any) -> None:
     """Adds the command."""
-    command = commands.add_parser("events", help="print KV events as they arrive", allow_abbrev=False)
-    command.add_argument(
-        "--endpoint", default=_ENDPOINT, metavar="URL", help=f"endpoint that publishes the events (default {_ENDPOINT})"
+    command = commands.add_parser(
+        "events",
+        help="print KV events as they arrive",
+        description=_DESCRIPTION,
+        examples=[
+            "kvcluster events",
+            "kvcluster events --replay tcp://127.0.0.1:5558 --json",
+            "kvcluster events --endpoint tcp://10.0.0.7:5557 --topic '' --for 60",
+        ],
     )
     command.add_argument(
-        "--replay", default="", metavar="URL", help="endpoint that replays missed events (default none)"
+        "--endpoint",
+        default=_ENDPOINT,
+        metavar="URL",
+        help=f"endpoint that publishes the events, events.endpoint (default {_ENDPOINT})",
+    )
+    command.add_argument(
+        "--replay",
+        default="",
+        metavar="URL",
+        help="endpoint that replays missed events, events.replay (default: none, and then what is missed is said)",
     )
     command.add_argument(
         "--topic",
@@ -39,9 +66,13 @@ def add(commands: Any) -> None:
         metavar="PREFIX",
         help="print topics that start with this prefix (default kv@; '' for all)",
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object per line")
-    command.add_argument("--count", type=int, metavar="N", help="end after N events (default: no limit)")
-    command.add_argument("--for", type=float, dest="for_s", metavar="S", help="end after S seconds (default: no limit)")
+    command.add_argument(
+        "--json", action="store_true", help="print a JSON object on each line, with all hashes and token ids"
+    )
+    command.add_argument("--count", type=positive, metavar="N", help="end after N events (default: no limit)")
+    command.add_argument(
+        "--for", type=seconds, dest="for_s", metavar="S", help="end after S seconds (default: no limit)"
+    )
     command.set_defaults(run=_run)
 
 
@@ -51,16 +82,55 @@ def _run(options: argparse.Namespace) -> int:
     show = _object if options.json else _line
     left = math.inf if options.count is None else options.count
     until_s = math.inf if options.for_s is None else time.monotonic() + options.for_s
+    publisher = _Publisher(options.endpoint)
     with EventSubscriber(options.endpoint, options.replay, options.topic) as subscriber:
         try:
             while left > 0 and (wait_s := until_s - time.monotonic()) > 0:
+                publisher.look()
                 event = subscriber.next(min(wait_s, _WAIT_S))
                 if event is not None:
+                    publisher.found()
                     print(show(event), flush=True)
                     left -= 1
         except KeyboardInterrupt:
             pass  # the normal way to end this command
-    return 0
+    return 0 if publisher.listens else 1
+
+
+class _Publisher:
+    """Whether something has listened at the endpoint: a ZMQ socket waits for it in silence. Endpoints other than
+    tcp://HOST:PORT are taken to listen."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._address = (host.strip("[]"), int(port)) if port.isdecimal() and endpoint.startswith("tcp://") else None
+        self._said = False
+        self.listens = self._address is None
+
+    def look(self) -> None:
+        """Looks, unless it has been found before, and says when it is not there, and when it is."""
+        if self.listens or self._address is None:
+            return
+        try:
+            socket.create_connection(self._address, timeout=_WAIT_S).close()
+        except OSError as error:
+            if not self._said:
+                why = error.strerror or str(error)
+                print(
+                    f"kvcluster: nothing publishes events at {self._endpoint} yet ({why}); waiting for it. A cluster "
+                    "publishes where its configuration says so: events.endpoint (docs/events.md)",
+                    file=sys.stderr,
+                )
+                self._said = True
+            return
+        self.found()
+
+    def found(self) -> None:
+        """Notes that it is there, and says so if it was missing before."""
+        if self._said and not self.listens:
+            print(f"kvcluster: {self._endpoint} listens now", file=sys.stderr)
+        self.listens = True
 
 
 def _line(heard: Event) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -13,40 +12,67 @@ from kvcluster.cli import (
     bench,
     breakeven,
     cluster,
+    completion,
     demo_command,
     doctor,
     events,
+    explain,
     pin,
     policy,
     simulate,
+    status,
     token,
     weights,
 )
+from kvcluster.cli.command_parser import CommandParser
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Unavailable
 
 _COMMANDS = (
-    *(cluster, admin, pin, policy, weights, events, doctor),
-    *(demo_command, bench, breakeven, simulate, token),
+    *(cluster, status, doctor, explain, weights, events),
+    *(admin, pin, policy),
+    *(demo_command, breakeven, bench, token, completion, simulate),
 )
 
+GROUPS = {
+    "run a cluster": ("up", "join", "drain", "down"),
+    "see what it does": ("status", "doctor", "lookup", "explain", "weights", "events"),
+    "change what it does": ("off", "on", "policy", "pin", "unpin", "clear", "purge"),
+    "judge whether it helps": ("demo", "breakeven", "bench"),
+    "set up and test": ("token", "completion", "simulate"),
+}
+"""The commands as the help lists them."""
 
-def parser() -> argparse.ArgumentParser:
+_EPILOG = """
+`kvcluster COMMAND --help` explains a command, with examples. Commands on a running cluster look for it at
+127.0.0.1:7070 unless --port or --address says where it is.
+"""
+
+
+def parser() -> CommandParser:
     """Returns the parser of all commands, which the Helm chart's tests hold its containers to."""
-    whole = argparse.ArgumentParser(
-        prog="kvcluster", description="A distributed KV cache for LLM inference.", allow_abbrev=False
+    whole = CommandParser(
+        prog="kvcluster", listed=GROUPS, description="A distributed KV cache for LLM inference.", epilog=_EPILOG
     )
-    whole.add_argument("--version", action="version", version=f"kvcluster {__version__}")
-    commands = whole.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    version = f"kvcluster {__version__}"
+    whole.add_argument("--version", action="version", version=version, help="print the release")
+    whole.set_defaults(whole=whole)  # for `completion`
+    commands = whole.add_subparsers(dest="command", metavar="COMMAND")
     for module in _COMMANDS:
         module.add(commands)
     return whole
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
-    options = parser().parse_args(arguments)
+    """Runs one command and returns its exit status. Without a command, or with a group of commands alone, prints the
+    help."""
+    parsed = parser()
+    options = parsed.parse_args(arguments)
     try:
+        if not hasattr(options, "run"):
+            group = parsed if options.command is None else parsed.subcommands()[options.command]
+            group.print_help()
+            return 0
         status: int = options.run(options)
         sys.stdout.flush()
         return status

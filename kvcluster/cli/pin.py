@@ -1,58 +1,63 @@
-"""`kvcluster pin | unpin`: protects a common prefix, such as a system prompt, from eviction.
-
-A pin covers blocks, and a block is identified by its tokens under a spec. The specs come from the cluster: the user
-names the model and, if engines with different weights run it, also the weights. Tokens are given as ids, or as text
-with the folder of a tokenizer.
-"""
+"""`kvcluster pin | unpin`: protects a common prefix, such as a system prompt, from eviction."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
+from kvcluster.cli.argument_types import positive, seconds
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
-from kvcluster.cli.extras import needs
-from kvcluster.cli.namespace_diff import Known, read_namespaces
+from kvcluster.cli.namespace_diff import read_namespaces
+from kvcluster.cli.prompt_args import add_prompt_args, chosen, read_prompt
 from kvcluster.client.connect import connect
-from kvcluster.client.prompt import Prompt
-from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 
 _TTL_S = 86_400.0
 
+_PIN = """
+Protects the cached blocks of a prompt from eviction for a time, such as those of a system prompt. It computes nothing:
+an engine must have stored the blocks. All pins of a tenant together take a share of the cache at most
+(coordinator.pinned_share, by default a quarter).
+"""
+
+_UNPIN = """
+Ends the pin of a prompt: its blocks stay until they are evicted as all others.
+"""
+
+_EXAMPLE = "--model llama-3-8b --prompt-file system.json"
+
 
 def add(commands: Any) -> None:
     """Adds both commands."""
-    for name, does in (("pin", "protect a prompt from eviction"), ("unpin", "let a pinned prompt be evicted again")):
-        command = commands.add_parser(name, help=does, allow_abbrev=False)
-        command.add_argument("--model", required=True, help="name of the model, as the engines registered it")
-        command.add_argument(
-            "--weights", default="", help="beginning of the weights id, if engines run different weights (default '')"
-        )
-        command.add_argument("--adapter", default="", help="content hash of a LoRA (default '', for none)")
-        command.add_argument("--salt", default="", help="cache_salt of the engines' requests (default '')")
-        command.add_argument(
-            "--prompt-file",
-            required=True,
-            metavar="FILE",
-            help="file of token ids as a JSON list, or of text with --tokenizer",
-        )
-        command.add_argument(
-            "--tokenizer", metavar="FOLDER", help="the model's tokenizer, to tokenise text (default none)"
-        )
-        if name == "pin":
-            command.add_argument(
-                "--ttl", type=float, default=_TTL_S, metavar="S", help="seconds until the pin ends (default 86400)"
-            )
-            command.add_argument("--replicas", type=int, default=1, metavar="N", help="number of shards (default 1)")
+    pin = commands.add_parser(
+        "pin",
+        help="protect a prompt from eviction",
+        description=_PIN,
+        examples=[
+            f"kvcluster pin {_EXAMPLE}",
+            "kvcluster pin --model llama-3-8b --prompt-file system.txt \\\n      --tokenizer ./llama --ttl 3600",
+        ],
+    )
+    pin.add_argument(
+        "--ttl", type=seconds, default=_TTL_S, metavar="S", help="seconds until the pin ends (default 86400)"
+    )
+    pin.add_argument(
+        "--replicas", type=positive, default=1, metavar="N", help="number of shards that are to hold it (default 1)"
+    )
+    unpin = commands.add_parser(
+        "unpin",
+        help="let a pinned prompt be evicted again",
+        description=_UNPIN,
+        examples=[f"kvcluster unpin {_EXAMPLE}"],
+    )
+    for command, verb in ((pin, "pin"), (unpin, "unpin")):
+        add_prompt_args(command, only=False)
         add_coordinator_args(command)
-        command.set_defaults(run=_run, verb=name)
+        command.set_defaults(run=_run, verb=verb)
 
 
 def _run(options: argparse.Namespace) -> int:
-    prompt = Prompt(_tokens(Path(options.prompt_file), options.tokenizer), salt=options.salt.encode())
+    prompt = read_prompt(options)
     tokens = len(prompt.token_ids)
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         spec = chosen(read_namespaces(port, ANSWER_MS), options.model, options.weights, options.adapter)
@@ -72,40 +77,3 @@ def _run(options: argparse.Namespace) -> int:
     if pinned.blocks < whole:
         print(f"the other {whole - pinned.blocks:,} block(s) are not cached, or the limit of pinned bytes is reached")
     return 0
-
-
-def chosen(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
-    """Returns the spec that matches. Raises CallerError if there is none, or more than one."""
-    of_model = [spec for spec, _ in known if spec.model == model and spec.adapter == adapter]
-    found = [spec for spec in of_model if spec.weights.startswith(weights)]
-    if len(found) == 1:
-        return found[0]
-    if not of_model:
-        models = ", ".join(dict.fromkeys(spec.model for spec, _ in known)) or "none yet"
-        raise CallerError(f"no engine has registered model {model!r} with adapter {adapter!r}; known models: {models}")
-    names = ", ".join(dict.fromkeys(spec.weights for spec in (found or of_model)))
-    if len({spec.weights for spec in found}) == 1:
-        raise CallerError(
-            f"engines of {model!r} with these weights differ in other settings, so none of them can be chosen: "
-            "`kvcluster status` shows in which"
-        )
-    raise CallerError(f"engines of {model!r} run different weights; give one of them as --weights: {names}")
-
-
-def _tokens(file: Path, tokenizer: str | None) -> list[int]:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CallerError(f"cannot read {file}: {error}") from None
-    if tokenizer is None:
-        try:
-            ids = json.loads(text)
-        except (ValueError, RecursionError):
-            ids = None
-        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-            raise CallerError(f"{file} is no JSON list of token ids; for text give --tokenizer, the model's folder")
-        return ids
-    with needs("transformers", "transformers", instead="or give token ids as a JSON list"):
-        from transformers import AutoTokenizer
-    ids = AutoTokenizer.from_pretrained(tokenizer)(text)["input_ids"]
-    return list(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, coordinator, read_status
@@ -11,12 +12,32 @@ from kvcluster.core.messages import Done, SetPolicy
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline
 
+_DESCRIPTION = """
+Shows how pages move between the tiers of a running cluster, or changes it, for operators. A change holds for pages that
+are demoted from then on, and when the coordinator restarts.
+
+settings, with their defaults:
+  host.codec=q8       encoding of pages that go down to the host tier: raw, q8
+                      or q4
+  host.raw_blocks=1   so many first blocks of a prompt stay raw
+  promote.loads=4     a run of blocks that is loaded so often within
+                      coordinator.hot_window_ms comes up again
+"""
+
 
 def add(commands: Any) -> None:
     """Adds the command."""
-    policy = commands.add_parser("policy", help="show or change how pages move between tiers", allow_abbrev=False)
-    policy.add_argument("action", nargs="?", choices=["set"], help="set NAME=VALUE ...; without it, show the settings")
-    policy.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings to change, e.g. host.codec=q4")
+    policy = commands.add_parser(
+        "policy",
+        help="show or change how pages move between tiers",
+        description=_DESCRIPTION,
+        examples=["kvcluster policy", "kvcluster policy set host.codec=q4 promote.loads=8"],
+    )
+    policy.add_argument(
+        "action", nargs="?", choices=["set"], metavar="set", help="change settings (default: show them)"
+    )
+    policy.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="settings to change, such as host.codec=q4")
+    policy.add_argument("--json", action="store_true", help="print the settings as one JSON object")
     add_coordinator_args(policy)
     policy.set_defaults(run=_policy)
 
@@ -29,6 +50,9 @@ def _policy(options: argparse.Namespace) -> int:
         if settings:
             expect(Done, port.ask(SetPolicy(settings), Deadline.after_ms(ANSWER_MS)))
         policy: dict[str, str] = read_status(port, ANSWER_MS)["policy"]
+    if options.json:
+        print(json.dumps(policy, indent=2))
+        return 0
     for name, value in policy.items():
         print(f"{name}={value}")
     if settings:

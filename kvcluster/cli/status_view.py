@@ -1,13 +1,13 @@
-"""Prints the status and the engines as tables, with rich."""
+"""The status of a cluster and its engines as a page (text_page.py), from plain values. Figures that are 0 are left out;
+`--json` has all of them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, bar_text, counted, nonzero, size_text
 
 _APART = 5
 """Number of lines about namespaces that cannot share; `--json` has them all."""
@@ -18,89 +18,129 @@ _ENGINES_SHOWN = 5
 _WEIGHTS_SHOWN = 24
 """Characters of a fingerprint: enough to tell two apart."""
 
-_COUNTERS = ("evicted", "pulled", "corrupt")
+_TIERS = {
+    "device": "device: pages as engines store them, in RAM",
+    "host": "host: encoded pages, in RAM",
+    "disk": "disk: encoded pages, in files",
+}
+"""What the tiers are in this release, whose shards keep no pages on a GPU."""
 
 
-def print_status(status: dict[str, Any], address: str) -> None:
-    """Prints the totals and warnings of the cluster, and a table with a row per tier of each shard."""
-    # Wide enough for every column: a narrower terminal breaks lines, and a reader of a pipe does not care.
-    console = Console(width=max(Console().width, 130), highlight=False)
-    _print_totals(console, status, address)
-    _print_warnings(console, status)
-    _print_processes(console, status)
-    console.print(_shard_table(status["shards"], whole=not status["tenant"]))
+def add_status(page: TextPage, status: dict[str, Any], address: str) -> None:
+    """Adds the totals and warnings of the cluster, and a table with a row per tier of each shard."""
+    _add_totals(page, status, address)
+    _add_warnings(page, status)
+    _add_processes(page, status)
+    _add_shards(page, status["shards"], whole=not status["tenant"])
     engines = status.get("engines", ())
     if engines:
         names = [f"{one['name']} ({one['model']})" for one in engines[:_ENGINES_SHOWN]]
         more = f" and {len(engines) - _ENGINES_SHOWN} more" if len(engines) > _ENGINES_SHOWN else ""
-        console.print(f"{len(engines)} engine(s): {escape(', '.join(names))}{more}", soft_wrap=True)
+        page.say(f"{counted(len(engines), 'engine')}: {', '.join(names)}{more}")
 
 
-def _sequences(status: dict[str, Any]) -> str:
-    """Formats the open sequences and private blocks; "" if there are none."""
-    if not status["sequences"] and not status["private_blocks"]:
-        return ""
-    return (
-        f"; {status['sequences']:,} open sequence(s) of {status['claimed_blocks']:,} blocks, "
-        f"{status['private_blocks']:,} private blocks"
-    )
+def degraded(status: dict[str, Any]) -> list[str]:
+    """Returns a sentence for each way in which the cluster is not as it is configured."""
+    found = [f"{shard['shard']}: {shard['trouble']}" for shard in status["shards"] if shard["trouble"]]
+    if status["lost_shards"]:
+        found.append(f"no reports from {', '.join(status['lost_shards'])}: blocks held only there are misses")
+    return [*found, *status["waiting"]]
 
 
-def _print_totals(console: Console, status: dict[str, Any], address: str) -> None:
-    rate = status["hit_rate"]
-    counters, totals = status["counters"], status["totals"]
-    console.print(
-        f"[bold]{address}[/bold]  {status['state']}, up {_duration(status['uptime_ns'])}; "
-        f"{status['blocks']:,} blocks in {status['namespaces']} namespace(s), {status['tickets']} ticket(s)"
-        f"{_sequences(status)}"
-    )
+def serves(status: dict[str, Any]) -> bool:
+    """Whether there is a shard that pages can be loaded from or stored to."""
+    return any(shard["state"] != "lost" for shard in status["shards"])
+
+
+# ------------------------------------------------------------------------------------------------ totals
+
+
+def _add_totals(page: TextPage, status: dict[str, Any], address: str) -> None:
+    uptime = _duration(status["uptime_ns"])
+    page.say(f"{status['state']}, up {uptime}; {_content(status)}", label=f"{address}  ", tone=Tone.HEAD)
     if status["tenant"]:
-        console.print(
-            f"figures of tenant {escape(status['tenant'])} alone; an operator's token shows the whole cluster"
-        )
-    console.print(
-        f"hit rate {'-' if rate is None else f'{rate:.0%}'} of {counters['asked_blocks']:,} blocks asked for; "
-        f"{counters['write_blocks']:,} written, {counters['duplicate_blocks']:,} were already cached"
-    )
+        page.say(f"figures of tenant {status['tenant']} alone; an operator's token shows the whole cluster")
+    if blocks := _blocks(status):
+        page.say(blocks)
     if status["policy"].get("cache") == "off":
-        console.print("[red]off[/red]: nothing is loaded or stored; `kvcluster on` turns it on again")
-    if status["tenant"]:
-        return
-    console.print(
-        f"{totals.get('verified', 0):,} pages re-verified, {totals.get('suspected', 0):,} after reader checksum "
-        f"mismatches; {totals.get('corrupt', 0):,} were corrupt; {totals.get('pulled', 0):,} copied between shards"
+        page.say("nothing is loaded or stored; `kvcluster on` turns it on again", label="off: ", tone=Tone.BAD)
+    if not status["tenant"]:
+        for line in _pages(status):
+            page.say(line)
+
+
+def _content(status: dict[str, Any]) -> str:
+    if not status["blocks"] and not status["namespaces"]:
+        cached = "nothing is cached"
+    else:
+        cached = f"{counted(status['blocks'], 'block')} in {counted(status['namespaces'], 'namespace')}"
+    open_now = [counted(status["tickets"], "ticket")] if status["tickets"] else []
+    if status["sequences"]:
+        sequences = counted(status["sequences"], "open sequence")
+        open_now.append(f"{sequences} of {counted(status['claimed_blocks'], 'block')}")
+    if status["private_blocks"]:
+        open_now.append(counted(status["private_blocks"], "private block"))
+    return "; ".join([cached, *open_now])
+
+
+def _blocks(status: dict[str, Any]) -> str:
+    counters, rate = status["counters"], status["hit_rate"]
+    looked_up = f"hit rate {rate:.0%} of {counted(counters['asked_blocks'], 'block')} looked up" if rate else ""
+    if rate == 0:
+        looked_up = f"none of {counted(counters['asked_blocks'], 'block')} looked up was cached"
+    stored = nonzero(
+        (counters["write_blocks"], "{:,} written"), (counters["duplicate_blocks"], "{:,} were already cached")
     )
+    return "; ".join(filter(None, (looked_up, stored)))
+
+
+def _pages(status: dict[str, Any]) -> Iterator[str]:
+    totals = status["totals"]
+    checked = nonzero(
+        (totals.get("verified", 0), "{:,} re-verified"),
+        (totals.get("suspected", 0), "{:,} of them after reader checksum mismatches"),
+        (totals.get("corrupt", 0), "{:,} were corrupt"),
+    )
+    moved = nonzero(
+        (totals.get("pulled", 0), "{:,} copied between shards"),
+        (totals.get("demoted", 0), "{:,} demoted"),
+        (totals.get("promoted", 0), "{:,} promoted"),
+        (totals.get("staged", 0), "{:,} read from disk"),
+    )
+    if checked or moved:
+        yield "pages: " + "; ".join(filter(None, (checked, moved)))
     if any(shard["below"] for shard in status["shards"]):
-        policy = ", ".join(f"{name}={value}" for name, value in status["policy"].items() if name != "cache")
-        console.print(
-            f"{totals.get('demoted', 0):,} pages were demoted and {totals.get('promoted', 0):,} promoted, "
-            f"{totals.get('staged', 0):,} were read from disk; {policy}"
-        )
+        yield "policy: " + ", ".join(f"{name}={value}" for name, value in status["policy"].items() if name != "cache")
 
 
-def _print_warnings(console: Console, status: dict[str, Any]) -> None:
+# ---------------------------------------------------------------------------------------------- warnings
+
+
+def _add_warnings(page: TextPage, status: dict[str, Any]) -> None:
+    if not serves(status):
+        what = "nothing can be loaded or stored; `kvcluster up` starts its shards again"
+        page.say(what, label="no shard: ", tone=Tone.BAD)
     for shard in status["shards"]:
         if shard["trouble"]:
-            console.print(f"[yellow]{shard['shard']}[/yellow]: {shard['trouble']}")
+            page.say(shard["trouble"], label=f"{shard['shard']} is degraded: ", tone=Tone.WARNING)
     for shard, difference in status["differing"].items():
-        console.print(f"[yellow]{escape(shard)} differs[/yellow]: {escape(difference)}", soft_wrap=True)
+        page.say(difference, label=f"{shard} differs: ", tone=Tone.WARNING)
     if behind := _behind(status):
-        console.print(f"[yellow]upgrade next[/yellow]: {escape(behind)}", soft_wrap=True)
+        page.say(behind, label="upgrade next: ", tone=Tone.WARNING)
     for namespace, error in status["fallen"].items():
-        console.print(
-            f"[yellow]q4 loses {error:.3f} of namespace {namespace[:8]}[/yellow]: its pages are demoted as q8"
-        )
+        label = f"q4 loses {error:.3f} of namespace {namespace[:8]}: "
+        page.say("its pages are demoted as q8", label=label, tone=Tone.WARNING)
     for line in status.get("apart", [])[:_APART]:
-        console.print(f"[yellow]never shared[/yellow]: {escape(line)}", soft_wrap=True)
+        page.say(line, label="never shared: ", tone=Tone.WARNING)
     if status["lost_shards"]:
         lost = ", ".join(status["lost_shards"])
-        console.print(f"[red]no reports from {lost}[/red]: blocks held only there are misses")
+        page.say("blocks held only there are misses", label=f"no reports from {lost}: ", tone=Tone.BAD)
     for sentence in status["waiting"]:
-        console.print(f"[yellow]waiting[/yellow]: {escape(sentence)}", soft_wrap=True)
+        page.say(sentence, label="waiting: ", tone=Tone.WARNING)
     for orphan in status["orphans"]:
-        volume = f"the volume of {escape(orphan['shard'])} on node {escape(orphan['node'])}"
+        volume = f"the volume of {orphan['shard']} on node {orphan['node']}"
         sentence = f"{volume} belongs to no running shard; it is used again when one is missing"
-        console.print(f"[yellow]orphan[/yellow]: {sentence}", soft_wrap=True)
+        page.say(sentence, label="orphan: ", tone=Tone.WARNING)
 
 
 def _behind(status: dict[str, Any]) -> str:
@@ -119,8 +159,8 @@ def _behind(status: dict[str, Any]) -> str:
     )
 
 
-def _print_processes(console: Console, status: dict[str, Any]) -> None:
-    """Prints a line for each release, configuration and node: which processes have these."""
+def _add_processes(page: TextPage, status: dict[str, Any]) -> None:
+    """Adds a line for each release, configuration and node: which processes have these."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     shards = [shard for shard in status["shards"] if shard["state"] != "lost"]
     for name, process in [("coordinator", status), *((shard["shard"], shard) for shard in shards)]:
@@ -129,78 +169,76 @@ def _print_processes(console: Console, status: dict[str, Any]) -> None:
     for (release, config_hash, node), names in alike.items() if known else ():
         config = f", configuration {config_hash}" if config_hash else ""
         where = f" on {node}" if node else ""
-        running = f"release {release or 'unknown'}{config}{where}: {', '.join(names)}"
-        console.print(escape(running), soft_wrap=True)
+        page.say(f"release {release or 'unknown'}{config}{where}: {', '.join(names)}")
 
 
-def _shard_table(shards: Sequence[dict[str, Any]], *, whole: bool) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    numbers = ("used", "of", "pages", "leases", "evicted", "pulled", "corrupt")
-    for column in ("shard", "state", "tier", "used", "of", "", *numbers[2:], "address"):
-        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+# ------------------------------------------------------------------------------------------------ tables
+
+
+def _add_shards(page: TextPage, shards: Sequence[dict[str, Any]], *, whole: bool) -> None:
+    if not shards:
+        return
+    columns = [
+        *(TableColumn("shard"), TableColumn("state"), TableColumn("tier"), TableColumn("used", right=True)),
+        *(TableColumn("size", right=True), TableColumn("", drop=1), TableColumn("pages", right=True)),
+        TableColumn("address", drop=2),
+    ]
+    page.table(columns, [row for shard in shards for row in _rows(shard, whole)])
+    if not whole:
+        return
     for shard in shards:
-        for row in _rows(shard, whole):
-            table.add_row(*row)
-    return table
-
-
-def print_engines(engines: Sequence[dict[str, Any]]) -> None:
-    """Prints a row for each engine: its name, its model and weights, and its facts."""
-    console = Console(width=max(Console().width, 130), highlight=False)
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("engine", "model", "weights", "", "facts"):
-        table.add_column(column, no_wrap=column != "facts")
-    for engine in engines:
-        weights, facts = engine["weights"], engine["facts"]
-        table.add_row(
-            escape(engine["name"]),
-            escape(engine["model"]),
-            escape(weights if len(weights) <= _WEIGHTS_SHOWN else f"{weights[:_WEIGHTS_SHOWN]}..."),
-            "[yellow]private[/yellow]" if engine["private"] else "shared",
-            escape("; ".join(f"{name} {value}" for name, value in facts.items())),
+        counters = shard["counters"]
+        pages = nonzero(
+            (counters.get("evicted", 0), "{:,} evicted"),
+            (counters.get("pulled", 0), "{:,} copied from other shards"),
+            (counters.get("corrupt", 0), "{:,} corrupt"),
         )
-    console.print(table)
+        said = [counted(shard["leases"], "lease")] if shard["leases"] else []
+        said += [f"pages: {pages}"] if pages else []
+        if said and shard["state"] != "lost":
+            page.say("; ".join(said), label=f"{shard['shard']}: ")
+    tiers = dict.fromkeys(["device", *(use["tier"] for shard in shards for use in shard["below"])])
+    page.say("; ".join(_TIERS[tier] for tier in tiers if tier in _TIERS))
 
 
-def _rows(shard: dict[str, Any], whole: bool) -> Iterator[list[str]]:
+def _rows(shard: dict[str, Any], whole: bool) -> Iterator[list[str | TableCell]]:
     """Yields a row for each tier of a shard. The row of a lost shard shows only its name, state and address, and so do
     all if not `whole`."""
-    if shard["state"] == "lost" or not whole:
-        state = "[red]lost[/red]" if shard["state"] == "lost" else shard["state"]
-        yield [shard["shard"], state, *["-"] * 3, "", *["-"] * 5, shard["address"]]
+    state = shard["state"]
+    tone = {"lost": Tone.BAD, "up": None}.get(state, Tone.WARNING)
+    if state == "lost" or not whole:
+        yield [shard["shard"], TableCell(state, tone), *[""] * 5, shard["address"]]
         return
-    state, counters = shard["state"], shard["counters"]
-    yield [
-        shard["shard"],
-        f"[yellow]{state}[/yellow]" if state == "draining" else state,
-        *_use({"tier": "device", **shard}),
-        f"{shard['leases']:,}",
-        *(f"{counters.get(name, 0):,}" for name in _COUNTERS),
-        shard["address"],
-    ]
+    yield [shard["shard"], TableCell(state, tone), *_use({"tier": "device", **shard}), shard["address"]]
     for below in shard["below"]:
-        yield ["", "", *_use(below), "", *[""] * len(_COUNTERS), ""]
+        yield ["", "", *_use(below), ""]
 
 
-def _use(tier: dict[str, Any]) -> list[str]:
+def _use(tier: dict[str, Any]) -> list[str | TableCell]:
     """Returns a tier's name, its used and total bytes, the used share as a bar, and its number of pages."""
     capacity, used = tier["capacity_bytes"], tier["capacity_bytes"] - tier["free_bytes"]
-    share = _bar(used / capacity if capacity else 0.0)
-    return [tier["tier"], size_text(used), size_text(capacity), share, f"{tier['pages']:,}"]
+    share = bar_text(used / capacity if capacity else 0.0)
+    pages = f"{tier['pages']:,}" if tier["pages"] else ""
+    return [tier["tier"], size_text(used) if used else "", size_text(capacity), share, pages]
 
 
-def size_text(nbytes: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
+def add_engines(page: TextPage, engines: Sequence[dict[str, Any]]) -> None:
+    """Adds a row for each engine: its name, its model and weights; and a line for each with its facts."""
+    page.table([TableColumn(name) for name in ("engine", "model", "weights", "")], map(_engine_row, engines))
+    for engine in engines:
+        if engine["facts"]:
+            facts = "; ".join(f"{name} {value}" for name, value in engine["facts"].items())
+            page.say(facts, label=f"{engine['name']}: ")
 
 
-def _bar(share: float, width: int = 10) -> str:
-    filled = round(share * width)
-    return "█" * filled + "·" * (width - filled)
+def _engine_row(engine: dict[str, Any]) -> list[str | TableCell]:
+    weights = engine["weights"]
+    return [
+        engine["name"],
+        engine["model"],
+        weights if len(weights) <= _WEIGHTS_SHOWN else f"{weights[:_WEIGHTS_SHOWN]}...",
+        TableCell("private", Tone.WARNING) if engine["private"] else "shared",
+    ]
 
 
 def _duration(ns: int) -> str:

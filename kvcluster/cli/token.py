@@ -3,35 +3,55 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from kvcluster.runtime.auth import new_token, token_line
 
+_DESCRIPTION = """
+Makes a token by which a client proves whose blocks it shares, and the line that admits it: put the line into the file
+that `kvcluster up --token-file` names, and give the token to the client. The file holds a digest, from which the token
+cannot be made again. With --secret it makes a secret instead, by which the machines of one cluster know one another
+(server.secret_file). It prints, and stores nothing.
+"""
+
 
 def add(commands: Any) -> None:
     """Adds the command."""
-    token = commands.add_parser("token", help="make a token and its line for the token file", allow_abbrev=False)
-    which = token.add_mutually_exclusive_group(required=True)
-    which.add_argument("--tenant", help="tenant whose blocks the bearer shares")
-    which.add_argument(
-        "--secret",
-        action="store_true",
-        help="print a secret for server.secret_file instead, by which nodes know their cluster",
+    token = commands.add_parser(
+        "token",
+        help="make a token and its line for the token file",
+        usage="kvcluster token (--tenant NAME | --secret) [options]",
+        description=_DESCRIPTION,
+        examples=[
+            "kvcluster token --tenant team-a",
+            "kvcluster token --tenant ops --operator",
+            "kvcluster token --secret > /etc/kvcluster/secret",
+        ],
     )
+    which = token.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "--tenant", metavar="NAME", help="tenant whose blocks the bearer shares: one word, such as team-a"
+    )
+    which.add_argument("--secret", action="store_true", help="print a secret for server.secret_file instead")
     token.add_argument(
         "--operator",
         action="store_true",
         help="let the bearer also run commands that affect every tenant, such as `drain`",
     )
+    token.add_argument("--json", action="store_true", help="print the token and its line as one JSON object")
     token.set_defaults(run=_token)
 
 
 def _token(options: argparse.Namespace) -> int:
     secret = new_token()
     if options.secret:
-        print(secret)
+        print(json.dumps({"secret": secret}) if options.json else secret)
         return 0
     line = token_line(secret, options.tenant, operator=options.operator)
+    if options.json:
+        print(json.dumps({"token": secret, "line": line}))
+        return 0
     bearer = "operator" if options.operator else "worker"
     print(f"token (give it to the {bearer}, store it nowhere else):\n  {secret}\nline for the token file:\n  {line}")
     return 0

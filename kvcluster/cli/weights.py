@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, coordinator
-from kvcluster.cli.extras import needs
+from kvcluster.cli.status_view import add_engines
+from kvcluster.cli.text_page import TextPage
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, SetWeights
 from kvcluster.core.spec import check_weights
@@ -30,17 +31,44 @@ _HEARD_S = 15.0
 it is gone."""
 
 
+_DESCRIPTION = """
+Shows the engines that are registered with the cluster, and the weights under which each caches; or names the weights of
+engines whose weights changed in memory. An engine that was told so, as vLLM is by a reset of its prefix cache with
+reset_external=true, shares with no other until its weights have a name: `weights set` gives one to all such engines of
+a model.
+
+exit status of `set`: 0 if every engine has confirmed, 1 otherwise.
+"""
+
+
 def add(commands: Any) -> None:
     """Adds the command."""
     weights = commands.add_parser(
-        "weights", help="show engines and their weights, or name weights that changed in memory", allow_abbrev=False
+        "weights",
+        help="show engines and their weights, or name changed weights",
+        description=_DESCRIPTION,
+        examples=[
+            "kvcluster weights",
+            "kvcluster weights set llama-3-8b sha256:4f1c...",
+            "kvcluster weights set llama-3-8b sha256:4f1c... --engine host-1:4711",
+        ],
     )
-    weights.add_argument("action", nargs="?", choices=["set"], help="set MODEL WEIGHTS; without it, show the engines")
     weights.add_argument(
-        "names", nargs="*", metavar="MODEL WEIGHTS", help="model and weights id, e.g. llama-3-8b sha256:4f1c..."
+        "action", nargs="?", choices=["set"], metavar="set", help="name weights (default: show engines)"
     )
-    weights.add_argument("--engine", default="", help="name or id of one private engine (default: all of the model)")
-    weights.add_argument("--json", action="store_true", help="print the engines as JSON")
+    weights.add_argument(
+        "names",
+        nargs="*",
+        metavar="MODEL WEIGHTS",
+        help="model and id of its weights, such as llama-3-8b sha256:4f1c2a",
+    )
+    weights.add_argument(
+        "--engine",
+        default="",
+        metavar="NAME",
+        help="name or id of one engine whose weights changed (default: all such engines of the model)",
+    )
+    weights.add_argument("--json", action="store_true", help="print the engines as a JSON list")
     add_coordinator_args(weights)
     weights.set_defaults(run=lambda options: _weights(options, weights))
 
@@ -112,11 +140,11 @@ def _show(options: argparse.Namespace) -> int:
     elif not engines:
         print("no engine has registered; vLLM engines register a few seconds after they start")
     else:
-        with needs("cli", "rich", instead="or use --json"):
-            from kvcluster.cli.status_view import print_engines
-        print_engines(engines_dict(engines))
+        page = TextPage.of_terminal()
+        add_engines(page, engines_dict(engines))
         for line in alone(engines):
-            print(line)
+            page.say(line)
+        page.print()
     return 0
 
 

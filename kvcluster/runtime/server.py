@@ -47,6 +47,13 @@ _SHARES = 4
 _TELL_THE_TIME = ("Ping", "Report")
 """Methods whose answers tell this machine's clock (Connection.clock), for `kvcluster doctor`."""
 
+_IN_WORDS = {
+    "Drain": "draining a shard",
+    "SetPolicy": "changing the policy, or turning the cache off or on,",
+    "Probe": "having the shards try one another",
+}
+"""What methods for operators do, in the words of those who run the commands."""
+
 _REFUSALS = 64
 """Calls that a server refuses within a second with the reason why. Further ones get gRPC's own answer, that there is no
 such method: it costs a fraction, and so many come from strangers."""
@@ -251,8 +258,8 @@ def unary_handlers(
             return f"{name} is not for this credential"
         if name in operators and not caller.operator:
             return (
-                f"{name} is for operators, and this token is not an operator's: its line in the token file must end in "
-                "the word operator (`kvcluster token --tenant NAME --operator` makes one)"
+                f"{_IN_WORDS.get(name, name)} is for operators, and this token is not an operator's: its line in the "
+                "token file must end in the word operator (`kvcluster token --tenant NAME --operator` makes one)"
             )
         return None
 

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 import kvcluster
 from kvcluster.actors import background
-from kvcluster.actors.background import Running
+from kvcluster.actors.background import Running, UpOutcome
+from kvcluster.actors.reconciler import call
 from kvcluster.cli.main import main
 from kvcluster.config import Config, load
 from kvcluster.errors import ConfigError
@@ -136,10 +138,10 @@ def test_what_ray_says_when_it_cannot_start_is_passed_on_and_nothing_stays(folde
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
     port = free_port()
-    running, started = background.up(config_of(port))
+    found = background.up(config_of(port))
     try:
-        assert started
-        yield running
+        assert found == UpOutcome(found.running, True)
+        yield found.running
     finally:
         background.down(port)
 
@@ -147,7 +149,7 @@ def running() -> Iterator[Running]:
 @pytest.mark.cluster
 def test_a_second_up_finds_the_running_one(running: Running) -> None:
     assert background.find(running.port) == running
-    assert background.up(config_of(running.port)) == (running, False)
+    assert background.up(config_of(running.port)) == UpOutcome(running, False)
 
 
 @pytest.mark.cluster
@@ -191,6 +193,57 @@ def test_its_actors_come_back_although_no_process_watches_them(running: Running)
             os.kill(pid, signal.SIGKILL)
         eventually(lambda: client.store(tokens(2), kv(2)).blocks == 8)
         assert not actors() & before
+
+
+@pytest.mark.cluster
+def test_up_starts_again_what_was_drained(running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    port = ["--port", str(running.port)]
+    for shard in ("shard-0", "shard-1"):
+        assert main(["drain", shard, "--yes", *port]) == 0
+    assert main(["status", *port]) == 1, "there is no shard"
+    capsys.readouterr()
+    assert main(["up", "--shards", "2", "--device-bytes", "64MiB", *port]) == 0
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said == f"already up at {running.address}: 2 shard(s), started again: shard-0, shard-1"
+    assert main(["status", *port]) == 0
+    with kvcluster.connect(running.address, SPEC, config=PATIENT) as client:
+        assert client.store(tokens(3), kv(3)).blocks == 8
+
+
+@pytest.mark.cluster
+def test_a_shard_without_its_disk_tier_is_told_by_up_status_and_doctor_and_by_their_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "shard-0" / "0000.pages").mkdir(parents=True)
+    port = ["--port", str(free_port())]
+    up = ["up", "--device-bytes", "64MiB", "--host-bytes", "64MiB", "--disk-bytes", "256MiB", "--disk-dir"]
+    try:
+        assert main([*up, str(tmp_path), *port]) == 3
+        trouble = "shard-0 is degraded: the shard runs without its disk tier: "
+        assert f"kvcluster: {trouble}" in capsys.readouterr().err
+        assert main([*up, str(tmp_path), *port]) == 3, "and again where it is up already"
+        assert trouble in capsys.readouterr().err
+        assert main(["status", *port]) == 3
+        assert trouble in capsys.readouterr().out
+        assert main(["doctor", *port]) == 1
+        assert trouble in capsys.readouterr().out
+    finally:
+        assert main(["down", *port]) == 0
+
+
+def test_what_ray_says_of_an_actor_is_one_line_without_colours() -> None:
+    said = "\x1b[36mray::ShardActor.__init__()\x1b[39m (pid=1)\n  File x.py, line 1\nMemoryError: no room\n"
+
+    class Died(ray.exceptions.RayActorError):
+        def __str__(self) -> str:
+            return said
+
+    def dies() -> None:
+        raise Died
+
+    with pytest.raises(kvcluster.KVClusterError) as refused:
+        call(dies)
+    assert str(refused.value) == "an actor of the cluster did not start: MemoryError: no room"
 
 
 @pytest.mark.cluster

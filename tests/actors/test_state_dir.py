@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import ray
@@ -23,6 +24,7 @@ class Started:
 
     address = "127.0.0.1:7070"
     shards = (1,)
+    trouble: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.folders: list[Path] = []

@@ -128,8 +128,7 @@ def test_down_has_the_shards_save_and_the_next_up_has_every_hit(tmp_path: Path) 
     )
     try:
         for expected in (0, BLOCKS * PROMPTS):
-            running, began = background.up(config)
-            assert began
+            running = background.up(config).running
             with kvcluster.connect(running.address, NUMBERS) as client:
                 assert hits(client) == expected
                 if not expected:

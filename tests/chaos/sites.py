@@ -73,8 +73,9 @@ class OneHost:
         self._settings = settings
 
     def __enter__(self) -> OneHost:
-        self._running, started = background.up(load(overrides={**self._settings, "server": {"port": free_port()}}))
-        assert started, f"port {self._running.port} has a cluster already"
+        found = background.up(load(overrides={**self._settings, "server": {"port": free_port()}}))
+        self._running = found.running
+        assert found.started, f"port {self._running.port} has a cluster already"
         self.address = self._running.address
         return self
 

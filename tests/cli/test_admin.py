@@ -7,6 +7,7 @@ import json
 import socket
 import sys
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,23 @@ from transformers import PreTrainedTokenizerFast
 from kvcluster.cli import admin
 from kvcluster.cli.admin import progress
 from kvcluster.cli.main import main
-from kvcluster.cli.status_view import print_status
+from kvcluster.cli.status_view import add_status
+from kvcluster.cli.text_page import TextPage
 from kvcluster.client import Client
 from kvcluster.client.status import status_dict
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import ShardInfo, ShardStatus, Status
+from kvcluster.testing import MemoryCluster
 from tests.cli.front import Served
 from tests.client.build import SPEC, kv, prompt, spec_of
 from tests.waiting import eventually
+
+
+def shown(status: dict[str, Any]) -> list[str]:
+    """The lines of the status, each sentence in one."""
+    page = TextPage(None, colour=False)
+    add_status(page, status, "there:7070")
+    return str(page).splitlines()
 
 
 class Terminal(io.StringIO):
@@ -147,10 +157,34 @@ def test_the_last_shard_is_not_drained_unasked(
     assert served.run("drain", "shard-0", token="operator") == 0
     monkeypatch.setattr(sys, "stdin", Terminal("no\n"))
     assert served.run("drain", "shard-1", token="operator") == 1
-    assert "shard-1 is the only shard: its pages will be lost. Drain it?" in capsys.readouterr().out
+    assert (
+        "shard-1 is the only shard: 80 pages will be lost, and nothing can be stored until `kvcluster up`"
+        in capsys.readouterr().out
+    )
     assert blocks(client) == 80
     assert served.run("drain", "shard-1", "--yes", token="operator") == 0
     assert served.cluster.drained == ["shard-0", "shard-1"]
+
+
+def test_the_last_shard_is_not_drained_unasked_when_it_is_empty(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MemoryCluster(shards=1, device_bytes="4MiB") as cluster, closing(Served(cluster)) as served:
+        monkeypatch.setattr(sys, "stdin", Terminal("no\n"))
+        assert served.run("drain", "shard-0", token="operator") == 1
+        said = capsys.readouterr()
+        assert "shard-0 is the only shard: afterwards nothing can be stored until `kvcluster up`" in said.out
+        assert said.err == "nothing was drained\n"
+        assert sorted(cluster.shards) == ["shard-0"]
+
+
+def test_a_cluster_without_a_shard_is_not_well(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    for shard in ("shard-0", "shard-1"):
+        assert served.run("status", token="operator") == 0
+        assert served.run("drain", shard, "--yes", token="operator") == 0
+    capsys.readouterr()
+    assert served.run("status", token="operator") == 1
+    assert "no shard: nothing can be loaded or stored; `kvcluster up` starts" in capsys.readouterr().out
 
 
 def test_drain_that_does_not_wait_says_where_to_look(
@@ -170,7 +204,7 @@ def test_drain_of_a_shard_that_is_not_there_names_those_that_are(
 
 def test_drain_is_for_operators(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.run("drain", "shard-0") == 1
-    assert "Drain is for operators" in capsys.readouterr().err
+    assert "draining a shard is for operators" in capsys.readouterr().err
     assert sorted(served.cluster.shards) == ["shard-0", "shard-1"]
 
 
@@ -262,13 +296,13 @@ def test_where_nothing_listens_it_is_said_so(
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert main([*command, "--port", str(port)]) == 1
-    assert f"no server answers at 127.0.0.1:{port}: check the address" in capsys.readouterr().err
+    assert f"nothing listens at 127.0.0.1:{port}: `kvcluster up` starts a cluster" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ status
 
 
-def test_status_shows_what_drains_what_is_lost_and_what_rotted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_what_drains_what_is_lost_and_what_rotted() -> None:
     counters = (("verified", 1_000), ("suspected", 20), ("corrupt", 3), ("pulled", 4), ("evicted", 50))
     info = ShardInfo(ShardId("a"), Epoch(1), "here:1", "host", 2**30, 2**29, 7, 1, counters)
     shards = (
@@ -282,32 +316,30 @@ def test_status_shows_what_drains_what_is_lost_and_what_rotted(capsys: pytest.Ca
     assert plain["lost_shards"] == ["c"]
     assert [shard["draining"] for shard in plain["shards"]] == [False, True, False]
 
-    print_status(plain, "there:7070")
-    _, _, integrity, lost, columns, *rows = capsys.readouterr().out.splitlines()
-    assert (
-        integrity
-        == "3,000 pages re-verified, 60 after reader checksum mismatches; 9 were corrupt; 12 copied between shards"
+    _, integrity, lost, columns, *rows, of_a, of_b, _ = shown(plain)
+    assert integrity == (
+        "pages: 3,000 re-verified, 60 of them after reader checksum mismatches, 9 were corrupt; "
+        "12 copied between shards"
     )
     assert lost == "no reports from c: blocks held only there are misses"
-    assert columns.split()[-4:] == ["evicted", "pulled", "corrupt", "address"]
+    assert columns.split() == ["shard", "state", "tier", "used", "size", "pages", "address"]
     up, draining, gone = (row.split() for row in rows)
     assert up[:3] == ["a", "up", "device"]
-    assert up[-4:] == ["50", "4", "3", "here:1"]
+    assert up[-2:] == ["7", "here:1"]
     assert draining[:2] == ["b", "draining"]
-    assert gone == ["c", "lost", *["-"] * 8, "here:1"]
+    assert gone == ["c", "lost", "here:1"]
+    assert of_a == "a: 1 lease; pages: 50 evicted, 4 copied from other shards, 3 corrupt"
+    assert of_b.startswith("b: ")
 
 
-def test_status_shows_what_the_cluster_waits_for_and_which_volumes_are_orphans(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_status_shows_what_the_cluster_waits_for_and_which_volumes_are_orphans() -> None:
     waiting = "a shard of group shard waits for a node with kvcluster_shard 1: no node is of that kind"
     plain = told_by(a_shard("a"), waiting=(waiting,), orphans=((ShardId("shard-7"), "10.0.0.3"),))
     assert plain["waiting"] == [waiting]
     assert plain["orphans"] == [{"shard": "shard-7", "node": "10.0.0.3"}]
-    print_status(plain, "there:7070")
-    said = capsys.readouterr().out
-    assert f"waiting: {waiting}\n" in said
-    assert "orphan: the volume of shard-7 on node 10.0.0.3 belongs to no running shard" in said
+    said = shown(plain)
+    assert f"waiting: {waiting}" in said
+    assert any(line.startswith("orphan: the volume of shard-7 on node 10.0.0.3 belongs to no running") for line in said)
 
 
 def told_by(*shards: ShardStatus, **coordinator: Any) -> dict[str, Any]:
@@ -321,7 +353,7 @@ def a_shard(name: str, **process: Any) -> ShardStatus:
     return ShardStatus(info, "up", 0)
 
 
-def test_status_shows_what_each_process_runs_and_who_differs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_what_each_process_runs_and_who_differs() -> None:
     new = {"node": "n1", "release": "3.0", "config_hash": "aa", "protocol": 3}
     other = {**new, "config_hash": "bb", "node": "n2"}
     plain = told_by(a_shard("same", **new), a_shard("changed", **other), a_shard("old"), **new)
@@ -329,8 +361,7 @@ def test_status_shows_what_each_process_runs_and_who_differs(capsys: pytest.Capt
         "changed": "configuration bb, the coordinator aa",
         "old": "release unknown, an older one, the coordinator 3.0",
     }
-    print_status(plain, "there:7070")
-    said = capsys.readouterr().out.splitlines()
+    said = shown(plain)
     assert "release 3.0, configuration aa on n1: coordinator, same" in said
     assert "release 3.0, configuration bb on n2: changed" in said
     assert "release unknown: old" in said
@@ -338,20 +369,18 @@ def test_status_shows_what_each_process_runs_and_who_differs(capsys: pytest.Capt
     assert "old differs: release unknown, an older one, the coordinator 3.0" in said
 
 
-def test_status_names_the_processes_that_the_next_version_would_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_names_the_processes_that_the_next_version_would_refuse() -> None:
     plain = told_by(a_shard("new", protocol=4), a_shard("old", protocol=3), protocol=4)
     engine = {"name": "host:7", "model": "m", "protocol": 0}
-    print_status({**plain, "engines": [engine]}, "there:7070")
     expected = (
         "upgrade next: old, host:7 speak no version 4 of the protocol, as others do; a release of version 5 will "
         "refuse them"
     )
-    assert expected in capsys.readouterr().out.splitlines()
+    assert expected in shown({**plain, "engines": [engine]})
 
 
-def test_a_cluster_that_says_nothing_of_its_releases_is_shown_without_them(capsys: pytest.CaptureFixture[str]) -> None:
-    print_status(told_by(a_shard("old"), a_shard("older")), "there:7070")
-    said = capsys.readouterr().out
+def test_a_cluster_that_says_nothing_of_its_releases_is_shown_without_them() -> None:
+    said = "\n".join(shown(told_by(a_shard("old"), a_shard("older"))))
     assert "release" not in said and "upgrade" not in said and "differs" not in said
 
 
@@ -362,25 +391,23 @@ def test_a_tenant_s_status_has_no_figures_of_the_cluster(
     assert served.run("status") == 0
     own = capsys.readouterr().out
     assert "80 blocks in 1 namespace" in own
-    assert "figures of tenant default" in own and "re-verified" not in own
+    assert "figures of tenant default" in own and "device" not in own
     assert served.run("status", token="other") == 0
-    assert "0 blocks in 0 namespace(s)" in capsys.readouterr().out
+    assert "nothing is cached" in capsys.readouterr().out
     assert served.run("status", token="operator") == 0
-    assert "re-verified" in capsys.readouterr().out
+    assert "device" in capsys.readouterr().out
 
 
-def test_status_shows_open_sequences_in_its_first_line_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_open_sequences_in_its_first_line_where_there_are_any() -> None:
     told = (("asked_blocks", 0), ("hit_blocks", 0), ("write_blocks", 0), ("duplicate_blocks", 0))
     plain = status_dict(Status(Epoch(1), "serving", 10**9, 1, 8, 0, (), told))
     for sequences, private, words in (
-        (0, 0, "0 ticket(s)"),
-        (3, 0, "0 ticket(s); 3 open sequence(s) of 1,200 blocks, 0 private blocks"),
-        (0, 7, "0 ticket(s); 0 open sequence(s) of 1,200 blocks, 7 private blocks"),
+        (0, 0, "8 blocks in 1 namespace"),
+        (3, 0, "namespace; 3 open sequences of 1,200 blocks"),
+        (0, 7, "namespace; 7 private blocks"),
     ):
-        print_status(
-            {**plain, "sequences": sequences, "claimed_blocks": 1_200, "private_blocks": private}, "there:7070"
-        )
-        assert capsys.readouterr().out.splitlines()[0].endswith(words)
+        numbers = {"sequences": sequences, "claimed_blocks": 1_200, "private_blocks": private}
+        assert shown(plain | numbers)[0].endswith(words)
 
 
 def test_off_and_on_are_said_and_shown(served: Served, client: Client, capsys: pytest.CaptureFixture[str]) -> None:

@@ -199,7 +199,7 @@ def test_without_a_cluster_it_says_what_to_do(model: str, capsys: pytest.Capture
         address = gone.coordinator
     assert main(["breakeven", "--model", model, "--prefill", "1000", "--address", address]) == 1
     said = capsys.readouterr().err
-    assert f"no server answers at {address}" in said
+    assert f"nothing listens at {address}" in said
     assert "kvcluster up" in said
     assert "--address" in said
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvcluster.cli.cluster_doctor import HERE, judged
-from kvcluster.cli.doctor_view import print_diagnosis
+from kvcluster.cli.doctor_view import add_diagnosis
+from kvcluster.cli.text_page import TextPage
 from kvcluster.client.status import status_dict
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import (
@@ -167,7 +168,7 @@ def test_a_shard_that_is_silent_or_lost_is_severe() -> None:
     assert lost["what"].startswith("shard-1 is lost")
 
 
-def test_what_is_found_is_shown_as_a_table_and_a_matrix(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_found_is_shown_as_a_table_and_a_matrix() -> None:
     cut = replace(FINE[A], links=(Link(B, "grpc", 0, "no answer within 2 s"),), clock_ns=-(10**13))
     coordinator = {"reachable": True, "protocol_version": 3, "credential": "accepted", "state": "serving"}
     found = {
@@ -178,8 +179,9 @@ def test_what_is_found_is_shown_as_a_table_and_a_matrix(capsys: pytest.CaptureFi
         "healthy": True,
         "verdict": "all 2 shard(s) can be reached: 2 by tcp",
     }
-    print_diagnosis(found)
-    said = capsys.readouterr().out
+    page = TextPage(None, colour=False)
+    add_diagnosis(page, found)
+    said = str(page)
     rows = {line.split()[0]: line for line in said.splitlines() if line}
     assert "-166.7 min" in said
     assert "workers 7070" in rows["coordinator"]

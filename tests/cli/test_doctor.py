@@ -13,8 +13,9 @@ import pytest
 from kvcluster.cli import doctor
 from kvcluster.cli.coordinator_args import read_status
 from kvcluster.cli.doctor import examine
-from kvcluster.cli.doctor_view import print_diagnosis
+from kvcluster.cli.doctor_view import add_diagnosis
 from kvcluster.cli.main import main
+from kvcluster.cli.text_page import TextPage
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ServerConfig
 from kvcluster.core.ids import CallId, ShardId, Tenant
@@ -202,7 +203,7 @@ def test_a_tenant_is_told_that_it_takes_an_operator(served: Served) -> None:
     found = examine(served.address, "default", openers={"tcp": open_path})
     assert found["healthy"]
     assert "give an operator's token" in found["cluster"]["why"]
-    refused = pytest.raises(CredentialError, match="Probe is for operators")
+    refused = pytest.raises(CredentialError, match="having the shards try one another is for operators")
     with closing(Connection(served.address, "default")) as connection, refused:
         connection.ask(COORDINATOR["Probe"], Probe(), Deadline.after_ms(10_000))
 
@@ -321,14 +322,15 @@ def test_without_shards_nothing_is_well(served: Served) -> None:
 
 @pytest.mark.parametrize(("token", "why"), [("stranger", "does not know this token"), (None, "requires a token")])
 def test_a_credential_that_is_not_accepted_is_told_with_where_to_get_one(
-    served: Served, token: str | None, why: str, capsys: pytest.CaptureFixture[str]
+    served: Served, token: str | None, why: str
 ) -> None:
     found = examine(served.address, token)
     assert (found["coordinator"]["reachable"], found["coordinator"]["credential"]) == (True, "refused")
     assert why in found["coordinator"]["why"] and why in found["verdict"]
     assert "kvcluster token" in found["coordinator"]["advice"]
-    print_diagnosis(found)
-    assert "What to do: give --token-from, or KVCLUSTER_TOKEN" in capsys.readouterr().out
+    page = TextPage(None, colour=False)
+    add_diagnosis(page, found)
+    assert "what to do: give --token-from, or KVCLUSTER_TOKEN" in str(page)
 
 
 def test_another_version_of_the_protocol_is_told_with_what_to_install(
@@ -358,7 +360,7 @@ def test_where_nothing_listens_it_says_what_to_do(
     first, why, what, verdict = capsys.readouterr().out.splitlines()
     assert first == f"{address}  does not answer"
     assert verdict == f"this machine cannot use the cluster: {why}"
-    assert what.startswith(f"What to do: {advice}")
+    assert what.startswith(f"what to do: {advice}")
 
 
 def test_where_something_else_listens_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

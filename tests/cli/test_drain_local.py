@@ -86,7 +86,9 @@ def test_without_a_terminal_what_is_lost_is_said_and_nothing_is_asked(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert served.run("drain", "--local", token="operator") == Ended.DRAINED
-    assert "shard-0, shard-1 are all shards: their pages will be lost" in capsys.readouterr().err
+    assert (
+        "shard-0, shard-1 are all shards: 80 pages will be lost, and nothing can be stored" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.usefixtures("on_the_shards_machine")
@@ -138,7 +140,7 @@ def test_a_coordinator_that_ends_meanwhile_is_not_waited_for(
         served.cluster.stop_coordinator()
         return True
 
-    monkeypatch.setattr(confirming, "may_lose", end_after_the_question)
+    monkeypatch.setattr(confirming, "may_drain", end_after_the_question)
     try:
         ended = served.run("drain", "--local", "--deadline", "30", token="operator")
     finally:

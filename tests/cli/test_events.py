@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -14,6 +15,7 @@ from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import BlocksRemoved, Publish
 from kvcluster.runtime import event_publisher
 from kvcluster.runtime.event_publisher import EventPublisher
+from tests.ports import free_port
 from tests.runtime.events import block, effect, published, stored, stream
 from tests.waiting import eventually
 
@@ -60,6 +62,45 @@ def test_it_ends_after_its_time(capsys: pytest.CaptureFixture[str]) -> None:
     with published() as publisher:
         assert run(publisher, "--for", "0.1") == 0
     assert capsys.readouterr().out == ""
+
+
+@pytest.fixture
+def silent() -> str:
+    """An endpoint at which nothing listens."""
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+def test_a_publisher_that_is_not_there_is_said_and_a_failure(silent: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["events", "--endpoint", silent, "--for", "0.2"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"kvcluster: nothing publishes events at {silent} yet (Connection refused); waiting")
+    assert "events.endpoint" in said.err
+
+
+def test_a_publisher_that_comes_late_is_heard(silent: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ended: list[int] = []
+    command = threading.Thread(target=lambda: ended.append(cli.main(["events", "--endpoint", silent, "--count", "1"])))
+    command.start()
+    said = ""
+
+    def waits() -> bool:
+        nonlocal said
+        said += capsys.readouterr().err
+        return "nothing publishes" in said
+
+    eventually(waits)
+    with published(endpoint=silent) as publisher:
+        numbers = iter(range(10_000))
+
+        def heard() -> bool:  # it subscribes some time after it has connected
+            publisher.publish(effect(next(numbers)))
+            return bool(ended)
+
+        eventually(heard)
+    command.join()
+    assert ended == [0]
+    assert f"{silent} listens now" in said + capsys.readouterr().err
 
 
 def test_it_says_what_was_missed_and_an_interrupt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ class Cluster:
             env=os.environ | {"KVCLUSTER_TOKEN": self.token},
             timeout=60,
         )
-        found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
+        found: dict[str, Any] = json.loads(done.stdout) if done.stdout else {}
         return found
 
     def shards(self) -> dict[str, str]:

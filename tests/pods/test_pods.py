@@ -91,12 +91,13 @@ class Release:
         command = [sys.executable, "-m", "kvcluster.cli.main", "status", "--address", ADDRESS, "--json"]
         done = subprocess.run(
             self.kubelet.command("engine", command),
-            check=True,
+            check=False,
             capture_output=True,
             text=True,
             cwd=ROOT,
             env=os.environ | {"KVCLUSTER_TOKEN": self.token},
         )
+        assert done.returncode in (0, 3), done.stderr  # 3: a shard is lost or waited for
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 

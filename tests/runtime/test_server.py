@@ -179,7 +179,9 @@ def test_what_touches_every_tenant_is_for_operators_alone() -> None:
 
     handlers = unary_handlers(COORDINATOR, ask, operators=frozenset({"Drain"}))
     with connected(handlers, "mine", auth) as worker:
-        with pytest.raises(CredentialError, match=r"Drain is for operators.*kvcluster token --tenant NAME --operator"):
+        with pytest.raises(
+            CredentialError, match=r"draining a shard is for operators.*kvcluster token --tenant NAME --operator"
+        ):
             worker.ask(COORDINATOR["Drain"], DRAIN, soon())
         assert worker.ask(COORDINATOR["EndTicket"], TICKET_END, soon()) == Done(), "all else is for every worker"
     with connected(handlers, SECRET, auth) as shard, pytest.raises(CredentialError, match="Drain is not for this"):

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcluster.cli.argument_types import positive
 from kvcluster.cli.extras import needs
@@ -22,38 +22,46 @@ from kvcluster.config import size
 from kvcluster.errors import ConfigError
 from kvcluster.eviction import POLICIES
 
+_DESCRIPTION = """
+Measures on this machine what the cache costs and gives, or replays a trace of requests. Each benchmark starts what it
+needs and stops it again; no running cluster is touched. Times are printed as ratios within one run, since machines
+differ: the measured code and its baseline take turns, and their medians are compared.
+"""
+
+
+class _Kind(NamedTuple):
+    """One benchmark. `quick`: what --quick measures, "" for no such option. `plots`: it can draw its figures."""
+
+    run: Callable[[argparse.Namespace], int]
+    options: Callable[[Callable[..., object]], None]
+    does: str
+    description: str
+    example: str = ""
+    quick: str = ""
+    plots: bool = False
+
 
 def add(commands: Any) -> None:
     """Adds the commands."""
     bench = commands.add_parser(
-        "bench", help="measure lookups, transfers and codecs on this machine, or replay a trace", allow_abbrev=False
+        "bench",
+        help="measure lookups, transfers and codecs here, or replay a trace",
+        description=_DESCRIPTION,
+        listed={"kinds": tuple(_KINDS)},
+        examples=["kvcluster bench transfer --quick", "kvcluster bench trace conversation_trace.jsonl"],
     )
-    kinds = bench.add_subparsers(dest="kind", metavar="KIND", required=True)
-
-    def kind(
-        name: str, run: Callable[[argparse.Namespace], int], does: str, *, quick: str = "", plot: bool = False
-    ) -> Any:
-        parser = kinds.add_parser(name, help=does, allow_abbrev=False)
+    kinds = bench.add_subparsers(dest="kind", metavar="KIND")
+    for name, kind in _KINDS.items():
+        example = f"kvcluster bench {name} {kind.example}".rstrip()
+        parser = kinds.add_parser(name, help=kind.does, description=kind.description, examples=[example])
+        kind.options(parser.add_argument)
+        if kind.quick:
+            parser.add_argument("--quick", action="store_true", help=f"measure less: {kind.quick}")
         parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
-        if quick:
-            parser.add_argument("--quick", action="store_true", help=f"measure less: {quick}")
-        if plot:
-            parser.add_argument("--plot", metavar="FILE", help="draw the figures into this PNG file (default: no plot)")
-        parser.set_defaults(run=run)
-        return parser.add_argument
-
-    _add_lookup(kind("lookup", _lookup, "measure the prefix index, and lookups over gRPC"))
-    quick = "3 rounds of 32 MiB, one client"
-    _add_transfer(kind("transfer", _transfer, "measure loads and stores over every path", quick=quick, plot=True))
-    quick = "3 rounds of 8 MiB, one seed, 256 tokens of KV"
-    _add_codec(kind("codec", _codec, "measure speed and error of the page codecs", quick=quick, plot=True))
-    quick = "3 rounds of 32 pages, 60 stores"
-    _add_tiers(kind("tiers", _tiers, "measure loads from lower tiers, stores during demotion", quick=quick))
-    quick = "3 rounds over 1,024 tokens, prefill of 64"
-    _add_attend(kind("attend", _attend, "measure attention over the pages of sequences", quick=quick, plot=True))
-    does, quick = "measure a sequence as it grows to a million tokens", "1,024 and 4,096 tokens, 20 calls each"
-    _add_sequences(kind("sequences", _sequences, does, quick=quick, plot=True))
-    _add_trace(kind("trace", _trace, "replay a request trace for hit rates by tier and codec"))
+        if kind.plots:
+            help_ = "also draw the figures into this PNG file; needs matplotlib (default: no picture)"
+            parser.add_argument("--plot", metavar="FILE", help=help_)
+        parser.set_defaults(run=kind.run)
 
 
 def _add_lookup(option: Callable[..., object]) -> None:
@@ -69,13 +77,13 @@ def _add_lookup(option: Callable[..., object]) -> None:
 
 def _add_transfer(option: Callable[..., object]) -> None:
     option("--rounds", type=positive, metavar="N", help="rounds of each measurement (default 7)")
-    option("--moved", metavar="SIZE", help="bytes that each client moves in a round (default 128MiB)")
+    option("--moved", metavar="SIZE", help="how much each client moves in a round, such as 128MiB (default 128MiB)")
     option(
         "--pages",
         nargs="+",
         metavar="PAGE",
-        help="64KiB, 2MiB, 16MiB, or a model, whose 16-token pages are moved: llama-3-8b (2 MiB), llama-3-70b (5 MiB), "
-        "deepseek-v3 (1.07 MiB) (default 64KiB and the models)",
+        help="sizes of pages: 64KiB, 2MiB, 16MiB, or a model, whose 16-token pages are moved: llama-3-8b (2 MiB), "
+        "llama-3-70b (5 MiB), deepseek-v3 (1.07 MiB) (default 64KiB and the models)",
     )
     option(
         "--layouts",
@@ -97,17 +105,31 @@ def _add_transfer(option: Callable[..., object]) -> None:
 
 def _add_codec(option: Callable[..., object]) -> None:
     option("--rounds", type=positive, metavar="N", help="rounds of each speed measurement (default 7)")
-    option("--dims", type=positive, nargs="+", default=[64, 128], metavar="N", help="head dims (default 64 128)")
+    option(
+        "--dims",
+        type=positive,
+        nargs="+",
+        default=[64, 128],
+        metavar="N",
+        help="sizes of an attention head, multiples of 8 (default 64 128)",
+    )
 
 
 def _add_tiers(option: Callable[..., object]) -> None:
-    option("--disk-dir", type=Path, help="folder on the drive to measure (default: a temporary folder)")
+    option(
+        "--disk-dir", type=Path, metavar="FOLDER", help="folder on the drive to measure (default: a temporary folder)"
+    )
 
 
 def _add_attend(option: Callable[..., object]) -> None:
     option("--tokens", type=positive, nargs="+", metavar="N", help="tokens of context (default 1024 8192 65536)")
     option("--rounds", type=positive, metavar="N", help="rounds of each measurement (default 11)")
-    option("--model", default="llama-3-8b", help="llama-3-8b, llama-3-70b or deepseek-v3 (default llama-3-8b)")
+    option(
+        "--model",
+        default="llama-3-8b",
+        metavar="NAME",
+        help="model whose shapes are used: llama-3-8b, llama-3-70b or deepseek-v3 (default llama-3-8b)",
+    )
     option("--threads", type=positive, default=2, metavar="N", help="threads of the row with several (default 2)")
     option("--forks", type=positive, default=8, metavar="N", help="forks of the row with several (default 8)")
     option("--prefill", type=positive, metavar="N", help="query tokens of prefill (default 512)")
@@ -119,7 +141,8 @@ def _add_sequences(option: Callable[..., object]) -> None:
         type=positive,
         nargs="+",
         metavar="N",
-        help="lengths at which calls are measured, 1024 or more (default 1024 4096 16384 65536 262144 1048576)",
+        help="lengths in tokens at which calls are measured, 1024 or more (default 1024 4096 16384 65536 262144 "
+        "1048576)",
     )
     option("--calls", type=positive, metavar="N", help="calls of each measurement (default 100)")
     option("--decoded", type=positive, metavar="N", help="tokens decoded to count calls (default 4096)")
@@ -133,7 +156,12 @@ def _add_trace(option: Callable[..., object]) -> None:
     option("--shards", type=positive, default=1, metavar="N", help="number of shards (default 1)")
     option("--requests", type=positive, metavar="N", help="replay only the first N requests (default: all)")
     option("--as-tokens", type=positive, default=16, metavar="N", help="tokens per block of the trace (default 16)")
-    option("--eviction-policy", default="lru", metavar="NAME", help=f"one of {', '.join(POLICIES)} (default lru)")
+    option(
+        "--eviction-policy",
+        default="lru",
+        metavar="NAME",
+        help=f"which blocks go first: {' or '.join(POLICIES)} (default lru)",
+    )
 
 
 def _share(text: str) -> float:
@@ -294,3 +322,70 @@ def setting() -> dict[str, Any]:
         "machine": platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
+
+
+_KINDS = {
+    "lookup": _Kind(
+        _lookup,
+        _add_lookup,
+        "measure the prefix index, and lookups over gRPC",
+        "Measures lookups in the coordinator's prefix index beside a bare dictionary, and whole lookups over gRPC "
+        "beside empty calls. Needs Ray and torch.",
+        "--blocks 10000 100000",
+    ),
+    "transfer": _Kind(
+        _transfer,
+        _add_transfer,
+        "measure loads and stores over every path",
+        "Measures loads and stores over shared memory, TCP and gRPC beside memory copies and bare sockets, and beside "
+        "other caches where they are installed (docs/benchmarks.md). Needs Ray and torch.",
+        "--quick --pages llama-3-8b",
+        quick="3 rounds of 32 MiB, one client",
+        plots=True,
+    ),
+    "codec": _Kind(
+        _codec,
+        _add_codec,
+        "measure speed and error of the page codecs",
+        "Measures how fast pages are encoded and decoded in q8 and q4, and by how much that changes values and the "
+        "demo model's output. Needs torch and transformers.",
+        "--quick",
+        quick="3 rounds of 8 MiB, one seed, 256 tokens of KV",
+        plots=True,
+    ),
+    "tiers": _Kind(
+        _tiers,
+        _add_tiers,
+        "measure loads from lower tiers, stores during demotion",
+        "Measures loads from the host and disk tiers beside loads of raw pages, stores while pages are demoted, and a "
+        "restart with a disk tier. Needs Ray and torch.",
+        "--quick --disk-dir /mnt/nvme",
+        quick="3 rounds of 32 pages, 60 stores",
+    ),
+    "attend": _Kind(
+        _attend,
+        _add_attend,
+        "measure attention over the pages of sequences",
+        "Measures attention over pages as they lie beside torch's over dense tensors. Needs Ray and torch.",
+        "--quick --tokens 4096",
+        quick="3 rounds over 1,024 tokens, prefill of 64",
+        plots=True,
+    ),
+    "sequences": _Kind(
+        _sequences,
+        _add_sequences,
+        "measure a sequence as it grows to a million tokens",
+        "Measures the calls of one sequence at several lengths: do they take longer as it grows? Needs Ray and torch.",
+        "--quick",
+        quick="1,024 and 4,096 tokens, 20 calls each",
+        plots=True,
+    ),
+    "trace": _Kind(
+        _trace,
+        _add_trace,
+        "replay a request trace for hit rates by tier and codec",
+        "Replays a trace of requests through the real core without moving pages, and prints the hit rate of each tier, "
+        "codec and eviction policy. Needs nothing installed.",
+        "conversation_trace.jsonl --capacity 0.2",
+    ),
+}

@@ -1,0 +1,119 @@
+"""The parser of the whole command line and of each command: one layout of help, errors with the command's own usage.
+
+A command's help is what it does, what it changes, its options with units and defaults, and examples. The layout is
+ours as far as argparse's differs from one Python to the next, so that the snapshots of tests/cli hold for all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+_INDENT = "  "
+
+
+class CommandParser(argparse.ArgumentParser):
+    """One command, or a group of commands. `description`: paragraphs divided by blank lines. `examples`: command lines,
+    each of which may have a comment behind `  # `. `listed`: of a group, the names of its commands as the help lists
+    them, by title. Run without a command, a group prints its help (main.py)."""
+
+    def __init__(
+        self, *, examples: Sequence[str] = (), listed: Mapping[str, Sequence[str]] | None = None, **options: Any
+    ) -> None:
+        options.setdefault("allow_abbrev", False)
+        options.setdefault("formatter_class", _HelpLayout)
+        super().__init__(**options)
+        self._usage_is_given = self.usage is not None
+        self._listed = listed or {}
+        self.examples = tuple(examples)
+        if examples:
+            self.epilog = "\n".join(["examples:", *(_INDENT + example for example in examples)])
+        self._positionals.title = "arguments"
+        self._actions[0].help = "print this help"
+
+    def format_usage(self) -> str:
+        self._shorten_usage()
+        return super().format_usage()
+
+    def format_help(self) -> str:
+        self._shorten_usage()
+        if not self._listed:
+            return super().format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, [])
+        formatter.add_text(self.description)
+        for title, names in self._listed.items():
+            formatter.add_text("\n".join([f"{title}:", *(_line(name, self.summaries()[name]) for name in names)]))
+        options = (action for action in self._actions if action.option_strings)
+        lines = [_line(", ".join(action.option_strings), action.help or "") for action in options]
+        formatter.add_text("\n".join(["options:", *lines]))
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As that of argparse, but what a command does not know is an error of the command, shown with its usage."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage, the error and where to read on; ends with status 2."""
+        self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n`{self.prog} --help` explains the options\n")
+
+    def subcommands(self) -> Mapping[str, CommandParser]:
+        """Returns the commands below this one, by name."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return action.choices
+        return {}
+
+    def summaries(self) -> dict[str, str]:
+        """Returns the commands below this one, by name, each with its `help` of `add_parser`."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return {each.dest: each.help or "" for each in action._choices_actions}
+        return {}
+
+    def _shorten_usage(self) -> None:
+        """Leaves out the options that are not needed: the help lists them with what they mean."""
+        if not self._usage_is_given:
+            needed = (action for action in self._actions if action.required or not action.option_strings)
+            self.usage = " ".join([self.prog, *map(_usage_of, needed), "[options]"]).replace("%", "%%")
+
+
+def _line(name: str, does: str) -> str:
+    return f"{_INDENT}{name:<10}  {does}"
+
+
+def _usage_of(action: argparse.Action) -> str:
+    if isinstance(action, argparse._SubParsersAction):
+        return str(action.metavar)
+    name = str(action.metavar or action.dest.upper())
+    if action.option_strings:
+        return f"{action.option_strings[-1]} {name}" if action.nargs != 0 else action.option_strings[-1]
+    if action.nargs in ("?", "*"):
+        return f"[{name}]"
+    return name
+
+
+class _HelpLayout(argparse.HelpFormatter):
+    """Keeps paragraphs that have an indented line as they are, and wraps all others."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, max_help_position=26, **options)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join("\n".join(self._filled(paragraph, width)) for paragraph in text.strip().split("\n\n"))
+
+    def _filled(self, paragraph: str, width: int) -> Iterator[str]:
+        lines = paragraph.splitlines()
+        if any(line.startswith(_INDENT) for line in lines):
+            yield from lines
+        else:
+            yield from textwrap.wrap(" ".join(paragraph.split()), width, break_on_hyphens=False)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)

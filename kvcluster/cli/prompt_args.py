@@ -1,0 +1,142 @@
+"""The command-line options that name a prompt: whose engines' (a spec that the cluster knows), and which tokens.
+
+A block is known by its tokens under a spec. The specs come from the cluster: the user names the model and, if engines
+with different weights run it, also the weights. Tokens are given as ids, or as text with the folder of a tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvcluster.cli.extras import needs
+from kvcluster.cli.namespace_diff import Known
+from kvcluster.client.prompt import Prompt
+from kvcluster.core.spec import KVSpec, differing_fields
+from kvcluster.errors import CallerError
+
+
+def add_prompt_args(command: Any, *, only: bool) -> None:
+    """Adds the options. `only`: the model need not be named where the cluster knows only one."""
+    options = command.add_argument_group("which prompt")
+    options.add_argument(
+        "--prompt-file",
+        required=True,
+        metavar="FILE",
+        help="file of token ids as a JSON list, or of text with --tokenizer; - for standard input",
+    )
+    options.add_argument(
+        "--tokenizer",
+        metavar="FOLDER",
+        help="folder of the model's tokenizer, to make token ids of text; needs transformers (default: none)",
+    )
+    options.add_argument("--salt", default="", help="cache_salt of the engines' requests (default: none)")
+    engines = command.add_argument_group("of which engines")
+    engines.add_argument(
+        "--model",
+        required=not only,
+        default="",
+        metavar="NAME",
+        help="model as the engines registered it" + (" (default: the only one that the cluster knows)" if only else ""),
+    )
+    engines.add_argument(
+        "--weights",
+        default="",
+        metavar="ID",
+        help="id of the weights or its beginning, where engines of this model run different ones (default: the only "
+        "ones)",
+    )
+    engines.add_argument(
+        "--adapter", default="", metavar="HASH", help="content hash of the engines' LoRA (default: none)"
+    )
+    if only:
+        engines.add_argument(
+            "--spec",
+            metavar="FILE",
+            help="in place of these, the whole spec: a JSON object of the arguments of KVSpec.uniform (default: none)",
+        )
+
+
+def read_prompt(options: argparse.Namespace) -> Prompt:
+    """Returns the prompt. Raises CallerError if the file cannot be read or has no token ids."""
+    return Prompt(_tokens(options.prompt_file, options.tokenizer), salt=options.salt.encode())
+
+
+def spec_in(file: str, known: Known) -> KVSpec:
+    """Returns the spec that a file describes. Raises CallerError if it cannot be read, or if the cluster knows no such
+    spec, with how the most similar one differs: to ask under a spec would make the cluster know it."""
+    try:
+        values = json.loads(Path(file).read_text(encoding="utf-8"))
+        spec = KVSpec.uniform(**values)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CallerError(f"cannot read {file}: {error}") from None
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
+        wanted = (
+            "model, weights, num_layers, num_kv_heads, head_dim, dtype and perhaps block_tokens, adapter, rope, extra"
+        )
+        raise CallerError(f"{file} must be a JSON object of {wanted}: {error}") from None
+    others = [other for other, _ in known]
+    if spec in others:
+        return spec
+    if not others:
+        raise CallerError("no engine has registered with this cluster, under this spec or another one")
+    nearest = min(others, key=lambda other: len(differing_fields(spec, other)))
+    raise CallerError(
+        f"no engine has registered the spec of {file}, so nothing is cached under it. The most similar one, of "
+        f"{nearest.model} with weights {nearest.weights}, differs in {', '.join(differing_fields(spec, nearest))}"
+    )
+
+
+def chosen(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
+    """Returns the spec that matches; of any model if it is "". Raises CallerError if there is none, or more than
+    one."""
+    of_model = [spec for spec, _ in known if model in ("", spec.model) and spec.adapter == adapter]
+    models = list(dict.fromkeys(spec.model for spec in of_model))
+    if not model and len(models) > 1:
+        raise CallerError(
+            f"engines of several models have registered; give one of them as --model: {', '.join(models)}"
+        )
+    model = model or "".join(models)
+    found = [spec for spec in of_model if spec.weights.startswith(weights)]
+    if len(found) == 1:
+        return found[0]
+    if not of_model:
+        models = list(dict.fromkeys(spec.model for spec, _ in known)) or ["none yet"]
+        named = f"model {model!r}" if model else "a model"
+        raise CallerError(
+            f"no engine has registered {named} with adapter {adapter!r}; known models: {', '.join(models)}"
+        )
+    names = ", ".join(dict.fromkeys(spec.weights for spec in (found or of_model)))
+    if len({spec.weights for spec in found}) == 1:
+        differ = ", ".join(dict.fromkeys(name for spec in found[1:] for name in differing_fields(found[0], spec)))
+        raise CallerError(
+            f"engines of {model!r} with these weights differ in other settings ({differ}), so none of them can be "
+            "chosen: `kvcluster status` shows how"
+        )
+    raise CallerError(f"engines of {model!r} run different weights; give one of them as --weights: {names}")
+
+
+def _tokens(file: str, tokenizer: str | None) -> list[int]:
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CallerError(f"cannot read {file}: {error}") from None
+    if tokenizer is None:
+        try:
+            ids = json.loads(text)
+        except (ValueError, RecursionError):
+            ids = None
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+            raise CallerError(f"{file} is no JSON list of token ids; for text give --tokenizer, the model's folder")
+        return ids
+    with needs("transformers", "transformers", instead="or give token ids as a JSON list"):
+        from transformers import AutoTokenizer
+    try:
+        made = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        first, *_ = str(error).splitlines() or [""]
+        raise CallerError(f"no tokenizer can be read from {tokenizer}: {first}") from None
+    return list(made(text)["input_ids"])

@@ -1,0 +1,181 @@
+"""Fixed values for the screens of commands: a cluster that is well, one in trouble, and what is asked of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from kvcluster.cli.cluster_doctor import judged
+from kvcluster.client.results import BlockExplanation, Lookup
+from kvcluster.client.status import status_dict
+from kvcluster.core.ids import Epoch, ShardId
+from kvcluster.core.messages import (
+    Findings,
+    Link,
+    ListeningPort,
+    Probed,
+    ProcessFacts,
+    ShardFindings,
+    ShardInfo,
+    ShardStatus,
+    Status,
+    Tier,
+    TierUse,
+)
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec
+
+MIB, GIB = 2**20, 2**30
+ADDRESS = "10.0.0.9:7070"
+SPEC = KVSpec.uniform(
+    model="llama-3-8b",
+    weights="sha256:4f1c2a9be07d5512",
+    num_layers=32,
+    num_kv_heads=8,
+    head_dim=128,
+    dtype="bfloat16",
+    block_tokens=16,
+)
+_PROCESS: dict[str, Any] = {"node": "node-1", "release": "1.2.0", "config_hash": "c0ffee12", "protocol": 3}
+_POLICY = (("host.codec", "q8"), ("host.raw_blocks", "1"), ("promote.loads", "4"), ("cache", "on"))
+_COUNTERS = {"asked_blocks": 1_024, "hit_blocks": 758, "write_blocks": 266, "duplicate_blocks": 24}
+_FACTS = ProcessFacts(
+    5 * GIB, 16 * GIB, (ListeningPort("grpc", 7100, "7100-7163"), ListeningPort("tcp", 7101, "7100-7163"))
+)
+
+
+def _shard(number: int, **about: Any) -> ShardInfo:
+    below = (
+        TierUse(Tier.HOST, 4 * GIB, 3 * GIB, 1_100),
+        TierUse(Tier.DISK, 100 * GIB, 88 * GIB, 12_004),
+    )
+    counters = (("evicted", 50), ("pulled", 4), ("demoted", 1_400), ("promoted", 12), ("staged", 88))
+    own = _PROCESS | {"node": f"node-{number + 1}"}
+    where = f"10.0.0.{number + 1}:7100", f"node-{number + 1}@m{number}/1"
+    info = ShardInfo(ShardId(f"shard-{number}"), Epoch(1), *where, GIB, 300 * MIB, 362, 2, counters, below=below, **own)
+    return replace(info, **about)
+
+
+def _status(*shards: ShardStatus, **more: Any) -> dict[str, Any]:
+    about: dict[str, Any] = {"policy": _POLICY, **_PROCESS, **more}
+    counters = tuple({**_COUNTERS, **about.pop("counters", {})}.items())
+    return status_dict(Status(Epoch(1), "serving", 5_400 * 10**9, 2, 26_932, 3, shards, counters, **about))
+
+
+def well() -> dict[str, Any]:
+    """Two shards with three tiers each, and two engines."""
+    engines = [{"name": f"host-{number}:4711", "model": SPEC.model, "protocol": 3} for number in (1, 2)]
+    status = _status(ShardStatus(_shard(0), "up", 0), ShardStatus(_shard(1), "up", 0))
+    return status | {"apart": [], "engines": engines}
+
+
+def fresh() -> dict[str, Any]:
+    """A cluster that has just started: one shard with one tier, nothing stored, every counter 0."""
+    info = ShardInfo(ShardId("shard-0"), Epoch(1), "127.0.0.1:7100", "here@m/1", GIB, GIB, 0, 0, (), **_PROCESS)
+    nothing = tuple(dict.fromkeys(_COUNTERS, 0).items())
+    return status_dict(
+        Status(Epoch(1), "serving", 12 * 10**9, 0, 0, 0, (ShardStatus(info, "up", 0),), nothing, (), **_PROCESS)
+    )
+
+
+def in_trouble() -> dict[str, Any]:
+    """A shard without its disk tier that runs another release, one that is lost, and one that drains."""
+    trouble = (
+        "the shard runs without its disk tier: shard.disk_dir: /mnt/nvme/kv/shard-0 cannot be used: Permission denied"
+    )
+    shards = (
+        ShardStatus(_shard(0, trouble=trouble, below=(), release="1.1.0", counters=(("corrupt", 3),)), "up", 0),
+        ShardStatus(_shard(1), "lost", 0),
+        ShardStatus(_shard(2, draining=True), "draining", 0),
+    )
+    waiting = "a shard of group shard waits for a node with kvcluster_shard 1, 20 GiB of memory free"
+    status = _status(*shards, waiting=(waiting,), orphans=((ShardId("shard-7"), "node-9"),))
+    apart = f"{SPEC.model}: 2 blocks cannot be shared with 80 others; different weights (sha256:2, not sha256:4f1c)"
+    return status | {"apart": [apart], "engines": []}
+
+
+def engines() -> list[dict[str, Any]]:
+    """An engine that shares, and one whose weights changed."""
+    facts = {"engine": "vllm 0.11.0", "dtype": "bfloat16", "block_tokens": 16, "layout": "NHD", "ranks": 2}
+    shared = {"name": "host-1:4711", "model": SPEC.model, "weights": SPEC.weights, "facts": facts, "private": False}
+    changed = {"name": "host-2:4711", "weights": "private:1b2c3d4e5f60718293a4b5c6", "private": True}
+    return [shared, {**shared, **changed}]
+
+
+def _transport(name: str, why: str | None = None, advice: str | None = None, trip_ms: float = 0.2) -> dict[str, Any]:
+    works = why is None
+    times = {"connect_ms": 3 * trip_ms if works else None, "trip_ms": trip_ms if works else None}
+    return {"transport": name, "works": works, **times, "why": why, "advice": advice}
+
+
+def _diagnosed(status: dict[str, Any], found: dict[ShardId, Findings], shards: list[dict[str, Any]]) -> dict[str, Any]:
+    own = ProcessFacts(0, 16 * GIB, (ListeningPort("workers", 7070, "7070"),))
+    rows = tuple(ShardFindings(shard, findings) for shard, findings in found.items())
+    coordinator = {"reachable": True, "protocol_version": 3, "credential": "accepted", "state": "serving"}
+    return {
+        "address": ADDRESS,
+        "kernels": "avx2",
+        "coordinator": coordinator | {"apart": status["apart"], "why": None, "advice": None},
+        "shards": shards,
+        "cluster": judged(status, Probed(7, False, own, rows, ()), shards, ADDRESS),
+        "healthy": True,
+        "verdict": f"all {len(shards)} shard(s) can be reached: {len(shards)} by tcp",
+    }
+
+
+def _found(target: str, *, clock_ns: int = 300_000, why: str = "") -> Findings:
+    links = (Link(ShardId(target), "grpc", 0 if why else 900_000, why), Link(ShardId(target), "tcp", 200_000))
+    return Findings(7, _FACTS, clock_ns, 900_000, links)
+
+
+def diagnosis() -> dict[str, Any]:
+    """What the doctor finds of the cluster that is well, for an operator."""
+    elsewhere = "another host: the shard is on node-1, and this is here"
+    shards = [
+        {"shard": name, "chosen": "tcp", "why": None}
+        | {"transports": [_transport("shm", elsewhere), _transport("tcp"), _transport("grpc", trip_ms=0.8)]}
+        for name in ("shard-0", "shard-1")
+    ]
+    found = {ShardId("shard-0"): _found("shard-1"), ShardId("shard-1"): _found("shard-0")}
+    return _diagnosed(well(), found, shards)
+
+
+def bad_diagnosis() -> dict[str, Any]:
+    """What it finds of the one in trouble: a link that is cut, a clock that is off, and a transport that fails."""
+    refused = _transport("tcp", "Connection refused", "open the ports of server.shard_ports in firewalls")
+    shards = [{"shard": "shard-0", "chosen": "grpc", "why": None, "transports": [refused, _transport("grpc")]}]
+    found = {
+        ShardId("shard-0"): _found("shard-2", why="no answer within 2 s"),
+        ShardId("shard-2"): _found("shard-0", clock_ns=-3_600 * 10**9),
+    }
+    return _diagnosed(in_trouble(), found, shards)
+
+
+def unreachable() -> dict[str, Any]:
+    """What it finds where nothing listens."""
+    why, advice = f"nothing listens at {ADDRESS}", "check that the coordinator runs there"
+    coordinator = {"reachable": False, "protocol_version": None, "credential": None, "state": None, "apart": []}
+    cluster = {"why": None, "processes": [], "pairs": [], "problems": []}
+    return {
+        "address": ADDRESS,
+        "coordinator": coordinator | {"why": why, "advice": advice},
+        "shards": [],
+        "cluster": cluster,
+        "healthy": False,
+        "verdict": f"this machine cannot use the cluster: {why}",
+    }
+
+
+LOOKUP = Lookup(1_024, 64, None, Miss(MissReason.EVICTED, "3 min ago"), Loss.Q8)
+NO_LOOKUP = Lookup(0, 0, None, Miss(MissReason.NAMESPACE, "weights, extra.engine"))
+
+
+def explained() -> list[BlockExplanation]:
+    """Of 1,604 tokens: hits in two tiers, misses of several kinds, and a rest."""
+    return [
+        *(BlockExplanation(block, True, "device", "shard-0") for block in range(60)),
+        *(BlockExplanation(block, True, "disk", "shard-0, shard-1") for block in range(60, 64)),
+        BlockExplanation(64, False, reason=MissReason.EVICTED, detail="3 min ago"),
+        *(BlockExplanation(block, False, reason=MissReason.NEVER_SEEN) for block in range(65, 100)),
+        BlockExplanation(100, False, reason=MissReason.BELOW_BLOCK, detail="4 tokens fill no block of 16"),
+    ]
