@@ -25,7 +25,7 @@ import ray
 from kvcluster.actors import cluster, settings
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.node_memory import checked_bytes_for_pools
-from kvcluster.actors.own_ray import own_ray
+from kvcluster.actors.own_ray import TOKEN, own_ray
 from kvcluster.actors.ray_node import (
     HEAD_OPTIONS,
     RayNode,
@@ -46,15 +46,13 @@ _PLENTY = 1_000
 @dataclass(frozen=True, slots=True)
 class Running:
     """The record of a running cluster. `pid`: of its session's leader. `started`: when that process began, in clock
-    ticks since boot, which tells it from a later process of the same id. `config`: its settings (config.as_values).
-    `ray`: where its Ray listens; "" in the record of a release that did not write it down."""
+    ticks since boot, which tells it from a later process of the same id. `config`: its settings (config.as_values)."""
 
     address: str
     shards: int
     pid: int
     started: int
     config: dict[str, Any] = field(default_factory=dict)
-    ray: str = ""
 
     @property
     def port(self) -> int:
@@ -193,7 +191,7 @@ def offered(config: Config) -> dict[str, float]:
 def record(config: Config, head: LocalHead, running: cluster.Cluster) -> Running:
     """Records a running cluster for later commands."""
     pid = head.node.pid
-    known = Running(running.address, len(running.shards), pid, started(pid) or 0, as_values(config), head.address)
+    known = Running(running.address, len(running.shards), pid, started(pid) or 0, as_values(config))
     _record(config.server.port).write_text(json.dumps(asdict(known)), encoding="utf-8")
     return known
 
@@ -228,9 +226,9 @@ def _as_asked(running: Running, config: Config) -> Running:
 
 def _completed(running: Running) -> UpOutcome:
     """Starts the shards that are missing, such as one that was drained: there is no reconciler in the background."""
-    if not running.ray:
-        return UpOutcome(running, False)
-    with own_ray(), connected(running.ray, "127.0.0.1", _ray_folder(running.port)):
+    head = RayNode(running.pid, _ray_folder(running.port))
+    address = f"127.0.0.1:{head.option('--port')}"
+    with own_ray(head.variable(TOKEN)), connected(address, "127.0.0.1", head.folder):
         config = settings.published(load(overrides=running.config).name)
         if config is None:
             raise KVClusterError(

@@ -31,19 +31,22 @@ HEALTH_CHECKS = {
 """How Ray's head finds out within 8 s that a node hangs or is cut off, where by default it takes 14. A Ray of one node
 has nothing to gain, and a false alarm would end it."""
 
+TOKEN = "RAY_AUTH_TOKEN"
+"""The variable of the environment in which processes of Ray have the token, which no file holds."""
+
 _KEPT_S, _LOST_S = 600, 15
 """How long nodes wait for a head that is away, before they end: one that keeps its state comes back with it; without,
 the next head does not know them."""
 
 
 @contextmanager
-def own_ray() -> Iterator[None]:
+def own_ray(token: str = "") -> Iterator[None]:
     """Within the block, a Ray that this process starts or connects to is private: others cannot reach it, and it does
-    not contact others.
+    not contact others. `token`: of the Ray that is to be connected to; "" makes one.
 
     Child processes inherit the settings. Afterwards the process has its old settings, and can reach other Rays again.
     """
-    with _settings({"RAY_AUTH_TOKEN": secrets.token_urlsafe(32)}, clusters=False):
+    with _settings({TOKEN: token or secrets.token_urlsafe(32)}, clusters=False):
         yield
 
 
@@ -52,7 +55,7 @@ def ray_of_nodes(config: Config) -> Iterator[None]:
     """As `own_ray`, for the Ray of several nodes that have the same secret file and, if its head keeps its state in
     Redis, the same Redis. Raises ConfigError if a file cannot be used."""
     ours = {
-        "RAY_AUTH_TOKEN": derived_key(config.server.secret_file, RAY),
+        TOKEN: derived_key(config.server.secret_file, RAY),
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(_KEPT_S if config.ray.redis else _LOST_S),
         **HEALTH_CHECKS,
     }

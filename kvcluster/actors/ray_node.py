@@ -45,6 +45,14 @@ class RayNode(NamedTuple):
     def runs(self) -> bool:
         return started(self.pid) is not None
 
+    def option(self, name: str) -> str:
+        """Returns the value of an option such as "--port" that it was started with; "" if it has none or is gone."""
+        return dict(_named(self.pid, "cmdline")).get(name, "")
+
+    def variable(self, name: str) -> str:
+        """Returns a variable of its environment, which only this user can read; "" if it has none or is gone."""
+        return dict(_named(self.pid, "environ")).get(name, "")
+
     def last_words(self) -> str:
         """Returns the last line of its log that is not of a stack trace; "" if there is none."""
         lines = [line for line in _said(self.folder).splitlines() if line.strip() and not _FRAME.search(line)]
@@ -201,6 +209,17 @@ def session_of(leader: int) -> list[int]:
     """Returns the living processes of a session. Ray gives its workers process groups of their own, but no sessions."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [pid for pid in pids if (fields := _stat(pid)) is not None and int(fields[3]) == leader]
+
+
+def _named(pid: int, kind: str) -> Iterator[tuple[str, str]]:
+    """Yields the NAME=VALUE pairs of /proc/PID/environ or cmdline."""
+    try:
+        data = Path(f"/proc/{pid}/{kind}").read_bytes()
+    except OSError:
+        return
+    for entry in data.split(b"\0"):
+        name, _, value = os.fsdecode(entry).partition("=")
+        yield name, value
 
 
 def _stat(pid: int) -> list[str] | None:
