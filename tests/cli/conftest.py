@@ -13,6 +13,13 @@ from tests.cli.front import Served
 from tests.client.build import SPEC, kv, prompt
 
 
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist sets COLUMNS, at which commands would wrap what they print."""
+    for name in ("COLUMNS", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(admin, "_POLL_S", 0.001)

@@ -84,7 +84,7 @@ def test_status_and_doctor_report_engines_that_share_with_no_other(
     status = json.loads(capsys.readouterr().out)
     assert [engine["name"] for engine in status["engines"]] == ["host:1"]
     assert served.run("status") == 0
-    assert "1 engine(s): host:1 (tiny)" in capsys.readouterr().out
+    assert "1 engine: host:1 (tiny)" in capsys.readouterr().out
 
 
 def test_weights_are_set_and_it_waits_until_the_engine_says_so(
