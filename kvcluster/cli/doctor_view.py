@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcluster.cli.cluster_doctor import CLOCK_MS, duration_text, gib
-from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted
+from kvcluster.cli.cluster_doctor import CLOCK_MS, duration_text
+from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted, size_text
 
 _TO_DO = "what to do: "
 
@@ -124,8 +124,8 @@ def _add_processes(page: TextPage, processes: list[dict[str, Any]]) -> None:
                 "" if alike["release"] else row["release"],
                 "" if alike["config_hash"] else TableCell(row["config_hash"], Tone.WARNING if other else None),
                 _clock(row),
-                "" if not row["pool_bytes"] else gib(row["pool_bytes"]),
-                "" if not row["limit_bytes"] else gib(row["limit_bytes"]),
+                "" if not row["pool_bytes"] else size_text(row["pool_bytes"]),
+                "" if not row["limit_bytes"] else size_text(row["limit_bytes"]),
                 ", ".join(f"{port['use']} {port['port']}" for port in row["ports"])
                 if row["answers"]
                 else TableCell("has not answered", Tone.WARNING),

@@ -30,7 +30,7 @@ _DIGITS = 12
 _DESCRIPTION = """
 Prints KV events as they arrive, a line each: which blocks were stored, removed or cleared, in which tier. They are of a
 cluster whose configuration has events.endpoint, or of an engine that publishes events in vLLM's format. While
-nothing listens at the endpoint, that is said and waited for. It changes nothing; Ctrl-C ends it.
+nothing listens at the endpoint, it says so and waits. It changes nothing; Ctrl-C ends it.
 
 exit status: 0; 1 if nothing has listened at the endpoint until the end.
 """

@@ -14,7 +14,7 @@ from kvcluster.transport.base import Deadline
 
 _DESCRIPTION = """
 Shows how pages move between the tiers of a running cluster, or changes it, for operators. A change holds for pages that
-are demoted from then on, and when the coordinator restarts.
+are demoted from then on, also after the coordinator has restarted.
 
 settings, with their defaults:
   host.codec=q8       encoding of pages that go down to the host tier: raw, q8

@@ -70,7 +70,7 @@ def _add_totals(page: TextPage, status: dict[str, Any], address: str) -> None:
 
 
 def _content(status: dict[str, Any]) -> str:
-    if not status["blocks"] and not status["namespaces"]:
+    if not status["blocks"]:
         cached = "nothing is cached"
     else:
         cached = f"{counted(status['blocks'], 'block')} in {counted(status['namespaces'], 'namespace')}"

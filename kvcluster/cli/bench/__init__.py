@@ -130,9 +130,15 @@ def _add_attend(option: Callable[..., object]) -> None:
         metavar="NAME",
         help="model whose shapes are used: llama-3-8b, llama-3-70b or deepseek-v3 (default llama-3-8b)",
     )
-    option("--threads", type=positive, default=2, metavar="N", help="threads of the row with several (default 2)")
-    option("--forks", type=positive, default=8, metavar="N", help="forks of the row with several (default 8)")
-    option("--prefill", type=positive, metavar="N", help="query tokens of prefill (default 512)")
+    option("--threads", type=positive, default=2, metavar="N", help="threads where several attend together (default 2)")
+    option(
+        "--forks",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="forks of a sequence where several attend together (default 8)",
+    )
+    option("--prefill", type=positive, metavar="N", help="tokens of the measured prefill (default 512)")
 
 
 def _add_sequences(option: Callable[..., object]) -> None:
@@ -366,7 +372,8 @@ _KINDS = {
         _attend,
         _add_attend,
         "measure attention over the pages of sequences",
-        "Measures attention over pages as they lie beside torch's over dense tensors. Needs Ray and torch.",
+        "Measures one layer of a decode step, and of a prefill, over pages as they lie, beside torch's attention over "
+        "dense tensors. Needs Ray and torch.",
         "--quick --tokens 4096",
         quick="3 rounds over 1,024 tokens, prefill of 64",
         plots=True,
@@ -384,8 +391,8 @@ _KINDS = {
         _trace,
         _add_trace,
         "replay a request trace for hit rates by tier and codec",
-        "Replays a trace of requests through the real core without moving pages, and prints the hit rate of each tier, "
-        "codec and eviction policy. Needs nothing installed.",
+        "Replays a trace of requests through the real core without moving pages, and prints the hit rate by tier and "
+        "codec. Figures are counts, the same on every machine. Needs only the base install.",
         "conversation_trace.jsonl --capacity 0.2",
     ),
 }
