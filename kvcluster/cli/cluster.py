@@ -10,11 +10,11 @@ import sys
 from typing import Any
 
 from kvcluster.cli.coordinator_args import DEFAULT_PORT, add_coordinator_args, address_of, coordinator, read_status
-from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
 from kvcluster.cli.weights import alone, engines_dict, read_engines
 from kvcluster.config import SHARD_RESOURCE, Config, load, size
 from kvcluster.errors import CallerError, Unreachable
+from kvcluster.extras import needs
 from kvcluster.transport.base import Unavailable
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvcluster.cli.extras import needs
+from kvcluster.extras import needs
 
 
 def add(commands: Any) -> None:

@@ -21,7 +21,6 @@ from typing import Any
 
 from kvcluster.cli.cluster_doctor import judged, probe_cluster
 from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, read_status
-from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
 from kvcluster.cli.weights import alone, read_engines
 from kvcluster.client.coordinator_client import GrpcPort
@@ -30,6 +29,7 @@ from kvcluster.config.ports import port_table, port_text
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
+from kvcluster.extras import needs
 from kvcluster.pages import native
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable

@@ -11,8 +11,8 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvcluster.cli.extras import needs
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored
+from kvcluster.extras import needs
 
 if TYPE_CHECKING:
     from kvcluster.client.events import Event

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
-from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import Known, read_namespaces
 from kvcluster.client.connect import connect
 from kvcluster.client.prompt import Prompt
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
+from kvcluster.extras import needs
 
 _TTL_S = 86_400.0
 

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, coordinator
-from kvcluster.cli.extras import needs
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, SetWeights
 from kvcluster.core.spec import check_weights
+from kvcluster.extras import needs
 from kvcluster.transport.base import Deadline
 
 Living = Sequence[tuple[EngineInfo, int]]

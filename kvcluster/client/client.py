@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kvcluster.client.aio import awaitable
 from kvcluster.client.coordinator_client import CoordinatorClient, CoordinatorPort
@@ -69,16 +69,23 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import CallerError, Unreachable
+from kvcluster.errors import CallerError
 from kvcluster.pages.codec import implementation
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, Unavailable
-
-R = TypeVar("R")
+from kvcluster.transport.forks import OwnProcess
 
 
 class Client:
     """One worker's view of the cache for one spec. Made by `kvcluster.connect`; thread-safe; a context manager.
+
+        client.store(token_ids, kv)                          # [blocks, layers, planes, block_tokens, heads, dim]
+        client.flush()                                       # now every client finds it
+        client.load(token_ids, out)                          # how many tokens are valid in `out`
+        print(*client.explain(token_ids), sep="\\n")         # where each block is, or why it is not there
+
+    A failure of the cluster is a miss with a reason; misuse raises CallerError before anything moves. A forked child
+    cannot use it, and connects again.
 
     `part` is what this worker holds of every group: None for all of it, one Part for every group alike, or a
     mapping from group to Part if groups differ (groups left out are not moved).
@@ -95,6 +102,7 @@ class Client:
         token: str | None = None,
     ) -> None:
         """`token`: the credential by which tickets are sealed; the same that `port` and transports use."""
+        self._process = OwnProcess()
         self.spec = spec
         self.parts = parts_of(spec, part)
         self._config = config or ClientConfig()
@@ -126,6 +134,9 @@ class Client:
         )
         self._sequences = SequenceOpener(spec, self._control, resources)
         self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Client of {self.spec.model}{', closed' if self._closed else ''}>"
 
     def attach(self, deadline: Deadline) -> None:
         """Registers the spec with the coordinator. Otherwise the first call does so; `connect` does it to fail early.
@@ -187,7 +198,7 @@ class Client:
         be used until the transfer says so. The ticket names its adapter; `adapter` is needed only by a client that
         redeems a ticket of an adapter that it has never used. Raises CallerError if an argument does not fit.
         """
-        spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
+        spec, deadline = self._tickets.spec_of(ticket, self._spec(adapter), adapter), self._call(deadline_ms)
         check_first(first, ticket.hashes)
         bound = bind(into, spec, self.parts, ticket.blocks - first, first=first, writable=True)
         return self._transfers.load(ticket.body, first, bound, spec, deadline)
@@ -195,7 +206,7 @@ class Client:
     def borrow(self, ticket: Ticket, *, adapter: str | None = None, deadline_ms: float | None = None) -> BorrowedBlocks:
         """Returns views of the ticket's blocks in shared memory, without a copy, for shards that are reached over
         shared memory. The caller must close the BorrowedBlocks. `adapter` as in begin_load."""
-        spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
+        spec, deadline = self._tickets.spec_of(ticket, self._spec(adapter), adapter), self._call(deadline_ms)
         return self._borrower.borrow(ticket.body, spec, deadline)
 
     @property
@@ -341,7 +352,7 @@ class Client:
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
         """Returns the coordinator's status of the cluster as plain values, and this client's `transports` in use and
         `breakers`, by shard. Raises Unreachable if the coordinator does not answer."""
-        status = self._require_answer(Status, GetStatus(), deadline_ms, "is the cluster up?")
+        status = self._control.require(Status, GetStatus(), self._call(deadline_ms), "is the cluster up?")
         return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
     @property
@@ -381,6 +392,7 @@ class Client:
 
     def resident(self) -> ResidentUse:
         """Returns what the open sequences of this client take of its memory."""
+        self._process.check("client")
         return self._sequences.use()
 
     @property
@@ -389,10 +401,13 @@ class Client:
         return AsyncClient(self)
 
     def close(self) -> None:
-        """Ends running transfers and releases every resource. May be called again."""
+        """Ends running transfers and releases every resource. May be called again. In a forked child it leaves the
+        parent's client as it is."""
         if self._closed:
             return
         self._closed = True
+        if self._process.forked:
+            return
         self._sequences.close()
         self._transfers.close(self._shards.close)
         self._borrower.close()  # after the shards are closed, which ends calls that hang in asking a shard
@@ -428,14 +443,8 @@ class Client:
         return Pinned(pinned.blocks * spec.block_tokens, pinned.blocks)
 
     def _purge(self, message: Purge, deadline_ms: float | None) -> int:
-        return self._require_answer(Purged, message, deadline_ms, "blocks may remain; call it again").blocks
-
-    def _require_answer(self, kind: type[R], message: GetStatus | Purge, deadline_ms: float | None, advice: str) -> R:
-        """Asks a question whose answer cannot be a miss. Raises Unreachable if the coordinator does not answer."""
-        try:
-            return self._control.request(kind, message, self._call(deadline_ms))
-        except Unavailable as trouble:
-            raise Unreachable(f"the coordinator does not answer: {trouble.miss}; {advice}") from None
+        advice = "blocks may remain; call it again"
+        return self._control.require(Purged, message, self._call(deadline_ms), advice).blocks
 
     def _hash(self, prompt: Prompt | Sequence[int], deadline: Deadline) -> tuple[KVSpec, list[BlockHash], Miss | None]:
         """Returns the prompt's spec and hashes; or no hashes, and the miss that says why."""
@@ -453,28 +462,10 @@ class Client:
     def _spec(self, adapter: str | None) -> KVSpec:
         return self.spec if adapter is None or adapter == self.spec.adapter else replace(self.spec, adapter=adapter)
 
-    def _spec_of(self, ticket: Ticket, adapter: str | None) -> KVSpec:
-        """Returns the spec that a ticket was prepared for. Raises CallerError if `adapter` names another."""
-        if not isinstance(ticket, Ticket):
-            raise CallerError(f"expected a ticket of prepare_load or redeem, not {kind_of(ticket)}")
-        known = self._control.spec_of(ticket.body.namespace)
-        if known is None:
-            spec = self._spec(adapter)
-            if ticket.blocks and self._control.is_attached(spec):
-                raise CallerError(
-                    "this ticket is of another namespace: pass the spec and adapter that the ticket was prepared with, "
-                    "and the same credential"
-                )
-            return spec
-        if adapter is not None and adapter != known.adapter:
-            raise CallerError(
-                f"this ticket was prepared for adapter {known.adapter!r}, not {adapter!r}; "
-                "leave `adapter` out, since the ticket names it"
-            )
-        return known
-
     def _call(self, deadline_ms: float | None) -> Deadline:
-        """Returns the deadline of a call that begins now. Raises CallerError if the client is closed."""
+        """Returns the deadline of a call that begins now. Raises CallerError if the client is closed, or is that of the
+        process from which this one was forked."""
+        self._process.check("client")
         check_open(self._closed)
         return self._deadline(deadline_ms)
 

@@ -193,7 +193,12 @@ class RayConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """`deadline_ms`: of one call, however many parts it has.
+    """The settings of one client.
+
+        config = kvcluster.ClientConfig(deadline_ms=2_000, resident_bytes=2**28)
+        client = kvcluster.connect("127.0.0.1:7070", spec, config=config)
+
+    `deadline_ms`: of one call, however many parts it has.
     `store_wait_ms`: the time that a store may wait for room.
     `breaker_failures`: after this many failures in a row a shard is not asked for `breaker_ms`, then for twice as long.
     `transports`: those that may move pages, whichever others a shard offers.

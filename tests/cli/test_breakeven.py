@@ -141,6 +141,15 @@ def test_it_leaves_nothing_behind_and_touches_nothing_of_others(
         assert client.lookup([1, 2, 3, 4]).blocks == 1
 
 
+def test_runs_leave_nothing_to_warn_of_in_status(
+    served: Served, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        figures(served, model, capsys, "1000")
+    assert main(["status", "--address", served.coordinator]) == 0
+    assert "never shared" not in capsys.readouterr().out
+
+
 def test_a_run_right_after_another_waits_until_its_blocks_are_forgotten(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
