@@ -17,7 +17,7 @@ import ray
 
 from kvcluster.actors import cluster
 from kvcluster.actors.coordinator import with_state_dir
-from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, checked_bytes_for_pools
+from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, check_fits_beside, checked_bytes_for_pools, pools_of
 from kvcluster.actors.own_ray import own_ray
 from kvcluster.actors.stopping import save_shards
 from kvcluster.config import Config
@@ -77,6 +77,8 @@ class _EmbeddedRay:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
+        self._taken = 0  # bytes, of the pools of all users
+        self._room = 0
         self._house = ExitStack()
 
     @contextmanager
@@ -85,16 +87,23 @@ class _EmbeddedRay:
         Raises ConfigError if the machine has too little memory for its pools."""
         with self._lock:
             ours = bool(self._users) or not ray.is_initialized()
-            if ours and not self._users:
-                self._house.enter_context(_running_ray(config))
-            self._users += ours
+            if self._users:
+                check_fits_beside(config, self._taken, self._room)
+            elif ours:
+                self._room = checked_bytes_for_pools(config)
+                self._house.enter_context(_running_ray(self._room))
+            self._count(ours, pools_of(config))
         try:
             yield
         finally:
             with self._lock:
-                self._users -= ours
+                self._count(-ours, -pools_of(config))
                 if not self._users:
                     self._house.close()
+
+    def _count(self, users: int, nbytes: int) -> None:
+        self._users += users
+        self._taken += nbytes if users else 0
 
 
 _RAY = _EmbeddedRay()
@@ -106,10 +115,10 @@ def _private_folder(parent: str | None = None) -> TemporaryDirectory[str]:
 
 
 @contextmanager
-def _running_ray(config: Config) -> Iterator[None]:
-    """A Ray of this process's own, without a dashboard. Its sockets and logs lie in a folder, which Ray opens to all
-    users of the machine: the folder above it is closed to them, or they could replace a socket by their own."""
-    memory = checked_bytes_for_pools(config)
+def _running_ray(memory: int) -> Iterator[None]:
+    """A Ray of this process's own, without a dashboard, whose actors may claim so many bytes. Its sockets and logs lie
+    in a folder, which Ray opens to all users of the machine: the folder above it is closed to them, or they could
+    replace a socket by their own."""
     with ExitStack() as house:
         folder = house.enter_context(_private_folder())
         if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - _BELOW_FOLDER:

@@ -26,6 +26,7 @@ SPEC = kvcluster.KVSpec.uniform(
 )
 PAGE = bytes(range(256)) * (SPEC.block_bytes // 256)
 PROMPT = [1, 2, 3, 4]
+PATIENT = kvcluster.ClientConfig(deadline_ms=10_000)
 
 
 def in_child(call: Callable[[], Any]) -> Any:
@@ -62,13 +63,13 @@ def read(client: Client) -> bool:
 
 
 def connect_and_read(address: str) -> bool:
-    with kvcluster.connect(address, SPEC) as client:
+    with kvcluster.connect(address, SPEC, config=PATIENT) as client:
         return read(client)
 
 
 @contextmanager
 def stored(address: str) -> Iterator[Client]:
-    with kvcluster.connect(address, SPEC) as client:
+    with kvcluster.connect(address, SPEC, config=PATIENT) as client:
         client.store(PROMPT, kvcluster.Buffers([PAGE]))
         assert client.flush()
         yield client
@@ -140,7 +141,7 @@ def stuck(address: str) -> Any:
         thread = threading.Thread(target=call)
         thread.start()
         begun.wait(BOUND_S)
-        answer = in_child(lambda: refusal(lambda: kvcluster.connect(address, SPEC)))
+        answer = in_child(lambda: refusal(lambda: kvcluster.connect(address, SPEC, config=PATIENT)))
         over.set()
         thread.join()
         return {"child": answer, "parent": read(client)}

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvcluster.attention import PageLayout, PageSpan, Partial, QueryRow, merge, partial
-from kvcluster.client.array_tensors import as_tensor
 from kvcluster.client.sequences.absent_blocks import BlockFetch
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.page_map import PageMap
@@ -64,7 +63,6 @@ class BatchAttention:
         """Returns `[tokens, heads, value_dim]` in the query's dtype: for each sequence the last `queries[i]` tokens
         that this layer has attend to all up to themselves. Raises as Sequence.attend."""
         self._runner.memory.check_layer(layer)
-        query = as_tensor(query, "the query")
         self._check(query, queries)
         rows = [
             self._row(layer, state, count, scores.window) for state, count in zip(self._states, queries, strict=True)

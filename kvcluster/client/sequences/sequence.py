@@ -255,12 +255,13 @@ class Sequence:
         Raises CallerError for a query that does not fit; ResidentSetFull if tokens have to be loaded and find no room;
         LostTokens if the cluster has lost some, or they do not come by the deadline.
         """
+        from kvcluster.client.array_tensors import as_tensor
         from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
 
-        state = self.checked()
+        state, query = self.checked(), as_tensor(query, "the query")
         if self._attention is None:
             self._attention = BatchAttention([state], self.resources)
-        counts = [len(query)] if getattr(query, "shape", ()) else [0]
+        counts = [len(query)] if query.shape else [0]
         scores = Scores(scale, softcap, window, sinks, latent_values)
         return self._attention.attend(layer, query, counts, scores, threads, self._deadline(deadline_ms))
 
