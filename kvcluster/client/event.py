@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcluster.core.messages.events import KVEvent
+from kvcluster.core.messages.events import AllBlocksCleared, KVEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +18,7 @@ class Event:
     model: str
     event: KVEvent
     why: str = ""
+
+    def __repr__(self) -> str:
+        blocks = "" if isinstance(self.event, AllBlocksCleared) else f" of {len(self.event.hashes):,} blocks"
+        return f"<Event {type(self.event).__name__}{blocks}, {self.topic}{f': {self.why}' if self.why else ''}>"
