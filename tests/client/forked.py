@@ -19,13 +19,14 @@ from kvcluster.client.client import Client
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.forks import FORKS
-from tests.client.build import BOUND_S
 
 SPEC = kvcluster.KVSpec.uniform(
     model="m", weights="sha256:1", num_layers=2, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=4
 )
 PAGE = bytes(range(256)) * (SPEC.block_bytes // 256)
 PROMPT = [1, 2, 3, 4]
+BOUND_S = 20.0
+"""How long a child may take before it is ended."""
 PATIENT = kvcluster.ClientConfig(deadline_ms=10_000)
 
 
@@ -76,10 +77,17 @@ def stored(address: str) -> Iterator[Client]:
 
 
 def new(address: str) -> Any:
-    """Connects again in the child, then reads with the inherited client in the parent."""
-    with stored(address) as client:
-        answers = [in_child(lambda: connect_and_read(address)) for _ in range(5)]
-        return {"child": answers, "parent": read(client)}
+    """Connects, forks at once and connects again in the child; then reads in the parent. A thread that connecting has
+    left within gRPC would make the fork unsafe."""
+    answers, alive, threads = [], [], []
+    with stored(address):
+        pass
+    for _ in range(5):
+        with kvcluster.connect(address, SPEC, config=PATIENT) as client:
+            threads.append(threading.active_count())
+            answers.append(in_child(lambda: connect_and_read(address)))
+            alive.append(read(client))
+    return {"child": answers, "parent": all(alive), "threads": max(threads)}
 
 
 def busy(address: str) -> Any:
