@@ -6,7 +6,9 @@
         client.store(token_ids, blocks)
         tokens = client.load(token_ids, out)
 
-Importing this needs neither torch nor ray: tensors bring torch, `local` brings ray, `EventSubscriber` ZMQ.
+Importing this, and every name in it, needs neither torch nor ray: tensors bring torch, a call of `local` brings ray, an
+`EventSubscriber` brings ZMQ. A call that needs a package which is not installed raises KVClusterError, and names the
+extra to install.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from kvcluster.release import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvcluster import errors
-    from kvcluster.actors.local import local
+    from kvcluster.actors.local import LocalCluster, local
     from kvcluster.client import (
         BlockExplanation,
         BorrowedBlocks,
@@ -36,13 +38,14 @@ if TYPE_CHECKING:
     )
     from kvcluster.client.events import EventSubscriber
     from kvcluster.client.layouts import Buffers, Dense, Paged
+    from kvcluster.config import ClientConfig
     from kvcluster.core.miss import Loss, Miss, MissReason
     from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, window
     from kvcluster.errors import KVClusterError
 
 
 _WHERE = {
-    "kvcluster.actors.local": ("local",),
+    "kvcluster.actors.local": ("LocalCluster", "local"),
     "kvcluster.client": (
         "BlockExplanation",
         "BorrowedBlocks",
@@ -60,6 +63,7 @@ _WHERE = {
     ),
     "kvcluster.client.events": ("EventSubscriber",),
     "kvcluster.client.layouts": ("Buffers", "Dense", "Paged"),
+    "kvcluster.config": ("ClientConfig",),
     "kvcluster.core.miss": ("Loss", "Miss", "MissReason"),
     "kvcluster.core.spec": ("LAST", "PREFIX", "Group", "KVSpec", "Part", "Plane", "window"),
     "kvcluster.errors": ("KVClusterError",),
@@ -73,12 +77,14 @@ __all__ = [
     "BorrowedBlocks",
     "Buffers",
     "Client",
+    "ClientConfig",
     "Dense",
     "EventSubscriber",
     "Group",
     "KVClusterError",
     "KVSpec",
     "Loaded",
+    "LocalCluster",
     "Lookup",
     "Loss",
     "Miss",
@@ -111,4 +117,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, "__version__"])

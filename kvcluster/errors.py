@@ -23,7 +23,15 @@ from __future__ import annotations
 
 
 class KVClusterError(Exception):
-    """Root of all errors below."""
+    """Root of all errors that kvcluster raises on purpose.
+
+        try:
+            client.store(token_ids, "no memory")
+        except kvcluster.KVClusterError as error:
+            print(error)                                     # says whose mistake it is, and what to do
+
+    The others are in `kvcluster.errors`.
+    """
 
 
 class CallerError(KVClusterError, ValueError):

@@ -179,7 +179,7 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("shard", "report_retry_ms", 0, "shard.report_retry_ms must be positive"),
         ("shard", "stop_ms", -1, "shard.stop_ms must not be negative"),
         ("shard", "stop_ms", 3_600_001, "shard.stop_ms must be at most 3600000"),
-        ("client", "deadline_ms", 0, "client.deadline_ms must be positive"),
+        ("client", "deadline_ms", -1, "client.deadline_ms must not be negative"),
         ("client", "connect_ms", -5, "client.connect_ms must be positive"),
         ("client", "store_wait_ms", -1, "client.store_wait_ms must not be negative"),
     ],

@@ -32,12 +32,28 @@ def bytes_for_pools(limit: int | None = None, *, shards: int = 1) -> int:
     return max(0, int(limit * _MOST_SHARE) - RAY_BYTES - (shards + 1) * PROCESS_BYTES)
 
 
+def pools_of(config: Config) -> int:
+    """Returns the bytes of the pools of all shards of a cluster."""
+    return sum(group.shards * pool_bytes(group) for group in config.shard_groups.values())
+
+
+def check_fits_beside(config: Config, taken: int, room: int) -> None:
+    """Raises ConfigError unless the pools of this cluster fit beside others of the machine, which have `taken` so many
+    of the bytes that there is `room` for."""
+    pools = pools_of(config)
+    if taken + pools > room:
+        raise ConfigError(
+            f"{_gib(pools)} of pools do not fit beside the clusters that this process runs already, which have "
+            f"{_gib(taken)} of the {_gib(room)} for pools: close one, or give smaller device_bytes and host_bytes"
+        )
+
+
 def checked_bytes_for_pools(config: Config, limit: int | None = None) -> int:
     """Returns how many bytes the pools of a cluster of this machine alone may take. Raises ConfigError if they need
     more. `limit`: as in `bytes_for_pools`."""
     limit = memory_limit_bytes() if limit is None else limit
     shards = sum(group.shards for group in config.shard_groups.values())
-    pools = sum(group.shards * pool_bytes(group) for group in config.shard_groups.values())
+    pools = pools_of(config)
     room = bytes_for_pools(limit, shards=shards)
     if pools > room:
         raise ConfigError(

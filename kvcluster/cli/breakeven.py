@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from kvcluster.cli.argument_types import positive
 from kvcluster.cli.bench.report import table
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, check_listens
-from kvcluster.cli.extras import needs
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.config import TRANSPORTS, ClientConfig
@@ -32,6 +31,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.model_config import read_kv
 from kvcluster.core.spec import DTYPE_BYTES, Group, KVSpec
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
+from kvcluster.extras import needs
 from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ import sys
 from typing import Any
 
 from kvcluster.cli.coordinator_args import DEFAULT_PORT
-from kvcluster.cli.extras import needs
 from kvcluster.cli.status import StatusExit
 from kvcluster.config import SHARD_RESOURCE, Config, load, size
 from kvcluster.errors import CallerError
+from kvcluster.extras import needs
 
 _UP = """
 Starts a cluster in the background and returns: Ray on loopback, a coordinator and the shards. `kvcluster down` stops

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvcluster.cli.extras import needs
+from kvcluster.extras import needs
 
 _DESCRIPTION = """
 Shows two engine replicas share the KV of a document through a real cluster that it starts on this machine and stops

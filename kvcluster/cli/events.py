@@ -14,8 +14,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from kvcluster.cli.argument_types import positive, seconds
-from kvcluster.cli.extras import needs
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored
+from kvcluster.extras import needs
 
 if TYPE_CHECKING:
     from kvcluster.client.events import Event

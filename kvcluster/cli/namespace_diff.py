@@ -3,7 +3,8 @@
 A client's spec names everything that must match. Two namespaces of one model mean two sets of engines, or one set whose
 weights or settings have changed; each computes what the other has cached. That is correct but often unintended, so it
 is reported with the field that differs. Different adapters are intended and not reported, nor are the private
-namespaces of engines that share with no other (weights.py reports those).
+namespaces of engines that share with no other (weights.py reports those), nor namespaces without blocks: a purge leaves
+them behind, and nothing is computed twice for them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def read_namespaces(port: GrpcPort, wait_ms: int) -> Known:
 
 def kept_apart(known: Known) -> Iterator[str]:
     """Yields a sentence for each namespace that cannot share with the fullest namespace of its model."""
-    known = [(spec, blocks) for spec, blocks in known if not spec.weights.startswith(PRIVATE_WEIGHTS)]
+    known = [(spec, blocks) for spec, blocks in known if blocks and not spec.weights.startswith(PRIVATE_WEIGHTS)]
     for model, of_model in groupby(sorted(known, key=lambda one: one[0].model), key=lambda one: one[0].model):
         (fullest, most), *others = sorted(of_model, key=lambda one: -one[1])
         for spec, blocks in others:

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.extras import needs
 from kvcluster.cli.namespace_diff import Known
 from kvcluster.client.prompt import Prompt
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import CallerError
+from kvcluster.extras import needs
 
 
 def add_prompt_args(command: Any, *, only: bool) -> None:

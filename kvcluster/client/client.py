@@ -17,12 +17,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kvcluster.client.aio import awaitable
 from kvcluster.client.coordinator_client import CoordinatorClient, CoordinatorPort
+from kvcluster.client.deadlines import OTHER_MS, QUESTION_MS, load_ms
 from kvcluster.client.explain import explain
 from kvcluster.client.memory import bind
+from kvcluster.client.pinning import ask_to_pin
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.prompt import Prompt, as_prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
@@ -55,7 +57,6 @@ from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
-    BlocksPinned,
     EngineInfo,
     GetStatus,
     Need,
@@ -69,16 +70,23 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import CallerError, Unreachable
+from kvcluster.errors import CallerError
 from kvcluster.pages.codec import implementation
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, Unavailable
-
-R = TypeVar("R")
+from kvcluster.transport.forks import OwnProcess
 
 
 class Client:
     """One worker's view of the cache for one spec. Made by `kvcluster.connect`; thread-safe; a context manager.
+
+        client.store(token_ids, kv)                          # [blocks, layers, planes, block_tokens, heads, dim]
+        client.flush()                                       # now every client finds it
+        client.load(token_ids, out)                          # how many tokens are valid in `out`
+        print(*client.explain(token_ids), sep="\\n")         # where each block is, or why it is not there
+
+    A failure of the cluster is a miss with a reason; misuse raises CallerError before anything moves. A forked child
+    cannot use it, and connects again.
 
     `part` is what this worker holds of every group: None for all of it, one Part for every group alike, or a
     mapping from group to Part if groups differ (groups left out are not moved).
@@ -95,6 +103,7 @@ class Client:
         token: str | None = None,
     ) -> None:
         """`token`: the credential by which tickets are sealed; the same that `port` and transports use."""
+        self._process = OwnProcess()
         self.spec = spec
         self.parts = parts_of(spec, part)
         self._config = config or ClientConfig()
@@ -107,7 +116,8 @@ class Client:
         self._transfers = TransferQueue(
             self._control, self._shards, policy, lock, self.parts, next_attempt=self._attempt, config=self._config
         )
-        self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
+        ask_by = partial(self._deadline, default_ms=QUESTION_MS)
+        self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=ask_by)
         # Without a decoder, the coordinator must not promise this client an encoded page.
         self._accept = Loss[self._config.accept.upper()] if implementation() is not None else Loss.EXACT
         resources = partial(
@@ -126,6 +136,9 @@ class Client:
         )
         self._sequences = SequenceOpener(spec, self._control, resources)
         self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Client of {self.spec.model}{', closed' if self._closed else ''}>"
 
     def attach(self, deadline: Deadline) -> None:
         """Registers the spec with the coordinator. Otherwise the first call does so; `connect` does it to fail early.
@@ -146,7 +159,7 @@ class Client:
         """Returns the hashes of the full blocks of a prompt (core/hashing.py). Pure, except that the first call for a
         spec asks the coordinator for the namespace, and raises Unavailable (an Unreachable) if it does not answer."""
         prompt = as_prompt(prompt)
-        spec, deadline = self._spec(prompt.adapter), self._call(deadline_ms)
+        spec, deadline = self._spec(prompt.adapter), self._call(deadline_ms, QUESTION_MS)
         return prompt.hashes(self._control.namespace(spec, deadline), spec.block_tokens)
 
     def prepare_load(
@@ -167,7 +180,8 @@ class Client:
         check_hashes(hashes)
         spec = self._spec(adapter)
         parts = spec.whole_parts() if whole else self.parts
-        return self._tickets.prepare(spec, hashes, self._need(accept, parts), self._call(deadline_ms), hold=True)
+        deadline = self._call(deadline_ms, QUESTION_MS)
+        return self._tickets.prepare(spec, hashes, self._need(accept, parts), deadline, hold=True)
 
     def redeem(self, data: bytes) -> Ticket:
         """Returns the ticket that another process with the same credential prepared. Raises ProtocolError if `data` is
@@ -187,15 +201,19 @@ class Client:
         be used until the transfer says so. The ticket names its adapter; `adapter` is needed only by a client that
         redeems a ticket of an adapter that it has never used. Raises CallerError if an argument does not fit.
         """
-        spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
+        self._check_usable()
+        spec = self._tickets.spec_of(ticket, self._spec(adapter), adapter)
         check_first(first, ticket.hashes)
+        deadline = self._call(deadline_ms, load_ms(self._nbytes(ticket.blocks - first, spec)))
         bound = bind(into, spec, self.parts, ticket.blocks - first, first=first, writable=True)
         return self._transfers.load(ticket.body, first, bound, spec, deadline)
 
     def borrow(self, ticket: Ticket, *, adapter: str | None = None, deadline_ms: float | None = None) -> BorrowedBlocks:
         """Returns views of the ticket's blocks in shared memory, without a copy, for shards that are reached over
         shared memory. The caller must close the BorrowedBlocks. `adapter` as in begin_load."""
-        spec, deadline = self._spec_of(ticket, adapter), self._call(deadline_ms)
+        self._check_usable()
+        spec = self._tickets.spec_of(ticket, self._spec(adapter), adapter)
+        deadline = self._call(deadline_ms, load_ms(self._nbytes(ticket.blocks, spec)))
         return self._borrower.borrow(ticket.body, spec, deadline)
 
     @property
@@ -237,7 +255,7 @@ class Client:
     ) -> Lookup:
         """Returns how much of this prompt is cached, with no more loss than `accept` (as in prepare_load). It pins
         nothing: the blocks may be evicted before a load."""
-        deadline = self._call(deadline_ms)
+        deadline = self._call(deadline_ms, QUESTION_MS)
         spec, hashes, miss = self._hash(prompt, deadline)
         if not hashes:
             return Lookup(0, 0, None, miss)
@@ -256,7 +274,7 @@ class Client:
         """Loads the cached prefix into the leading blocks of `out` (as `into` of begin_load, with room for every full
         block of the prompt), up to the first block with more loss than `accept` (as in prepare_load). Returns the
         number of tokens loaded; the content of `out` after them is undefined."""
-        deadline = self._call(deadline_ms)
+        deadline = self._call(deadline_ms, QUESTION_MS)
         spec, hashes, _ = self._hash(prompt, deadline)
         if not hashes:
             return 0
@@ -265,6 +283,8 @@ class Client:
         with self._tickets.prepare(spec, hashes, self._need(accept), deadline, hold=True) as ticket:
             if not ticket.blocks:
                 return 0
+            if deadline_ms is None and not self._config.deadline_ms:
+                deadline = self._call(None, load_ms(self._nbytes(ticket.blocks, spec)))
             return self._transfers.load(ticket.body, 0, bound, spec, deadline).result().blocks * spec.block_tokens
 
     def store(
@@ -341,7 +361,7 @@ class Client:
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
         """Returns the coordinator's status of the cluster as plain values, and this client's `transports` in use and
         `breakers`, by shard. Raises Unreachable if the coordinator does not answer."""
-        status = self._require_answer(Status, GetStatus(), deadline_ms, "is the cluster up?")
+        status = self._control.require(Status, GetStatus(), self._call(deadline_ms), "is the cluster up?")
         return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
     @property
@@ -365,9 +385,8 @@ class Client:
         Its KV is kept in this client's resident set (`ClientConfig.resident_bytes`), and by `policy` leaves it for the
         cluster; None means WindowPolicy(). It takes at most `max_tokens` tokens; with `drop_oldest` it takes more, and
         keeps that many: the oldest behind the policy's sinks are dropped, positions stay, and what is made from then on
-        is its own. If the coordinator does not
-        answer, it begins empty. Raises CallerError if the spec has several groups, or planes that no tensor holds, or
-        without torch; Unreachable if the coordinator has never answered this client.
+        is its own. If the coordinator does not answer, it begins empty. Raises CallerError if the spec has several
+        groups, or planes that no tensor holds, or without torch; Unreachable as `hashes`.
         """
         check_tokens("max_tokens", max_tokens)
         deadline = self._call(deadline_ms)
@@ -375,12 +394,13 @@ class Client:
         return self._sequences.open(*opened, drop_oldest=drop_oldest)
 
     def prewarm_resident(self, tokens: int, *, deadline_ms: float | None = None) -> None:
-        """Has the operating system provide memory for `tokens` tokens of open sequences now, as far as `resident_bytes`
-        goes, so that the first steps do not wait for it. Raises as `sequence`."""
+        """Has the operating system provide memory for `tokens` tokens of open sequences now, within `resident_bytes`.
+        Then the first steps do not wait for it. Raises as `sequence`."""
         self._sequences.prewarm(check_tokens("tokens", tokens), self._call(deadline_ms))
 
     def resident(self) -> ResidentUse:
         """Returns what the open sequences of this client take of its memory."""
+        self._process.check("client")
         return self._sequences.use()
 
     @property
@@ -389,10 +409,13 @@ class Client:
         return AsyncClient(self)
 
     def close(self) -> None:
-        """Ends running transfers and releases every resource. May be called again."""
+        """Ends running transfers and releases every resource. May be called again. In a forked child it leaves the
+        parent's client as it is."""
         if self._closed:
             return
         self._closed = True
+        if self._process.forked:
+            return
         self._sequences.close()
         self._transfers.close(self._shards.close)
         self._borrower.close()  # after the shards are closed, which ends calls that hang in asking a shard
@@ -421,21 +444,10 @@ class Client:
         spec, hashes, miss = self._hash(prompt, deadline)
         if not hashes:
             return Pinned(0, 0, miss)
-        try:
-            pinned = self._control.ask(BlocksPinned, spec, question(tuple(hashes)), deadline)
-        except Unavailable as trouble:
-            return Pinned(0, 0, trouble.miss)
-        return Pinned(pinned.blocks * spec.block_tokens, pinned.blocks)
+        return ask_to_pin(self._control, spec, question(tuple(hashes)), deadline)
 
     def _purge(self, message: Purge, deadline_ms: float | None) -> int:
-        return self._require_answer(Purged, message, deadline_ms, "blocks may remain; call it again").blocks
-
-    def _require_answer(self, kind: type[R], message: GetStatus | Purge, deadline_ms: float | None, advice: str) -> R:
-        """Asks a question whose answer cannot be a miss. Raises Unreachable if the coordinator does not answer."""
-        try:
-            return self._control.request(kind, message, self._call(deadline_ms))
-        except Unavailable as trouble:
-            raise Unreachable(f"the coordinator does not answer: {trouble.miss}; {advice}") from None
+        return self._control.require(Purged, message, self._call(deadline_ms), "blocks may remain; call again").blocks
 
     def _hash(self, prompt: Prompt | Sequence[int], deadline: Deadline) -> tuple[KVSpec, list[BlockHash], Miss | None]:
         """Returns the prompt's spec and hashes; or no hashes, and the miss that says why."""
@@ -453,34 +465,23 @@ class Client:
     def _spec(self, adapter: str | None) -> KVSpec:
         return self.spec if adapter is None or adapter == self.spec.adapter else replace(self.spec, adapter=adapter)
 
-    def _spec_of(self, ticket: Ticket, adapter: str | None) -> KVSpec:
-        """Returns the spec that a ticket was prepared for. Raises CallerError if `adapter` names another."""
-        if not isinstance(ticket, Ticket):
-            raise CallerError(f"expected a ticket of prepare_load or redeem, not {kind_of(ticket)}")
-        known = self._control.spec_of(ticket.body.namespace)
-        if known is None:
-            spec = self._spec(adapter)
-            if ticket.blocks and self._control.is_attached(spec):
-                raise CallerError(
-                    "this ticket is of another namespace: pass the spec and adapter that the ticket was prepared with, "
-                    "and the same credential"
-                )
-            return spec
-        if adapter is not None and adapter != known.adapter:
-            raise CallerError(
-                f"this ticket was prepared for adapter {known.adapter!r}, not {adapter!r}; "
-                "leave `adapter` out, since the ticket names it"
-            )
-        return known
-
-    def _call(self, deadline_ms: float | None) -> Deadline:
-        """Returns the deadline of a call that begins now. Raises CallerError if the client is closed."""
+    def _check_usable(self) -> None:
+        """Raises CallerError if the client is closed, or is that of the process from which this one was forked."""
+        self._process.check("client")
         check_open(self._closed)
-        return self._deadline(deadline_ms)
 
-    def _deadline(self, deadline_ms: float | None) -> Deadline:
+    def _nbytes(self, blocks: int, spec: KVSpec) -> int:
+        """Returns the bytes of this client's part of so many blocks."""
+        return blocks * sum(spec.page_bytes(group, part) for group, part in enumerate(self.parts) if part is not None)
+
+    def _call(self, deadline_ms: float | None, default_ms: float = OTHER_MS) -> Deadline:
+        """Returns the deadline of a call that begins now. Raises CallerError as `_check_usable`."""
+        self._check_usable()
+        return self._deadline(deadline_ms, default_ms)
+
+    def _deadline(self, deadline_ms: float | None, default_ms: float = OTHER_MS) -> Deadline:
         if deadline_ms is None:
-            return Deadline.after_ms(self._config.deadline_ms)
+            return Deadline.after_ms(self._config.deadline_ms or default_ms)
         return Deadline.after_ms(check_deadline_ms(deadline_ms))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from kvcluster.client.client import Client
@@ -15,6 +16,9 @@ from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.rpc import Connection
 
+_PAUSE_S = 0.1
+"""Between two attempts to connect, of which gRPC makes the next one when its own pause is over."""
+
 
 def connect(
     address: str,
@@ -26,9 +30,15 @@ def connect(
 ) -> Client:
     """Returns a client, for one spec, of the cluster whose coordinator listens at `address` ("host:port").
 
-    `part` is what this worker holds of every group (see Client). Raises ConfigError for an invalid address,
-    Unreachable if nothing answers in time, CredentialError for a missing or unknown token, and ProtocolError if
-    another program or another version answers.
+        with kvcluster.connect("127.0.0.1:7070", spec) as client:
+            client.lookup(token_ids)
+
+    `token` is the credential, None for a cluster without tokens. `part` is what this worker holds of every group (see
+    Client). `config` has deadlines and limits (ClientConfig); it waits up to `config.connect_ms` for a server.
+
+    Raises ConfigError for an invalid address, Unreachable if nothing answers in time, CredentialError for a missing or
+    unknown token, ProtocolError if another program or another version answers, and KVClusterError in a process that was
+    forked from the middle of a call. A process that was forked connects again: it cannot use its parent's client.
     """
     config = config or ClientConfig()
     connection = Connection(address, token)
@@ -40,18 +50,32 @@ def connect(
         return choose(shard, token, next_attempt, takes=config.transports)
 
     try:
-        connection.wait_ready(deadline)
         client = Client(GrpcPort(connection), open_transport, spec, part=part, config=config, token=token)
     except BaseException:
         connection.close()
         raise
     try:
-        client.attach(deadline)
-    except Unavailable as trouble:
-        client.close()
-        late = "in time" if trouble.miss.reason is MissReason.DEADLINE else f"({trouble.miss.detail})"
-        raise Unreachable(f"the coordinator at {address} did not answer {late}; see `kvcluster status`") from None
+        _attach(client, address, deadline)
     except BaseException:
         client.close()
         raise
     return client
+
+
+def _attach(client: Client, address: str, deadline: Deadline) -> None:
+    """Attaches, again and again while no server listens there. Raises Unreachable if none answers by the deadline.
+
+    gRPC's own wait for a channel is not used: it leaves a thread in gRPC for a fifth of a second, and a process that is
+    forked meanwhile cannot use gRPC (transport/forks.py)."""
+    while True:
+        try:
+            client.attach(deadline)
+            return
+        except Unavailable as trouble:
+            late = trouble.miss.reason is MissReason.DEADLINE
+            if late or not deadline.remaining_s():
+                why = "in time" if late else f"({trouble.miss.detail})"
+                raise Unreachable(
+                    f"no server answers at {address} {why}: check the address, or start a cluster (`kvcluster up`)"
+                ) from None
+        time.sleep(min(_PAUSE_S, deadline.remaining_s()))

@@ -13,7 +13,7 @@ from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Attach, Attached, CoordinatorQuestion, Refused, RefusedKind, Reply
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import CallerError, LimitError, ProtocolError
+from kvcluster.errors import CallerError, LimitError, ProtocolError, Unreachable
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR
@@ -105,6 +105,14 @@ class CoordinatorClient:
     def request(self, kind: type[R], question: CoordinatorQuestion, deadline: Deadline) -> R:
         """Asks a question that belongs to no namespace, and returns an answer of type `kind`. Raises as `ask`."""
         return expect(kind, self._port.ask(question, deadline))
+
+    def require(self, kind: type[R], question: CoordinatorQuestion, deadline: Deadline, advice: str) -> R:
+        """As `request`, for a question whose answer cannot be a miss. Raises Unreachable, with `advice`, if the
+        coordinator does not answer."""
+        try:
+            return self.request(kind, question, deadline)
+        except Unavailable as trouble:
+            raise Unreachable(f"the coordinator does not answer: {trouble.miss}; {advice}") from None
 
     def close(self) -> None:
         self._port.close()

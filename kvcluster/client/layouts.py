@@ -1,6 +1,7 @@
 """Layouts: how the caller's memory is laid out, in the terms that engines use.
 
-A layout only describes where blocks lie: client/memory.py binds it to a spec, and checks it.
+A layout only describes where blocks lie: client/memory.py binds it to a spec, and checks it. Wherever it has a tensor,
+it takes an array of another library as well: a numpy array, or one with DLPack.
 """
 
 from __future__ import annotations
@@ -20,16 +21,24 @@ if TYPE_CHECKING:
 class Dense:
     """One tensor `[blocks, layers, planes, block_tokens, heads, dim]`, of any strides: 2 planes for K and V.
 
+        client.store(token_ids, kvcluster.Dense(kv))         # as client.store(token_ids, kv)
+
     For a group of one opaque plane it is uint8 `[blocks, layers, nbytes]`, or `[blocks, layers, heads, nbytes]` if
     the plane has several heads. A bare tensor is treated as Dense.
     """
 
     tensor: Tensor
 
+    def __repr__(self) -> str:
+        return f"Dense({_of_shape(self.tensor)})"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paged:
     """A paged cache: block i of a call lies at index `block_ids[i]` of every layer's tensor.
+
+        caches = list(kv.unbind(1))                          # one a layer: [blocks, planes, block_tokens, heads, dim]
+        client.store(token_ids, kvcluster.Paged(caches, block_ids=range(4)))
 
     `layers` holds for each layer of the part, in order, a tensor viewed as `[num_blocks, planes, block_tokens,
     heads, dim]`, of any strides; or a tuple of tensors, one per plane, each `[num_blocks, block_tokens, heads,
@@ -42,15 +51,20 @@ class Paged:
     layers: Sequence[Tensor | tuple[Tensor, ...]]
     block_ids: Sequence[int] | Tensor
 
+    def __repr__(self) -> str:
+        first = self.layers[0] if isinstance(self.layers, (list, tuple)) and self.layers else None
+        each = ", ".join(map(_of_shape, first)) if isinstance(first, (list, tuple)) else _of_shape(first)
+        return f"Paged({len(self.layers)} layers of {each}, {len(self.block_ids)} block ids)"
+
     @classmethod
     def nhd(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
         """From vLLM's NHD caches, one per layer: `[2, num_blocks, block_tokens, heads, dim]`."""
-        return cls([_with_dims(5, cache).permute(1, 0, 2, 3, 4) for cache in caches], block_ids)
+        return cls([_permuted(cache, 1, 0, 2, 3, 4) for cache in caches], block_ids)
 
     @classmethod
     def hnd(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
         """From vLLM's HND caches, one per layer: `[2, num_blocks, heads, block_tokens, dim]`."""
-        return cls([_with_dims(5, cache).permute(1, 0, 3, 2, 4) for cache in caches], block_ids)
+        return cls([_permuted(cache, 1, 0, 3, 2, 4) for cache in caches], block_ids)
 
     @classmethod
     def vllm(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
@@ -88,9 +102,17 @@ class Paged:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffers:
-    """One contiguous buffer of bytes per block, which holds the page of the whole part, in page layout."""
+    """One contiguous buffer of bytes per block, which holds the page of the whole part, in page layout: `[layers,
+    planes, block_tokens, heads, dim]`. Needs no torch.
+
+        pages = [bytearray(spec.block_bytes) for _ in range(4)]
+        client.load(token_ids, kvcluster.Buffers(pages))
+    """
 
     pages: Sequence[Buffer]
+
+    def __repr__(self) -> str:
+        return f"Buffers({len(self.pages)} pages)"
 
 
 Memory = Union["Tensor", Dense, Paged, Buffers]
@@ -104,12 +126,29 @@ def _half_of_last(cache: Tensor) -> int:
     return both // 2
 
 
+def _permuted(cache: Tensor, *dims: int) -> Tensor:
+    """Returns a tensor's dimensions in this order; a numpy array's by its own name for that, so that it stays one."""
+    cache = _with_dims(len(dims), cache)
+    if not hasattr(cache, "permute") and not hasattr(cache, "transpose"):
+        raise CallerError(f"a layer's cache is {type_name(cache)}; expected a torch tensor or a numpy array")
+    permuted: Tensor = cache.permute(*dims) if hasattr(cache, "permute") else cache.transpose(*dims)
+    return permuted
+
+
 def _with_dims(dims: int, cache: Tensor) -> Tensor:
     shape = getattr(cache, "shape", None)
     if shape is None or len(shape) != dims:
         given = type_name(cache) if shape is None else f"of shape {list(shape)}"
         raise CallerError(f"a layer's cache is {given}; expected a tensor of {dims} dimensions in the layout named")
     return cache
+
+
+def _of_shape(array: object) -> str:
+    """Returns an array's shape and dtype, for a repr: never its values."""
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        return type_name(array)
+    return f"{list(shape)} {str(getattr(array, 'dtype', '')).removeprefix('torch.')}".rstrip()
 
 
 def type_name(value: object) -> str:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from kvcluster.core.ids import Attempt
+from kvcluster.transport.forks import OwnProcess
 
 
 class LeaseKeeper:
@@ -24,6 +25,7 @@ class LeaseKeeper:
     still to be ended are dropped."""
 
     def __init__(self, renew: Callable[[Attempt], bool], end: Callable[[Attempt], bool]) -> None:
+        self._process = OwnProcess()
         self._renew = renew
         self._end = end
         self._due: dict[Attempt, tuple[int, int]] = {}  # (when to renew, how often)
@@ -43,7 +45,10 @@ class LeaseKeeper:
             self._changed.notify()
 
     def release(self, attempt: Attempt) -> None:
-        """Stops renewing the ticket and has the thread end it, if it was kept. Returns at once."""
+        """Stops renewing the ticket and has the thread end it, if it was kept. Returns at once. In a forked child it
+        does nothing: the ticket is the parent's, and so is the thread."""
+        if self._process.forked:
+            return
         with self._changed:
             if self._due.pop(attempt, None) is not None:
                 self._released[attempt] = None

@@ -121,13 +121,33 @@ class BoundMemory:
 def _bind_group(ask: Ask, memory: object) -> PartMemory:
     if isinstance(memory, Buffers):
         return _bind_buffers(ask, memory)
+    flat = _flat_bytes(memory)
+    if flat is not None:
+        return _bind_buffers(ask, Buffers(_pages(ask, flat)))
     try:
         from kvcluster.client.tensors import bind_tensors
     except ModuleNotFoundError:
         raise CallerError(
-            f"{ask.name} is {type_name(memory)}; without torch installed only Buffers are supported"
+            f"{ask.name} is {type_name(memory)}; without torch installed only Buffers and flat bytes are supported"
         ) from None
     return bind_tensors(ask, memory)
+
+
+def _flat_bytes(memory: object) -> memoryview | None:
+    """Returns the bytes of what is one run of bytes and no more, such as a bytearray; None for all else."""
+    try:
+        view = memoryview(memory)  # type: ignore[arg-type]
+    except (TypeError, ValueError, BufferError):
+        return None
+    return view if view.ndim == 1 and view.itemsize == 1 and view.c_contiguous else None
+
+
+def _pages(ask: Ask, flat: memoryview) -> list[memoryview]:
+    """Divides bytes into pages that lie one behind another."""
+    page_bytes = ask.spec.page_bytes(ask.index, ask.part)
+    if len(flat) % page_bytes:
+        raise CallerError(f"{ask.name} has {len(flat)} bytes; expected a multiple of the {page_bytes} of a page")
+    return [flat[start : start + page_bytes] for start in range(0, len(flat), page_bytes)]
 
 
 def _bind_buffers(ask: Ask, buffers: Buffers) -> Pages:

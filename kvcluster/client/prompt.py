@@ -18,7 +18,10 @@ from kvcluster.errors import CallerError
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The token ids of a sequence, and what else its KV depends on.
+    """The token ids of a sequence, and what else its KV depends on. Every call that takes token ids takes a Prompt.
+
+        prompt = kvcluster.Prompt(token_ids, salt=b"customer 7", extra_keys={0: digest_of_image})
+        client.lookup(prompt)
 
     `token_ids` are integers from 0 to 2**32-1: a list, a tuple, an array, or a one-dimensional numpy array or torch
     tensor. Prompts with different `salt` share no blocks. `adapter` is the content hash of a LoRA, "" for none; None
@@ -40,6 +43,10 @@ class Prompt:
             raise CallerError(f"adapter is {kind_of(self.adapter)}; expected the content hash of a LoRA as text")
         if self.extra_keys is not None:
             object.__setattr__(self, "extra_keys", _checked_keys(self.extra_keys))
+
+    def __repr__(self) -> str:
+        more = [name for name in ("salt", "adapter", "extra_keys") if getattr(self, name)]
+        return f"Prompt({len(self.token_ids):,} tokens{''.join(f', with {name}' for name in more)})"
 
     def hashes(self, namespace: NamespaceId, block_tokens: int) -> list[BlockHash]:
         """Returns the hashes of the full blocks within a namespace."""

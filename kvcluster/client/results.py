@@ -12,7 +12,11 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 class Lookup:
     """How much of a prompt is cached: whole blocks from its start. `load_seconds` is an estimate from this client's
     own loads so far, None before the first. `reason` says why the next block missed, None if none is left. `loss`: the
-    worst loss of any of these blocks."""
+    worst loss of any of these blocks.
+
+        found = client.lookup(token_ids)
+        left_to_compute = len(token_ids) - found.tokens
+    """
 
     tokens: int
     blocks: int
@@ -23,7 +27,12 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The leading `blocks` blocks are valid in the destination. `nbytes` of KV arrived and were verified, and decoded
+    """The outcome of a load.
+
+        loaded = client.begin_load(ticket, out).result()
+        first_to_compute = loaded.blocks * spec.block_tokens
+
+    The leading `blocks` blocks are valid in the destination. `nbytes` of KV arrived and were verified, and decoded
     if they were encoded. `loss` is the worst loss of any of it: KV computed over it has the same loss, and must be
     stored with it. `took_ns` is how long the bytes took; 0 if the load was stopped.
 
@@ -40,11 +49,21 @@ class Loaded:
     loss: Loss = Loss.EXACT
     took_ns: int = field(default=0, compare=False)
 
+    def __repr__(self) -> str:
+        failed = f", failed={{{len(self.failed)} blocks}}" if self.failed else ""
+        return f"Loaded(blocks={self.blocks}, nbytes={self.nbytes}, miss={self.miss!r}{failed}, loss={self.loss!r})"
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Of the blocks given, this call wrote and committed `blocks`; `deduplicated` were cached already; another client
-    is writing `pending`. `nbytes` were moved. `miss` is the first reason why any other block was not stored."""
+    """The outcome of a store. Of the blocks given, it wrote and committed `blocks`; `deduplicated` were cached already;
+    another client is writing `pending`. `nbytes` were moved. `miss` is the first reason why any other block was not
+    stored.
+
+        stored = client.store(token_ids, kv)
+        if stored.miss is not None:
+            print("not all of it is stored:", stored.miss)
+    """
 
     blocks: int
     deduplicated: int
@@ -66,7 +85,11 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class BlockExplanation:
-    """One block of an `explain`: where it is, or why it cannot be loaded. `block` counts from the prompt's start."""
+    """One block of an `explain`: where it is, or why it cannot be loaded. `block` counts from the prompt's start;
+    `tier` and `shard` are set for a hit, `reason` and `detail` for a miss. As text it is one line.
+
+        print(*client.explain(token_ids), sep="\\n")         # block 0: hit (device, shard-1)
+    """
 
     block: int
     hit: bool

@@ -1,11 +1,12 @@
-"""Tensors as the memory of parts: torch memory of any strides, moved to and from page layout.
+"""Tensors as the memory of parts: torch memory of any strides, moved to and from page layout. Arrays of other libraries
+become tensors over their own memory first (array_tensors.py).
 
 If each block is in page layout, bytes are moved as bytes. Otherwise torch moves them through aliases of the caller's
 tensors: integer tensors made from addresses, so that neither autograd nor inference mode affects a copy on another
 thread, in the widest words that the strides allow, so that one layer of a block stays below the size at which torch
 would wake its threads. Only bits are moved; no number is converted.
 
-This is the only module of the client that imports torch; memory.py imports it late.
+memory.py imports this late, because it imports torch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from kvcluster.client.array_tensors import as_tensor
+from kvcluster.client.array_views import array_view
 from kvcluster.client.layouts import Dense, Paged, type_name
 from kvcluster.client.part_memory import Ask, Pages, PartMemory
 from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
@@ -44,15 +47,14 @@ with warnings.catch_warnings():
 
 
 def bind_tensors(ask: Ask, memory: object) -> PartMemory:
-    """Returns the memory of a part over a bare tensor, Dense or Paged. Raises CallerError as `memory.bind`."""
-    if isinstance(memory, Tensor):
-        memory = Dense(memory)
+    """Returns the memory of a part over a bare tensor or array, Dense or Paged. Raises CallerError as `memory.bind`."""
+    if not isinstance(memory, (Tensor, Dense, Paged)) and array_view(memory, ask.name) is None:
+        expected = "expected a torch tensor or another array, Dense, Paged, Buffers or bytes"
+        raise CallerError(f"{ask.name} is {type_name(memory)}; {expected}")
     with torch.inference_mode(False):  # an alias made in inference mode could not be written outside it
-        if isinstance(memory, Dense):
-            return _bind_dense(ask, memory.tensor)
         if isinstance(memory, Paged):
             return _bind_paged(ask, memory)
-    raise CallerError(f"{ask.name} is {type_name(memory)}; expected a torch tensor, Dense, Paged or Buffers")
+        return _bind_dense(ask, memory.tensor if isinstance(memory, Dense) else memory)
 
 
 def page_tensor(spec: KVSpec, group: int, part: Part, page: memoryview | None) -> Tensor | None:
@@ -106,9 +108,10 @@ class _Geometry:
 class _TensorPages(Pages):
     """Pages within one tensor."""
 
-    def __init__(self, ask: Ask, geometry: _Geometry, pages: Sequence[memoryview]) -> None:
+    def __init__(self, ask: Ask, geometry: _Geometry, pages: Sequence[memoryview], keeps: object) -> None:
         super().__init__(ask, pages)
         self._geometry = geometry
+        self._keeps = keeps
 
     def write_heads(self, page: memoryview, rect: Part, both: Part, data: memoryview) -> None:
         mine, theirs = self._geometry.views(page, self.part), self._geometry.arrived(data, rect)
@@ -119,7 +122,8 @@ class _TensorPages(Pages):
 class _Strided:
     """Memory of tensors `[num_blocks, layers, planes, tokens, heads, words]`, block i at index `rows[i]`.
 
-    `runs` has for each run of planes one tensor with all layers if the strides permit, otherwise one per layer.
+    `runs` has for each run of planes one tensor with all layers if the strides permit, otherwise one per layer. `keeps`
+    keeps their memory alive.
     """
 
     def __init__(
@@ -129,7 +133,9 @@ class _Strided:
         runs: Sequence[Sequence[Tensor]],
         rows: Sequence[int],
         layouts: Sequence[Sequence[PlaneLayout]],
+        keeps: object,
     ) -> None:
+        self._keeps = keeps
         self.part = ask.part
         self.head_bytes = ask.head_bytes
         self._geometry = geometry
@@ -191,16 +197,17 @@ def _copy(into: Tensor, source: Tensor) -> None:
 # ------------------------------------------------------------------------ from the caller's layout to ours
 
 
-def _bind_dense(ask: Ask, tensor: Tensor) -> PartMemory:
+def _bind_dense(ask: Ask, array: object) -> PartMemory:
     if not _joinable(ask.planes):
         raise CallerError(
             f"{ask.name} is one tensor, but its planes differ in dim or dtype, or are opaque: "
             "give Paged with a tuple of tensors per layer, one per plane, or Buffers"
         )
-    plane = ask.planes[0]
-    _check(ask, ask.name, tensor, plane, {"layers": ask.part.layers, **_sizes(ask, plane, joined=True)})
+    plane, sizes = ask.planes[0], {"layers": ask.part.layers, **_sizes(ask, ask.planes[0], joined=True)}
+    tensor = _checked(ask, ask.name, array, plane, sizes)
     ask.check_count(tensor.shape[0])
-    return _bind_layers(ask, [[_full(layer, plane, joined=True) for layer in tensor.unbind(1)]], range(ask.blocks))
+    runs = [[_full(layer, plane, joined=True) for layer in tensor.unbind(1)]]
+    return _bind_layers(ask, runs, range(ask.blocks), tensor)
 
 
 def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
@@ -211,7 +218,7 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
         raise CallerError(
             f"{ask.name} has {given}; expected a list with one entry for each of {ask.part.layers} layers"
         )
-    joined = isinstance(layers[0], Tensor)
+    joined = not isinstance(layers[0], (list, tuple))
     if joined and not _joinable(ask.planes):
         raise CallerError(
             f"{ask.name} has one tensor per layer, but its planes differ in dim or dtype, or are opaque: "
@@ -219,23 +226,25 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
         )
     planes = ask.planes[:1] if joined else ask.planes
     runs: list[list[Tensor]] = [[] for _ in planes]
+    keeps: list[object] = []
     for number, layer in enumerate(layers):
         name = f"layer {number} of {ask.name}"
         tensors = layer if isinstance(layer, (list, tuple)) else (layer,)
         if len(tensors) != len(planes):
             raise CallerError(f"{name} has {len(tensors)} tensor(s); expected {len(planes)}, as many for every layer")
-        for tensor, plane, run in zip(tensors, planes, runs, strict=True):
-            _check(ask, name, tensor, plane, _sizes(ask, plane, joined=joined))
+        for array, plane, run in zip(tensors, planes, runs, strict=True):
+            tensor = _checked(ask, name, array, plane, _sizes(ask, plane, joined=joined))
+            keeps.append(tensor)
             if rows and not 0 <= min(rows) <= max(rows) < tensor.shape[0]:
                 raise CallerError(
                     f"{name} has {tensor.shape[0]} blocks, but block_ids go from {min(rows)} to {max(rows)}: "
                     "they are indices of its first dimension"
                 )
             run.append(_full(tensor, plane, joined=joined))
-    return _bind_layers(ask, runs, rows)
+    return _bind_layers(ask, runs, rows, keeps)
 
 
-def _bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int]) -> PartMemory:
+def _bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int], keeps: object) -> PartMemory:
     """Returns the memory over checked tensors `[num_blocks, planes, block_tokens, heads, dim]`, one per layer for each
     run."""
     tensors = [tensor for run in runs for tensor in run]
@@ -250,9 +259,10 @@ def _bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int]) -> Par
         raise ask.shared()
     whole = stacked[0][0]
     if len(stacked) > 1 or len(stacked[0]) > 1 or not whole[0].is_contiguous():
-        return _Strided(ask, geometry, stacked, rows, _layouts(runs, len(ask.planes)))
+        return _Strided(ask, geometry, stacked, rows, _layouts(runs, len(ask.planes)), keeps)
     start, stride = whole.data_ptr(), whole.stride(0) * geometry.word_bytes
-    return _TensorPages(ask, geometry, [bytes_at(start + row * stride, whole[0].nbytes) for row in rows])
+    pages = [bytes_at(start + row * stride, whole[0].nbytes) for row in rows]
+    return _TensorPages(ask, geometry, pages, keeps)
 
 
 def _layouts(runs: Sequence[Sequence[Tensor]], planes: int) -> list[list[PlaneLayout]]:
@@ -345,11 +355,11 @@ def _full(tensor: Tensor, plane: Plane, *, joined: bool) -> Tensor:
     return tensor if joined else tensor.unsqueeze(1)
 
 
-def _check(ask: Ask, name: str, tensor: object, plane: Plane, sizes: dict[str, int]) -> None:
-    """Checks everything but the first dimension, which counts blocks, and overlapping memory. Raises CallerError."""
+def _checked(ask: Ask, name: str, array: object, plane: Plane, sizes: dict[str, int]) -> Tensor:
+    """Returns a tensor or array as a tensor. Checks everything but the first dimension, which counts blocks, and
+    overlapping memory. Raises CallerError."""
     dtype = _DTYPES[plane.dtype]
-    if not isinstance(tensor, Tensor):
-        raise CallerError(f"{name} is {type_name(tensor)}; expected a torch tensor")
+    tensor = as_tensor(array, name, dtype=plane.dtype, writable=ask.writable)
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         raise CallerError(
             f"{name} is a {tensor.layout} tensor on {tensor.device}; expected torch.strided on cpu, "
@@ -367,6 +377,7 @@ def _check(ask: Ask, name: str, tensor: object, plane: Plane, sizes: dict[str, i
         )
     if ask.writable and tensor.requires_grad:
         raise CallerError(f"{name} requires grad; expected memory that autograd does not track: pass tensor.detach()")
+    return tensor
 
 
 def _check_block_ids(ask: Ask, block_ids: Sequence[int] | Tensor) -> list[int]:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.lease_keeper import LeaseKeeper
+from kvcluster.client.validation import kind_of
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import Done, EndTicket, LoadGrant, Need, PrepareLoad, RenewTicket, TicketBody
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import KVClusterError, ProtocolError
+from kvcluster.errors import CallerError, KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.wire.frames import TICKET_VERSION, decode_ticket, encode_ticket
 
@@ -52,7 +53,11 @@ class TicketSeal:
 
 
 class Ticket:
-    """The answer to a prepared load: the leading `blocks` of the hashes can be loaded.
+    """The answer to a prepared load: the leading `blocks` of the hashes can be loaded. Made by `client.prepare_load`; a
+    context manager.
+
+        with client.prepare_load(client.hashes(token_ids)) as ticket:
+            loaded = client.begin_load(ticket, out).result()
 
     The cluster does not evict these blocks until the ticket is released or its process has died. Other processes with
     the same credential need only `bytes(ticket)` to redeem it (`client.redeem`), each for its own layers and heads.
@@ -73,7 +78,12 @@ class Ticket:
 
     @property
     def blocks(self) -> int:
+        """The number of leading blocks that can be loaded."""
         return len(self.body.hashes)
+
+    def __repr__(self) -> str:
+        why = f", then {self.miss}" if self.miss is not None else ""
+        return f"<Ticket for {self.blocks:,} blocks{why}>"
 
     @property
     def hashes(self) -> tuple[BlockHash, ...]:
@@ -132,6 +142,26 @@ class Tickets:
         """Returns the ticket that another process of the same credential prepared. Raises ProtocolError if `data` is
         not one."""
         return Ticket(self._seal.decode(data), self._seal)
+
+    def spec_of(self, ticket: Ticket, spec: KVSpec, adapter: str | None) -> KVSpec:
+        """Returns the spec that a ticket was prepared for: the one that is known of it, otherwise `spec`. Raises
+        CallerError if `adapter` names another, or the ticket is of neither."""
+        if not isinstance(ticket, Ticket):
+            raise CallerError(f"expected a ticket of prepare_load or redeem, not {kind_of(ticket)}")
+        known = self._control.spec_of(ticket.body.namespace)
+        if known is None:
+            if ticket.blocks and self._control.is_attached(spec):
+                raise CallerError(
+                    "this ticket is of another namespace: pass the spec and adapter that the ticket was prepared with, "
+                    "and the same credential"
+                )
+            return spec
+        if adapter is not None and adapter != known.adapter:
+            raise CallerError(
+                f"this ticket was prepared for adapter {known.adapter!r}, not {adapter!r}; "
+                "leave `adapter` out, since the ticket names it"
+            )
+        return known
 
     def close(self) -> None:
         """Ends the tickets that are still held."""

@@ -8,12 +8,15 @@ checksum, and is not committed.
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline
+from kvcluster.transport.forks import OwnProcess
 
 R = TypeVar("R")
 
@@ -21,18 +24,31 @@ _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
 
 
 class Transfer(Generic[R]):
-    """Progress and outcome. `R` is Loaded or Stored. Made by the client; safe to use from any thread.
+    """Progress and outcome of a load or store, whose result is Loaded or Stored. Made by `client.begin_load` and
+    `client.begin_store`; safe to use from any thread.
 
-    The argument `cancel` ends the transfer with a reason; once it has returned, `finish` has been called. `layer_left`
-    returns how many pieces of a model layer have not arrived; the thread that makes it 0 calls `layer_came`.
+        transfer = client.begin_load(ticket, into)
+        transfer.wait_layer(0)                   # layer 0 of every block lies in `into`
+        loaded = transfer.result()               # all of it does, as far as `loaded.blocks` says
+
+    A store has no layers to wait for. A forked child cannot use it.
     """
 
     def __init__(
-        self, deadline: Deadline, cancel: Callable[[Miss], object], layer_left: Callable[[int], int] = lambda layer: 0
+        self,
+        deadline: Deadline,
+        cancel: Callable[[Miss], object],
+        layer_left: Callable[[int], int] = lambda layer: 0,
+        layers: Collection[int] = (),
     ) -> None:
+        """`cancel` ends the transfer with a reason; once it has returned, `finish` has been called. `layer_left`
+        returns how many pieces of a model layer, one of `layers`, have not arrived; the thread that makes it 0 calls
+        `layer_came`."""
+        self._process = OwnProcess()
         self._deadline = deadline
         self._cancel = cancel
         self._layer_left = layer_left
+        self._layers = layers
         self._changed = threading.Condition()
         self._source_free = False
         self._outcome: R | None = None
@@ -42,27 +58,33 @@ class Transfer(Generic[R]):
 
     def done(self) -> bool:
         """Whether it has ended, with any outcome."""
+        self._check_process()
         with self._changed:
             return self._ended()
 
     def layer_done(self, layer: int) -> bool:
-        """Whether everything requested of this model layer has arrived and been verified."""
-        return self._layer_left(layer) == 0
+        """Whether everything requested of this model layer has arrived and been verified. Raises CallerError for a
+        layer that the transfer does not move."""
+        return self._layer_left(self._checked(layer)) == 0
 
     def wait_layer(self, layer: int, deadline_ms: float | None = None) -> bool:
-        """Waits until `layer_done(layer)`; False if the transfer ended or the deadline passed without it."""
+        """Waits until `layer_done(layer)`. Returns False if the transfer ended, or `deadline_ms` passed, without it.
+        Raises CallerError as `layer_done`."""
+        layer = self._checked(layer)
         deadline = self._deadline if deadline_ms is None else Deadline.after_ms(deadline_ms)
         with self._changed:
-            self._changed.wait_for(lambda: self.layer_done(layer) or self._ended(), deadline.remaining_s())
-            return self.layer_done(layer)
+            self._changed.wait_for(lambda: not self._layer_left(layer) or self._ended(), deadline.remaining_s())
+            return not self._layer_left(layer)
 
     def wait_ended(self, deadline: Deadline) -> bool:
         """Waits until it has ended, with any outcome; False if the deadline comes first."""
+        self._check_process()
         with self._changed:
             return self._changed.wait_for(self._ended, deadline.remaining_s())
 
     def source_free(self) -> bool:
         """Whether the source of a store may be overwritten. True earlier than `done`."""
+        self._check_process()
         with self._changed:
             return self._source_free or self._ended()
 
@@ -83,7 +105,12 @@ class Transfer(Generic[R]):
 
     def cancel(self) -> None:
         """Ends the transfer: when this returns, the caller's memory is no longer written."""
+        self._check_process()
         self._cancel(_GIVEN_UP)
+
+    def __repr__(self) -> str:
+        outcome = self._error if self._outcome is None else self._outcome
+        return f"<Transfer {'under way' if outcome is None else repr(outcome)}>"
 
     # --------------------------------------------------------------------------------- the client's threads
 
@@ -105,6 +132,25 @@ class Transfer(Generic[R]):
             self._error = error
             self._cancel = lambda why: None
             self._changed.notify_all()
+
+    def _check_process(self) -> None:
+        self._process.check("transfer")
+
+    def _checked(self, layer: int) -> int:
+        """Returns the number of a layer that the transfer moves. Raises CallerError for any other value."""
+        self._check_process()
+        if not self._layers:
+            raise CallerError("only loads have layers to wait for; a store has source_free() and result()")
+        try:
+            number = operator.index(layer)
+        except TypeError:
+            number = None
+        if number is None or number not in self._layers:
+            raise CallerError(
+                f"there is no layer {layer!r} in this load, which moves {len(self._layers)} layers of the model, from "
+                f"{min(self._layers)} to {max(self._layers)}"
+            )
+        return number
 
     def _ended(self) -> bool:
         return self._outcome is not None or self._error is not None

@@ -132,7 +132,7 @@ class TransferQueue:
             deadline_ns=deadline.at_ns,
         )
         runner: PlanRunner[LoadEvent, LoadEffect] = PlanRunner(plan, self._readers, self._lock, self._timer)
-        transfer: Transfer[Loaded] = Transfer(deadline, runner.cancel, progress.layer_left)
+        transfer: Transfer[Loaded] = Transfer(deadline, runner.cancel, progress.layer_left, self._layers(spec))
         runner.executor = LoadExecutor(
             self._control,
             self._shards,
@@ -226,6 +226,15 @@ class TransferQueue:
         for threads in (self._readers, self._writers):
             threads.close()
         self._timer.close()
+
+    def _layers(self, spec: KVSpec) -> frozenset[int]:
+        """Returns the model's layers of which this client moves some heads."""
+        return frozenset(
+            layer
+            for group, part in zip(spec.groups, self._parts, strict=True)
+            if part is not None
+            for layer in group.layers[part.layer_start : part.layer_stop]
+        )
 
     def _load_ended(
         self,

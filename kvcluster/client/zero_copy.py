@@ -28,6 +28,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.forks import OwnProcess
 from kvcluster.transport.shm_views import BorrowedPages, NotLent
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class BorrowedBlocks:
     Compute from pages or tensors within the `with` block, then call `valid`, and discard the result if it is False:
 
         with client.borrow(ticket) as blocks:
-            out = attend(query, [blocks.tensor(i) for i in range(blocks.blocks)])
+            result = attend(query, [blocks.tensor(i) for i in range(blocks.blocks)])
             if not blocks.valid():
-                ...
+                result = recompute(query)
 
     The leases are renewed until the `with` block ends and releases the pages; neither page nor tensor may be used after
     it. A forked child must not touch them: it does not have the memory mapped, and would end (SIGSEGV).
@@ -71,6 +72,7 @@ class BorrowedBlocks:
         deadline: Callable[[float | None], Deadline],
         end: Callable[[BorrowedBlocks], object],
     ) -> None:
+        self._process = OwnProcess()
         self.blocks = len(body.hashes)
         self._spec = spec
         self._parts = parts
@@ -81,6 +83,10 @@ class BorrowedBlocks:
         self._end = end
         self._lock = threading.Lock()
         self._ended = False
+
+    def __repr__(self) -> str:
+        state = "released" if self._ended else f"{self.blocks - len(self._misses)} in place"
+        return f"<BorrowedBlocks: {self.blocks} blocks, {state}>"
 
     def page(self, block: int, group: int = 0) -> memoryview | None:
         """Returns the bytes of this client's part of a block, read-only, in page layout: `[layers, planes,
@@ -130,7 +136,9 @@ class BorrowedBlocks:
         return all(loan.valid(deadline) for loan in loans)
 
     def close(self) -> None:
-        """Releases the pages. May be called again."""
+        """Releases the pages. May be called again. In a forked child it does nothing."""
+        if self._process.forked:
+            return
         with self._lock:
             first, self._ended = not self._ended, True
         if first:
@@ -159,6 +167,7 @@ class BorrowedBlocks:
             raise CallerError(f"there is no block {block!r}; the ticket has {self.blocks}, counted from 0")
 
     def _check_open(self) -> None:
+        self._process.check("object")
         if self._ended:
             raise CallerError("these blocks were released: use them within the `with` block, or borrow them again")
 

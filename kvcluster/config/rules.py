@@ -31,7 +31,7 @@ _LOOPBACK = re.compile(r"tcp://(?:127\.[0-9.]+|\[::1\]):")
 _NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,38}[a-z0-9])?")
 _HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:]{2,39}")
 _WORKER_PORTS = 16
-_MAY_BE_ZERO = ("hold_ms", "store_wait_ms", "volume_wait_ms", "stop_ms")
+_MAY_BE_ZERO = ("deadline_ms", "hold_ms", "store_wait_ms", "volume_wait_ms", "stop_ms")
 
 _Rule = tuple[bool, str]
 """Whether the rule holds, and the error message if it does not."""

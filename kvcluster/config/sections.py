@@ -193,7 +193,13 @@ class RayConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClientConfig:
-    """`deadline_ms`: of one call, however many parts it has.
+    """The settings of one client.
+
+        config = kvcluster.ClientConfig(deadline_ms=2_000, resident_bytes=2**28)
+        client = kvcluster.connect("127.0.0.1:7070", spec, config=config)
+
+    `deadline_ms`: of one call, however many parts it has; 0 for one that fits the call (docs/tuning.md): 1 s for a
+    lookup, and 1 ms a MB more for a load; 10 s for stores and what else no request waits for.
     `store_wait_ms`: the time that a store may wait for room.
     `breaker_failures`: after this many failures in a row a shard is not asked for `breaker_ms`, then for twice as long.
     `transports`: those that may move pages, whichever others a shard offers.
@@ -202,7 +208,7 @@ class ClientConfig:
     do not wait for their stores.
     `resident_bytes`: memory for the pages of open sequences, taken as they grow."""
 
-    deadline_ms: int = 10_000
+    deadline_ms: int = 0
     connect_ms: int = 5_000
     store_wait_ms: int = 2_000
     breaker_failures: int = 3

@@ -140,8 +140,14 @@ class Membership:
                         nbytes = sign * space.page_bytes(group, part, copy.codec)
                         member.stored[copy.tier].add(space.id, space.tenant, nbytes)
 
-    def place(self, run: BlockHash, tenant: Tenant, host: str, purged: int) -> Member | None:
-        """Returns the member to place the run on whose first hash is `run`, written from `host`; None if none has room.
+    @property
+    def largest_bytes(self) -> int:
+        """The capacity of the largest device tier, in which a page has to fit to be written; 0 without shards."""
+        return max((member.info.capacity_bytes for member in self._members.values()), default=0)
+
+    def place(self, run: BlockHash, tenant: Tenant, host: str, *, page_bytes: int, purged: int) -> Member | None:
+        """Returns the member to place the run on whose first hash is `run`, written from `host` in pages of up to
+        `page_bytes`; None if none has room.
 
         A member that has not yet carried out tombstone `purged` is not chosen: it would drop the new pages along with
         the purged ones.
@@ -151,7 +157,7 @@ class Membership:
                 shard=member.info.shard,
                 host=member.info.host,
                 weight_bytes=member.info.capacity_bytes,
-                available=member.takes(tenant) and member.purged >= purged,
+                available=member.takes(tenant) and member.purged >= purged and member.info.capacity_bytes >= page_bytes,
             )
             for member in self._members.values()
         ]

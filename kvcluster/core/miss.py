@@ -7,7 +7,12 @@ from enum import Enum, IntEnum
 
 
 class Loss(IntEnum):
-    """The most lossy codec that a block or its prefix has ever passed through. Larger is worse."""
+    """The most lossy codec that a block or its prefix has ever passed through.
+
+        client.lookup(token_ids, accept=kvcluster.Loss.EXACT)        # blocks that were quantised are a miss
+
+    They are ordered: a larger loss is worse.
+    """
 
     EXACT = 0
     Q8 = 1
@@ -15,7 +20,13 @@ class Loss(IntEnum):
 
 
 class MissReason(Enum):
-    """Why a block cannot be loaded. The values are the words that `explain` prints."""
+    """Why a block cannot be loaded.
+
+        reasons = {block.reason for block in client.explain(token_ids)}
+        kvcluster.MissReason.EVICTED in reasons              # would more memory, or a pin, have helped?
+
+    The values are the words that `explain` prints; docs/client.md says what to do about each.
+    """
 
     NEVER_SEEN = "never_seen"
     EVICTED = "evicted"
@@ -35,7 +46,13 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A miss as a value: its reason, and a detail for people."""
+    """A miss as a value.
+
+        miss = client.lookup(token_ids).reason
+        print(miss)                                          # never_seen; None if every block is cached
+
+    `reason` is for programs, `detail` for people.
+    """
 
     reason: MissReason
     detail: str = ""

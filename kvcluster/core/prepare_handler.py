@@ -98,9 +98,12 @@ class PrepareHandler:
         if again is not None and not state.off:
             return [Answer(request.call, again)]
         state.count(space.tenant, "stores")
+        page_bytes = max(space.page_bytes(group, part) for group, part in m.parts)
         refused = self._why_no_store(space.tenant, m)
-        if refused is not None:
+        if refused is not None or 0 < state.members.largest_bytes < page_bytes:
             state.count(space.tenant, "refused_blocks", len(m.hashes))
+            if refused is None:
+                return [Answer(request.call, _never_fits(page_bytes, state.members.largest_bytes))]
             return [Answer(request.call, StoreGrant((StoreRun(len(m.hashes), Decision.REFUSED, miss=refused),)))]
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
         emitter = state.emitter if not space.spec.private else None
@@ -109,7 +112,8 @@ class PrepareHandler:
         # Each page is planned separately: a worker may write several parts of one group, and all of them must be
         # present.
         askings = [NeedPlanner(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]
-        member = partial(state.members.place, tenant=space.tenant, host=m.host, purged=space.purged)
+        place_run = state.members.place
+        member = partial(place_run, tenant=space.tenant, host=m.host, page_bytes=page_bytes, purged=space.purged)
         placed = cache(_placed)  # so that blocks with one fate share one object, which is quick to compare
         place = cache(lambda run: placed(member(run) or self._why_nowhere(space)))
         writes: list[Writing] = []
@@ -250,6 +254,15 @@ def _placed(where: Member | Miss) -> _Fate:
     if isinstance(where, Miss):
         return Decision.REFUSED, None, where
     return Decision.WRITE, where.address, None
+
+
+def _never_fits(page_bytes: int, largest_bytes: int) -> Refused:
+    """Returns the answer to a store whose pages fit no shard, not even an empty one."""
+    return Refused(
+        RefusedKind.BAD,
+        f"a page of {page_bytes} bytes never fits a shard: the largest has {largest_bytes}; "
+        "raise device_bytes or lower block_tokens",
+    )
 
 
 OFF = Miss(MissReason.OFF, "an operator has turned the cache off; `kvcluster on` turns it on again")

@@ -51,6 +51,15 @@ def _check_text(value: object) -> None:
         raise SpecError(f"{value!r} cannot be encoded as UTF-8") from None
 
 
+def dtype_name(dtype: object) -> str:
+    """Returns the name of a dtype that is given by its name, or as torch, numpy or JAX have it: `torch.float16`,
+    `numpy.float16` and `numpy.dtype("float16")` are "float16". Something else is returned as text."""
+    if isinstance(dtype, type):
+        return dtype.__name__
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
+    return str(name or dtype).removeprefix("torch.")
+
+
 PRIVATE_WEIGHTS = "private:"
 """The prefix of the weights of an engine that shares its KV with no other engine; a random id follows it."""
 
@@ -72,6 +81,11 @@ class Plane:
     whatever the number of tokens. Recurrent state is opaque, and so is KV that an attention kernel packs in its own
     order: then `packing` names that order, and only engines with the same packing share a namespace. All other planes
     are in page layout, and their `packing` is "".
+
+        kvcluster.Plane("k", heads=8, dim=128, dtype="bfloat16")
+
+    `dtype` is one of DTYPE_BYTES, or the dtype of torch, numpy or JAX of that name. Raises SpecError for another dtype
+    or impossible sizes.
     """
 
     name: str
@@ -83,6 +97,7 @@ class Plane:
     def __post_init__(self) -> None:
         if not self.name:
             raise SpecError("a plane needs a name, such as 'k'")
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.dtype not in DTYPE_BYTES:
             raise SpecError(f"plane {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         _check_number(self.heads, 1, f"plane {self.name!r}: heads")
@@ -110,7 +125,10 @@ class Plane:
 class Reuse:
     """Which blocks before a boundary a group needs in order to continue from it.
 
-    `prefix`: every one. `window`: those that hold the last `tokens` - 1 tokens. `last`: only the last.
+    `prefix`: every one. `window`: those that hold the last `tokens` - 1 tokens. `last`: only the last. There are the
+    constants PREFIX and LAST, and `window(tokens)`.
+
+        kvcluster.Group(layers=range(8), planes=[kvcluster.Plane.opaque("state", 4_096)], reuse=kvcluster.LAST)
     """
 
     kind: str
@@ -137,13 +155,25 @@ LAST = Reuse("last")
 
 
 def window(tokens: int) -> Reuse:
-    """The reuse rule of a sliding window over the last `tokens` tokens."""
+    """Returns the reuse rule of a sliding window over the last `tokens` tokens, for a Group. Raises SpecError unless it
+    is a number above 0.
+
+        kvcluster.window(4_096).blocks_needed(boundary=1_000, block_tokens=16)       # 256
+    """
     return Reuse("window", tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that share one block table. `layers` are the model's own layer numbers."""
+    """Layers that share one block table. `layers` are the model's own layer numbers, ascending; `planes` is what each
+    of them keeps, and `reuse` says which blocks before a boundary are needed to continue from there.
+
+        k, v = (kvcluster.Plane(name, heads=8, dim=128, dtype="bfloat16") for name in "kv")
+        full = kvcluster.Group(layers=range(0, 32, 2), planes=[k, v])
+        local = kvcluster.Group(layers=range(1, 32, 2), planes=[k, v], reuse=kvcluster.window(4_096))
+
+    Raises SpecError if they do not fit one another.
+    """
 
     layers: tuple[int, ...]
     planes: tuple[Plane, ...]
@@ -161,6 +191,12 @@ class Group:
         if len({plane.heads for plane in self.planes}) != 1:
             raise SpecError("the planes of a group must have the same number of heads; use two groups")
 
+    def __repr__(self) -> str:
+        first, second, last = self.layers[0], [*self.layers, 0][1], self.layers[-1]
+        by_step = range(first, last + 1, second - first) if len(self.layers) > 1 else ()
+        layers = by_step if tuple(by_step) == self.layers else self.layers
+        return f"Group(layers={layers!r}, planes={self.planes!r}, reuse={self.reuse!r})"
+
     @property
     def heads(self) -> int:
         """KV heads of the whole model in this group."""
@@ -172,7 +208,11 @@ class Group:
 
 
 class Part(NamedTuple):
-    """A rectangle of layers x heads of one group, both ranges half open, layers counted in the group."""
+    """A rectangle of layers x heads of one group, both ranges half open, layers counted in the group: what one rank of
+    an engine holds.
+
+        kvcluster.Part(layer_start=0, layer_stop=2, head_start=0, head_stop=4)       # layers 0 and 1, heads 0 to 3
+    """
 
     layer_start: int
     layer_stop: int
@@ -181,10 +221,12 @@ class Part(NamedTuple):
 
     @property
     def layers(self) -> int:
+        """The number of layers."""
         return self.layer_stop - self.layer_start
 
     @property
     def heads(self) -> int:
+        """The number of heads."""
         return self.head_stop - self.head_start
 
     def intersect(self, other: Part) -> Part | None:
@@ -205,13 +247,19 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """Everything that must match for KV to be reusable. Immutable; compare by value.
+    """Everything that must match for KV to be reusable. Immutable; compare by value. `KVSpec.uniform` makes the plain
+    case, of layers that are all alike:
+
+        spec = kvcluster.KVSpec.uniform(model="llama-3-8b", weights="sha256:9f1c...", num_layers=32, num_kv_heads=8,
+                                        head_dim=128, dtype="bfloat16", block_tokens=16)
+        spec.block_bytes                                     # 2 MiB of KV in a block of 16 tokens
 
     `weights` is a fingerprint of the exact weights (a digest or a commit), required because stale KV
     after a weight update is the worst failure that users of other caches report; mutable names such as
     "main" are refused. `adapter` is the content hash of a LoRA, or "". `rope` is any text that pins the
     rotary settings. `extra` is sorted pairs of anything else that must match. `private` marks the namespace of the
-    private pages of sequences (docs/adr/0047), whose ids are random; no prefix lookup is made there.
+    private pages of sequences (docs/adr/0047), whose ids are random; no prefix lookup is made there. Raises SpecError,
+    which names the field, for a spec that cannot be right.
     """
 
     model: str
@@ -267,15 +315,18 @@ class KVSpec:
         num_layers: int,
         num_kv_heads: int,
         head_dim: int,
-        dtype: str,
+        dtype: object,
         block_tokens: int = 16,
         adapter: str = "",
         rope: str = "",
         extra: Mapping[str, str] | None = None,
     ) -> KVSpec:
-        """The plain case: every layer holds K and V of one shape, and every block of a prefix is needed."""
+        """Returns the spec of the plain case: every layer holds K and V of one shape, and every block of a prefix is
+        needed. `dtype` is a name, such as "bfloat16", or the dtype of torch, numpy or JAX of that name; `num_kv_heads`
+        and `head_dim` are those of the whole model. The others are as in KVSpec. Raises SpecError."""
         _check_number(num_layers, 1, "num_layers")
-        planes = (Plane("k", num_kv_heads, head_dim, dtype), Plane("v", num_kv_heads, head_dim, dtype))
+        name = dtype_name(dtype)
+        planes = (Plane("k", num_kv_heads, head_dim, name), Plane("v", num_kv_heads, head_dim, name))
         return cls(
             model=model,
             weights=weights,

@@ -17,6 +17,7 @@ from typing import Any
 
 from kvcluster.client.client import Client
 from kvcluster.client.coordinator_client import CoordinatorPort
+from kvcluster.client.deadlines import OTHER_MS
 from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import Config, load
 from kvcluster.core.coordinator import Coordinator
@@ -63,6 +64,8 @@ class MemoryCluster:
         below["shards"] = shards
         below["shard"] = {"report_interval_ms": 50, "report_retry_ms": 20, **below.get("shard", {})}
         below["shard"]["device_bytes"] = device_bytes
+        # A machine that runs tests has much else to do, and a test's verdict must not depend on it.
+        below["client"] = {"deadline_ms": OTHER_MS, **below.get("client", {})}
         self.config: Config = load(overrides=below)
         self._coordinator: CoordinatorHost | None = None
         self._shards: dict[ShardId, ShardHost] = {}

@@ -30,6 +30,7 @@ from kvcluster.errors import (
 )
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.forks import FORKS
 from kvcluster.wire.methods import Method, Question
 from kvcluster.wire.versions import METADATA, OURS, agreed_version, clock_in, versions_in
 
@@ -94,11 +95,13 @@ class ClockDifference(NamedTuple):
 class Connection:
     """A channel to one server, with the credential that every call carries.
 
-    Raises ConfigError for an invalid address, CredentialError for a token that no server could have made.
+    Raises ConfigError for an invalid address, CredentialError for a token that no server could have made, and
+    KVClusterError in a process that was forked from the middle of a call.
     """
 
     def __init__(self, address: str, token: str | None) -> None:
         check_address(address)
+        FORKS.check()
         # gRPC would fail each call with no more than "Invalid metadata".
         if token and not (token.isascii() and token.isprintable()):
             raise CredentialError(
@@ -122,18 +125,19 @@ class Connection:
         CallerError, CredentialError or ProtocolError."""
         request = method.encode_request(question, namespace, self.version or OLDEST_VERSION)
         before = time.time_ns()
-        data, call = self._start(self._unary, method.path, request, deadline)
+        with FORKS.call(deadline):
+            data, call = self._start(self._unary, method.path, request, deadline)
         self._compare_clocks(before, time.time_ns(), call)
         return method.decode_reply(data, self._learn(call))
 
     def read_stream(self, path: str, message: bytes, deadline: Deadline) -> Any:
         """Sends one message, and returns a stream of answers. Raises Unavailable; pass errors of the stream to
         `raise_for`."""
-        return self._start(self._channel.unary_stream, path, message, deadline)
+        return self._stream(self._channel.unary_stream, path, message, deadline)
 
     def write_stream(self, path: str, messages: Iterator[bytes], deadline: Deadline) -> Any:
         """Sends many messages on a thread of gRPC's own, and returns a stream of answers. Raises as `read_stream`."""
-        return self._start(self._channel.stream_stream, path, messages, deadline)
+        return self._stream(self._channel.stream_stream, path, messages, deadline)
 
     def _learn(self, answered: Any) -> int:
         """Returns the version that both sides speak, by the trailers of an answer. Raises VersionError if there is
@@ -148,6 +152,17 @@ class Connection:
 
     def _unary(self, path: str, **serializers: Any) -> Any:
         return self._channel.unary_unary(path, **serializers).with_call
+
+    def _stream(self, kind: Callable[..., Any], path: str, argument: object, deadline: Deadline) -> Any:
+        FORKS.enter(deadline)
+        try:
+            call = self._start(kind, path, argument, deadline)
+        except BaseException:
+            FORKS.leave()
+            raise
+        if not call.add_callback(FORKS.leave):  # it has ended already
+            FORKS.leave()
+        return call
 
     def _start(self, kind: Callable[..., Any], path: str, argument: object, deadline: Deadline) -> Any:
         if not deadline.remaining_s():
@@ -211,11 +226,29 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+_SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/{1,3}")
+_HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
+_BARE_IPV6 = re.compile("[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}")
+
+
 def check_address(address: str) -> None:
-    """Raises ConfigError unless this is host:port."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65_536:
-        raise ConfigError(f"{address!r} is not host:port, such as 127.0.0.1:7070")
+    """Raises ConfigError unless this is host:port. The message says what to write instead, where that can be told."""
+    given: object = address
+    if not isinstance(given, str):
+        raise ConfigError(f"the address is {given!r}; expected host:port as text, such as '127.0.0.1:7070'")
+    if _is_host_and_port(address):
+        return
+    bare = _SCHEME.sub("", address.strip(), count=1).split("/", 1)[0].rpartition("@")[2]
+    host, _, port = bare.rpartition(":")
+    if not _is_host_and_port(bare) and _BARE_IPV6.fullmatch(host):
+        bare = f"[{host}]:{port}"
+    instead = f": write {bare}" if _is_host_and_port(bare) else ", such as 127.0.0.1:7070"
+    raise ConfigError(f"{address!r} is not host:port{instead}")
+
+
+def _is_host_and_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(_HOST.fullmatch(host) and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 65_536)
 
 
 def status_of(error: Unavailable | KVClusterError) -> grpc.StatusCode:

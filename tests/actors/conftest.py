@@ -16,8 +16,9 @@ import pytest
 import kvcluster
 from kvcluster.actors.local import LocalCluster
 
-QUICK = {"shard": {"lease_ttl_ms": 2_000, "report_interval_ms": 100}}
-"""Leases are short and reports frequent, so that tests see soon that a lease has ended or a page was counted."""
+QUICK = {"shard": {"lease_ttl_ms": 2_000, "report_interval_ms": 100}, "client": {"deadline_ms": 10_000}}
+"""Leases are short and reports frequent, so that tests see soon that a lease has ended or a page was counted. Clients
+wait longer than they do by default: the machine may have much else to do."""
 
 
 class SharedRay:

@@ -24,6 +24,7 @@ def test_a_shard_that_was_killed_serves_from_its_disk_as_soon_as_it_is_back(tmp_
     config = {
         "coordinator": {"hold_ms": 0, **EAGER},
         "shard": {"scrub_bytes": 0, "disk_file_bytes": FILE_BYTES, "report_interval_ms": 50, "report_retry_ms": 20},
+        "client": {"deadline_ms": 10_000},
     }
     values = torch.randn(shape_of(BLOCKS, NUMBERS), generator=torch.Generator().manual_seed(1))
     with kvcluster.local(

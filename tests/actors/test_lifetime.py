@@ -26,7 +26,8 @@ def test_a_local_cluster_ends_with_its_block_and_with_its_process(monkeypatch: p
     with TemporaryDirectory(prefix="kv", dir="/tmp", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("TMPDIR", folder)
         _ends_with_its_block_and_with_its_process()
-        assert len(list(Path(folder).glob("kvcluster-*"))) == 1, "blocks that ended removed theirs"
+        left = len(list(Path(folder).glob("kvcluster-*")))
+        assert left == 2, "the killed one's, of its coordinator and of its Ray: blocks that ended removed theirs"
 
 
 def test_a_long_name_of_the_folder_for_temporary_files_keeps_no_cluster_from_starting(
@@ -42,6 +43,17 @@ def test_a_long_name_of_the_folder_for_temporary_files_keeps_no_cluster_from_sta
         assert started[0].parent.parent == Path("/tmp")
         assert stat.S_IMODE(started[0].parent.stat().st_mode) == 0o700
     assert not started[0].parent.exists()
+
+
+@pytest.mark.slow
+def test_clusters_without_a_block_end_in_any_order_and_with_their_process_at_the_latest() -> None:
+    with start_worker("notebook") as worker:
+        answer = said(worker)
+        assert (answer["blocks"], answer["shown"]) == (8, True), (
+            "the second serves when the first, which began, is closed"
+        )
+        assert worker.wait() == 0
+        eventually(lambda: not set(answer["pids"]) & set(session(worker.pid)))
 
 
 def _ends_with_its_block_and_with_its_process() -> None:

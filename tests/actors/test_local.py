@@ -15,11 +15,12 @@ import ray
 import torch
 
 import kvcluster
+from kvcluster.actors import embedded
 from kvcluster.actors.local import LocalCluster
 from kvcluster.client import Client
 from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import Part
-from kvcluster.errors import ConfigError
+from kvcluster.errors import CallerError, ConfigError
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 from tests.actors.conftest import QUICK
 from tests.actors.processes import descendants, listening, outcome, start_worker
@@ -155,6 +156,33 @@ def test_a_second_cluster_on_the_same_ray_is_another_cluster(client: Client) -> 
     with kvcluster.local(device_bytes="16MiB") as second:
         assert second.client(SPEC).lookup(tokens(3)).blocks == 0
     assert client.lookup(tokens(3)).blocks == 8
+
+
+def test_a_cluster_is_an_object_with_and_without_a_block(shared_ray: None) -> None:
+    cluster = kvcluster.local(device_bytes="16MiB", config=QUICK)
+    client = cluster.client(SPEC)
+    assert repr(cluster) == f"<LocalCluster at {cluster.address}>"
+    assert client.store(tokens(4), kv(4)).blocks == 8
+    with cluster as same:
+        assert same is cluster and client.lookup(tokens(4)).blocks == 8
+    cluster.close()
+    assert (
+        repr(cluster) == f"<LocalCluster at {cluster.address}, closed>" and repr(client) == "<Client of tiny, closed>"
+    )
+    with pytest.raises(CallerError, match="this cluster is closed; start another one"):
+        cluster.client(SPEC)
+
+
+def test_a_cluster_that_does_not_fit_beside_another_says_so_before_anything_starts(
+    shared_cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = embedded._RAY._users
+    monkeypatch.setattr(embedded._RAY, "_room", embedded._RAY._taken + 2**20)
+    with pytest.raises(
+        ConfigError, match=r"do not fit beside the clusters that this process runs already.*: close one"
+    ):
+        kvcluster.local(device_bytes="16MiB")
+    assert embedded._RAY._users == users
 
 
 def test_a_worker_killed_mid_store_leaves_neither_lease_nor_page(shared_cluster: LocalCluster, client: Client) -> None:

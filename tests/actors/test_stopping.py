@@ -31,6 +31,7 @@ SIZES = {"device_bytes": "16MiB", "host_bytes": "2MiB", "disk_bytes": 64 * FILE_
 CONFIG: dict[str, Any] = {
     "coordinator": {"hold_ms": 0, "host_codec": "raw"},
     "shard": {"scrub_bytes": 0, "disk_file_bytes": FILE_BYTES, "report_interval_ms": 50, "report_retry_ms": 20},
+    "client": {"deadline_ms": 10_000},
 }
 """All prompts fit on the disk of one shard, and nothing goes down by itself."""
 
@@ -129,7 +130,7 @@ def test_down_has_the_shards_save_and_the_next_up_has_every_hit(tmp_path: Path) 
     try:
         for expected in (0, BLOCKS * PROMPTS):
             running = background.up(config).running
-            with kvcluster.connect(running.address, NUMBERS) as client:
+            with kvcluster.connect(running.address, NUMBERS, config=config.client) as client:
                 assert hits(client) == expected
                 if not expected:
                     store(client)

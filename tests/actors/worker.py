@@ -113,5 +113,18 @@ def embed() -> None:
         threading.Event().wait()
 
 
+def notebook() -> None:
+    """Two embedded clusters without a `with` block, as in a notebook. The one that has started Ray is closed first, and
+    the other is left to the end of the process."""
+    sys.stderr = sys.stdout  # what is told of them shows as a line that is no JSON
+    first = kvcluster.local(device_bytes="16MiB")
+    second = kvcluster.local(device_bytes="16MiB")
+    client = second.client(SPEC)
+    first.close()
+    first.close()
+    stored = client.store(tokens(1), kv(1))
+    say(blocks=stored.blocks, shown=repr(first).endswith(", closed>"), pids=second.pids())
+
+
 if __name__ == "__main__":
-    {job.__name__: job for job in (load, redeem, store, embed)}[sys.argv[1]](*sys.argv[2:])
+    {job.__name__: job for job in (load, redeem, store, embed, notebook)}[sys.argv[1]](*sys.argv[2:])

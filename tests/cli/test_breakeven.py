@@ -131,7 +131,7 @@ def test_it_leaves_nothing_behind_and_touches_nothing_of_others(
         model="theirs", weights="sha256:1", num_layers=1, num_kv_heads=1, head_dim=8, dtype="float16", block_tokens=4
     )
     page = b"t" * spec.page_bytes(0, spec.whole(0))
-    with kvcluster.connect(served.coordinator, spec) as client:
+    with kvcluster.connect(served.coordinator, spec, config=kvcluster.ClientConfig(deadline_ms=10_000)) as client:
         assert client.store([1, 2, 3, 4], kvcluster.Buffers([page])).blocks == 1
         assert client.flush()
         for _ in range(2):
@@ -139,6 +139,15 @@ def test_it_leaves_nothing_behind_and_touches_nothing_of_others(
         eventually(lambda: served.pages() == 1)
         assert served.tombstones() == 1, "each run takes the place of the one before"
         assert client.lookup([1, 2, 3, 4]).blocks == 1
+
+
+def test_runs_leave_nothing_to_warn_of_in_status(
+    served: Served, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(2):
+        figures(served, model, capsys, "1000")
+    assert main(["status", "--address", served.coordinator]) == 0
+    assert "never shared" not in capsys.readouterr().out
 
 
 def test_a_run_right_after_another_waits_until_its_blocks_are_forgotten(

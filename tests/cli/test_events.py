@@ -135,7 +135,7 @@ def test_what_is_no_endpoint_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("kvcluster.client.events", "kvcluster.client.event_gaps", "kvcluster.wire.kv_events"):
+    for name in ("kvcluster.client.event_reader", "kvcluster.wire.kv_events"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "zmq", None)
     assert cli.main(["events"]) == 1

@@ -46,6 +46,12 @@ def test_adapters_and_other_models_are_meant_to_be_apart() -> None:
     assert list(kept_apart([(SPEC, 7), (replace(SPEC, adapter="sha256:9"), 3), (spec_of(model="other"), 3)])) == []
 
 
+def test_namespaces_that_a_purge_has_emptied_are_no_difference() -> None:
+    emptied = [(spec_of(weights=f"sha256:{number}"), 0) for number in range(2, 5)]
+    assert list(kept_apart(emptied)) == []
+    assert list(kept_apart([(SPEC, 7), *emptied])) == []
+
+
 def test_a_tenant_is_told_of_its_own_namespaces_alone() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:2]))
     assert coordinator.ask(Namespaces, build_request(GetNamespaces(), OURS)).known == ((WORLD_SPEC, 2),)

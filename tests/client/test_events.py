@@ -13,6 +13,8 @@ import zmq
 import kvcluster
 from kvcluster.client.event_gaps import RESTARTED
 from kvcluster.client.events import Event, EventSubscriber
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored, Publish
 from kvcluster.errors import ConfigError
 from kvcluster.runtime.event_publisher import EventPublisher
@@ -339,6 +341,13 @@ def test_close_may_come_again_and_leaves_no_socket() -> None:
         subscriber.next(0.01)
         subscriber.close()
         subscriber.close()
+
+
+def test_an_event_shows_itself_in_a_line() -> None:
+    many = BlocksStored(Tier.DEVICE, None, (BlockHash(bytes(32)),) * 5_000, tuple(range(80_000)))
+    assert repr(Event("kv@0@m", "0", "m", many)) == "<Event BlocksStored of 5,000 blocks, kv@0@m>"
+    cleared = Event("kv@0@m", "0", "m", AllBlocksCleared(), "missed 2 batches")
+    assert repr(cleared) == "<Event AllBlocksCleared, kv@0@m: missed 2 batches>"
 
 
 def test_it_is_a_public_name() -> None:

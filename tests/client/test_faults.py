@@ -514,6 +514,8 @@ def test_a_page_larger_than_the_pool_says_what_to_do(start: Start) -> None:
     with pytest.raises(CallerError, match=r"never fits.*raise device_bytes or lower block_tokens"):
         client.store(prompt(1), kv(1, spec=large))
     assert client.lookup(prompt(1)).blocks == 0
+    counters = client.status()["counters"]
+    assert (counters["write_blocks"], counters["refused_blocks"]) == (0, 1), "it is refused, not written"
 
 
 def test_pinned_blocks_outlast_pressure_and_go_once_unpinned(start: Start) -> None:

@@ -524,7 +524,7 @@ def test_bytes_of_another_length_are_refused_and_nothing_is_written(length: int)
 
 MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "no memory": (lambda: None, "is None, but the part"),
-    "not a memory": (lambda: "cuda", "is a str; expected a torch tensor, Dense, Paged or Buffers"),
+    "not a memory": (lambda: "cuda", "is a str; expected a torch tensor or another array, Dense"),
     "layers as a bare list": (layers, "a list of 3, but the spec has 1 group.*Paged"),
     "dense of an array": (lambda: Dense([1.0]), "is a list; expected a torch tensor"),  # type: ignore[arg-type]
     "dtype": (lambda: like(torch.float16), "is torch.float16; expected torch.bfloat16"),
@@ -649,8 +649,9 @@ def test_without_torch_buffers_are_served_and_others_refused(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "kvcluster.client.tensors", None)
     monkeypatch.delattr("kvcluster.client.tensors", raising=False)
     bind(Buffers([bytes(PAGE_BYTES)]), SPEC, (WHOLE,), 1, writable=False)
-    with pytest.raises(CallerError, match="without torch installed only Buffers are supported"):
-        bind([b"page"], SPEC, (WHOLE,), 1, writable=False)  # type: ignore[list-item]
+    bind(bytes(PAGE_BYTES), SPEC, (WHOLE,), 1, writable=False)
+    with pytest.raises(CallerError, match="without torch installed only Buffers and flat bytes are supported"):
+        bind(like(), SPEC, (WHOLE,), 5, writable=False)
 
 
 def test_naming_a_memory_does_not_import_torch() -> None:

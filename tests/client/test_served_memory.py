@@ -135,6 +135,98 @@ def bare_array(flat: torch.Tensor) -> Given:
     return Given(values.numpy(), values, flat)
 
 
+def transposed_array(flat: torch.Tensor) -> Given:
+    given = transposed(flat)
+    return given._replace(memory=given.memory.numpy())
+
+
+def paged_arrays(flat: torch.Tensor) -> Given:
+    values = flat[: prod(SHAPE)].view(SHAPE)
+    return Given(Paged([layer.numpy() for layer in values.unbind(1)], np.arange(BLOCKS)), values, flat)
+
+
+def nhd_arrays(flat: torch.Tensor) -> Given:
+    caches = flat[: prod(SHAPE)].view(LAYERS, 2, BLOCKS, BLOCK, HEADS, DIM)
+    return Given(Paged.nhd(list(caches.numpy()), range(BLOCKS)), caches.permute(2, 0, 1, 3, 4, 5), flat)
+
+
+def read_only_array(flat: torch.Tensor) -> Given:
+    values = flat[: prod(SHAPE)].view(SHAPE)
+    return Given(read_only(values.numpy()), values, flat)
+
+
+def reversed_array(flat: torch.Tensor) -> Given:
+    values = flat[: prod(SHAPE)].view(SHAPE)
+    return Given(values.numpy()[..., ::-1], values, flat)
+
+
+def big_endian_array(flat: torch.Tensor) -> Given:
+    values = flat[: prod(SHAPE)].view(SHAPE)
+    return Given(values.numpy().view(">f4"), values, flat)
+
+
+class Exported:
+    """An array of a library that has only DLPack in common with others."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        return self.inner.__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> Any:
+        return self.inner.__dlpack_device__()
+
+
+class ExportedOfOld(Exported):
+    """One of before version 1.0 of DLPack, whose capsule does not say whether it may be written."""
+
+    def __dlpack__(self) -> Any:
+        return self.inner.__dlpack__()
+
+
+class ExportedOnDevice(Exported):
+    """One in the memory of a GPU."""
+
+    def __dlpack_device__(self) -> Any:
+        return 2, 0
+
+
+def dlpack(flat: torch.Tensor) -> Given:
+    given = transposed(flat)
+    return given._replace(memory=Exported(given.memory))
+
+
+def old_dlpack(flat: torch.Tensor) -> Given:
+    given = transposed(flat)
+    return given._replace(memory=ExportedOfOld(given.memory))
+
+
+def read_only_dlpack(flat: torch.Tensor) -> Given:
+    given = read_only_array(flat)
+    return given._replace(memory=Exported(given.memory))
+
+
+def device_dlpack(flat: torch.Tensor) -> Given:
+    given = transposed(flat)
+    return given._replace(memory=ExportedOnDevice(given.memory))
+
+
+def flat_bytes(flat: torch.Tensor) -> Given:
+    values = flat[: prod(SHAPE)].view(SHAPE)
+    return Given(memoryview(values.flatten().numpy()).cast("B"), values, flat)
+
+
+def read_only_bytes(flat: torch.Tensor) -> Given:
+    given = flat_bytes(flat)
+    return given._replace(memory=given.memory.toreadonly())
+
+
+def odd_bytes(flat: torch.Tensor) -> Given:
+    given = flat_bytes(flat)
+    return given._replace(memory=given.memory[:-1])
+
+
 def _arrays(flat: torch.Tensor, cut: Callable[[np.ndarray], np.ndarray]) -> Given:
     values = flat[: prod(SHAPE)].view(SHAPE)
     return Given(Buffers([cut(page.numpy()) for page in values.view(BLOCKS, -1).view(torch.uint8)]), values, flat)
@@ -176,7 +268,20 @@ ROWS: dict[str, Row] = {
     "another dtype": Row(of_dtype, "is torch.int32; expected torch.float32", "is torch.int32"),
     "another device": Row(of_device, "on meta; expected torch.strided on cpu", "on meta"),
     "requires grad": Row(watched, "requires grad"),
-    "numpy array": Row(bare_array, "is a ndarray; expected a torch tensor", "is a ndarray"),
+    "numpy array": Row(bare_array),
+    "numpy array, transposed": Row(transposed_array),
+    "numpy arrays, one a layer": Row(paged_arrays),
+    "numpy arrays in vLLM's NHD layout": Row(nhd_arrays),
+    "numpy array that is read-only": Row(read_only_array, "the destination is read-only"),
+    "numpy array that is reversed": Row(reversed_array, "strides of .* not reversed", "strides of .* not reversed"),
+    "numpy array in big-endian byte order": Row(big_endian_array, "big-endian byte order", "big-endian byte order"),
+    "array with DLPack": Row(dlpack),
+    "array with DLPack of before 1.0": Row(old_dlpack),
+    "array with DLPack that is read-only": Row(read_only_dlpack, "the destination is read-only"),
+    "array with DLPack on a device": Row(device_dlpack, "lies on a device", "lies on a device"),
+    "bytes of all blocks": Row(flat_bytes),
+    "bytes that are read-only": Row(read_only_bytes, "is read-only"),
+    "bytes that are no whole pages": Row(odd_bytes, "expected a multiple of", "expected a multiple of"),
     "writable buffers": Row(buffers),
     "read-only buffers": Row(read_only_buffers, "is read-only"),
     "buffer that is too small": Row(short_buffers, f"expected the {PAGE_BYTES} of", f"expected the {PAGE_BYTES} of"),

@@ -16,6 +16,8 @@ from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.spec import Part
+from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline
 from tests.client.build import (
@@ -119,6 +121,28 @@ def test_waiting_for_a_layer_ends_with_the_transfer(cluster: MemoryCluster) -> N
         hold.let_go()
         assert waiting.result(BOUND_S) is False
         assert transfer.result().miss == GIVEN_UP
+
+
+@pytest.mark.parametrize("layer", [LAYERS, 99, -1, None, "0"])
+def test_a_layer_that_a_load_does_not_move_is_refused(cluster: MemoryCluster, layer: Any) -> None:
+    with cluster.client(SPEC, part=Part(1, LAYERS, 0, 4)) as client:
+        transfer = client.begin_load(client.prepare_load(client.hashes(TOKENS)), room(3, part=Part(1, LAYERS, 0, 4)))
+        for call in (transfer.wait_layer, transfer.layer_done):
+            for wrong in (layer, 0):  # which is of the model, but not of this client's part
+                with pytest.raises(
+                    CallerError, match=rf"no layer {wrong!r} .* moves 2 layers of the model, from 1 to 2"
+                ):
+                    call(wrong)
+            assert call(1), "a layer that it moves"
+        assert transfer.result().blocks == 3
+
+
+def test_a_store_has_no_layers_to_wait_for(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        transfer = client.begin_store(client.hashes(TOKENS), kv(3))
+        with pytest.raises(CallerError, match="only loads have layers to wait for"):
+            transfer.wait_layer(0)
+        transfer.result()
 
 
 # ------------------------------------------------------------------------------------- memory let alone

@@ -3,6 +3,7 @@ end."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,6 +59,7 @@ from tests.core.samples import (
     HYBRID,
     LEFT,
     MS,
+    OURS,
     RIGHT,
     SECOND,
     SPEC,
@@ -373,6 +375,35 @@ def test_nothing_is_written_to_a_shard_whose_content_is_not_known_yet() -> None:
     joining.coordinator = Epoch(100)
     assert joining.report().inventory
     assert {run.shard for run in coordinator.store(attempt(1), BLOCKS)} == {voice.address}
+
+
+LARGE = replace(SPEC, block_tokens=2 * SPEC.block_tokens)
+"""Its pages are twice as large as those that capacities are counted in."""
+
+
+def store_large(coordinator: LoneCoordinator, *blocks: BlockHash, number: int = 1) -> StoreGrant | Refused:
+    coordinator.ask(Attached, ours(Attach(LARGE)))
+    prepare = PrepareStore(attempt(number), 0, root(), blocks[0], blocks, ((0, WHOLE),))
+    answer = coordinator.ask_now(ours(prepare, LARGE.namespace(OURS)))
+    assert isinstance(answer, (StoreGrant, Refused))
+    return answer
+
+
+def test_a_page_is_written_to_no_shard_that_can_never_hold_it() -> None:
+    coordinator, enough = LoneCoordinator.serving(capacity_pages=2)
+    for name in "bcdefgh":
+        coordinator.voice(name, capacity_pages=1).join()
+    for number, block in enumerate(BLOCKS):
+        granted = store_large(coordinator, block, number=number)
+        assert isinstance(granted, StoreGrant) and [run.shard for run in granted.runs] == [enough.address]
+
+
+def test_a_store_whose_pages_fit_no_shard_is_refused_and_not_counted_as_written() -> None:
+    coordinator, _ = LoneCoordinator.serving(capacity_pages=1)
+    refused = store_large(coordinator, A, B)
+    assert isinstance(refused, Refused) and refused.kind is RefusedKind.BAD
+    assert "never fits a shard" in refused.detail and "raise device_bytes or lower block_tokens" in refused.detail
+    assert (coordinator.counter("write_blocks"), coordinator.counter("refused_blocks")) == (0, 2)
 
 
 def test_a_run_is_placed_once_however_many_blocks_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -621,6 +621,25 @@ def test_generate_refuses_by_name_what_it_does_not_understand(cluster: MemoryClu
         generate(client, model, *batch(prompt(5)), **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("max_new_token", "max_new_tokens"), ("temprature", "temperature"), ("do_samples", "do_sample")],
+)
+def test_a_misspelt_argument_is_named_with_the_one_that_was_meant(
+    cluster: MemoryCluster, misspelt: str, meant: str
+) -> None:
+    model = llama()
+    with pytest.raises(CallerError, match=rf"no argument {misspelt}: did you mean {meant}\?"):
+        generate(connect(cluster, model), model, *batch(prompt(5)), **{misspelt: 4})
+
+
+def test_an_input_of_the_model_is_no_misspelling(cluster: MemoryCluster) -> None:
+    model = llama()
+    for name in ("position_ids", "token_type_ids", "decoder_input_ids"):
+        with pytest.raises(CallerError, match=f"cannot take {name} .* more than token ids cannot be cached"):
+            generate(connect(cluster, model), model, *batch(prompt(5)), **{name: torch.zeros(1, 5)})
+
+
 def test_a_generation_config_is_read_like_keywords(cluster: MemoryCluster) -> None:
     model = llama()
     client = connect(cluster, model)

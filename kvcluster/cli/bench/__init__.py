@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcluster.cli.argument_types import positive
-from kvcluster.cli.extras import needs
 from kvcluster.config import size
 from kvcluster.errors import ConfigError
 from kvcluster.eviction import POLICIES
+from kvcluster.extras import needs
 
 _DESCRIPTION = """
 Measures on this machine what the cache costs and gives, or replays a trace of requests. Each benchmark starts what it

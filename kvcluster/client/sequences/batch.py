@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
 
 class SequenceBatch:
-    """Different sequences of one client, as the rows of each call. One thread at a time may use it or any of its
+    """A step of several sequences in one call each.
+
+        with client.sequence() as first, client.sequence() as second:
+            batch = kvcluster.SequenceBatch([first, second])
+            for layer in range(2):
+                batch.append(layer, k, v)                    # one row after another, equally many tokens of each
+            batch.advance([token_ids[:32], token_ids[32:]])
+
+    Different sequences of one client, as the rows of each call. One thread at a time may use it or any of its
     sequences. Raises CallerError for no sequence, one twice, or sequences of two clients."""
 
     def __init__(self, sequences: Tokens[Sequence]) -> None:
@@ -36,6 +44,9 @@ class SequenceBatch:
         self._runner = self._resources.runner
         self._attention: BatchAttention | None = None
 
+    def __repr__(self) -> str:
+        return f"<SequenceBatch of {len(self)} sequences>"
+
     def __len__(self) -> int:
         return len(self.sequences)
 
@@ -45,8 +56,8 @@ class SequenceBatch:
         states, runner = [sequence.checked() for sequence in self.sequences], self._runner
         values = [k] if v is None else [k, v]
         with runner.lock:
-            total = runner.memory.checked(layer, values)
-            counts = self._counts(total, tokens)
+            values = runner.memory.checked(layer, values)
+            counts = self._counts(len(values[0]), tokens)
             runs, copies = runner.with_room(
                 lambda: runner.machine.begin_step(states, layer, counts), self._resources.deadline(None)
             )
@@ -79,8 +90,10 @@ class SequenceBatch:
     ) -> Tensor:
         """As Sequence.attend for each row: `query` is `[tokens, heads, head_dim]` with the tokens of all rows, one row
         after another: `tokens[i]` of row i, by default equally many."""
+        from kvcluster.client.array_tensors import as_tensor
         from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
 
+        query = as_tensor(query, "the query")
         states = [sequence.checked() for sequence in self.sequences]
         if self._attention is None:
             self._attention = BatchAttention(states, self._resources)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from kvcluster.client.array_tensors import as_tensor
 from kvcluster.client.layouts import Paged
 from kvcluster.client.sequences.block_table import ABSENT, CODED, CodedPage, PageCopy, TokenRun, coded_page
 from kvcluster.client.sequences.blocks import PageNumber
@@ -42,6 +43,7 @@ class ResidentMemory:
         self.heads = part.heads
         self.dim = first.dim
         self.dtype: torch.dtype = getattr(torch, first.dtype)
+        self._dtype_name = first.dtype
         group, block_tokens, heads = spec.groups[0], spec.block_tokens, part.heads
         self._shape = (part.layers, self.planes, block_tokens, heads, first.dim)
         self.page_bytes = {
@@ -67,28 +69,24 @@ class ResidentMemory:
         if type(layer) is not int or not 0 <= layer < len(self._layers):
             raise CallerError(f"there is no layer {layer!r}; this worker holds {len(self._layers)}, counted from 0")
 
-    def checked(self, layer: int, values: Sequence[Tensor]) -> int:
-        """Returns the number of tokens of these tensors, one a plane, `[tokens, heads, dim]` each. Raises CallerError
-        for another layer, number of planes, shape, dtype or device."""
+    def checked(self, layer: int, arrays: Sequence[Tensor]) -> list[Tensor]:
+        """Returns these tensors, or arrays as tensors over the same memory: one a plane, `[tokens, heads, dim]` each.
+        Raises CallerError for another layer, number of planes, shape, dtype or device."""
         self.check_layer(layer)
+        values = [as_tensor(array, f"layer {layer}: what was given", dtype=self._dtype_name) for array in arrays]
         if len(values) != self.planes:
             raise CallerError(f"{len(values)} tensors were given; the spec has {self.planes} planes")
         for value in values:
-            shape = getattr(value, "shape", None)
-            if (
-                shape is None
-                or tuple(shape[1:]) != (self.heads, self.dim)
-                or tuple(shape) != (len(values[0]), *shape[1:])
-            ):
-                given = type(value).__name__ if shape is None else list(shape)
+            if tuple(value.shape) != (*values[0].shape[:1], self.heads, self.dim):
                 raise CallerError(
-                    f"layer {layer}: got {given}; expected [tokens, {self.heads}, {self.dim}], alike for all planes"
+                    f"layer {layer}: got {list(value.shape)}; expected [tokens, {self.heads}, {self.dim}], "
+                    "alike for all planes"
                 )
             if value.dtype != self.dtype or value.device != self.tensor.device:
                 raise CallerError(
                     f"layer {layer}: got {value.dtype} on {value.device}; expected {self.dtype} on {self.tensor.device}"
                 )
-        return len(values[0])
+        return values
 
     def write(self, layer: int, runs: Sequence[TokenRun], values: Sequence[Tensor]) -> None:
         """Writes consecutive tokens of one layer to where they lie, which is raw."""

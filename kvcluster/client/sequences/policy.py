@@ -10,7 +10,12 @@ from kvcluster.errors import CallerError
 
 @dataclass(frozen=True, slots=True)
 class WindowPolicy:
-    """`tail_tokens`: the last tokens of a sequence, which stay in the resident set unsealed, so that drafts can be
+    """What of a sequence stays in the worker's memory, and how.
+
+        policy = kvcluster.WindowPolicy(tail_tokens=128, codec="q8")
+        sequence = client.sequence(token_ids, policy=policy)
+
+    `tail_tokens`: the last tokens of a sequence, which stay in the resident set unsealed, so that drafts can be
     rolled back without any call. `migration_tokens`: blocks before the tail are sealed and stored in batches of at
     least this many tokens. `sink_tokens`: the first tokens of a sequence, which never leave the resident set.
     `codec`: how blocks are encoded in the resident set when they leave the tail, "raw" (not at all), "q8" or "q4";

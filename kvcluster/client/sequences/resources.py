@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.deadlines import OTHER_MS
 from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.runner import SequenceRunner
@@ -85,7 +86,7 @@ def sequence_resources(
         control=control,
         transfers=transfers,
         flush_shards=flush_shards,
-        store_ms=config.deadline_ms,
+        store_ms=config.deadline_ms or OTHER_MS,
     )
     loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
     runner.sweep, runner.settle = loads.sweep, loads.settle

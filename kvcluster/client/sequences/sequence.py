@@ -30,6 +30,7 @@ from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
 from kvcluster.client.validation import kind_of
 from kvcluster.core.ids import SEQUENCE_BYTES, SequenceId
 from kvcluster.errors import CallerError
+from kvcluster.transport.forks import OwnProcess
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,14 +48,25 @@ def random_name() -> SequenceId:
 
 class Sequence:
     """One sequence of a client. Made by `client.sequence`; a context manager. One thread at a time may use a sequence;
-    several sequences of one client may be used by several threads."""
+    several sequences of one client may be used by several threads. A forked child cannot use it.
+
+        with client.sequence() as sequence:
+            for layer in range(2):
+                sequence.append(layer, k, v)                 # [tokens, kv_heads, head_dim]
+                seen = sequence.attend(layer, q)             # [tokens, heads, head_dim]
+            sequence.advance(token_ids)                      # now these tokens count
+    """
 
     def __init__(self, resources: SequenceResources, state: SequenceState) -> None:
+        self._process = OwnProcess()
         self.resources = resources
         self._state = state
         self._runner = resources.runner
         self._deadline = resources.deadline
         self._attention: BatchAttention | None = None
+
+    def __repr__(self) -> str:
+        return f"<Sequence of {self.length:,} tokens{', closed' if self.closed else ''}>"
 
     # ---------------------------------------------------------------------------------------- what it is
 
@@ -70,6 +82,7 @@ class Sequence:
 
     @property
     def is_empty(self) -> bool:
+        """Whether no token counts yet."""
         return not self._state.length
 
     @property
@@ -92,8 +105,9 @@ class Sequence:
     def policy(self, policy: WindowPolicy) -> None:
         if not isinstance(policy, WindowPolicy):
             raise CallerError(f"policy is {policy!r}; expected a WindowPolicy")
+        state = self.checked()
         with self._runner.lock:
-            self._runner.machine.set_policy(self.checked(), policy)
+            self._runner.machine.set_policy(state, policy)
 
     @property
     def block_table(self) -> Tensor:
@@ -116,10 +130,12 @@ class Sequence:
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return self._state.closed
 
     def statistics(self) -> SequenceUse:
         """Returns how many of its tokens are sealed, stored, resident and private."""
+        self._process.check("sequence")
         with self._runner.lock:
             return sequence_use(self._state)
 
@@ -136,8 +152,8 @@ class Sequence:
         state, values = self.checked(), [k] if v is None else [k, v]
         runner = self._runner
         with runner.lock:
-            tokens = runner.memory.checked(layer, values)
-            runs, copies = self._room(lambda: runner.machine.begin_step([state], layer, [tokens]))
+            values = runner.memory.checked(layer, values)
+            runs, copies = self._room(lambda: runner.machine.begin_step([state], layer, [len(values[0])]))
             runner.memory.copy(copies)
             runner.memory.write(layer, runs, values)
 
@@ -187,7 +203,8 @@ class Sequence:
         this sequence's own from now on. Raises as `append` and `read`."""
         state, values = self.checked(), [k] if v is None else [k, v]
         runner = self._runner
-        tokens = runner.memory.checked(layer, values)
+        values = runner.memory.checked(layer, values)
+        tokens = len(values[0])
         self._check_range(layer, position, tokens, state.length)
         if not tokens:
             return
@@ -238,12 +255,13 @@ class Sequence:
         Raises CallerError for a query that does not fit; ResidentSetFull if tokens have to be loaded and find no room;
         LostTokens if the cluster has lost some, or they do not come by the deadline.
         """
+        from kvcluster.client.array_tensors import as_tensor
         from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
 
-        state = self.checked()
+        state, query = self.checked(), as_tensor(query, "the query")
         if self._attention is None:
             self._attention = BatchAttention([state], self.resources)
-        counts = [len(query)] if getattr(query, "shape", ()) else [0]
+        counts = [len(query)] if query.shape else [0]
         scores = Scores(scale, softcap, window, sinks, latent_values)
         return self._attention.attend(layer, query, counts, scores, threads, self._deadline(deadline_ms))
 
@@ -291,7 +309,9 @@ class Sequence:
 
     def close(self) -> None:
         """Ends the sequence; its forks stay open. Blocks that other workers can find stay cached, and are still stored
-        if they were sealed; its own are erased. May be called again."""
+        if they were sealed; its own are erased. May be called again. In a forked child it does nothing."""
+        if self._process.forked:
+            return
         with self._runner.lock:
             if not self._state.closed:
                 self._runner.keeper.closed(self._state)
@@ -307,7 +327,9 @@ class Sequence:
     # ------------------------------------------------------------------------------------------- helpers
 
     def checked(self) -> SequenceState:
-        """Returns its state. Raises CallerError if it is closed."""
+        """Returns its state. Raises CallerError if it is closed, or that of the process from which this one was
+        forked."""
+        self._process.check("sequence")
         if self._state.closed:
             raise CallerError("this sequence is closed")
         return self._state

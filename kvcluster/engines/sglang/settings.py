@@ -7,10 +7,11 @@ and an unknown key is refused by name: an ignored key would only show in a low h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcluster import config
 from kvcluster.client.credential import read_token
+from kvcluster.client.deadlines import OTHER_MS
 from kvcluster.config import ClientConfig
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
@@ -140,4 +141,5 @@ def _pairs(value: object) -> tuple[tuple[str, str], ...]:
 def _client(value: object) -> ClientConfig:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{_WHERE}: client must be an object ({_OURS['client']}), not {value!r}")
-    return config.load(overrides={"client": dict(value)}).client
+    client = config.load(overrides={"client": dict(value)}).client
+    return client if client.deadline_ms else replace(client, deadline_ms=OTHER_MS)

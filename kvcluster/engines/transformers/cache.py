@@ -21,13 +21,13 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcluster.client.client import Client
+from kvcluster.client.deadlines import OTHER_MS
 from kvcluster.client.layouts import Paged
 from kvcluster.client.metrics import watch
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
-from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss
@@ -37,7 +37,7 @@ from kvcluster.engines.transformers.spec import check_kv, check_spec
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline, Unavailable
 
-DEADLINE_MS: float = ClientConfig().deadline_ms
+DEADLINE_MS: float = OTHER_MS
 """Deadline of one `from_inputs` or `save` in milliseconds, however many rows it has."""
 
 

@@ -7,8 +7,9 @@ whatever its model needs.
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,10 @@ _OTHER_GENERATION = (
     "token_healing",
     "use_mtp",
 )
+
+_ALIKE = 0.8
+"""How much a misspelt name has in common with the one that was meant, as difflib counts it; inputs of models, such as
+`token_type_ids` and `pad_token_id`, have less."""
 
 _PLAIN_KWARGS = frozenset({"logits_to_keep", "tokenizer"})
 
@@ -123,10 +128,7 @@ class Generation:
         known -= {"inputs", "kwargs"}
         for name in kwargs:
             if kwargs[name] is not None and name not in known:
-                raise CallerError(
-                    f"generate() cannot take {name} with the prefix cache: KV that depends on more than token ids "
-                    "cannot be cached; call model.generate without the prefix cache"
-                )
+                raise CallerError(_why_unknown(name, known, inspect.signature(model.forward).parameters))
         for name in _OTHER_GENERATION:
             if self.option(name):
                 raise CallerError(
@@ -160,6 +162,19 @@ class Generation:
         if pad is None or pad in self.eos_token_ids or not bool((input_ids == pad).any()):
             return torch.ones_like(input_ids)
         return input_ids.ne(pad).to(input_ids.dtype)
+
+
+def _why_unknown(name: str, known: Collection[str], inputs: Collection[str]) -> str:
+    """Returns why `generate` cannot take this argument, of which neither it nor a GenerationConfig knows. `inputs` are
+    the names of what the model itself takes."""
+    if name not in inputs:
+        close = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
+        if close:
+            return f"generate() has no argument {name}: did you mean {close[0]}?"
+    return (
+        f"generate() cannot take {name} with the prefix cache: it is no argument of generate(), and KV that depends on "
+        "more than token ids cannot be cached; leave it out, or call model.generate without the prefix cache"
+    )
 
 
 def _ids(token_ids: Any) -> tuple[int, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -70,6 +73,43 @@ def grown(client: kvcluster.Client, ids: list[int], policy: kvcluster.WindowPoli
     for first in range(0, len(ids), step):
         new.append(ids[first : first + step], seed=first)
     return new
+
+
+@dataclass
+class Exported:
+    """An array that has DLPack alone."""
+
+    inner: Tensor
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        return self.inner.__dlpack__(**arguments)
+
+    def __dlpack_device__(self) -> Any:
+        return self.inner.__dlpack_device__()
+
+
+def bits(values: Tensor) -> np.ndarray:
+    """The bits of bfloat16, which numpy lacks, over the same memory."""
+    return values.view(torch.uint16).numpy()
+
+
+@pytest.mark.parametrize("array", [bits, Exported])
+def test_a_sequence_takes_arrays_of_other_libraries(cluster: MemoryCluster, array: Callable[[Tensor], Any]) -> None:
+    values, other, q = made(9, 1), made(9, 2), torch.randn(3, 2 * HEADS, DIM)
+    with cluster.client(SPEC) as client, client.sequence() as of_tensors, client.sequence() as of_arrays:
+        for layer in range(LAYERS):
+            of_tensors.append(layer, values[layer], other[layer])
+            of_arrays.append(layer, array(values[layer]), array(other[layer]))
+        for sequence in (of_tensors, of_arrays):
+            sequence.advance(list(range(9)))
+        for layer in range(LAYERS):
+            of_tensors.write(layer, 2, other[layer, :1], values[layer, :1])
+            of_arrays.write(layer, 2, array(other[layer, :1]), array(values[layer, :1]))
+        assert torch.equal(torch.cat(of_arrays.read(0, 0, 9)), torch.cat(of_tensors.read(0, 0, 9)))
+        query = Exported(q) if array is Exported else q.numpy()
+        assert torch.equal(of_arrays.attend(0, query), of_tensors.attend(0, q))
+        with pytest.raises(CallerError, match=r"is an array of|got torch"):
+            of_arrays.append(0, np.zeros((1, HEADS, DIM), np.complex64), np.zeros((1, HEADS, DIM)))
 
 
 def blocks(cluster: MemoryCluster) -> int:

@@ -33,7 +33,7 @@ def save_tokenizer(folder: Path) -> None:
 def store(address: str, spec: KVSpec, tokens: list[int], salt: bytes = b"") -> None:
     """Puts a prompt's full blocks into the cluster, and waits until they can be found."""
     blocks = len(tokens) // spec.block_tokens
-    with kvcluster.connect(address, spec) as client:
+    with kvcluster.connect(address, spec, config=kvcluster.ClientConfig(deadline_ms=10_000)) as client:
         prompt = Prompt(tokens, salt)
         stored = client.store(prompt, kv(blocks, spec=spec))
         assert stored.blocks == blocks, stored

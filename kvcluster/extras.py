@@ -1,4 +1,4 @@
-"""Reports which optional extra is missing, for all commands."""
+"""Reports which optional extra is missing, where it is used."""
 
 from __future__ import annotations
 

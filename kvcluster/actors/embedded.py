@@ -1,0 +1,140 @@
+"""An embedded cluster: its actors, and the Ray of this process that they run on.
+
+The first cluster starts that Ray, and the last one that is stopped ends it, in whatever order they are. A Ray that this
+process was connected to before is used, and left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import ray
+
+from kvcluster.actors import cluster
+from kvcluster.actors.coordinator import with_state_dir
+from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, check_fits_beside, checked_bytes_for_pools, pools_of
+from kvcluster.actors.own_ray import own_ray
+from kvcluster.actors.stopping import save_shards
+from kvcluster.config import Config
+
+_SOCKET_PATH_BYTES = 107
+_BELOW_FOLDER = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+"""The longest path that Linux takes for a socket, and how long the path of Ray's longest is below a cluster's folder.
+If the folder's name is too long, Ray gets another one in /tmp."""
+
+
+class EmbeddedCluster:
+    """The actors of one cluster. `house` is closed when they have ended."""
+
+    def __init__(self, running: cluster.Cluster, config: Config, house: ExitStack) -> None:
+        self._running = running
+        self._config = config
+        self._house = house
+
+    @classmethod
+    def start(cls, config: Config) -> EmbeddedCluster:
+        """Starts the actors, and a Ray if this process has none. Raises ConfigError, before anything is started, if a
+        setting cannot be used."""
+        cluster.check(config)
+        with ExitStack() as house:
+            # The coordinator stays on this node, so it can use a folder of this machine.
+            config = with_state_dir(config, Path(house.enter_context(_private_folder())))
+            house.enter_context(_RAY.used(config))
+            running = cluster.start(config, detached=False)
+            return cls(running, config, house.pop_all())
+
+    @property
+    def address(self) -> str:
+        """The coordinator's."""
+        return self._running.address
+
+    def pids(self) -> list[int]:
+        """Returns the process ids of the coordinator and the shards. A shard that was drained has none."""
+        pids: list[int] = []
+        for asked in [actor.pid.remote() for actor in (self._running.coordinator, *self._running.shards)]:
+            with suppress(ray.exceptions.ActorDiedError):
+                pids.append(ray.get(asked))
+        return pids
+
+    def save(self) -> None:
+        """Has the shards save their pages to their disk tiers, if they have any."""
+        save_shards(self._running.shards, self._config.shard)
+
+    def stop(self) -> None:
+        """Ends the actors, and the Ray if no other cluster uses it."""
+        with self._house:
+            self._running.stop()
+
+
+class _EmbeddedRay:
+    """The Ray that clusters of this process have started, if any; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._taken = 0  # bytes, of the pools of all users
+        self._room = 0
+        self._house = ExitStack()
+
+    @contextmanager
+    def used(self, config: Config) -> Iterator[None]:
+        """A Ray runs within the block: the one that this process is connected to, otherwise one started for `config`.
+        Raises ConfigError if the machine has too little memory for its pools."""
+        with self._lock:
+            ours = bool(self._users) or not ray.is_initialized()
+            if self._users:
+                check_fits_beside(config, self._taken, self._room)
+            elif ours:
+                self._room = checked_bytes_for_pools(config)
+                self._house.enter_context(_running_ray(self._room))
+            self._count(ours, pools_of(config))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._count(-ours, -pools_of(config))
+                if not self._users:
+                    self._house.close()
+
+    def _count(self, users: int, nbytes: int) -> None:
+        self._users += users
+        self._taken += nbytes if users else 0
+
+
+_RAY = _EmbeddedRay()
+
+
+def _private_folder(parent: str | None = None) -> TemporaryDirectory[str]:
+    """Returns a temporary folder that only this user can enter."""
+    return TemporaryDirectory(prefix="kvcluster-", dir=parent, ignore_cleanup_errors=True)
+
+
+@contextmanager
+def _running_ray(memory: int) -> Iterator[None]:
+    """A Ray of this process's own, without a dashboard, whose actors may claim so many bytes. Its sockets and logs lie
+    in a folder, which Ray opens to all users of the machine: the folder above it is closed to them, or they could
+    replace a socket by their own."""
+    with ExitStack() as house:
+        folder = house.enter_context(_private_folder())
+        if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - _BELOW_FOLDER:
+            folder = house.enter_context(_private_folder("/tmp"))
+        house.enter_context(own_ray())
+        ray.init(
+            address="local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=OBJECT_STORE_BYTES,
+            _memory=memory,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=str(Path(folder, "ray")),
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()

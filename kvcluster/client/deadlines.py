@@ -1,0 +1,27 @@
+"""The deadline of a call for which its caller gives none, and the configuration none either.
+
+It fits what the call is worth. A load is worth the time in which its tokens could be computed, and a question before it
+far less: an engine waits for both, and computes where they are a miss. Nothing waits for a store in this way.
+
+    QUESTION_MS               hashes, lookup, prepare_load, the questions of a load
+    QUESTION_MS + 1 ms a MB   the bytes of a load
+    OTHER_MS                  everything else: stores, flush, sequences, pins, explain, status, clear, purge
+"""
+
+from __future__ import annotations
+
+QUESTION_MS = 1_000
+"""A coordinator answers within a few milliseconds, and one whose process was held up for as long as it may be
+(Config.stall_ms) still answers in time."""
+
+LOAD_BYTES_PER_MS = 1_000_000
+"""Slower loads do not pay: of a model with 128 KiB of KV a token, such as llama-3-8b, 1 GB/s are 7,600 tokens/s, which
+one GPU computes as well."""
+
+OTHER_MS = 10_000
+"""Time for what is done beside requests: a store waits in line, then for room (ClientConfig.store_wait_ms)."""
+
+
+def load_ms(nbytes: int) -> float:
+    """Returns the deadline of loading so many bytes, in milliseconds."""
+    return QUESTION_MS + nbytes / LOAD_BYTES_PER_MS

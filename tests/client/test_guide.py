@@ -1,0 +1,82 @@
+"""Every example of docs/client.md runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import kvcluster
+from kvcluster.client.client import Client
+from tests.client.conftest import Start
+
+TEXT = (Path(__file__).parents[2] / "docs/client.md").read_text(encoding="utf-8")
+EXAMPLES = [
+    (f"{heading} {number}", code)
+    for heading, section in re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL), 1)
+]
+SPEC = kvcluster.KVSpec.uniform(
+    model="llama-3-8b",
+    weights="sha256:9f1c",
+    num_layers=32,
+    num_kv_heads=8,
+    head_dim=128,
+    dtype=torch.bfloat16,
+    block_tokens=16,
+)
+TOKENS = list(range(64))
+SHAPE = (4, 32, 2, 16, 8, 128)
+
+
+@pytest.fixture
+def names(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The names that examples use, over a cluster within this process."""
+    cluster = start(device_bytes="64MiB")
+
+    class Local:
+        """As a LocalCluster, of which a real one is started in tests/actors."""
+
+        client = staticmethod(cluster.client)
+        close = staticmethod(lambda: None)
+
+    def connect(address: str, spec: kvcluster.KVSpec) -> Client:
+        return cluster.client(spec)
+
+    monkeypatch.setattr(kvcluster, "connect", connect)
+    monkeypatch.setattr(kvcluster, "local", lambda **settings: Local())
+    with cluster.client(SPEC) as client:
+        client.store(TOKENS, torch.randn(SHAPE).bfloat16())
+        assert client.flush()
+        prompt = kvcluster.Prompt([*TOKENS, *range(64 + 9 * 16)], salt=b"of this prompt alone")
+        yield {
+            "kvcluster": kvcluster,
+            "numpy": numpy,
+            "spec": SPEC,
+            "client": client,
+            "token_ids": TOKENS,
+            "prompt": prompt,
+            "digest": b"sha256",
+            "kv": torch.randn(SHAPE).bfloat16(),
+            "out": torch.empty(SHAPE, dtype=torch.bfloat16),
+            "into": torch.empty((17, *SHAPE[1:]), dtype=torch.bfloat16),
+            "source": torch.randn((5, *SHAPE[1:])).bfloat16(),
+            "ticket": client.prepare_load(client.hashes(TOKENS)),
+            "q": torch.randn(1, 8, 128),
+            "attend": lambda query, pages: query,
+            "recompute": lambda: None,
+        }
+
+
+@pytest.mark.parametrize(("which", "code"), EXAMPLES, ids=[which for which, _ in EXAMPLES])
+def test_the_example_runs(names: dict[str, Any], which: str, code: str) -> None:
+    exec(compile(code, which, "exec"), names)
+
+
+def test_all_examples_are_found() -> None:
+    assert len(EXAMPLES) == TEXT.count("```python") == 5
