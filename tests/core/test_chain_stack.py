@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -77,7 +78,7 @@ def test_a_hash_that_two_chains_share_by_accident_breaks_nothing() -> None:
     for chain in ("abcd", "cab", "dcba"):
         runs = stack.distances(chain)
         ends = [(run.nearest, run.nearest + run.blocks - 1) for run in runs]
-        assert all(before[1] < after[0] for before, after in zip(ends, ends[1:], strict=False))
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(ends))
 
 
 @pytest.mark.parametrize(("capacity", "holds"), [(0, 0), (4, 0), (5, 1), (6, 2), (7, 3), (100, 3)])

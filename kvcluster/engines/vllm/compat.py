@@ -16,6 +16,7 @@ import torch
 import vllm
 from huggingface_hub import snapshot_download
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
@@ -259,6 +260,11 @@ def _ids(blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(of_group) for of_group in blocks)
 
 
+def scheduled_tokens(output: Any) -> int:
+    """Returns how many tokens a step computes, of all its requests."""
+    return int(output.total_num_scheduled_tokens)
+
+
 def preempted(output: Any) -> tuple[str, ...]:
     """Returns the requests that were preempted since the last step."""
     return tuple(output.preempted_req_ids or ())
@@ -298,6 +304,16 @@ def settings_of_model(config: Any) -> dict[str, Any]:
 def version() -> str:
     """Returns the engine's version as "major.minor"."""
     return ".".join(vllm.__version__.split(".")[:2])
+
+
+def release() -> str:
+    """Returns the engine's whole version."""
+    return str(vllm.__version__)
+
+
+def device() -> str:
+    """Returns the kind of device that holds the engine's KV, as torch names it: "cpu", "cuda"."""
+    return str(current_platform.device_type)
 
 
 def facts(config: Any, layout: Layout) -> tuple[tuple[str, str], ...]:
