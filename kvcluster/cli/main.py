@@ -18,6 +18,7 @@ from kvcluster.cli import (
     events,
     pin,
     policy,
+    report,
     simulate,
     token,
     weights,
@@ -27,7 +28,7 @@ from kvcluster.transport.base import Unavailable
 
 _COMMANDS = (
     *(cluster, admin, pin, policy, weights, events, doctor),
-    *(demo_command, bench, breakeven, simulate, token),
+    *(demo_command, bench, breakeven, report, simulate, token),
 )
 
 

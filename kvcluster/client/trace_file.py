@@ -171,7 +171,7 @@ def _read_file(path: Path, traces: dict[str, EngineTrace]) -> bool:
     return True
 
 
-def _header(line: bytes) -> EngineTraceHeader | None:
+def _header(line: bytes) -> TraceHeader | None:
     given = _parsed(line)
     try:
         if given is None or given["kvcluster_trace"] != FORMAT:

@@ -48,7 +48,7 @@ def write(tmp_path: Path) -> Iterator[Callable[..., TraceWriter]]:
     made: list[TraceWriter] = []
     said: list[str] = []
 
-    def begin(folder: Path = tmp_path, *, limit: int = LIMIT, header: TraceHeader = HEADER) -> EngineTraceWriter:
+    def begin(folder: Path = tmp_path, *, limit: int = LIMIT, header: TraceHeader = HEADER) -> TraceWriter:
         writer = TraceWriter(folder, header, limit_bytes=limit, log=said.append)
         writer.said = said  # type: ignore[attr-defined]
         made.append(writer)
