@@ -19,6 +19,7 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
+from kvcluster.cli import engine_doctor
 from kvcluster.cli.cluster_doctor import judged, probe_cluster
 from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, read_status
 from kvcluster.cli.extras import needs
@@ -55,6 +56,7 @@ def add(commands: Any) -> None:
     add_coordinator_args(doctor)
     doctor.add_argument("--json", action="store_true", help="print the findings as one JSON object")
     doctor.add_argument("--ports", metavar="FILE", help="print the ports of this configuration instead, for firewalls")
+    engine_doctor.add_arguments(doctor)
     doctor.set_defaults(run=_doctor)
 
 
@@ -62,6 +64,8 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.ports:
         print("\n".join(port_lines(load(options.ports))))
         return 0
+    if options.engine:
+        return engine_doctor.run(options, examine)
     found = examine(address_of(options), options.token)
     if options.json:
         print(json.dumps(found, indent=2))

@@ -1,8 +1,9 @@
 """All use of vLLM's internals, for the releases in the compatibility table of docs/vllm.md.
 
 Every function here reads vLLM's objects and returns values of our own; no other module of the connector reads those
-objects, so a change in a release changes only this module. The supported engines are an allow list: a kind of layer, of
-KV or of parallelism that a later release adds is refused by name until it has been reviewed. `Any` lives here.
+objects (planned_kv.py and examine.py do, before an engine starts), so a change in a release changes only this module.
+The supported engines are an allow list: a kind of layer, of KV or of parallelism that a later release adds is refused
+by name until it has been reviewed. `Any` lives here.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Layout:
 def layout(config: Any, kv: Any) -> Layout:
     """Returns the layout for a VllmConfig and a KVCacheConfig. Raises CallerError, naming the trait, if the engine is
     not supported."""
-    for trait in _traits(config, kv):
+    for trait in refusals(config, kv):
         raise CallerError(f"kvcluster does not serve this engine: {trait}")
     tp = config.parallel_config.tensor_parallel_size
     rank = config.parallel_config.rank % tp
@@ -84,7 +85,8 @@ def layout(config: Any, kv: Any) -> Layout:
     return Layout(block_tokens, tuple(groups), tuple(parts), tuple(names), tuple(dims), tuple(formats))
 
 
-def _traits(config: Any, kv: Any) -> Iterator[str]:
+def refusals(config: Any, kv: Any) -> Iterator[str]:
+    """Yields what kvcluster does not serve of an engine, each with what to do if anything can be done."""
     parallel, cache = config.parallel_config, config.cache_config
     if parallel.pipeline_parallel_size > 1:
         yield "it uses pipeline ranks; use --tensor-parallel-size"
