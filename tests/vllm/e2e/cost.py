@@ -52,8 +52,8 @@ class Engine:
         self._hear()  # it is up
 
     def run(self, prompts: Sequence[list[int]], new_tokens: int) -> dict[str, Any]:
-        """Times, in seconds: of the whole, of the processor, to each first token, between tokens, of each step; and what the
-        connector reports of each request, if anything."""
+        """Times, in seconds: of the whole, of the processor, to each first token, between tokens, of each step; and the
+        connector's reports of requests, if any."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
         self._process.stdin.flush()
