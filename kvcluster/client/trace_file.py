@@ -37,9 +37,6 @@ DEFAULT_FOLDER = Path("~/.cache/kvcluster/traces")
 MODES = ("on", "observe", "off")
 """Of an engine's integration: it loads and stores; it moves nothing and writes a trace; it does nothing."""
 
-DEFAULT_TRACE_BYTES, LEAST_TRACE_BYTES = 64 * 2**20, 8 * 2**20
-"""A limit of 64 MiB keeps some eight million blocks; one below the least would keep minutes of a busy engine."""
-
 HASH_BYTES = 6
 """Of ten million blocks, two share a hash with a probability of a sixth; that changes no prediction."""
 

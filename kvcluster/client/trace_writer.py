@@ -7,8 +7,8 @@ computes keeps Python's interpreter lock for milliseconds at a time.
 Whatever fails (an unwritable folder, a full disk, a mistake of ours) is counted, told once, and has no other effect.
 After a failed write the writer tries again after RETRY_S; what comes meanwhile is dropped.
 
-Bounds: a file and its older half take `limit_bytes`; WAITING_TOKENS wait at most; a folder keeps the FILES newest
-files, and a new writer removes older ones.
+A file and its older half take `limit_bytes`; a folder keeps the newest files (core/limits.py), and a new writer removes
+older ones.
 """
 
 from __future__ import annotations
@@ -25,18 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.client.trace_file import OLD, PREFIX, SUFFIX, ObservingCost, TraceHeader, cost_line, header_line
-from kvcluster.core import hashing
+from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash
 
 Log = Callable[[str], object]
 Line = Callable[[], Mapping[str, Any]]
 """Makes one line, on the writer's thread."""
-
-WAITING_TOKENS = 4_000_000
-"""Tokens of requests that wait to be hashed: 32 MB of a list, and some seconds of the writer's thread."""
-
-FILES = 64
-"""Files of one folder: a few for each process of a host, with those of processes that ended."""
 
 RETRY_S = 30.0
 _BATCH_S = 0.5
@@ -73,8 +67,9 @@ class TraceWriter:
 
     def add(self, line: Line, tokens: int = 0) -> None:
         """Has `line` made and written soon. Drops it if too many tokens wait already. Returns at once."""
+        tokens = max(1, tokens)
         with self._lock:
-            if self._waiting_tokens + tokens > WAITING_TOKENS or self._closed.is_set():
+            if self._waiting_tokens + tokens > limits.TRACE_WAITING_TOKENS or self._closed.is_set():
                 self.cost.dropped += 1
                 return
             self._waiting.append((line, tokens))
@@ -170,10 +165,10 @@ class TraceWriter:
         os.replace(self.path, self.path.with_name(self.path.name.removesuffix(SUFFIX) + OLD))
 
     def _remove_oldest(self) -> None:
-        """Makes room for this file among the FILES of the folder: of running processes the file is always new."""
+        """Makes room for this file among the files of the folder: those of running processes are new."""
         with suppress(OSError):
             files = sorted(self._folder.glob(f"{PREFIX}*{SUFFIX}"), key=lambda file: file.stat().st_mtime)
-            for file in files[: max(0, len(files) - FILES + 1)]:
+            for file in files[: max(0, len(files) - limits.TRACE_FILES + 1)]:
                 file.unlink()
 
     def _close_file(self) -> None:

@@ -29,8 +29,8 @@ from kvcluster.client.trace_file import (
     request_line,
     shortened,
 )
-from kvcluster.client.trace_writer import FILES, WAITING_TOKENS, TraceWriter, gentle_chain
-from kvcluster.core import hashing
+from kvcluster.client.trace_writer import TraceWriter, gentle_chain
+from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.reuse_prediction import ObservedRequest
 from kvcluster.core.spec import KVSpec
@@ -151,7 +151,7 @@ def test_what_would_wait_beyond_the_bound_is_dropped_and_counted(
     write: Callable[..., TraceWriter], tmp_path: Path
 ) -> None:
     writer = write()
-    writer.add(lambda: request_line(REQUEST), WAITING_TOKENS - 1)
+    writer.add(lambda: request_line(REQUEST), limits.TRACE_WAITING_TOKENS - 1)
     writer.add(lambda: {"note": "too much"}, 2)
     writer.add(lambda: {"note": "fits"}, 1)
     writer.start()
@@ -161,7 +161,7 @@ def test_what_would_wait_beyond_the_bound_is_dropped_and_counted(
 
 
 def test_a_folder_keeps_its_newest_files(write: Callable[..., TraceWriter], tmp_path: Path) -> None:
-    for number in range(FILES + 5):
+    for number in range(limits.TRACE_FILES + 5):
         old = tmp_path / f"{PREFIX}gone-{number}.jsonl"
         old.write_bytes(b"")
         os.utime(old, (number, number))
@@ -170,7 +170,7 @@ def test_a_folder_keeps_its_newest_files(write: Callable[..., TraceWriter], tmp_
     writer.start()
     writer.close()
     left = {file.name for file in tmp_path.iterdir()}
-    assert len(left) == FILES + 1 and writer.path.name in left and "notes.txt" in left
+    assert len(left) == limits.TRACE_FILES + 1 and writer.path.name in left and "notes.txt" in left
     assert f"{PREFIX}gone-5.jsonl" not in left and f"{PREFIX}gone-6.jsonl" in left
 
 

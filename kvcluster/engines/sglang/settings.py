@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from kvcluster import config
 from kvcluster.client.credential import read_token
-from kvcluster.client.trace_file import DEFAULT_FOLDER, DEFAULT_TRACE_BYTES, LEAST_TRACE_BYTES, MODES
+from kvcluster.client.trace_file import DEFAULT_FOLDER, MODES
 from kvcluster.config import ClientConfig
+from kvcluster.core import limits
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
 from kvcluster.transport.rpc import check_address
@@ -74,7 +75,7 @@ class StorageSettings:
     client: ClientConfig
     mode: str = "on"
     trace_dir: str = str(DEFAULT_FOLDER)
-    trace_bytes: int = DEFAULT_TRACE_BYTES
+    trace_bytes: int = limits.TRACE_BYTES
     token: str | None = None
     kv_cache_dtype: str = ""
     kv_heads: int = 0
@@ -106,7 +107,7 @@ def read(given: Mapping[str, object], model_name: str) -> StorageSettings:
         client=_client(given.get("client", {})),
         mode=mode,
         trace_dir=_text(given, "trace_dir") or str(DEFAULT_FOLDER),
-        trace_bytes=_number(given, "trace_bytes", DEFAULT_TRACE_BYTES, least=LEAST_TRACE_BYTES),
+        trace_bytes=_number(given, "trace_bytes", limits.TRACE_BYTES, least=limits.LEAST_TRACE_BYTES),
         token=read_token(_text(given, "token_file")),
         kv_cache_dtype=_text(given, "kv_cache_dtype"),
         kv_heads=_number(given, "kv_heads", 0, least=0),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.client.credential import read_token
-from kvcluster.client.trace_file import DEFAULT_FOLDER, DEFAULT_TRACE_BYTES, LEAST_TRACE_BYTES, MODES
+from kvcluster.client.trace_file import DEFAULT_FOLDER, MODES
 from kvcluster.config import LOSSES, TRANSPORTS
+from kvcluster.core import limits
 from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
 
@@ -48,7 +49,7 @@ class ConnectorSettings:
     transports: tuple[str, ...] = TRANSPORTS
     accept: str = "q4"
     trace_dir: str = str(DEFAULT_FOLDER)
-    trace_bytes: int = DEFAULT_TRACE_BYTES
+    trace_bytes: int = limits.TRACE_BYTES
 
     @property
     def token(self) -> str | None:
@@ -66,8 +67,8 @@ def read(given: Mapping[str, Any]) -> ConnectorSettings:
         raise ConfigError(f"mode must be one of {', '.join(MODES)}, not {settings.mode!r}")
     if not settings.address and settings.mode == "on":
         raise ConfigError('kv_connector_extra_config needs "address": the coordinator\'s host:port')
-    if settings.trace_bytes < LEAST_TRACE_BYTES:
-        raise ConfigError(f"trace_bytes must be at least {LEAST_TRACE_BYTES:,}, not {settings.trace_bytes:,}")
+    if settings.trace_bytes < limits.LEAST_TRACE_BYTES:
+        raise ConfigError(f"trace_bytes must be at least {limits.LEAST_TRACE_BYTES:,}, not {settings.trace_bytes:,}")
     if settings.accept not in LOSSES:
         raise ConfigError(f"accept must be one of {', '.join(LOSSES)}, not {settings.accept!r}")
     return settings
