@@ -194,6 +194,14 @@ def test_a_link_is_what_breakeven_measured(two: Path, tmp_path: Path, capsys: py
     assert (link["path"], link["measured"], link["bytes_per_s"], link["fixed_ms"]) == ("tcp", True, 2_000_000_000, 1.5)
 
 
+def test_a_line_that_only_tells_of_a_store_is_no_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = replace(request("a:1", 1, range(8)), prompt_tokens=0, asked=0)
+    asked = replace(request("a:1", 5, range(8)), computed=())
+    write(tmp_path, "a:1", [stored, asked])
+    (group,) = report(capsys, str(tmp_path), "--by-request")["groups"]
+    assert (group["requests"], len(group["by_request"]), group["found_tokens"]) == (1, 1, 8 * BLOCK)
+
+
 # --------------------------------------------------------------------------------------------- who would share
 
 

@@ -143,6 +143,7 @@ def _group(spec: KVSpec, traces: Sequence[EngineTrace], options: ReportOptions) 
     parts = traces[0].header.parts or spec.whole_parts()
     cost = LoadCost(spec, parts, options.link.rate, options.prefill_tokens_per_s)
     predicted, distinct = predict(requests)
+    predicted = [one for one in predicted if one.request.prompt_tokens]  # without lines that only tell of a store
     capacity = sum(_blocks(tier, spec) for tier in _with_codecs(options.tiers)) if options.tiers else None
     seen = outcome(predicted, cost, capacity)
     rates = [cost.rate(one) for one in requests if cost.rate(one)]
@@ -162,7 +163,7 @@ def _group(spec: KVSpec, traces: Sequence[EngineTrace], options: ReportOptions) 
         "alone_found_tokens": _alone(requests, cost),
         "capacity": _by_capacity(predicted, cost, distinct, options.capacities),
         "tiers": _by_tier(predicted, spec, options.tiers),
-        "by_share": _by_share(requests, seen),
+        "by_share": _by_share(predicted, seen),
         "by_request": _by_request(predicted, seen, capacity, spec) if options.by_request else [],
     }
 
@@ -276,10 +277,10 @@ def _block_bytes(codec: Codec, spec: KVSpec) -> int:
     return sum(codecs.page_bytes(codec, spec, group, part) for group, part in enumerate(spec.whole_parts()))
 
 
-def _by_share(requests: Sequence[ObservedRequest], seen: PredictedOutcome) -> list[dict[str, Any]]:
+def _by_share(predicted: Sequence[PredictedRequest], seen: PredictedOutcome) -> list[dict[str, Any]]:
     rows = [{"share": name, "requests": 0, "loaded_tokens": 0, "saved_ms": 0.0} for _, name in SHARES]
-    for request, one in zip(requests, seen.requests, strict=True):
-        share = one.loaded_tokens / max(1, request.prompt_tokens)
+    for of_request, one in zip(predicted, seen.requests, strict=True):
+        share = one.loaded_tokens / of_request.request.prompt_tokens
         row = next((row for (most, _), row in zip(SHARES, rows, strict=True) if share <= most), rows[-1])
         row["requests"] += 1  # type: ignore[operator]
         row["loaded_tokens"] += one.loaded_tokens  # type: ignore[operator]
