@@ -166,36 +166,42 @@ def _clock(house: House, observed: Sequence[dict[str, Any]]) -> None:
 def _cost(house: House, observing: dict[str, Any], rounds: int) -> None:
     """Times beside an engine without a connector, which takes turns."""
     rng = random.Random(3)
-    ratios: dict[str, list[float]] = {}
+    ratios: dict[str, dict[str, list[float]]] = {"observe": {}, "control": {}}
 
-    def add(what: str, observed: float, none: float) -> None:
-        ratios.setdefault(what, []).append(observed / none)
+    def add(what: str, took: dict[str, float]) -> None:
+        for name, of_name in ratios.items():
+            of_name.setdefault(what, []).append(took[name] / took["none"])
 
-    with engines(house, none=None, observe=observing) as up:
+    with engines(house, none=None, observe=observing, control=None) as up:
         for number in range(2 * rounds):
-            took = {name: up[name].run([_text(rng, 512)], 2) for name in _in_turn(number)}
-            add("time to first token", took["observe"]["first"][0], took["none"]["first"][0])
-            add("processor time of a prompt", took["observe"]["cpu_seconds"], took["none"]["cpu_seconds"])
+            prompts = [_text(rng, 512)]
+            ran = {name: up[name].run(prompts, 2) for name in _in_turn(number)}
+            add("time to first token", {name: one["first"][0] for name, one in ran.items()})
+            add("processor time of a prompt", {name: one["cpu_seconds"] for name, one in ran.items()})
         for number in range(rounds):
-            took = {name: up[name].run([_text(rng, 128) for _ in range(6)], 96) for name in _in_turn(number)}
+            prompts = [_text(rng, 128) for _ in range(6)]
+            ran = {name: up[name].run(prompts, 96) for name in _in_turn(number)}
             for share in (50, 99):
-                between = {name: _quantile(one["between"], share) for name, one in took.items()}
-                add(f"time between tokens, p{share}", between["observe"], between["none"])
-            add("processor time of 576 tokens", took["observe"]["cpu_seconds"], took["none"]["cpu_seconds"])
-    for what, of_pairs in ratios.items():
-        _ratio(house, f"observe: {what}, of no connector", of_pairs)
+                between = {name: _quantile(one["between"], share) for name, one in ran.items()}
+                add(f"time between tokens, p{share}", between)
+            add("processor time of 576 tokens", {name: one["cpu_seconds"] for name, one in ran.items()})
+    for what in ratios["observe"]:
+        _ratio(house, f"observe: {what}, of no connector", ratios["observe"][what], ratios["control"][what])
 
 
-def _in_turn(number: int) -> tuple[str, str]:
-    return ("none", "observe") if number % 2 else ("observe", "none")
+def _in_turn(number: int) -> tuple[str, ...]:
+    names = ("none", "observe", "control")
+    return names[number % 3 :] + names[: number % 3]
 
 
-def _ratio(house: House, what: str, ratios: Sequence[float]) -> None:
-    """A figure beside the goal. The middle half of the pairs tells how much of it is the machine's noise."""
+def _ratio(house: House, what: str, ratios: Sequence[float], control: Sequence[float]) -> None:
+    """A figure with the middle half of its pairs, beside the goal and that of a second engine without a connector,
+    which tells how much of it is the machine's noise."""
     low, middle, high = statistics.quantiles(ratios, n=4)
     met = "met" if middle <= MOST else "missed"
+    noise = statistics.quantiles(control, n=4)
     text = f"{middle:.3f} ({low:.3f} to {high:.3f}), {len(ratios)} pairs; goal at most {MOST}: {met}"
-    house.table.add(what, text, True)
+    house.table.add(what, f"{text}; control {noise[1]:.3f} ({noise[0]:.3f} to {noise[2]:.3f})", True)
 
 
 def _text(rng: random.Random, tokens: int) -> list[int]:
