@@ -36,7 +36,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test screens check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity alerts chart pods image image-check compat mutants sanitizers aarch64 lock fmt proto clean
+.PHONY: help install demo test screens check test-vllm e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz integrity alerts chart pods image image-check compat mutants sanitizers aarch64 lock fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -87,6 +87,9 @@ e2e-vllm: .venv-vllm ## real vLLM engines and servers over a real cluster, the l
 
 bench-vllm: install ## what the connector costs an engine and what it gives; after e2e-vllm, five quiet minutes
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm --only cost
+
+bench-observe: .venv-vllm ## observe mode: what it predicts beside what then happens, and what it costs (ten minutes, after e2e-vllm)
+	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm --only observe
 
 check: install ## what every change must pass before its tests: format, lint, types, import rule, tidiness, promises
 	$(say) "format (make fmt mends it)"

@@ -29,6 +29,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "pods": ("make", "pods"),
     "image": ("make", "image-check"),
     "e2e": ("make", "e2e-vllm"),
+    "observe": ("make", "bench-observe"),
     "chaos": ("make", "chaos"),
     "attacks": ("make", "attacks", "ATTACK_MINUTES=1"),
     "soak": ("make", "soak", "SOAK_MINUTES=20"),

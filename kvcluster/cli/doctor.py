@@ -19,6 +19,7 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
+from kvcluster.cli import engine_doctor
 from kvcluster.cli.cluster_doctor import judged, probe_cluster
 from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, check_listens, read_status
 from kvcluster.cli.doctor_view import add_diagnosis
@@ -64,11 +65,13 @@ def add(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check whether this machine can use a cluster, and how",
+        usage="kvcluster doctor [options] [-- ARGUMENT ...]",
         description=_DESCRIPTION,
         examples=[
             "kvcluster doctor",
             "kvcluster doctor --address 10.0.0.5:7070 --token-from ops.token",
             "kvcluster doctor --ports cluster.toml  # the ports to open in firewalls",
+            "kvcluster doctor --engine vllm --model Qwen/Qwen3-0.6B",
         ],
     )
     doctor.add_argument("--json", action="store_true", help="print the findings as one JSON object")
@@ -78,6 +81,7 @@ def add(commands: Any) -> None:
         help="check nothing; print the ports that a cluster with this TOML configuration uses, who listens and who "
         "connects (default: check the cluster)",
     )
+    engine_doctor.add_arguments(doctor)
     add_coordinator_args(doctor)
     doctor.set_defaults(run=_doctor)
 
@@ -86,6 +90,8 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.ports:
         _print_ports(load(options.ports), as_json=options.json)
         return 0
+    if options.engine:
+        return engine_doctor.run(options, examine)
     found = examine(address_of(options), options.token)
     if options.json:
         print(json.dumps(found, indent=2))

@@ -19,6 +19,7 @@ from kvcluster.cli import (
     explain,
     pin,
     policy,
+    report,
     simulate,
     status,
     token,
@@ -31,14 +32,14 @@ from kvcluster.transport.base import Unavailable
 _COMMANDS = (
     *(cluster, status, doctor, explain, weights, events),
     *(admin, pin, policy),
-    *(demo_command, breakeven, bench, token, completion, simulate),
+    *(demo_command, breakeven, report, bench, token, completion, simulate),
 )
 
 GROUPS = {
     "run a cluster": ("up", "join", "drain", "down"),
     "see what it does": ("status", "doctor", "lookup", "explain", "weights", "events"),
     "change what it does": ("off", "on", "policy", "pin", "unpin", "clear", "purge"),
-    "judge whether it helps": ("demo", "breakeven", "bench"),
+    "judge whether it helps": ("demo", "breakeven", "report", "bench"),
     "set up and test": ("token", "completion", "simulate"),
 }
 """The commands as the help lists them."""

@@ -258,6 +258,16 @@ some KiB."""
 TOKEN_FILE_BYTES = 1024 * 1024
 """Ten thousand credentials."""
 
+TRACE_WAITING_TOKENS = 4_000_000
+"""Tokens of requests that wait in an observing engine to be hashed: 32 MB of lists, and some seconds of a thread."""
+
+TRACE_BYTES, LEAST_TRACE_BYTES = 64 * 2**20, 8 * 2**20
+"""A trace and its older half: by default some eight million blocks, and never so few that they are minutes of a busy
+engine."""
+
+TRACE_FILES = 64
+"""Files of a folder of traces: a few for each process of a host, with those of processes that have ended."""
+
 # The limits must agree with one another.
 assert INVENTORY_CHUNK * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert REPORTS_PER_MESSAGE * SPEC_BYTES * 2 <= MESSAGE_BYTES

@@ -15,23 +15,14 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config, get_request_block_hasher, init_none_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat, settings
-
-try:
-    from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
-except ImportError:  # before 0.33
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs as _plan
-else:
-
-    def _plan(config: Any, specs: Any, memory: Any) -> Any:
-        return get_kv_cache_configs(config, specs, memory, get_global_kv_cache_groups(config, specs))
-
+from kvcluster.engines.vllm.planned_kv import planned_kv
 
 BLOCK = 4
 WINDOW = 16
@@ -100,32 +91,10 @@ def engine_config(
     return config
 
 
-def layer_specs(config: VllmConfig) -> dict[str, Any]:
-    """The KV of each attention layer, as the model's layers would tell it: by the configuration's layer types."""
-    model, text = config.model_config, config.model_config.hf_text_config
-    types = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
-    shape = {
-        "block_size": config.cache_config.block_size,
-        "num_kv_heads": model.get_num_kv_heads(config.parallel_config),
-        "head_size": model.get_head_size(),
-        "dtype": model.dtype,
-    }
-    return {
-        f"model.layers.{number}.self_attn.attn": (
-            SlidingWindowSpec(**shape, sliding_window=text.sliding_window)
-            if kind == "sliding_attention"
-            else FullAttentionSpec(**shape)
-        )
-        for number, kind in enumerate(types)
-    }
-
-
 def kv_config(config: VllmConfig, blocks: int = 160) -> KVCacheConfig:
     """The groups of layers and so many blocks of them, for each rank alike. The engine's core notes the number."""
     config.cache_config.num_gpu_blocks_override = blocks
-    made = _plan(config, [layer_specs(config)], [2**30])[0]
-    config.cache_config.num_gpu_blocks = made.num_blocks
-    return generate_scheduler_kv_cache_config([made])
+    return planned_kv(config, 2**30)
 
 
 def kv_caches(config: VllmConfig, kv: KVCacheConfig) -> dict[str, torch.Tensor]:

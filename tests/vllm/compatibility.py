@@ -20,6 +20,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 FIELDS: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.output:SchedulerOutput": (
         *("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens", "preempted_req_ids"),
+        *("total_num_scheduled_tokens",),
     ),
     "vllm.v1.core.sched.output:NewRequestData": ("req_id", "block_ids", "num_computed_tokens"),
     "vllm.v1.core.sched.output:CachedRequestData": (

@@ -23,7 +23,10 @@ ADDRESS = {"address": "host:7070"}
     [
         ({}, 'kv_connector_extra_config needs "address": the coordinator\'s host:port'),
         ({"address": ""}, 'kv_connector_extra_config needs "address"'),
-        ({"adress": "host:7070"}, "kv_connector_extra_config has no 'adress'; known: address, token_file, weights"),
+        (
+            {"adress": "host:7070"},
+            "kv_connector_extra_config has no 'adress'; known: mode, address, token_file, weights",
+        ),
         ({"address": 7070}, "address must be of type str, not 7070"),
         (ADDRESS | {"weights": None}, "weights must be of type str, not None"),
         (ADDRESS | {"prefill_tokens_per_s": "fast"}, "prefill_tokens_per_s must be of type int, not 'fast'"),
@@ -34,6 +37,8 @@ ADDRESS = {"address": "host:7070"}
         (ADDRESS | {"transports": "grpc"}, f"transports must be a list of {', '.join(TRANSPORTS)}, not 'grpc'"),
         (ADDRESS | {"transports": []}, "transports must be a list of"),
         (ADDRESS | {"transports": ["grpc", "pigeon"]}, "transports must be a list of"),
+        (ADDRESS | {"mode": "of"}, "mode must be one of on, observe, off, not 'of'"),
+        ({"mode": "observe", "trace_bytes": 1}, "trace_bytes must be at least 8,388,608, not 1"),
         (ADDRESS | {"accept": "q2"}, "accept must be one of exact, q8, q4, not 'q2'"),
     ],
 )
@@ -47,6 +52,12 @@ def test_what_is_given_stands_and_the_rest_has_its_default() -> None:
     assert (read.address, read.load_ms, read.transports, read.report) == ("host:7070", 7, ("grpc",), True)
     assert settings.read(ADDRESS) == settings.ConnectorSettings(address="host:7070")
     assert settings.read(ADDRESS).transports == TRANSPORTS
+
+
+@pytest.mark.parametrize("mode", ["observe", "off"])
+def test_without_loads_and_stores_no_address_is_needed_and_none_is_in_the_way(mode: str) -> None:
+    assert settings.read({"mode": mode}).mode == settings.read(ADDRESS | {"mode": mode}).mode == mode
+    assert KVClusterConnector.requires_piecewise_for_cudagraph({"mode": mode}) is False
 
 
 def test_a_token_is_what_its_file_holds(tmp_path: Path) -> None:

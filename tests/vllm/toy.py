@@ -30,7 +30,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import kv_connector_model_runner_mixin as mixin
 
 from kvcluster.client.client import Client
+from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.connector import KVClusterConnector
+from kvcluster.engines.vllm.idle import IdleScheduler
 from kvcluster.engines.vllm.registration import Registration
 from kvcluster.engines.vllm.scheduler import SchedulerSide
 from kvcluster.engines.vllm.step_metadata import Step, StepReport
@@ -93,7 +95,7 @@ class Rank:
         self.connector.register_kv_caches(self.caches)
         self.tables: dict[str, list[list[int]]] = {}
         self._kv = kv
-        layout = self.side._layout
+        layout = compat.layout(self.config, deepcopy(kv))
         self._heads = range(layout.parts[0].head_start, layout.parts[0].head_stop)
         self._block = layout.block_tokens
         layers = [
@@ -243,7 +245,7 @@ class Engine:
         self.on_step: Callable[[SchedulerOutput], None] = lambda output: None
 
     @property
-    def side(self) -> SchedulerSide:
+    def side(self) -> SchedulerSide | IdleScheduler:
         connector = self.scheduler.connector
         assert isinstance(connector, KVClusterConnector)
         return connector._of_scheduler
@@ -346,7 +348,8 @@ class Engine:
 
     def wait_idle(self) -> None:
         """Until every question is answered and nothing moves."""
-        for lookup in list(self.side._matcher.lookups._calls._open):
+        asks = isinstance(self.side, SchedulerSide)
+        for lookup in list(self.side._matcher.lookups._calls._open) if asks else ():
             lookup.done.result(BOUND_S)
         for rank in self.ranks:
             rank.wait_idle()

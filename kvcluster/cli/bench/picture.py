@@ -43,7 +43,10 @@ def _height(panel: Panel | Curves) -> float:
 def _draw_curves(axes: Axes, panel: Curves) -> None:
     for number, (name, values) in enumerate(panel.series.items()):
         mark = _MARKS[number % len(_MARKS)]
-        axes.loglog(panel.at, values, color=f"C{number % 10}", marker=mark, markersize=4, linewidth=1, label=name)
+        plot = axes.semilogx if panel.linear else axes.loglog
+        plot(panel.at, values, color=f"C{number % 10}", marker=mark, markersize=4, linewidth=1, label=name)
+    if panel.linear:
+        axes.set_ylim(bottom=0)
     axes.set_title(panel.title, fontsize="medium")
     axes.set_xlabel(panel.across)
     axes.set_ylabel(panel.unit)

@@ -40,17 +40,21 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """A diagram with a curve for each series, both axes logarithmic. Every series has a value for each of `at`."""
+    """A diagram with a curve for each series, both axes logarithmic; with `linear`, the vertical one is not, and begins
+    at 0. Every series has a value for each of `at`."""
 
     title: str
     unit: str
     across: str
     at: Sequence[float]
     series: Mapping[str, Sequence[float]]
+    linear: bool = False
 
 
 def size_text(nbytes: int) -> str:
-    """65536 -> "64 KiB", 2097152 -> "2 MiB", 1124352 -> "1.07 MiB"."""
+    """65536 -> "64 KiB", 2097152 -> "2 MiB", 1124352 -> "1.07 MiB", 2**31 -> "2 GiB"."""
+    if nbytes >= 2**30:
+        return f"{nbytes / 2**40:.4g} TiB" if nbytes >= 2**40 else f"{nbytes / 2**30:.4g} GiB"
     return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
 
 

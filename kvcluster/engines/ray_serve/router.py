@@ -50,14 +50,16 @@ class KVClusterRouter(Router):
         self._counters = Counters(self._deployment_id.name, self._deployment_id.app_name)
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._mistaken = False
-        self._where.start()
+        if self._settings.mode != "off":
+            self._where.start()
 
     async def choose_replicas(
         self, candidate_replicas: list[Replica], pending_request: PendingRequest | None = None
     ) -> list[list[Replica]]:
         """Serve's interface: returns the preferred replicas, if any, before the ranks of power of two choices."""
         first: list[Replica] = []
-        if pending_request is not None:
+        mode = self._settings.mode
+        if pending_request is not None and mode != "off":
             try:
                 first = await self._preferred(candidate_replicas, pending_request)
             except Exception as error:  # the request goes where it would have gone without this router
@@ -66,7 +68,7 @@ class KVClusterRouter(Router):
                     self._mistaken = True
                     log.warning("routing without prefix locations: %s: %s", type(error).__name__, error)
         ranks = await self.power_of_two(candidate_replicas, pending_request)
-        return [first, *ranks] if first else ranks
+        return [first, *ranks] if first and mode == "on" else ranks
 
     def update_replicas(self, replicas: list[Replica]) -> None:
         """Serve's interface: `replicas` are all that exist now. Looks up their hosts before a request needs them."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.client.credential import read_token
+from kvcluster.client.trace_file import MODES
 from kvcluster.core import limits
 from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
@@ -15,10 +16,12 @@ from kvcluster.transport.rpc import check_address
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """`address`: the coordinator's "host:port". `model`: the model's name in the namespace. `tokenizer`: the folder or
-    name of the model's tokenizer; without it only prompts given as token ids are located. `token_file`: a file that
-    holds the credential. `weights`: the beginning of the weights id, if the cluster has several for the model; "" takes
-    those with the most cached blocks. `adapter`: content hash of a LoRA that all requests use; "" for none.
+    """`mode`: "on" prefers replicas; "observe" locates prefixes and counts where requests would have gone, and prefers
+    none; "off" asks nothing. `address`: the coordinator's "host:port". `model`: the model's name in the namespace.
+    `tokenizer`: the folder or name of the model's tokenizer; without it only prompts given as token ids are located.
+    `token_file`: a file that holds the credential. `weights`: the beginning of the weights id, if the cluster has
+    several for the model; "" takes those with the most cached blocks. `adapter`: content hash of a LoRA that all
+    requests use; "" for none.
 
     `patience_ms`: the longest that a request waits for the coordinator, whether or not it runs. `text_ms`: the longest
     that a request also waits for its text to be tokenised, while the coordinator answers. `min_blocks`: the fewest
@@ -26,6 +29,7 @@ class RouterSettings:
     located. `ahead`: a replica is not preferred while it has over `ahead` more requests than the least busy replica.
     """
 
+    mode: str = "on"
     address: str = ""
     model: str = ""
     tokenizer: str = ""
@@ -49,6 +53,8 @@ def read(given: Mapping[str, Any]) -> RouterSettings:
     out of range."""
     check_settings(given, RouterSettings, "the router has no setting")
     settings = RouterSettings(**given)
+    if settings.mode not in MODES:
+        raise ConfigError(f"mode must be one of {', '.join(MODES)}, not {settings.mode!r}")
     check_address(settings.address)
     if not settings.model:
         raise ConfigError("the router needs `model`: the name under which the engines cache (`kvcluster status`)")

@@ -12,7 +12,9 @@ from dataclasses import dataclass, replace
 from kvcluster import config
 from kvcluster.client.credential import read_token
 from kvcluster.client.deadlines import OTHER_MS
+from kvcluster.client.trace_file import DEFAULT_FOLDER, MODES
 from kvcluster.config import ClientConfig
+from kvcluster.core import limits
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
 from kvcluster.transport.rpc import check_address
@@ -27,6 +29,9 @@ _SGLANG = (
 """SGLang's own keys, some of which it removes before it passes the object on."""
 
 _OURS = {
+    "mode": f"one of {', '.join(MODES)}",
+    "trace_dir": "the folder of traces in mode observe",
+    "trace_bytes": "the limit of a trace in mode observe, in bytes",
     "address": "host:port of the coordinator",
     "weights": "a fingerprint of the exact weights",
     "model": "the model's name, if replicas serve it under different names",
@@ -42,6 +47,16 @@ _OURS = {
 }
 
 
+_WEIGHTS = (
+    "a fingerprint of the exact weights, such as the commit of the checkpoint or the digest of its files: without it "
+    "KV of other weights under the same name would be taken for this model's"
+)
+_NEEDED = {
+    "on": (("address", 'the coordinator\'s "host:port", such as "127.0.0.1:7070"'), ("weights", _WEIGHTS)),
+    "observe": (("weights", _WEIGHTS),),
+}
+"""By mode: the keys that must be given, and what to give."""
+
 _LOOKUP_MS = 1_000
 """A request waits for the lookup, which transfers no pages."""
 
@@ -51,13 +66,17 @@ _RETRY_MS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class StorageSettings:
-    """`client.deadline_ms` is the deadline of transferring one batch of pages, `lookup_ms` that of a lookup; after the
-    cluster did not answer, it is not asked again for `retry_ms`. `_OURS` describes the others."""
+    """`mode`: with "off" no other setting is read. `client.deadline_ms` is the deadline of transferring one batch of
+    pages, `lookup_ms` that of a lookup; after the cluster did not answer, it is not asked again for `retry_ms`. `_OURS`
+    describes the others."""
 
     address: str
     weights: str
     model: str
     client: ClientConfig
+    mode: str = "on"
+    trace_dir: str = str(DEFAULT_FOLDER)
+    trace_bytes: int = limits.TRACE_BYTES
     token: str | None = None
     kv_cache_dtype: str = ""
     kv_heads: int = 0
@@ -74,14 +93,12 @@ def read(given: Mapping[str, object], model_name: str) -> StorageSettings:
     for key in given:
         if key not in _OURS and key not in _SGLANG:
             raise ConfigError(f"{_WHERE} has the unknown key {key!r}; kvcluster knows {', '.join(_OURS)}")
-    for key, advice in (
-        ("address", 'the coordinator\'s "host:port", such as "127.0.0.1:7070"'),
-        (
-            "weights",
-            "a fingerprint of the exact weights, such as the commit of the checkpoint or the digest of its files: "
-            "without it KV of other weights under the same name would be taken for this model's",
-        ),
-    ):
+    mode = _text(given, "mode") or "on"
+    if mode not in MODES:
+        raise ConfigError(f"{_WHERE}: mode must be one of {', '.join(MODES)}, not {mode!r}")
+    if mode == "off":
+        return StorageSettings(address="", weights="", model="", client=ClientConfig(), mode=mode)
+    for key, advice in _NEEDED[mode]:
         if not given.get(key):
             raise ConfigError(f'{_WHERE} lacks "{key}": give {advice}')
     settings = StorageSettings(
@@ -89,6 +106,9 @@ def read(given: Mapping[str, object], model_name: str) -> StorageSettings:
         weights=_text(given, "weights"),
         model=_text(given, "model") or model_name,
         client=_client(given.get("client", {})),
+        mode=mode,
+        trace_dir=_text(given, "trace_dir") or str(DEFAULT_FOLDER),
+        trace_bytes=_number(given, "trace_bytes", limits.TRACE_BYTES, least=limits.LEAST_TRACE_BYTES),
         token=read_token(_text(given, "token_file")),
         kv_cache_dtype=_text(given, "kv_cache_dtype"),
         kv_heads=_number(given, "kv_heads", 0, least=0),
@@ -100,7 +120,8 @@ def read(given: Mapping[str, object], model_name: str) -> StorageSettings:
     )
     if not settings.model:
         raise ConfigError(f'SGLang gives no model name: add "model" to {_WHERE}, the same for all replicas')
-    check_address(settings.address)
+    if settings.address:
+        check_address(settings.address)
     for weights in (settings.weights, settings.draft_weights or settings.weights):
         # The pool, and so the rest of the spec, is not known before registration; the texts can be checked now.
         KVSpec.uniform(

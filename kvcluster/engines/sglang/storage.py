@@ -15,6 +15,7 @@ Every other failure is logged and is a miss, and SGLang computes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -29,9 +30,12 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.engines.sglang.layouts import HostPoolLayout
 from kvcluster.engines.sglang.lazy_client import ClientCall, LazyClient
 from kvcluster.engines.sglang.lossy_pages import LossyPages, lossy_pages_of
+from kvcluster.engines.sglang.observer import StorageObserver
 from kvcluster.engines.sglang.settings import read
 from kvcluster.errors import CallerError, KVClusterError, Unreachable
 from kvcluster.transport.base import Deadline
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Lie = Callable[[int, int], list[Buffers | Paged]]
@@ -54,6 +58,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         self._client: LazyClient | None = None
         self._layout: HostPoolLayout | None = None
         self._lossy_pages = LossyPages()
+        self._observer: StorageObserver | None = None
 
     # ------------------------------------------------------------------------- methods that may stop the engine's start
 
@@ -62,11 +67,17 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         spec."""
         self.close()
         self.mem_pool_host = mem_pool_host
+        if self._settings.mode == "off":
+            return
         with compat.supported_release():
             pool, memory = compat.describe(mem_pool_host), compat.PoolMemory(mem_pool_host)
             layout = self._layout = HostPoolLayout(pool, memory, self._rank, self._settings, compat.version())
         self._lossy_pages = lossy_pages_of(mem_pool_host)
         settings = self._settings
+        if settings.mode == "observe":
+            if self._rank.tp_rank == 0:  # all ranks are told of the same pages
+                self._observer = StorageObserver(settings, layout.spec, layout.parts, compat.version(), _log.warning)
+            return
 
         def connect() -> Client:
             return self._connect(
@@ -98,6 +109,8 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
         """Returns the number of leading pages that can be loaded."""
+        if self._observer is not None:
+            self._observer.asked(keys, compat.prefix_keys(extra_info))
         return self._guard("a lookup", 0, lambda call: self._find(call, keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
@@ -109,7 +122,10 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
         """Stores pages from their slots of the host pool. Returns for each page whether it is in the cluster, or
         another client is storing it. All entries are equal: the cluster reports on a batch as a whole, so if one page
-        was not stored, all are False."""
+        was not stored, all are False. In other modes than "on" nothing is stored, and all are True: of a page that is
+        not stored, SGLang would log a warning."""
+        if self._settings.mode != "on":
+            return [self._observe_store(keys, compat.prefix_keys(extra_info))] * len(keys)
         stored = self._rank.writer and self._guard(
             "a store",
             False,
@@ -156,6 +172,8 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         """Stores flat tensors, `values` or those at `target_locations`. Returns one result for all, as
         `batch_set_v1`."""
+        if self._settings.mode != "on":
+            return self._observe_store(keys, None)
         given = (target_locations if values is None else values) or []
         return self._rank.writer and self._guard(
             "a store",
@@ -168,6 +186,8 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Purges every page of this model and these weights, of all engines of this credential. Raises Unreachable if
         the purge is not confirmed; SGLang then reports that the storage was not cleared."""
+        if self._settings.mode != "on":
+            return  # it holds nothing
         connected = self._client.connected() if self._client is not None else None
         if connected is None or self._layout is None:
             raise Unreachable(
@@ -181,8 +201,16 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         client, self._client = self._client, None
         if client is not None:
             client.close()
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer.close()
 
     # --------------------------------------------------------------------------------------------------- helpers
+
+    def _observe_store(self, keys: Sequence[str], prefix: Sequence[str] | None) -> bool:
+        if self._observer is not None and self._rank.writer:
+            self._observer.stored(keys, prefix)
+        return True
 
     @property
     def _pages(self) -> HostPoolLayout:

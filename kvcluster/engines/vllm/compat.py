@@ -1,8 +1,9 @@
 """All use of vLLM's internals, for the releases in the compatibility table of docs/vllm.md.
 
 Every function here reads vLLM's objects and returns values of our own; no other module of the connector reads those
-objects, so a change in a release changes only this module. The supported engines are an allow list: a kind of layer, of
-KV or of parallelism that a later release adds is refused by name until it has been reviewed. `Any` lives here.
+objects (planned_kv.py and examine.py do, before an engine starts), so a change in a release changes only this module.
+The supported engines are an allow list: a kind of layer, of KV or of parallelism that a later release adds is refused
+by name until it has been reviewed. `Any` lives here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import vllm
 from huggingface_hub import snapshot_download
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
@@ -58,7 +60,7 @@ class Layout:
 def layout(config: Any, kv: Any) -> Layout:
     """Returns the layout for a VllmConfig and a KVCacheConfig. Raises CallerError, naming the trait, if the engine is
     not supported."""
-    for trait in _traits(config, kv):
+    for trait in refusals(config, kv):
         raise CallerError(f"kvcluster does not serve this engine: {trait}")
     tp = config.parallel_config.tensor_parallel_size
     rank = config.parallel_config.rank % tp
@@ -83,7 +85,8 @@ def layout(config: Any, kv: Any) -> Layout:
     return Layout(block_tokens, tuple(groups), tuple(parts), tuple(names), tuple(dims), tuple(formats))
 
 
-def _traits(config: Any, kv: Any) -> Iterator[str]:
+def refusals(config: Any, kv: Any) -> Iterator[str]:
+    """Yields what kvcluster does not serve of an engine, each with what to do if anything can be done."""
     parallel, cache = config.parallel_config, config.cache_config
     if parallel.pipeline_parallel_size > 1:
         yield "it uses pipeline ranks; use --tensor-parallel-size"
@@ -259,6 +262,11 @@ def _ids(blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(of_group) for of_group in blocks)
 
 
+def scheduled_tokens(output: Any) -> int:
+    """Returns how many tokens a step computes, of all its requests."""
+    return int(output.total_num_scheduled_tokens)
+
+
 def preempted(output: Any) -> tuple[str, ...]:
     """Returns the requests that were preempted since the last step."""
     return tuple(output.preempted_req_ids or ())
@@ -298,6 +306,16 @@ def settings_of_model(config: Any) -> dict[str, Any]:
 def version() -> str:
     """Returns the engine's version as "major.minor"."""
     return ".".join(vllm.__version__.split(".")[:2])
+
+
+def release() -> str:
+    """Returns the engine's whole version."""
+    return str(vllm.__version__)
+
+
+def device() -> str:
+    """Returns the kind of device that holds the engine's KV, as torch names it: "cpu", "cuda"."""
+    return str(current_platform.device_type)
 
 
 def facts(config: Any, layout: Layout) -> tuple[tuple[str, str], ...]:

@@ -23,7 +23,9 @@ from vllm.logger import init_logger
 
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.settings as settings
+from kvcluster.engines.vllm.idle import IdleScheduler, IdleWorker
 from kvcluster.engines.vllm.metrics import PromMetrics, TransferStats
+from kvcluster.engines.vllm.observer import observer
 from kvcluster.engines.vllm.registration import Adapters, Registration
 from kvcluster.engines.vllm.scheduler import SchedulerSide
 from kvcluster.engines.vllm.step_metadata import Step, StepReport
@@ -66,21 +68,37 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        if transfer.kv_load_failure_policy != "recompute":
+        chosen = settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._scheduler: SchedulerSide | IdleScheduler | None = None
+        self._worker: WorkerSide | IdleWorker | None = None
+        self._stats = TransferStats()
+        if chosen.mode == "on":
+            self._serve(chosen, vllm_config, kv_cache_config, on_scheduler=role == KVConnectorRole.SCHEDULER)
+        elif role == KVConnectorRole.WORKER:
+            self._worker = IdleWorker()
+        elif chosen.mode == "observe":
+            self._scheduler = observer(chosen, vllm_config, kv_cache_config, _logger.info)
+        else:
+            self._scheduler = IdleScheduler()
+
+    def _serve(
+        self,
+        chosen: settings.ConnectorSettings,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        *,
+        on_scheduler: bool,
+    ) -> None:
+        """Makes the side of this process, and begins to connect."""
+        if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ConfigError(
                 'kvcluster needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: with "fail" a request '
                 "fails whenever a shard is lost"
             )
-        chosen = settings.read(transfer.kv_connector_extra_config)
         if not compat.takes_back_within(vllm_config):
             chosen = replace(chosen, layerwise_ms=0)
         layout = compat.layout(vllm_config, kv_cache_config)
-        on_scheduler = role == KVConnectorRole.SCHEDULER
         registration = Registration(vllm_config, layout, chosen, whole=on_scheduler, log=_logger.info)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
-        self._stats = TransferStats()
         if on_scheduler:
             stores, loads = compat.roles(vllm_config)
             self._scheduler = SchedulerSide(
@@ -108,7 +126,8 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether loads may run within a forward pass: they wait between layers, which a full CUDA graph cannot."""
-        return settings.read(extra_config).layerwise_ms > 0
+        chosen = settings.read(extra_config)
+        return chosen.mode == "on" and chosen.layerwise_ms > 0
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._of_scheduler.matched(request, num_computed_tokens)
@@ -148,7 +167,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
             compat.forget(self._kv_cache_manager, blocks)
 
     @property
-    def _of_scheduler(self) -> SchedulerSide:
+    def _of_scheduler(self) -> SchedulerSide | IdleScheduler:
         assert self._scheduler is not None, "this connector is a worker's"
         return self._scheduler
 
@@ -191,7 +210,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
 
     @property
-    def _of_worker(self) -> WorkerSide:
+    def _of_worker(self) -> WorkerSide | IdleWorker:
         assert self._worker is not None, "this connector is the scheduler's"
         return self._worker
 

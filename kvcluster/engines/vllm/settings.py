@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.client.credential import read_token
+from kvcluster.client.trace_file import DEFAULT_FOLDER, MODES
 from kvcluster.config import LOSSES, TRANSPORTS
+from kvcluster.core import limits
 from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """`address`: the coordinator's "host:port". `token_file`: a file that holds the credential. `weights`: a digest or
+    """`mode`: "on" loads and stores; "observe" moves nothing and writes a trace of what could have been loaded, for
+    `kvcluster report`; "off" does nothing. `trace_dir`, `trace_bytes`: the folder of traces, and the limit of one.
+
+    `address`: the coordinator's "host:port". `token_file`: a file that holds the credential. `weights`: a digest or
     commit that pins the weights; "" reads the checkpoint. `model`: the model's name in the namespace; "" takes the last
     part of its path.
 
@@ -28,6 +33,7 @@ class ConnectorSettings:
     as in the client's own configuration.
     """
 
+    mode: str = "on"
     address: str = ""
     token_file: str = ""
     weights: str = ""
@@ -42,6 +48,8 @@ class ConnectorSettings:
     report: bool = False
     transports: tuple[str, ...] = TRANSPORTS
     accept: str = "q4"
+    trace_dir: str = str(DEFAULT_FOLDER)
+    trace_bytes: int = limits.TRACE_BYTES
 
     @property
     def token(self) -> str | None:
@@ -55,8 +63,12 @@ def read(given: Mapping[str, Any]) -> ConnectorSettings:
     check_settings(given, ConnectorSettings, "kv_connector_extra_config has no")
     values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     settings = ConnectorSettings(**values)
-    if not settings.address:
+    if settings.mode not in MODES:
+        raise ConfigError(f"mode must be one of {', '.join(MODES)}, not {settings.mode!r}")
+    if not settings.address and settings.mode == "on":
         raise ConfigError('kv_connector_extra_config needs "address": the coordinator\'s host:port')
+    if settings.trace_bytes < limits.LEAST_TRACE_BYTES:
+        raise ConfigError(f"trace_bytes must be at least {limits.LEAST_TRACE_BYTES:,}, not {settings.trace_bytes:,}")
     if settings.accept not in LOSSES:
         raise ConfigError(f"accept must be one of {', '.join(LOSSES)}, not {settings.accept!r}")
     return settings

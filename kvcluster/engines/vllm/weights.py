@@ -24,6 +24,7 @@ from kvcluster.errors import CallerError
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK_BYTES = 8 * 2**20
 _DOMAIN = b"kvcluster-checkpoint-v1"
+_REMEMBERED_IN = "weights.json"
 _REMEMBERED = 256
 """Cached fingerprints of one host, including those of adapters."""
 
@@ -50,6 +51,19 @@ def fingerprint(path: str, cache: Path | None = None) -> str:
                 raise CallerError(f"{path} changed while it was read; start the engine when it is complete")
             remembered[key] = digest
         return remembered[key]
+
+
+def known_fingerprint(path: str, cache: Path | None = None) -> tuple[str, int]:
+    """Returns the fingerprint of a checkpoint if it is known without reading its files, otherwise ""; and the bytes of
+    the files. Raises CallerError if there is nothing to read."""
+    commit = _snapshot(Path(path))
+    files = _files(Path(path))
+    if not files:
+        raise CallerError(f"{path} holds no files, so its weights have no fingerprint; give weights='sha256:...'")
+    nbytes = sum(file.stat().st_size for _, file in files)
+    if commit is not None:
+        return f"commit:{commit}", nbytes
+    return _remembered_in(cache or _user_cache()).get(json.dumps(_state(files)), ""), nbytes
 
 
 def _snapshot(path: Path) -> str | None:
@@ -101,6 +115,14 @@ def _read(files: list[tuple[str, Path]]) -> str:
     return "sha256:" + digest.hexdigest()
 
 
+def _remembered_in(cache: Path) -> dict[str, str]:
+    """Returns the cached digests by state; {} if there are none."""
+    with suppress(OSError, ValueError):
+        read = json.loads((cache / _REMEMBERED_IN).read_text(encoding="utf-8"))
+        return read if isinstance(read, dict) else {}
+    return {}
+
+
 def _user_cache() -> Path:
     return Path("~/.cache/kvcluster").expanduser()
 
@@ -117,11 +139,7 @@ def _one_at_a_time(cache: Path) -> Iterator[dict[str, str]]:
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        kept = cache / "weights.json"
-        remembered: dict[str, str] = {}
-        with suppress(OSError, ValueError):
-            read = json.loads(kept.read_text(encoding="utf-8"))
-            remembered = read if isinstance(read, dict) else {}
+        kept, remembered = cache / _REMEMBERED_IN, _remembered_in(cache)
         known = len(remembered)
         yield remembered
         if len(remembered) > known:

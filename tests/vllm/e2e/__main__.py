@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.vllm.e2e import cost, exactness, identity, prefill, ranks, serve, servers, smoke
+from tests.vllm.e2e import cost, exactness, identity, observe, prefill, ranks, serve, servers, smoke
 from tests.vllm.e2e.run import House, Table, house
 
 CHECKS: dict[str, Callable[[House], None]] = {
@@ -26,7 +26,11 @@ CHECKS: dict[str, Callable[[House], None]] = {
 ALONE: dict[str, Callable[[House], None]] = {"ranks": ranks.check, "serve": serve.check}
 """Two ranks need both cores, as do two engines on Serve that are timed."""
 
-BY_NAME: dict[str, Callable[[House], None]] = {"smoke": smoke.check, "cost": cost.check}
+BY_NAME: dict[str, Callable[[House], None]] = {
+    "smoke": smoke.check,
+    "cost": cost.check,
+    "observe": observe.check,
+}
 """Run only where they are asked for: the short form of the others, and what is timed with nothing beside it."""
 
 

@@ -33,8 +33,10 @@ LLM = {"max_model_len": 4096, "max_num_batched_tokens": 2048}
 class Engine:
     """An engine that stays up and runs what it is told, round by round."""
 
-    def __init__(self, house: House, name: str, connector: dict[str, Any] | None) -> None:
-        job = {"model": house.model(MODEL), "connector": connector, "llm": LLM}
+    def __init__(
+        self, house: House, name: str, connector: dict[str, Any] | None, llm: dict[str, Any] | None = None
+    ) -> None:
+        job = {"model": house.model(MODEL), "connector": connector, "llm": llm or LLM}
         self.name = name
         self._said = house.folder / f"cost-{name.replace(' ', '-')}.txt"
         with open(self._said, "wb") as said:
@@ -50,7 +52,8 @@ class Engine:
         self._hear()  # it is up
 
     def run(self, prompts: Sequence[list[int]], new_tokens: int) -> dict[str, Any]:
-        """Times, in seconds: of the whole, to each first token, between tokens, and of each step."""
+        """Times, in seconds: of the whole, of the processor, to each first token, between tokens, of each step; and the
+        connector's reports of requests, if any."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
         self._process.stdin.flush()

@@ -55,7 +55,7 @@ JOIN_S = 60.0
 
 def transfer_config(extra: dict[str, Any], role: str = "kv_both") -> dict[str, Any]:
     """The --kv-transfer-config of docs/vllm.md."""
-    return kv_transfer_config(role=role, **extra)
+    return kv_transfer_config(**({"address": "127.0.0.1:7070"} | extra), role=role)
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def _round(llm: Any, prompts: list[list[int]], new_tokens: int, name: str) -> di
 
     engine = llm.llm_engine
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     for number, prompt in enumerate(prompts):
         engine.add_request(f"{name}-{number}", TokensPrompt(prompt_token_ids=prompt), params)
     last: dict[str, float] = {}
@@ -42,6 +42,7 @@ def _round(llm: Any, prompts: list[list[int]], new_tokens: int, name: str) -> di
     first: list[float] = []
     between: list[float] = []
     steps: list[float] = []
+    reports: list[dict[str, Any]] = []
     while engine.has_unfinished_requests():
         start = time.perf_counter()
         outputs = engine.step()
@@ -49,6 +50,8 @@ def _round(llm: Any, prompts: list[list[int]], new_tokens: int, name: str) -> di
         if outputs:
             steps.append(now - start)
         for output in outputs:
+            if output.finished and (told := (output.kv_transfer_params or {}).get("kvcluster")):
+                reports.append(told)
             tokens = len(output.outputs[0].token_ids)
             if tokens == counts.get(output.request_id, 0):
                 continue
@@ -58,11 +61,12 @@ def _round(llm: Any, prompts: list[list[int]], new_tokens: int, name: str) -> di
             else:
                 first.append(now - began)
             last[output.request_id] = now
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     until = time.perf_counter() + 0.3  # what is delayed, such as blocks that are held, is no part of the round
     while engine.engine_core.engine_core.scheduler.has_requests() and time.perf_counter() < until:
         engine.step()
-    return {"seconds": seconds, "began": began, "first": first, "between": between, "steps": steps}
+    times = {"seconds": seconds, "cpu_seconds": cpu, "began": began, "first": first, "between": between, "steps": steps}
+    return times | {"reports": reports}
 
 
 def _say(what: dict[str, Any]) -> None:
