@@ -79,7 +79,8 @@ class SequenceBatch:
     ) -> Tensor:
         """As Sequence.attend for each row: `query` is `[tokens, heads, head_dim]` with the tokens of all rows, one row
         after another: `tokens[i]` of row i, by default equally many."""
-        from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
+        from kvcluster.client.sequences.batch_attention import BatchAttention
+        from kvcluster.client.sequences.batch_row import Scores
 
         states = [sequence.checked() for sequence in self.sequences]
         if self._attention is None:

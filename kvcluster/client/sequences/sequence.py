@@ -238,7 +238,8 @@ class Sequence:
         Raises CallerError for a query that does not fit; ResidentSetFull if tokens have to be loaded and find no room;
         LostTokens if the cluster has lost some, or they do not come by the deadline.
         """
-        from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
+        from kvcluster.client.sequences.batch_attention import BatchAttention
+        from kvcluster.client.sequences.batch_row import Scores
 
         state = self.checked()
         if self._attention is None:
