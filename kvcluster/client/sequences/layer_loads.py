@@ -7,6 +7,7 @@ open sequences are not evicted (ADR 47).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from kvcluster.client.memory import bind
@@ -48,6 +49,7 @@ class LayerLoads:
         self._part = part
         self._find = find
         self.lost = lost
+        self._lock = threading.Lock()
         self._runs: dict[tuple[SequenceBlock, ...], list[BlockRun]] = {}  # those used last are the last
 
     def begin(
@@ -59,15 +61,18 @@ class LayerLoads:
 
     def runs(self, blocks: tuple[SequenceBlock, ...], deadline: Deadline) -> list[BlockRun]:
         """Returns where these blocks lie. Raises LostTokens."""
-        known = self._runs.pop(blocks, None)
-        self._runs[blocks] = runs = known if known is not None else self._find(blocks, deadline)
-        while len(self._runs) > _TICKETS:
-            self.forget(next(iter(self._runs)))
+        with self._lock:
+            known = self._runs.pop(blocks, None)
+        runs = self._find(blocks, deadline) if known is None else known
+        with self._lock:
+            kept = [(key, of_key) for key, of_key in self._runs.items() if key[0].references]
+            self._runs = dict([*kept[-_TICKETS + 1 :], (blocks, runs)])
         return runs
 
     def forget(self, blocks: tuple[SequenceBlock, ...]) -> None:
         """Has the coordinator asked again where these blocks lie."""
-        self._runs.pop(blocks, None)
+        with self._lock:
+            self._runs.pop(blocks, None)
 
     def transfer(
         self, run: BlockRun, layer: int, into: ScratchPages, buffer: int, first: int, deadline: Deadline

@@ -211,6 +211,10 @@ class SequenceLoads:
         names = [block.name for block in blocks if block.name is not None]
         need = Need(self._parts, max(self._accept, *(block.loss for block in blocks)))
         ticket = self._tickets.prepare(spec, names, need, deadline, hold=hold)
+        if not ticket.blocks:  # perhaps it was stored, and its shard has not reported it yet
+            ticket.release()
+            self._runner.flush_shards(deadline)
+            ticket = self._tickets.prepare(spec, names, need, deadline, hold=hold)
         if not ticket.blocks:
             ticket.release()
             raise self._lost(blocks[0], ticket.miss or Miss(MissReason.NEVER_SEEN))

@@ -54,11 +54,10 @@ class PageMap:
         if not self._holes:
             return []
         holes = (self._addresses[first:stop] == _NOWHERE).nonzero().flatten()
-        depths = [first + at for at in holes.tolist()]
-        found = [depth for depth in depths if self._find(depth)]
-        if found:
+        absent = [depth for depth in (first + at for at in holes.tolist()) if not self._find(depth)]
+        if len(absent) < len(holes):
             self._changed()
-        return [state.blocks[depth] for depth in depths if self._addresses[depth] == _NOWHERE] if depths else []
+        return [state.blocks[depth] for depth in absent]
 
     def resident(self, first: int, stop: int) -> list[SequenceBlock]:
         """Returns the blocks from depth `first` up to `stop` that have a page of the resident set."""

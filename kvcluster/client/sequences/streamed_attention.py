@@ -37,7 +37,7 @@ _SHARE = 4
 stay there. Larger pieces save little: the time of one is dominated by its bytes."""
 
 
-class StreamPiece(NamedTuple):
+class ContextPiece(NamedTuple):
     """The positions of a subtree, for some rows of a call, and the absent blocks that these see there."""
 
     subtree: Subtree
@@ -76,11 +76,12 @@ class StreamedAttention:
         if absent:
             self._lost_precision(self._loads.lend(absent, Deadline.after_ms(call.time_ms)))
         with self._runner.lock:
-            pages = self._scratch(len(self._absent(call)), Deadline.after_ms(call.time_ms))
+            pages = self._scratch(Deadline.after_ms(call.time_ms)) if self._absent(call) else ()
         try:
             with self._runner.reading():
                 with self._runner.lock:
-                    absent, there = self._absent(call), ready()
+                    absent = self._absent(call)
+                    there = ready() and (bool(pages) or not absent)
                     loans = {loan: None for each in self._maps for loan in each.loans}
                 result = self._stream(call, absent, ScratchPages(self._runner.memory, pages)) if there else None
         finally:
@@ -99,14 +100,12 @@ class StreamedAttention:
                 found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
         return sorted(found, key=lambda block: block.depth)
 
-    def _scratch(self, absent: int, deadline: Deadline) -> Sequence[PageNumber]:
-        """Takes scratch pages for so many absent blocks. Called under the lock. Raises ResidentSetFull."""
-        if not absent:
-            return ()
+    def _scratch(self, deadline: Deadline) -> Sequence[PageNumber]:
+        """Takes scratch pages. Called under the lock. Raises ResidentSetFull."""
         machine, layers = self._runner.machine, self._runner.memory.tensor.shape[1]
         cut = -(-CUT_TOKENS // self._block_tokens) + 1  # blocks that one cut may need
-        wanted = min(absent, max(cut, machine.pages.capacity * layers // _SHARE // 2))
-        return self._runner.with_room(bound(machine.take, -(-2 * wanted // layers)), deadline)
+        pages = max(-(-2 * cut // layers), machine.pages.capacity // _SHARE)
+        return self._runner.with_room(bound(machine.take, pages), deadline)
 
     def _stream(self, call: StreamedCall, absent: Sequence[SequenceBlock], scratch: ScratchPages) -> Partial:
         pieces = list(self._pieces(call, absent, scratch.buffer_slots))
@@ -131,7 +130,7 @@ class StreamedAttention:
         (result,) = done
         return result
 
-    def _pieces(self, call: StreamedCall, absent: Sequence[SequenceBlock], slots: int) -> Iterator[StreamPiece]:
+    def _pieces(self, call: StreamedCall, absent: Sequence[SequenceBlock], slots: int) -> Iterator[ContextPiece]:
         """Yields the pieces that together are all that the rows see, from left to right, each with at most `slots`
         absent blocks. Raises ResidentSetFull if those of one row in one cut are more."""
         starts = [depths.start for row in call.rows for depths in row.depths]
@@ -143,7 +142,7 @@ class StreamedAttention:
         while left:
             subtree, rows, blocks = left.pop()
             if len(blocks) <= slots:
-                yield StreamPiece(subtree, rows, blocks)
+                yield ContextPiece(subtree, rows, blocks)
             elif subtree.level:
                 children = [Subtree(subtree.level - 1, 2 * subtree.index + at) for at in (1, 0)]
                 left += [(child, rows, self._within(child, blocks)) for child in children]
@@ -174,11 +173,11 @@ class StreamedAttention:
             )
         )
 
-    def _begin(self, call: StreamedCall, piece: StreamPiece, scratch: ScratchPages, number: int) -> LayerLoad:
+    def _begin(self, call: StreamedCall, piece: ContextPiece, scratch: ScratchPages, number: int) -> LayerLoad:
         deadline = Deadline.after_ms(call.time_ms)
         return self._loads.layers.begin(piece.blocks, call.layer, scratch, number % 2, deadline)
 
-    def _attend(self, call: StreamedCall, piece: StreamPiece, scratch: ScratchPages, number: int) -> Partial:
+    def _attend(self, call: StreamedCall, piece: ContextPiece, scratch: ScratchPages, number: int) -> Partial:
         """Attends to one piece, whose absent blocks lie in the buffer of its number. Returns the result of its rows."""
         addresses = scratch.addresses(number % 2, len(piece.blocks), call.layer)
         rows = self._query_rows(call, piece, dict(zip(piece.blocks, addresses, strict=True)))
@@ -198,7 +197,7 @@ class StreamedAttention:
         )
 
     def _query_rows(
-        self, call: StreamedCall, piece: StreamPiece, places: Mapping[SequenceBlock, int]
+        self, call: StreamedCall, piece: ContextPiece, places: Mapping[SequenceBlock, int]
     ) -> list[QueryRow]:
         step = self._block_tokens
         first, stop = piece.subtree.start // step, -(-piece.subtree.stop // step)

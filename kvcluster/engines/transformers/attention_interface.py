@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvcluster.engines.transformers.compat import text_config
@@ -29,9 +29,17 @@ from kvcluster.errors import CallerError
 NAME = "kvcluster"
 """The attention implementation, as transformers' configs name it."""
 
-_PASSED_ON = frozenset(
-    "cache_position is_causal logits_to_keep output_hidden_states output_router_logits position_embeddings "
-    "position_ids return_dict sliding_window token_type_ids use_cache".split()
+_PASSED_ON = (
+    "cache_position",
+    "is_causal",
+    "logits_to_keep",
+    "output_hidden_states",
+    "position_embeddings",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "token_type_ids",
+    "use_cache",
 )
 """Arguments that models hand on to attention and that change nothing here; the window is told by the mask. So do all
 others that are None or False."""
@@ -63,7 +71,7 @@ class AttendingCache(Protocol):
         last update returned `key`."""
 
     def end_step(self, input_ids: Tensor | None) -> None:
-        """The model has computed these tokens, `[rows, columns]`, in all layers."""
+        """The model has computed these tokens, `[rows, columns]`, in all layers. Called again, it does nothing."""
 
 
 _attending: ContextVar[AttendingCache | None] = ContextVar("kvcluster_attending", default=None)
@@ -77,7 +85,12 @@ def attending(model: PreTrainedModel, cache: AttendingCache) -> Iterator[None]:
     """Within it this cache computes the attention of the model in this thread, and hears of each forward pass. Other
     threads may use the model at the same time only with caches of their own, in the same way."""
     config = text_config(model)
-    hook = model.register_forward_hook(_forward_ended, with_kwargs=True)
+
+    def ended(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if _attending.get() is cache and kwargs.get("past_key_values") is cache:
+            cache.end_step(kwargs.get("input_ids", args[0] if args else None))
+
+    hook = model.register_forward_hook(ended, with_kwargs=True)
     _replace(config)
     token = _attending.set(cache)
     try:
@@ -102,12 +115,6 @@ def _restore(config: Any) -> None:
             _replaced[id(config)] = was, count - 1
         else:
             config._attn_implementation = was
-
-
-def _forward_ended(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    cache = _attending.get()
-    if cache is not None and kwargs.get("past_key_values") is cache:
-        cache.end_step(kwargs.get("input_ids", args[0] if args else None))
 
 
 def mask_rule(

@@ -25,8 +25,7 @@ import kvcluster.client.sequences as kv
 from kvcluster.client.client import Client
 from kvcluster.client.metrics import watch
 from kvcluster.client.prompt import Prompt
-from kvcluster.engines.transformers import attention_interface
-from kvcluster.engines.transformers.attention_interface import LayerScores, MaskRule
+from kvcluster.engines.transformers.attention_interface import LayerScores, MaskRule, attending
 from kvcluster.engines.transformers.attention_probe import check_attention
 from kvcluster.engines.transformers.cache import DEADLINE_MS
 from kvcluster.engines.transformers.compat import check_inputs, prepared_inputs
@@ -106,7 +105,7 @@ class SequenceCache(SteppedCache):
     def attending(self, model: PreTrainedModel) -> Iterator[None]:
         """Within it the model computes its attention with this cache, in this thread. A step that is not completed,
         because of an error, is dropped."""
-        with attention_interface.attending(model, self):
+        with attending(model, self):
             try:
                 yield
             finally:

@@ -99,6 +99,8 @@ class SteppedCache(Cache):
 
     def end_step(self, input_ids: Tensor | None) -> None:
         """See AttendingCache."""
+        if not self.step:
+            return
         left = [layer for layer in range(len(self.layers)) if layer not in self._attended]
         if left:
             raise self._refusal(f"layer {left[0]} does not attend through transformers' AttentionInterface")

@@ -189,20 +189,30 @@ def test_a_layer_is_moved_alone_and_once_and_the_coordinator_is_not_asked_again(
     assert len(moved) <= LAYERS * (absent + 1) and len(set(moved)) == LAYERS * absent
 
 
-def test_a_lost_block_is_named_and_leaves_nothing_behind(client: Client) -> None:
+def test_a_lost_block_is_named_and_leaves_nothing_behind(client: Client, cluster: MemoryCluster) -> None:
     one = context(client, 5_000)
     one.check()
     used = client.resident().pages_used
     client.clear()
+    cluster.wait_until(lambda: not any([*host.core.pool.ready()] for host in cluster.shards.values()))
     with pytest.raises(LostTokens) as lost:
         one.sequence.attend(0, asked(1))
     assert lost.value.position % BLOCK == 0
     assert client.resident().pages_used == used
-    kept = lost.value.position
-    one.sequence.truncate(kept)
-    one.k, one.v = one.k[:, :kept], one.v[:, :kept]
-    one.grow(7, seed=3)
+    one.sequence.truncate(lost.value.position)
+    one.sequence.reset()
+    one.k, one.v = one.k[:, :0], one.v[:, :0]
+    for seed in range(10):
+        one.grow(200, seed)
     one.check()
+
+
+def test_blocks_are_streamed_before_their_shards_have_reported_them(start: Start) -> None:
+    """A block that is stored gives up its page at once; the coordinator hears of it later."""
+    settings = {"client": {"resident_bytes": PAGES * PAGE}, "shard": {"report_interval_ms": 900}}
+    with start(shards=2, device_bytes="16MiB", config=settings).client(SPEC) as client:
+        one = context(client, 3_000)
+        one.check()
 
 
 def test_a_resident_set_below_one_cut_is_refused_by_name(start: Start) -> None:
