@@ -109,7 +109,8 @@ class LayerLoad:
     def wait(self, deadline: Deadline) -> Loss:
         """Waits until all of it is there, and returns the worst loss. What fails is loaded again; raises LostTokens if
         that fails too."""
-        for _ in range(_TRIES):
+        failures = 0
+        while True:
             loss, lost = Loss.EXACT, list[SequenceBlock]()
             for (_, blocks, _), transfer in self._under_way:
                 loaded = transfer.result(deadline.remaining_s() * 1e3)
@@ -117,10 +118,11 @@ class LayerLoad:
                 lost += blocks[loaded.blocks :]
             if not lost:
                 return loss
+            failures += 1
             self._loads.forget(self._blocks)
+            if failures == _TRIES:
+                raise self._loads.lost(lost[0], Miss(MissReason.DEADLINE, "its loads failed"))
             self._begin(deadline)
-        self.cancel()
-        raise self._loads.lost(lost[0], Miss(MissReason.DEADLINE, "its loads failed"))
 
     def cancel(self) -> None:
         """Ends it: nothing is written any more."""

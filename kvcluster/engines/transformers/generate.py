@@ -52,8 +52,8 @@ def generate(
         policy = offload if isinstance(offload, WindowPolicy) else None
         if generation.option("output_attentions"):
             raise CallerError("generate() cannot take output_attentions with offload: attention weights are not kept")
-        with SequenceCache.from_inputs(*given, salt=salt, policy=policy, deadline_ms=deadline_ms) as sequences:
-            return _generate_over(sequences, model, input_ids, attention_mask, generation, generate_kwargs, deadline_ms)
+        with SequenceCache.from_inputs(*given, salt=salt, policy=policy, deadline_ms=deadline_ms) as over:
+            return _generate_over(over, model, input_ids, attention_mask, generation, generate_kwargs, deadline_ms)
     cache = PrefixCache.from_inputs(*given, salt=salt, deadline_ms=deadline_ms)
     if generation.repeats > 1:
         cache.batch_repeat_interleave(generation.repeats)

@@ -180,7 +180,7 @@ class SequenceCache(SteppedCache):
         if sum(counts) == rows * columns:
             return out.view(rows, columns, heads, -1).to(query.device)
         whole = out.new_zeros(rows, columns, heads, out.shape[-1])
-        for row, part in zip(whole, out.split(counts), strict=True):
+        for row, part in zip(whole, torch.split(out, counts), strict=True):
             row[columns - len(part) :] = part
         return whole.to(query.device)
 

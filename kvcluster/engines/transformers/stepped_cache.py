@@ -26,7 +26,7 @@ class SteppedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, cache: SteppedCache, layer: int, *, is_sliding: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_sliding = is_sliding
         self.is_initialized = True
         self._cache = cache
