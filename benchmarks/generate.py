@@ -2,12 +2,13 @@
 
     .venv/bin/python benchmarks/generate.py --tokens 16384 --times 16
 
-Each run is a process of its own, with a random Llama in float32. "in memory" is `model.generate`; the others are
-`generate(offload=True)` over a cluster of two shards in other processes, with `--times` less resident memory than the
-context's KV takes: streamed over tcp, or borrowed from shared memory, with shards that keep pages raw or, below a small
-device tier, in q8 or q4. It prints how far each process's own memory grew above what it had after a warm-up of the same
-kind, at most, prefill included; the seconds of the prefill and of a token; how many of the new ids are those in memory;
-and the greatest difference of their logits, as a part of the greatest logit, up to the first id that differs.
+Each run is a process of its own with one thread, and a random Llama in float32. "in memory" is `model.generate`; the
+others are `generate(offload=True)` over a cluster of two shards in other processes, with `--times` less resident memory
+than the KV of the context takes: streamed over tcp, or borrowed from shared memory, with shards that keep pages raw or,
+below a small device tier, in q8 or q4. It prints how far each process's own memory grew above what it had after a
+warm-up of the same kind, at most, prefill included; the seconds of the prefill and of a token; how many of the new ids
+are those in memory; and the greatest difference of their logits, as a part of the greatest logit, up to the first id
+that differs.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Run:
 class Outcome:
     """What a process measured: ids `[new]`, logits `[new, vocabulary]`, seconds and bytes."""
 
-    ids: torch.Tensor
-    logits: torch.Tensor
+    ids: list[int]
+    logits: list[list[float]]
     prefill_s: float
     token_s: float
     grown_bytes: int
@@ -106,6 +107,7 @@ def _own_bytes() -> int:
 
 def work(run: Run, address: str, spec: kvcluster.KVSpec, times: int, new: int, tokens: int, out: Connection) -> None:
     """What a process does."""
+    torch.set_num_threads(1)
     model = model_of(len(spec.groups[0].layers))
     ids = torch.randint(1, 1_024, (1, tokens), generator=torch.Generator().manual_seed(1))
     others = torch.randint(1, 1_024, (1, WARM_UP_TOKENS), generator=torch.Generator().manual_seed(2))
@@ -129,8 +131,8 @@ def work(run: Run, address: str, spec: kvcluster.KVSpec, times: int, new: int, t
         began = time.perf_counter()
         told = call(ids, max_new_tokens=new, **settings)
         took_s = time.perf_counter() - began - (prefill_s if run.transport is None else 0)  # which it does again
-    logits = torch.stack(told.logits)[:, 0]
-    out.send(Outcome(told.sequences[0, tokens:], logits, prefill_s, took_s / new, most[0] - before))
+    logits = torch.stack(told.logits)[:, 0].tolist()
+    out.send(Outcome(told.sequences[0, tokens:].tolist(), logits, prefill_s, took_s / new, most[0] - before))
 
 
 def measured(run: Run, address: str, spec: kvcluster.KVSpec, options: argparse.Namespace) -> Outcome:
@@ -166,11 +168,10 @@ def measure(run: Run, spec: kvcluster.KVSpec, options: argparse.Namespace) -> Ou
 
 def difference(outcome: Outcome, right: Outcome) -> tuple[int, float]:
     """Returns how many leading ids are equal, and how far logits are off up to the first that is not."""
-    same = (outcome.ids == right.ids).long().cumprod(0)
-    equal = int(same.sum())
-    compared = min(equal + 1, len(right.ids))
-    off = (outcome.logits[:compared] - right.logits[:compared]).abs().max() / right.logits[:compared].abs().max()
-    return equal, float(off)
+    equal = next((at for at, (mine, its) in enumerate(zip(outcome.ids, right.ids, strict=True)) if mine != its), None)
+    compared = len(right.ids) if equal is None else equal + 1
+    mine, its = (torch.tensor(each.logits[:compared]) for each in (outcome, right))
+    return len(right.ids) if equal is None else equal, float((mine - its).abs().max() / its.abs().max())
 
 
 def main() -> None:

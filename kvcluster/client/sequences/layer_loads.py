@@ -131,7 +131,11 @@ class LayerLoad:
 
     def _begin(self, deadline: Deadline) -> None:
         self._under_way, first = [], 0
-        for run in self._loads.runs(self._blocks, deadline) if self._blocks else ():
-            transfer = self._loads.transfer(run, self._layer, self._into, self._buffer, first, deadline)
-            self._under_way.append((run, transfer))
-            first += len(run[1])
+        try:
+            for run in self._loads.runs(self._blocks, deadline) if self._blocks else ():
+                transfer = self._loads.transfer(run, self._layer, self._into, self._buffer, first, deadline)
+                self._under_way.append((run, transfer))
+                first += len(run[1])
+        except BaseException:
+            self.cancel()
+            raise

@@ -88,6 +88,7 @@ class StreamedAttention:
             with self._runner.lock:
                 for page in pages:
                     self._runner.machine.pages.free(page)
+                self._runner.lock.notify_all()
         return None if [loan for loan in loans if not self._loads.valid(loan)] else result
 
     # ------------------------------------------------------------------------------------------- helpers

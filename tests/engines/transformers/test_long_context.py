@@ -84,6 +84,25 @@ def test_a_cached_context_is_streamed_without_a_prefill(start: Any, streamed: li
     assert torch.equal(out.sequences, expected.sequences) and streamed
 
 
+@pytest.mark.parametrize(("codec", "bound"), [("q8", 0.02), ("q4", 0.3)])
+def test_a_context_that_shards_have_encoded_changes_logits_within_a_bound(
+    start: Any, streamed: list[int], codec: str, bound: float
+) -> None:
+    model = model_of(**LONG, head_dim=32)
+    ids, mask = batch(prompt(2_000))
+    expected = model.generate(ids, attention_mask=mask, **GREEDY)
+    tiers = {"host_codec": codec, "host_raw_blocks": 0, "hold_ms": 0, "low_free": 0.9, "high_free": 0.9}
+    shard = {"host_bytes": "16MiB"}
+    cluster = start(resident_tokens=640, model=model, device="2MiB", coordinator=tiers, shard=shard)
+    client = connect(cluster, model, block_tokens=16)
+    out = generate(client, model, ids, mask, offload=True, **GREEDY)
+    assert streamed
+    cluster.wait_until(lambda: [block.tier for block in client.explain(ids[0].tolist())].count("host") > 100)
+    out = generate(client, model, ids, mask, offload=True, **GREEDY)
+    difference = (logits(out)[0] - logits(expected)[0]).abs().max() / logits(expected)[0].abs().max()
+    assert 1e-4 < difference < bound
+
+
 def test_a_resident_set_that_is_too_small_is_refused_and_nothing_is_left(start: Any) -> None:
     model = model_of(**LONG)
     client = connect(start(resident_tokens=128, model=model), model, block_tokens=16)

@@ -83,6 +83,15 @@ def test_beams_and_samples_are_those_of_a_run_in_memory_cold_and_warm(
         client.flush()
 
 
+def test_a_model_in_bfloat16_is_within_its_rounding(cluster: MemoryCluster) -> None:
+    model = model_of().bfloat16()
+    ids, mask = batch(*ROWS)
+    settings = {**GREEDY, **LOGITS, "max_new_tokens": 1}
+    expected = logits(model.generate(ids, attention_mask=mask, **settings))
+    out = logits(generate(connect(cluster, model), model, ids, mask, offload=True, **settings))
+    assert out.dtype == expected.dtype and (out - expected).abs().max() <= 0.05 * expected.abs().max()
+
+
 def test_no_mask_is_made(cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("gemma3_text")
     client = connect(cluster, model)
