@@ -6,25 +6,28 @@ Each run is a process of its own with one thread, and a random Llama in float32.
 others are `generate(offload=True)` over a cluster of two shards in other processes, with `--times` less resident memory
 than the KV of the context takes: streamed over tcp, or borrowed from shared memory, with shards that keep pages raw or,
 below a small device tier, in q8 or q4. It prints how far each process's own memory grew above what it had after a
-warm-up of the same kind, at most, prefill included; the seconds of the prefill and of a token; how many of the new ids
-are those in memory; and the greatest difference of their logits, as a part of the greatest logit, up to the first id
-that differs.
+warm-up of the same kind, at most, prefill included; the seconds to the first token, and the median of the others; how
+many of the new ids are those in memory; and the greatest difference of their logits, as a part of the greatest logit,
+up to the first id that differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 import kvcluster
 from kvcluster.client import connect
@@ -55,8 +58,8 @@ class Outcome:
 
     ids: list[int]
     logits: list[list[float]]
-    prefill_s: float
-    token_s: float
+    first_s: float
+    next_s: float
     grown_bytes: int
 
 
@@ -80,6 +83,28 @@ def model_of(layers: int) -> Any:
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).eval()
+
+
+class TokenTimes(BaseStreamer):
+    """When the tokens of a generation come: the first after `first_s` seconds, each other one after `next_s`, the
+    median."""
+
+    def __init__(self) -> None:
+        self._times = [time.perf_counter()]
+
+    def put(self, value: torch.Tensor) -> None:
+        self._times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing more comes."""
+
+    @property
+    def first_s(self) -> float:
+        return self._times[2] - self._times[0]  # the first that is put is the prompt
+
+    @property
+    def next_s(self) -> float:
+        return statistics.median(after - before for before, after in pairwise(self._times[2:]))
 
 
 @contextmanager
@@ -123,16 +148,11 @@ def work(run: Run, address: str, spec: kvcluster.KVSpec, times: int, new: int, t
             return generate(client, model, prompt, offload=True, **given)
 
     call(others, max_new_tokens=2, **settings)
-    before = _own_bytes()
+    before, watch = _own_bytes(), TokenTimes()
     with own_memory() as most:
-        began = time.perf_counter()
-        call(ids, max_new_tokens=1, **settings)
-        prefill_s = time.perf_counter() - began
-        began = time.perf_counter()
-        told = call(ids, max_new_tokens=new, **settings)
-        took_s = time.perf_counter() - began - (prefill_s if run.transport is None else 0)  # which it does again
+        told = call(ids, max_new_tokens=new, streamer=watch, **settings)
     logits = torch.stack(told.logits)[:, 0].tolist()
-    out.send(Outcome(told.sequences[0, tokens:].tolist(), logits, prefill_s, took_s / new, most[0] - before))
+    out.send(Outcome(told.sequences[0, tokens:].tolist(), logits, watch.first_s, watch.next_s, most[0] - before))
 
 
 def measured(run: Run, address: str, spec: kvcluster.KVSpec, options: argparse.Namespace) -> Outcome:
@@ -187,7 +207,7 @@ def main() -> None:
     print(
         f"{options.tokens:,} tokens, {context / 2**20:,.0f} MiB of KV; resident {context / options.times / 2**20:,.1f}"
     )
-    print(f"{'':12} {'grown MiB':>10} {'prefill s':>10} {'token ms':>10} {'same ids':>10} {'logits off':>11}")
+    print(f"{'':12} {'grown MiB':>10} {'first s':>10} {'next ms':>10} {'same ids':>10} {'logits off':>11}")
     right = measure(RUNS[0], spec, options)
     for run in [run for run in RUNS if run.title in options.runs]:
         try:
@@ -197,8 +217,8 @@ def main() -> None:
             continue
         equal, off = difference(outcome, right)
         print(
-            f"{run.title:12} {outcome.grown_bytes / 2**20:>10.1f} {outcome.prefill_s:>10.1f} "
-            f"{outcome.token_s * 1e3:>10.1f} {f'{equal} of {len(right.ids)}':>10} {off:>11.1e}",
+            f"{run.title:12} {outcome.grown_bytes / 2**20:>10.1f} {outcome.first_s:>10.1f} "
+            f"{outcome.next_s * 1e3:>10.1f} {f'{equal} of {len(right.ids)}':>10} {off:>11.1e}",
             flush=True,
         )
 
