@@ -115,15 +115,24 @@ class TransferQueue:
         self._closed = False
 
     def load(
-        self, body: TicketBody, first: int, bound: BoundMemory, spec: KVSpec, deadline: Deadline
+        self,
+        body: TicketBody,
+        first: int,
+        bound: BoundMemory,
+        spec: KVSpec,
+        deadline: Deadline,
+        *,
+        parts: tuple[Part | None, ...] | None = None,
     ) -> Transfer[Loaded]:
-        """As Client.begin_load, into checked memory."""
-        pieces = plan_pieces(body, spec, self._parts, first)
+        """As Client.begin_load, into checked memory. `parts`: what of each group to load, by default all that the
+        client holds."""
+        parts = self._parts if parts is None else parts
+        pieces = plan_pieces(body, spec, parts, first)
         progress = LoadProgress(body, spec, pieces, first)
         plan = LoadPlan(
             body,
             spec,
-            self._parts,
+            parts,
             pieces,
             progress,
             self._policy,

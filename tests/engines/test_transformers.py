@@ -548,8 +548,6 @@ def tiny(kind: str, **settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("kind", "settings", "named"),
     [
-        ("mistral", {"sliding_window": 16}, "DynamicSlidingWindowLayer"),
-        ("gemma2", {}, "layer 0 is sliding_attention"),
         ("llama4_text", {}, "chunked_attention"),
         ("mamba", {}, "linear_attention"),
         ("rwkv", {}, "keeps other state than K and V in layer 0"),
@@ -563,6 +561,13 @@ def tiny(kind: str, **settings: Any) -> Any:
 def test_what_has_no_plain_kv_is_refused_by_name(kind: str, settings: dict[str, Any], named: str) -> None:
     with pytest.raises(CallerError, match=named):
         spec_of(tiny(kind, **settings), weights="w1")
+
+
+def test_a_cache_that_drops_kv_behind_a_window_is_refused_by_name(cluster: MemoryCluster) -> None:
+    model = tiny("mistral", sliding_window=16, num_key_value_heads=2)
+    client = cluster.client(spec_of(model, weights="w1", block_tokens=BLOCK))
+    with pytest.raises(CallerError, match=r"layer 0 is sliding_attention.*offload=True"):
+        PrefixCache.from_inputs(client, model, *batch(prompt(9)))
 
 
 def test_a_config_that_hides_its_real_kv_is_refused() -> None:

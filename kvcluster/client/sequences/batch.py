@@ -91,7 +91,8 @@ class SequenceBatch:
         """As Sequence.attend for each row: `query` is `[tokens, heads, head_dim]` with the tokens of all rows, one row
         after another: `tokens[i]` of row i, by default equally many."""
         from kvcluster.client.array_tensors import as_tensor
-        from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
+        from kvcluster.client.sequences.batch_attention import BatchAttention
+        from kvcluster.client.sequences.batch_row import Scores
 
         query = as_tensor(query, "the query")
         states = [sequence.checked() for sequence in self.sequences]

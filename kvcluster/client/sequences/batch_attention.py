@@ -1,6 +1,7 @@
 """Attention of a batch of sequences over their pages, wherever these lie.
 
 Each call finds the blocks that its queries see, has absent ones lent or loaded, and attends to all of them in place.
+If the resident set has no room for all that it sees, they are streamed (streamed_attention.py).
 Spans are made again only when a table has changed or a sequence has grown: the layers of a step share them. Whatever
 may be taken away while it is read is asked for afterwards, and the call is repeated if it was.
 """
@@ -8,41 +9,24 @@ may be taken away while it is read is asked for afterwards, and the call is repe
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
-from typing import NamedTuple
+from contextlib import nullcontext, suppress
 
 from torch import Tensor
 
 from kvcluster.attention import PageLayout, PageSpan, Partial, QueryRow, merge, partial
 from kvcluster.client.sequences.absent_blocks import BlockFetch
+from kvcluster.client.sequences.batch_row import BatchRow, Scores
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.page_map import PageMap
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
 from kvcluster.client.sequences.state import SequenceState
-from kvcluster.errors import CallerError, LostTokens
+from kvcluster.client.sequences.streamed_attention import StreamedAttention, StreamedCall
+from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
 from kvcluster.transport.base import Deadline
 
 _TRIES = 4
 """How often a call is repeated because pages were taken away while they were read."""
-
-
-class Scores(NamedTuple):
-    """How scores are computed: see Sequence.attend."""
-
-    scale: float | None = None
-    softcap: float | None = None
-    window: int | None = None
-    sinks: Tensor | None = None
-    latent_values: int | None = None
-
-
-class _Row(NamedTuple):
-    """A sequence of `visible` tokens, whose last `queries` attend to the blocks of these ranges of depths."""
-
-    depths: tuple[range, ...]
-    visible: int
-    queries: int
 
 
 class BatchAttention:
@@ -55,6 +39,7 @@ class BatchAttention:
         self._group = resources.group
         self._part = resources.part
         self._maps = [PageMap(state, self._runner.memory, self._loads.absent) for state in states]
+        self._streamed = StreamedAttention(states, self._maps, resources)
         self._made: tuple[Hashable, list[QueryRow]] = ((), [])
 
     def attend(
@@ -71,10 +56,7 @@ class BatchAttention:
             self._group, self._states[0].block_tokens, self._part.layers, self._part.heads, scores.latent_values
         )
         for _ in range(_TRIES):
-            with self._runner.lock:
-                missing = self._missing(rows)
-            with self._runner.holding(self._blocks(rows)) if missing else nullcontext():
-                result = self._read(rows, layout, layer, query, scores, threads, deadline)
+            result = self._once(rows, layout, layer, query, scores, threads, deadline)
             if result is not None:
                 out = result if scores.sinks is None else merge([result], sinks=scores.sinks)
                 return out.out.to(query.dtype)
@@ -82,9 +64,33 @@ class BatchAttention:
 
     # ------------------------------------------------------------------------------------------- helpers
 
+    def _once(
+        self,
+        rows: Sequence[BatchRow],
+        layout: PageLayout,
+        layer: int,
+        query: Tensor,
+        scores: Scores,
+        threads: int,
+        deadline: Deadline,
+    ) -> Partial | None:
+        """Attends. Returns None if a page was taken away meanwhile. What the resident set has no room for is
+        streamed."""
+        time_ms = deadline.remaining_s() * 1e3
+        with self._runner.lock:
+            missing = self._missing(rows)
+        blocks = self._blocks(rows) if missing else []
+        if len(blocks) <= self._runner.machine.pages.capacity:
+            with suppress(ResidentSetFull), self._runner.holding(blocks) if blocks else nullcontext():
+                return self._read(rows, layout, layer, query, scores, threads, deadline)
+        self._wait(layer, deadline)
+        return self._streamed.attend(
+            StreamedCall(rows, layout, layer, query, scores, threads, time_ms), lambda: self._ready(layer)
+        )
+
     def _read(
         self,
-        rows: Sequence[_Row],
+        rows: Sequence[BatchRow],
         layout: PageLayout,
         layer: int,
         query: Tensor,
@@ -96,7 +102,7 @@ class BatchAttention:
         self._provide(rows, layer, deadline)
         with self._runner.reading():
             with self._runner.lock:
-                ready = not self._missing(rows) and all(self._has(fetch, layer) for fetch in self._fetches())
+                ready = not self._missing(rows) and self._ready(layer)
                 made = self._query_rows(layout, rows, scores.window) if ready else []
                 loans = {loan: None for each in self._maps for loan in each.loans}
             if not ready:
@@ -123,7 +129,7 @@ class BatchAttention:
             given = type(query).__name__ if shape is None else list(shape)
             raise CallerError(f"the query is {given}; expected [{sum(queries)}, heads, head_dim]")
 
-    def _row(self, layer: int, state: SequenceState, queries: int, window: int | None) -> _Row:
+    def _row(self, layer: int, state: SequenceState, queries: int, window: int | None) -> BatchRow:
         if state.closed:
             raise CallerError("this sequence is closed")
         visible = state.length + (state.step if layer in state.appended else 0)
@@ -132,9 +138,9 @@ class BatchAttention:
         first = 0 if window is None else max(0, visible - queries - window + 1) // state.block_tokens
         stop, dropped = state.blocks_for(visible) if queries else first, state.dropped
         depths = range(first, min(stop, dropped.start)), range(max(first, dropped.stop), stop)
-        return _Row(tuple(each for each in depths if each), visible, queries)
+        return BatchRow(tuple(each for each in depths if each), visible, queries)
 
-    def _provide(self, rows: Sequence[_Row], layer: int, deadline: Deadline) -> None:
+    def _provide(self, rows: Sequence[BatchRow], layer: int, deadline: Deadline) -> None:
         """Has absent blocks lent or loaded, and waits until what is being loaded has this layer."""
         with self._runner.lock:
             missing = self._missing(rows)
@@ -144,20 +150,24 @@ class BatchAttention:
                 self._missing(rows)
                 for state in self._states:
                     state.loss = max(state.loss, loss)
+        self._wait(layer, deadline)
+
+    def _wait(self, layer: int, deadline: Deadline) -> None:
+        """Waits until what is being loaded into the resident set has this layer."""
         with self._runner.lock:
             fetches = self._fetches()
         for fetch in fetches:
             if not fetch.transfer.wait_layer(self._model_layer(layer), deadline.remaining_s() * 1e3):
                 self._loads.finish(fetch, deadline)
 
-    def _missing(self, rows: Sequence[_Row]) -> list[SequenceBlock]:
+    def _missing(self, rows: Sequence[BatchRow]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
         for pages, row in zip(self._maps, rows, strict=True):
             for depths in row.depths:
                 found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
         return [*found]
 
-    def _blocks(self, rows: Sequence[_Row]) -> list[SequenceBlock]:
+    def _blocks(self, rows: Sequence[BatchRow]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
         for state, row in zip(self._states, rows, strict=True):
             for depths in row.depths:
@@ -167,13 +177,13 @@ class BatchAttention:
     def _fetches(self) -> list[BlockFetch]:
         return [*{fetch: None for pages in self._maps for fetch in pages.fetches}]
 
-    def _has(self, fetch: BlockFetch, layer: int) -> bool:
-        return fetch.transfer.layer_done(self._model_layer(layer))
+    def _ready(self, layer: int) -> bool:
+        return all(fetch.transfer.layer_done(self._model_layer(layer)) for fetch in self._fetches())
 
     def _model_layer(self, layer: int) -> int:
         return self._group.layers[self._part.layer_start + layer]
 
-    def _query_rows(self, layout: PageLayout, rows: Sequence[_Row], window: int | None) -> list[QueryRow]:
+    def _query_rows(self, layout: PageLayout, rows: Sequence[BatchRow], window: int | None) -> list[QueryRow]:
         """Returns the rows of the call: those of the last one if nothing has changed."""
         key = (layout, window, *rows, *(pages.version for pages in self._maps))
         if self._made[0] != key:

@@ -9,13 +9,15 @@ Loads are begun and awaited by the threads that need them. The lock of the runne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from kvcluster.client.memory import bind
 from kvcluster.client.sequences.absent_blocks import AbsentBlocks, BlockFetch
 from kvcluster.client.sequences.blocks import SequenceBlock
+from kvcluster.client.sequences.layer_loads import BlockRun, LayerLoads
 from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.tickets import Ticket, Tickets
@@ -28,6 +30,9 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, LostTokens
 from kvcluster.transport.base import Deadline
+
+_LEND_AGAIN_S = 5.0
+"""After so long, blocks that must be streamed are asked for again on this host, where none of them was before."""
 
 _TRIES = 3
 """Loads of one block that may fail, one after the other, before it counts as lost."""
@@ -55,7 +60,11 @@ class SequenceLoads:
         self._transfers = transfers
         self._borrower = borrower
         self._accept = accept
+        self._lend_at = 0.0
         self.absent = AbsentBlocks()  # used under the runner's lock
+        (part,) = parts
+        assert part is not None, "a client without sequences"
+        self.layers = LayerLoads(transfers, part, find=self._find, lost=self._lost)
 
     def find(self, names: Sequence[BlockHash], deadline: Deadline) -> list[Loss]:
         """Returns the loss of each leading block of these that the cluster has."""
@@ -101,6 +110,20 @@ class SequenceLoads:
         """Borrows absent blocks, or begins to load them. The caller holds them, and those that are needed with them.
         Returns the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them cannot be had."""
         return self._provide(blocks, deadline, lend=True)
+
+    def lend(self, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Loss:
+        """Borrows those of these absent blocks that can be borrowed; loads none. Returns their worst loss. If none can,
+        none is asked for again for a while: they lie on other hosts. Raises LostTokens."""
+        if time.monotonic() < self._lend_at:
+            return Loss.EXACT
+        loss, lent = Loss.EXACT, False
+        for spec, chunk, ticket in self._prepared(blocks, deadline):
+            with ticket:
+                others = self._borrow(spec, chunk, ticket, deadline)
+            if len(others) < len(chunk):
+                loss, lent = max(loss, ticket.loss), True
+        self._lend_at = 0.0 if lent else time.monotonic() + _LEND_AGAIN_S
+        return loss
 
     def finish(self, fetch: BlockFetch, deadline: Deadline) -> bool:
         """Waits for a load to end, at most until the deadline. What was loaded is in the resident set then. Returns
@@ -152,16 +175,9 @@ class SequenceLoads:
         lend: bool,
         only_free: bool = False,
     ) -> Loss:
-        left, loss = list(blocks), Loss.EXACT
-        while left:
-            private = left[0].private
-            count = next((at for at, block in enumerate(left) if block.private != private), len(left))
-            count = min(count, limits.BLOCKS_PER_CALL)
-            chunk, left = left[:count], left[count:]
-            spec = self._private_spec if private else self._spec
-            ticket = self._prepare(spec, chunk, deadline)
+        loss = Loss.EXACT
+        for spec, chunk, ticket in self._prepared(blocks, deadline):
             loss = max(loss, ticket.loss)
-            chunk, rest = chunk[: ticket.blocks], chunk[ticket.blocks :]
             others = self._borrow(spec, chunk, ticket, deadline) if lend else chunk
             if len(others) < len(chunk):
                 ticket.release()
@@ -170,14 +186,35 @@ class SequenceLoads:
                 ticket.release()
             else:
                 self._fetch(spec, chunk, ticket, deadline)
-            left = rest + left
         return loss
 
-    def _prepare(self, spec: KVSpec, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Ticket:
+    def _find(self, blocks: Sequence[SequenceBlock], deadline: Deadline) -> list[BlockRun]:
+        """Returns where these absent blocks lie. Raises LostTokens."""
+        return list(self._prepared(blocks, deadline, hold=False))
+
+    def _prepared(
+        self, blocks: Sequence[SequenceBlock], deadline: Deadline, *, hold: bool = True
+    ) -> Iterator[BlockRun]:
+        """Yields these absent blocks in their order, as many at a time as one ticket has. Raises LostTokens."""
+        left = list(blocks)
+        while left:
+            private = left[0].private
+            count = next((at for at, block in enumerate(left) if block.private != private), len(left))
+            chunk = left[: min(count, limits.BLOCKS_PER_CALL)]
+            spec = self._private_spec if private else self._spec
+            ticket = self._prepare(spec, chunk, deadline, hold=hold)
+            left = left[ticket.blocks :]
+            yield spec, chunk[: ticket.blocks], ticket
+
+    def _prepare(self, spec: KVSpec, blocks: Sequence[SequenceBlock], deadline: Deadline, *, hold: bool) -> Ticket:
         """Returns a ticket for some leading blocks of these, at least one. Raises LostTokens."""
         names = [block.name for block in blocks if block.name is not None]
         need = Need(self._parts, max(self._accept, *(block.loss for block in blocks)))
-        ticket = self._tickets.prepare(spec, names, need, deadline, hold=True)
+        ticket = self._tickets.prepare(spec, names, need, deadline, hold=hold)
+        if not ticket.blocks:  # perhaps it was stored, and its shard has not reported it yet
+            ticket.release()
+            self._runner.flush_shards(deadline)
+            ticket = self._tickets.prepare(spec, names, need, deadline, hold=hold)
         if not ticket.blocks:
             ticket.release()
             raise self._lost(blocks[0], ticket.miss or Miss(MissReason.NEVER_SEEN))

@@ -294,8 +294,12 @@ class SequenceMachine:
 
     def place(self, blocks: Sequence[SequenceBlock]) -> list[int]:
         """Takes a page for each of these absent blocks, into which the caller loads them. Raises ResidentSetFull."""
-        self._check_room(len(blocks))
-        return [self._take() for _ in blocks]
+        return self.take(len(blocks))
+
+    def take(self, pages: int) -> list[PageNumber]:
+        """Takes pages, which the caller frees (`pages.free`) or gives to blocks (`placed`). Raises ResidentSetFull."""
+        self._check_room(pages)
+        return [self._take() for _ in range(pages)]
 
     def hold(self, blocks: Sequence[SequenceBlock]) -> None:
         """Has blocks keep their pages, or those that they will get, until `let_go`: they are needed together."""

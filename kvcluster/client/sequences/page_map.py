@@ -5,6 +5,8 @@ Only what has changed in the table is written again, so a step costs the same at
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan
@@ -52,11 +54,10 @@ class PageMap:
         if not self._holes:
             return []
         holes = (self._addresses[first:stop] == _NOWHERE).nonzero().flatten()
-        depths = [first + at for at in holes.tolist()]
-        found = [depth for depth in depths if self._find(depth)]
-        if found:
+        absent = [depth for depth in (first + at for at in holes.tolist()) if not self._find(depth)]
+        if len(absent) < len(holes):
             self._changed()
-        return [state.blocks[depth] for depth in depths if self._addresses[depth] == _NOWHERE] if depths else []
+        return [state.blocks[depth] for depth in absent]
 
     def resident(self, first: int, stop: int) -> list[SequenceBlock]:
         """Returns the blocks from depth `first` up to `stop` that have a page of the resident set."""
@@ -70,6 +71,20 @@ class PageMap:
             self._span = key, PageAddresses(layout, self._addresses[at], self._codecs[at], self._kinds, self._keeps)
         position = first * self._state.block_tokens
         return PageSpan(self._span[1], position, min(tokens, stop * self._state.block_tokens) - position)
+
+    def span_with(
+        self, layout: PageLayout, first: int, stop: int, tokens: int, places: Mapping[SequenceBlock, int]
+    ) -> PageSpan:
+        """As `span`; the blocks that are nowhere are read raw at the addresses `places`."""
+        addresses, codecs, blocks = self._addresses[first:stop].clone(), self._codecs[first:stop], self._state.blocks
+        if self._holes:
+            holes = (addresses == _NOWHERE).nonzero().flatten()
+            found = [places[blocks[first + at]] for at in holes.tolist()]
+            addresses[holes] = torch.tensor(found, dtype=torch.int64)
+            codecs = codecs.index_fill(0, holes, int(Codec.RAW))
+        position = first * self._state.block_tokens
+        pages = PageAddresses(layout, addresses, codecs, self._kinds | {Codec.RAW}, self._keeps)
+        return PageSpan(pages, position, min(tokens, stop * self._state.block_tokens) - position)
 
     # ------------------------------------------------------------------------------------------- helpers
 

@@ -246,17 +246,20 @@ class Sequence:
         `[tokens, heads, head_dim]` in the query's dtype, computed in float32.
 
         Pages are read where they lie: in the resident set, or in shards of this host, raw or encoded. Others are loaded
-        into the resident set, and the next layer is on its way while this one is attended to. The bits of the result do
-        not depend on where pages lie (docs/attention.md).
+        into the resident set, and the next layer is on its way while this one is attended to. What finds no room there
+        is streamed: only this layer of it is loaded, in parts, each by a deadline of its own, and none is kept. The
+        bits of the result do not depend on where pages lie (docs/attention.md).
 
         `scale` defaults to head_dim ** -0.5; `softcap`, `window` and learned `sinks`, `[heads]`, are explained there.
         Of a latent plane (MLA) the first `latent_values` channels are the values, so the result has as many.
 
-        Raises CallerError for a query that does not fit; ResidentSetFull if tokens have to be loaded and find no room;
-        LostTokens if the cluster has lost some, or they do not come by the deadline.
+        Raises CallerError for a query that does not fit; ResidentSetFull if tokens have to be loaded, and there is no
+        room for one layer of some 1,024 of them; LostTokens if the cluster has lost some, or they do not come by the
+        deadline.
         """
         from kvcluster.client.array_tensors import as_tensor
-        from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
+        from kvcluster.client.sequences.batch_attention import BatchAttention
+        from kvcluster.client.sequences.batch_row import Scores
 
         state, query = self.checked(), as_tensor(query, "the query")
         if self._attention is None:

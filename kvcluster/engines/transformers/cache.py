@@ -31,7 +31,7 @@ from kvcluster.client.transfer import Transfer
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss
-from kvcluster.engines.transformers.compat import check_inputs, layers, planes, text_config
+from kvcluster.engines.transformers.compat import check_full_attention, check_inputs, layers, planes, text_config
 from kvcluster.engines.transformers.padded_prompt import PaddedPrompt, find_paddings
 from kvcluster.engines.transformers.spec import check_kv, check_spec
 from kvcluster.errors import CallerError
@@ -83,6 +83,7 @@ class PrefixCache(DynamicCache):
         inputs or the client's spec are not supported; a failure of the cluster is a miss.
         """
         check_spec(client.spec, model)
+        check_full_attention(model)
         paddings = find_paddings(model, input_ids, attention_mask)
         check_inputs(model, input_ids)
         watch(client)

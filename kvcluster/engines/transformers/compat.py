@@ -13,13 +13,15 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, get_layer_types_and_kwargs
 
 from kvcluster.errors import CallerError
 
 # These change a token's frequencies when the text grows longer, so its KV does not depend on its prefix alone.
 _MOVING_ROPES = ("dynamic", "longrope")
+
+_ATTENTION = ("full_attention", "sliding_attention")
 
 # With each of these, `generate` does not fill the cache prompt first and then token by token, or does not use it.
 _OTHER_GENERATION = (
@@ -49,6 +51,22 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
+def windows(model: PreTrainedModel) -> list[int | None]:
+    """Returns for each layer of a model that has passed `check_model` how many of the last tokens a token sees; None:
+    all."""
+    return [kwargs.get("sliding_window") for kwargs in get_layer_types_and_kwargs(text_config(model))[1]]
+
+
+def check_full_attention(model: PreTrainedModel) -> None:
+    """Raises CallerError, naming the layer, if a layer of a model that has passed `check_model` drops KV."""
+    for layer, window in enumerate(windows(model)):
+        if window is not None:
+            raise CallerError(
+                f"{type(model).__name__} cannot use the prefix cache: layer {layer} is sliding_attention, whose KV "
+                "transformers drops behind the window; generate(..., offload=True) keeps it"
+            )
+
+
 def layers(cache: DynamicCache) -> list[DynamicLayer]:
     """Returns the layers of a cache whose model has passed `check_model`."""
     return cast(list[DynamicLayer], cache.layers)
@@ -63,7 +81,7 @@ def planes(layer: DynamicLayer) -> tuple[torch.Tensor, torch.Tensor]:
 def check_model(model: PreTrainedModel, adapter: str) -> None:
     """Raises CallerError, naming the trait, if the model's KV is not plain KV that depends on the prefix alone."""
     for trait in _traits(model, text_config(model), adapter):
-        raise CallerError(f"{type(model).__name__} cannot use the prefix cache: {trait}")
+        raise CallerError(f"{type(model).__name__} cannot use kvcluster: {trait}")
 
 
 def _traits(model: PreTrainedModel, config: Any, adapter: str) -> Iterator[str]:
@@ -84,11 +102,9 @@ def _traits(model: PreTrainedModel, config: Any, adapter: str) -> Iterator[str]:
         yield "it keeps latent KV (MLA), which is not supported yet"
     if not getattr(config, "num_attention_heads", None):
         yield "it has no attention heads, so no KV"
-    names = getattr(config, "layer_types", None)
-    for i, layer in enumerate(DynamicCache(config=config).layers):
-        if type(layer) is not DynamicLayer:
-            kind = names[i] if names else type(layer).__name__
-            yield f"layer {i} is {kind}; only full attention in every layer is supported"
+    for i, kind in enumerate(get_layer_types_and_kwargs(config)[0]):
+        if kind not in _ATTENTION:
+            yield f"layer {i} is {kind}; only full and sliding attention are supported"
     for rope in _rope_types(getattr(config, "rope_parameters", None)):
         if rope in _MOVING_ROPES:
             yield f"rope type {rope!r} changes a token's KV as the text grows; use a fixed one such as yarn"
@@ -112,6 +128,25 @@ def check_inputs(model: PreTrainedModel, input_ids: torch.Tensor) -> None:
                 f"input_ids holds token {token} ({key}): its content is not in the token ids, so two different "
                 f"{medium}s would share KV; call model.generate without the prefix cache"
             )
+
+
+def prepared_inputs(
+    model: PreTrainedModel, cache: Cache, input_ids: torch.Tensor, mask: torch.Tensor | None, first: int, stop: int
+) -> dict[str, Any]:
+    """Returns the arguments with which `generate` has the model compute the columns from `first` up to `stop`, with no
+    more logits than it must."""
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    run: Any = model
+    given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    if not bool((mask == 1).all()):
+        given["attention_mask"] = mask[:, :stop]
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        given["position_ids"] = positions[:, first:stop]
+    if run._supports_logits_to_keep():
+        given["logits_to_keep"] = 1
+    inputs: dict[str, Any] = run.prepare_inputs_for_generation(input_ids[:, first:stop], **given)
+    return inputs
 
 
 class Generation:

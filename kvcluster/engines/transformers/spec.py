@@ -43,7 +43,7 @@ def spec_of(
     `weights` is a digest or commit that pins the weights; without it they are all read (`fingerprint`, about a second
     per gigabyte). `adapter` is the content hash of the LoRA in use. `name` replaces the class name as `spec.model`; all
     replicas must give the same. Raises CallerError, naming the trait, for models that cannot be cached: layers other
-    than full attention, encoder-decoder models, latent KV, rotary settings that change with the length.
+    than full or sliding attention, encoder-decoder models, latent KV, rotary settings that change with the length.
     """
     check_model(model, adapter)
     config = text_config(model)

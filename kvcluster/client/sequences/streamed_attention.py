@@ -1,0 +1,236 @@
+"""Attention over more blocks than the resident set has room for, of which some lie on other hosts: they are streamed.
+
+What can be borrowed is attended to in place, as ever. For the rest, a call takes some pages of the resident set as
+scratch and goes through the context piece by piece, in order: of each piece, the layer that is computed is loaded into
+one half of the scratch pages while the piece before it is attended to in the other. So a call moves one layer of each
+absent block once, keeps none of them, and takes the same memory for a context of any length.
+
+Pieces are subtrees of the fixed tree over positions (attention/tree.py), the largest whose absent blocks fit, and their
+results are merged along it as they come. So the bits are those of one call over all pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial as bound
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcluster.attention import PageLayout, PageSpan, Partial, QueryRow, merge, partial
+from kvcluster.attention.tree import CUT_TOKENS, Subtree
+from kvcluster.client.sequences.batch_row import BatchRow, Scores
+from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock
+from kvcluster.client.sequences.layer_loads import LayerLoad
+from kvcluster.client.sequences.page_map import PageMap
+from kvcluster.client.sequences.resources import SequenceResources
+from kvcluster.client.sequences.scratch_pages import ScratchPages
+from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
+from kvcluster.client.sequences.state import SequenceState
+from kvcluster.core.miss import Loss
+from kvcluster.errors import ResidentSetFull
+from kvcluster.transport.base import Deadline
+
+_SHARE = 4
+"""At most this part of the resident set is scratch, unless one cut needs more: the rest is better used by blocks that
+stay there. Larger pieces save little: the time of one is dominated by its bytes."""
+
+
+class ContextPiece(NamedTuple):
+    """The positions of a subtree, for some rows of a call, and the absent blocks that these see there."""
+
+    subtree: Subtree
+    rows: range
+    blocks: tuple[SequenceBlock, ...]
+
+
+class StreamedCall(NamedTuple):
+    """One call of attention: see BatchAttention.attend. `time_ms` bounds each load."""
+
+    rows: Sequence[BatchRow]
+    layout: PageLayout
+    layer: int
+    query: Tensor
+    scores: Scores
+    threads: int
+    time_ms: float
+
+
+class StreamedAttention:
+    """Streams for a batch of sequences, whose pages are `maps`. One thread at a time may use it."""
+
+    def __init__(self, states: Sequence[SequenceState], maps: Sequence[PageMap], resources: SequenceResources) -> None:
+        self._states = states
+        self._maps = maps
+        self._runner = resources.runner
+        self._loads = resources.loads
+        self._block_tokens = states[0].block_tokens
+
+    def attend(self, call: StreamedCall, ready: Callable[[], bool]) -> Partial | None:
+        """Attends. `ready`, called under the lock, returns whether what is being loaded into the resident set has this
+        layer. Returns None if not, or if pages were taken away meanwhile: the call has to be repeated. Raises
+        ResidentSetFull if there are no scratch pages for one cut of one row; LostTokens."""
+        with self._runner.lock:
+            absent = self._absent(call)
+        if absent:
+            self._lost_precision(self._loads.lend(absent, Deadline.after_ms(call.time_ms)))
+        with self._runner.lock:
+            pages = self._scratch(Deadline.after_ms(call.time_ms)) if self._absent(call) else ()
+        try:
+            with self._runner.reading():
+                with self._runner.lock:
+                    absent = self._absent(call)
+                    there = ready() and (bool(pages) or not absent)
+                    loans = {loan: None for each in self._maps for loan in each.loans}
+                result = self._stream(call, absent, ScratchPages(self._runner.memory, pages)) if there else None
+        finally:
+            with self._runner.lock:
+                for page in pages:
+                    self._runner.machine.pages.free(page)
+                self._runner.lock.notify_all()
+        return None if [loan for loan in loans if not self._loads.valid(loan)] else result
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _absent(self, call: StreamedCall) -> list[SequenceBlock]:
+        """Returns the absent blocks that the call sees, by depth. Called under the lock."""
+        found: dict[SequenceBlock, None] = {}
+        for pages, row in zip(self._maps, call.rows, strict=True):
+            for depths in row.depths:
+                found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
+        return sorted(found, key=lambda block: block.depth)
+
+    def _scratch(self, deadline: Deadline) -> Sequence[PageNumber]:
+        """Takes scratch pages. Called under the lock. Raises ResidentSetFull."""
+        machine, layers = self._runner.machine, self._runner.memory.tensor.shape[1]
+        cut = -(-CUT_TOKENS // self._block_tokens) + 1  # blocks that one cut may need
+        pages = max(-(-2 * cut // layers), machine.pages.capacity // _SHARE)
+        return self._runner.with_room(bound(machine.take, pages), deadline)
+
+    def _stream(self, call: StreamedCall, absent: Sequence[SequenceBlock], scratch: ScratchPages) -> Partial:
+        pieces = list(self._pieces(call, absent, scratch.buffer_slots))
+        under_way: list[LayerLoad] = []
+        parts: list[Partial] = []  # of the rows of one subtree
+        done: list[Partial] = []  # of subtrees to the left of it, each larger than the next
+        try:
+            under_way.append(self._begin(call, pieces[0], scratch, 0))
+            for number, piece in enumerate(pieces):
+                if number + 1 < len(pieces):
+                    under_way.append(self._begin(call, pieces[number + 1], scratch, number + 1))
+                self._lost_precision(under_way[0].wait(Deadline.after_ms(call.time_ms)))
+                del under_way[0]
+                parts.append(self._attend(call, piece, scratch, number))
+                if piece.rows.stop == len(call.rows):
+                    done.append(_joined(parts))
+                    parts = []
+                    _merge_siblings(done)
+        finally:
+            for load in under_way:
+                load.cancel()
+        (result,) = done
+        return result
+
+    def _pieces(self, call: StreamedCall, absent: Sequence[SequenceBlock], slots: int) -> Iterator[ContextPiece]:
+        """Yields the pieces that together are all that the rows see, from left to right, each with at most `slots`
+        absent blocks. Raises ResidentSetFull if those of one row in one cut are more."""
+        starts = [depths.start for row in call.rows for depths in row.depths]
+        last = max((row.visible for row in call.rows), default=1) - 1
+        subtree = Subtree(0, last // CUT_TOKENS)
+        while subtree.start > min(starts, default=0) * self._block_tokens:
+            subtree = subtree.parent
+        left = [(subtree, range(len(call.rows)), tuple(absent))]
+        while left:
+            subtree, rows, blocks = left.pop()
+            if len(blocks) <= slots:
+                yield ContextPiece(subtree, rows, blocks)
+            elif subtree.level:
+                children = [Subtree(subtree.level - 1, 2 * subtree.index + at) for at in (1, 0)]
+                left += [(child, rows, self._within(child, blocks)) for child in children]
+            elif len(rows) > 1:
+                middle = (rows.start + rows.stop) // 2
+                halves = range(middle, rows.stop), range(rows.start, middle)
+                left += [(subtree, half, self._seen_by(call, half, blocks)) for half in halves]
+            else:
+                raise ResidentSetFull(
+                    f"{len(blocks)} blocks of one layer are read together, and {slots} find room in the resident set: "
+                    "open the client with a larger resident_bytes"
+                )
+
+    def _within(self, subtree: Subtree, blocks: Sequence[SequenceBlock]) -> tuple[SequenceBlock, ...]:
+        step = self._block_tokens
+        first, stop = subtree.start // step, -(-subtree.stop // step)
+        return tuple(block for block in blocks if first <= block.depth < stop)
+
+    def _seen_by(self, call: StreamedCall, rows: range, blocks: Sequence[SequenceBlock]) -> tuple[SequenceBlock, ...]:
+        """Returns those of these blocks that some of the rows see."""
+        return tuple(
+            block
+            for block in blocks
+            if any(
+                block.depth in depths and self._states[row].blocks[block.depth] is block
+                for row in rows
+                for depths in call.rows[row].depths
+            )
+        )
+
+    def _begin(self, call: StreamedCall, piece: ContextPiece, scratch: ScratchPages, number: int) -> LayerLoad:
+        deadline = Deadline.after_ms(call.time_ms)
+        return self._loads.layers.begin(piece.blocks, call.layer, scratch, number % 2, deadline)
+
+    def _attend(self, call: StreamedCall, piece: ContextPiece, scratch: ScratchPages, number: int) -> Partial:
+        """Attends to one piece, whose absent blocks lie in the buffer of its number. Returns the result of its rows."""
+        addresses = scratch.addresses(number % 2, len(piece.blocks), call.layer)
+        rows = self._query_rows(call, piece, dict(zip(piece.blocks, addresses, strict=True)))
+        counts = [row.queries for row in call.rows]
+        first = sum(counts[: piece.rows.start])
+        scores = call.scores
+        return partial(
+            call.query[first : first + sum(counts[piece.rows.start : piece.rows.stop])],
+            rows,
+            call.layout,
+            call.layer,
+            scale=scores.scale,
+            softcap=scores.softcap,
+            window=scores.window,
+            within=piece.subtree,
+            threads=call.threads,
+        )
+
+    def _query_rows(
+        self, call: StreamedCall, piece: ContextPiece, places: Mapping[SequenceBlock, int]
+    ) -> list[QueryRow]:
+        step = self._block_tokens
+        first, stop = piece.subtree.start // step, -(-piece.subtree.stop // step)
+        ranges = [
+            RowBlocks(at, self._states[at].blocks, max(first, depths.start), min(stop, depths.stop))
+            for at in piece.rows
+            for depths in call.rows[at].depths
+            if max(first, depths.start) < min(stop, depths.stop)
+        ]
+        spans: dict[int, list[PageSpan]] = {at: [] for at in piece.rows}
+        for shared in shared_spans(ranges):
+            tokens = max(call.rows[row].visible for row in shared.rows)
+            span = self._maps[shared.rows[0]].span_with(call.layout, shared.first, shared.stop, tokens, places)
+            for row in shared.rows:
+                spans[row].append(span)
+        rows = [(call.rows[at], spans[at]) for at in piece.rows]
+        return [QueryRow(range(row.visible - row.queries, row.visible), found) for row, found in rows]
+
+    def _lost_precision(self, loss: Loss) -> None:
+        """What is attended to has this loss, and so has what is computed from it."""
+        for state in self._states:
+            state.loss = max(state.loss, loss)
+
+
+def _joined(parts: Sequence[Partial]) -> Partial:
+    """Returns the result of all rows of a subtree from those of some rows each."""
+    if len(parts) == 1:
+        return parts[0]
+    return Partial(parts[0].subtree, torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
+
+
+def _merge_siblings(done: list[Partial]) -> None:
+    """Merges results of subtrees, from left to right, as far as the last of them completes larger subtrees."""
+    while len(done) > 1 and done[-2].subtree.parent == done[-1].subtree.parent:
+        done[-2:] = [merge(done[-2:])]
