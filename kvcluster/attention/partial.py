@@ -70,6 +70,12 @@ def partial(
     return Partial(within, *(torch_attend(call) if kernels is None else native_attend(kernels, call, threads)))
 
 
+def uses_fused() -> bool:
+    """Whether this process computes with fused multiply-add: results of two processes have equal bits if both do, or
+    neither."""
+    return native.KERNELS is not None and native.KERNELS.chosen() != "plain"
+
+
 def merge(partials: Sequence[Partial], *, sinks: Tensor | None = None) -> Partial:
     """Merges partials of the same queries into that of the smallest subtree that holds all of theirs.
 
