@@ -236,6 +236,11 @@ class Shard:
         return self._leases
 
     @property
+    def spans(self) -> SpanHandler:
+        """The spans that workers have registered."""
+        return self._spans
+
+    @property
     def waiting(self) -> dict[str, int]:
         """The number of writers and readers that wait for room, and of orders that have not ended, by what waits."""
         orders = len(self.order_progress.running)
