@@ -45,7 +45,7 @@ class SpanHandler:
     def pin(self, request: Request[PinSpans], now: int) -> list[Effect]:
         """Grants a lease over the pages of the spans, or answers why not. The caller has checked epoch and attempt."""
         m = request.question
-        resolved = self.registry.resolve((request.tenant, m.attempt.holder), m.spans, m.accept, now)
+        resolved = self.registry.resolve((request.tenant, m.attempt.holder), m.spans, now)
         spans = [each for each in resolved if not isinstance(each, SpanMiss)]
         told = SpanGrant(tuple(each if isinstance(each, SpanMiss) else each.resolved for each in resolved))
         if len(spans) < len(resolved):

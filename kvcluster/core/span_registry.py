@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, SpanId
 from kvcluster.core.messages import PageKey, Refused, RefusedKind, SpanBlocks, SpanMiss, SpanPages
-from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespace
@@ -26,7 +26,7 @@ from kvcluster.core.shares import Owner, Shares
 class RegisteredSpan:
     """One span. `pages` are those that were found when it was last used, and `found` what its users were told."""
 
-    __slots__ = ("accepted", "changes", "depth", "found", "group", "hashes", "pages", "part", "space")
+    __slots__ = ("accept", "changes", "depth", "found", "group", "hashes", "pages", "part", "space")
 
     def __init__(self, space: ShardNamespace, blocks: SpanBlocks) -> None:
         self.space = space
@@ -34,10 +34,10 @@ class RegisteredSpan:
         self.part = blocks.part
         self.depth = blocks.depth
         self.hashes = blocks.hashes
+        self.accept = blocks.accept
         self.pages: list[Page] = []
         self.found: SpanPages | None = None  # what its users are told of them
-        self.accepted = Loss.EXACT  # the loss that `pages` were last checked against
-        self.changes = -1  # pool.changes when they were
+        self.changes = -1  # pool.changes when `pages` were last looked at
 
     @property
     def resolved(self) -> SpanPages:
@@ -47,8 +47,8 @@ class RegisteredSpan:
 
     def is_of(self, space: ShardNamespace, blocks: SpanBlocks) -> bool:
         """Whether it is the span of these blocks."""
-        mine = (self.group, self.part, self.depth, self.hashes)
-        return self.space is space and mine == (blocks.group, blocks.part, blocks.depth, blocks.hashes)
+        mine = (self.group, self.part, self.depth, self.hashes, self.accept)
+        return self.space is space and mine == blocks[1:]
 
 
 class _HolderSpans:
@@ -104,13 +104,12 @@ class SpanRegistry:
                 self._blocks.remove(owner[0], len(known.hashes))
         self._forget_if_bare(owner)
 
-    def resolve(self, owner: Owner, spans: Sequence[SpanId], accept: Loss, now: int) -> list[RegisteredSpan | SpanMiss]:
-        """Returns each span, whose `pages` and `found` are those of today, or why it is not available with at most that
-        loss."""
+    def resolve(self, owner: Owner, spans: Sequence[SpanId], now: int) -> list[RegisteredSpan | SpanMiss]:
+        """Returns each span, whose `pages` and `found` are those of today, or why it is not available."""
         if owner not in self._owners:
             return [SpanMiss.UNKNOWN] * len(spans)
         known = self._used(owner, now).spans
-        return [self._resolved(span, known[span], accept) if span in known else SpanMiss.UNKNOWN for span in spans]
+        return [self._resolved(span, known[span]) if span in known else SpanMiss.UNKNOWN for span in spans]
 
     def expire(self, now: int) -> None:
         """Ends the spans of holders that have named none for SPAN_IDLE_NS."""
@@ -149,14 +148,14 @@ class SpanRegistry:
         self._blocks.add(owner[0], len(blocks.hashes))
         return None
 
-    def _resolved(self, name: SpanId, span: RegisteredSpan, accept: Loss) -> RegisteredSpan | SpanMiss:
-        if span.found is not None and span.accepted == accept:
+    def _resolved(self, name: SpanId, span: RegisteredSpan) -> RegisteredSpan | SpanMiss:
+        if span.found is not None:
             if span.changes == self._pool.changes:
                 return span
             if all(page.state is PageState.READY for page in span.pages):
                 span.changes = self._pool.changes
                 return span
-        pages = [self._find(span, block, accept) for block in span.hashes]
+        pages = [self._find(span, block) for block in span.hashes]
         span.found, span.pages = None, []
         for page in pages:
             if isinstance(page, SpanMiss):
@@ -164,11 +163,11 @@ class SpanRegistry:
             span.pages.append(page)
         slots = tuple(page.slot() for page in span.pages)
         span.found = SpanPages(name, span.space.spec, span.group, span.part, span.depth, slots)
-        span.accepted, span.changes = accept, self._pool.changes
+        span.changes = self._pool.changes
         return span
 
-    def _find(self, span: RegisteredSpan, block: BlockHash, accept: Loss) -> Page | SpanMiss:
-        page = self._pool.find(span.space.id, PageKey(block, span.group, span.part), accept)
+    def _find(self, span: RegisteredSpan, block: BlockHash) -> Page | SpanMiss:
+        page = self._pool.find(span.space.id, PageKey(block, span.group, span.part), span.accept)
         if isinstance(page, Miss):
             return SpanMiss.LOSSY if page.reason is MissReason.LOSSY else SpanMiss.GONE
         return page if page.tier.spec.addressable else SpanMiss.STORED

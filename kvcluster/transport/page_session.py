@@ -223,7 +223,7 @@ class PageSession:
             reserve = Reserve(r.attempt, r.epoch, pages, wait_ns)
             return AskCore(lambda call: Request(call, tenant, r.namespace, reserve), PROMPT_NS + wait_ns)
         if isinstance(r, AttendRequest):
-            spans = PinSpans(r.attempt, r.epoch, r.spans, r.accept)
+            spans = PinSpans(r.attempt, r.epoch, r.spans)
             return self._of_no_namespace(spans)
         pin = Pin(r.attempt, r.epoch, tuple(PageWants.of(r.wants).keys()), r.accept)
         return AskCore(lambda call: Request(call, tenant, r.namespace, pin), PROMPT_NS + STAGED_NS)

@@ -22,6 +22,7 @@ from kvcluster.core.messages import (
     SpanMiss,
     SpansLacking,
 )
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import DTYPE_BYTES, Part
 from kvcluster.errors import ProtocolError
 from kvcluster.wire.checks import at_most, must
@@ -61,13 +62,15 @@ def _capped(items: Column[V], most: int) -> Values[V]:
     return Values(items.encode, lambda wire, said, what: items.decode(wire, min(said, most), what))
 
 
-def _split(blocks: SpanBlocks) -> tuple[SpanId, tuple[int, Part], int, tuple[BlockHash, ...]]:
-    return blocks.span, (blocks.group, blocks.part), blocks.depth, blocks.hashes
+def _split(blocks: SpanBlocks) -> tuple[SpanId, tuple[int, Part], int, tuple[BlockHash, ...], Loss]:
+    return blocks.span, (blocks.group, blocks.part), blocks.depth, blocks.hashes, blocks.accept
 
 
-def _span_blocks(span: SpanId, place: tuple[int, Part], depth: int, hashes: tuple[BlockHash, ...]) -> SpanBlocks:
+def _span_blocks(
+    span: SpanId, place: tuple[int, Part], depth: int, hashes: tuple[BlockHash, ...], accept: Loss
+) -> SpanBlocks:
     must(hashes, f"span {span} has no blocks")
-    return SpanBlocks(span, *place, depth, hashes)
+    return SpanBlocks(span, *place, depth, hashes, accept)
 
 
 _SPANS: Columns[SpanBlocks] = Columns(
@@ -83,6 +86,7 @@ _SPANS: Columns[SpanBlocks] = Columns(
         limits.BLOCKS_PER_CALL,
         "block hashes in a span",
     ),
+    accept=LOSS.column,
 )
 REGISTER_SPANS = Struct(
     pb.RegisterSpansRequest,
@@ -142,7 +146,6 @@ _ENCODED = Struct(
     window=PLAIN,
     latent_values=amount("channels of a value", INDEX_MAX),
     fused=PLAIN,
-    accept=LOSS,
     rows=Rows(_ROWS, limits.ATTEND_ROWS, "rows in a message"),
 )
 encode_attend_request, decode_attend_request = in_bytes(pb.AttendRequest, _ENCODED)

@@ -14,13 +14,14 @@ from kvcluster.core.spec import KVSpec, Part
 
 class SpanBlocks(NamedTuple):
     """A span to be registered: the pages of one group and part of consecutive blocks, the first of which has `depth`
-    blocks before it in its sequence."""
+    blocks before it in its sequence. A page that has lost more than `accept` is not attended to."""
 
     span: SpanId
     group: int
     part: Part
     depth: int
     hashes: tuple[BlockHash, ...]
+    accept: Loss = Loss.EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,11 @@ class SpanMiss(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PinSpans:
-    """Grants a lease over all pages of these registered spans, with at most the loss `accept`. Answered by
-    SpanGrant."""
+    """Grants a lease over all pages of these registered spans. Answered by SpanGrant."""
 
     attempt: Attempt
     epoch: Epoch
     spans: tuple[SpanId, ...]
-    accept: Loss = Loss.EXACT
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +103,6 @@ class AttendRequest:
     window: int = 0
     latent_values: int = 0
     fused: bool = False
-    accept: Loss = Loss.EXACT
 
     @property
     def tokens(self) -> int:

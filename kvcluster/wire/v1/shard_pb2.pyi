@@ -80,16 +80,18 @@ class RegisterSpansRequest(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., epoch: _Optional[int] = ..., spans: _Optional[_Union[SpanList, _Mapping]] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SpanList(_message.Message):
-    __slots__ = ("span", "place", "depth", "hashes")
+    __slots__ = ("span", "place", "depth", "hashes", "accept")
     SPAN_FIELD_NUMBER: _ClassVar[int]
     PLACE_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
     span: _containers.RepeatedScalarFieldContainer[int]
     place: _common_pb2.PlaceTable
     depth: _containers.RepeatedScalarFieldContainer[int]
     hashes: _coordinator_pb2.HashLists
-    def __init__(self, span: _Optional[_Iterable[int]] = ..., place: _Optional[_Union[_common_pb2.PlaceTable, _Mapping]] = ..., depth: _Optional[_Iterable[int]] = ..., hashes: _Optional[_Union[_coordinator_pb2.HashLists, _Mapping]] = ...) -> None: ...
+    accept: _containers.RepeatedScalarFieldContainer[_common_pb2.Loss]
+    def __init__(self, span: _Optional[_Iterable[int]] = ..., place: _Optional[_Union[_common_pb2.PlaceTable, _Mapping]] = ..., depth: _Optional[_Iterable[int]] = ..., hashes: _Optional[_Union[_coordinator_pb2.HashLists, _Mapping]] = ..., accept: _Optional[_Iterable[_Union[_common_pb2.Loss, str]]] = ...) -> None: ...
 
 class GetOffersRequest(_message.Message):
     __slots__ = ()
@@ -190,7 +192,7 @@ class WrittenTable(_message.Message):
     def __init__(self, table: _Optional[_Iterable[_Union[Written, str]]] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttendRequest(_message.Message):
-    __slots__ = ("attempt", "epoch", "layer", "heads", "dim", "dtype", "scale", "softcap", "window", "latent_values", "fused", "accept", "rows")
+    __slots__ = ("attempt", "epoch", "layer", "heads", "dim", "dtype", "scale", "softcap", "window", "latent_values", "fused", "rows")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
@@ -202,7 +204,6 @@ class AttendRequest(_message.Message):
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     LATENT_VALUES_FIELD_NUMBER: _ClassVar[int]
     FUSED_FIELD_NUMBER: _ClassVar[int]
-    ACCEPT_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     attempt: bytes
     epoch: int
@@ -215,9 +216,8 @@ class AttendRequest(_message.Message):
     window: int
     latent_values: int
     fused: bool
-    accept: _common_pb2.Loss
     rows: AttendRows
-    def __init__(self, attempt: _Optional[bytes] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., heads: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ..., scale: _Optional[float] = ..., softcap: _Optional[float] = ..., window: _Optional[int] = ..., latent_values: _Optional[int] = ..., fused: bool = ..., accept: _Optional[_Union[_common_pb2.Loss, str]] = ..., rows: _Optional[_Union[AttendRows, _Mapping]] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[bytes] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., heads: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ..., scale: _Optional[float] = ..., softcap: _Optional[float] = ..., window: _Optional[int] = ..., latent_values: _Optional[int] = ..., fused: bool = ..., rows: _Optional[_Union[AttendRows, _Mapping]] = ...) -> None: ...
 
 class AttendRows(_message.Message):
     __slots__ = ("position", "tokens", "spans", "subtrees")
