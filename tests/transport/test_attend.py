@@ -332,7 +332,6 @@ def sample(**settings: Any) -> AttendRequest:
         "window": 512,
         "latent_values": 7,
         "fused": True,
-        "accept": Loss.Q8,
     }
     return AttendRequest(own_attempts()(), Epoch(9), **(given | settings))
 
