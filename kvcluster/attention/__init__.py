@@ -3,7 +3,7 @@
 from kvcluster.attention.call import QueryRow, Scoring
 from kvcluster.attention.page_span import PageAddresses, PageLayout, PageSpan
 from kvcluster.attention.partial import Partial, merge, partial, uses_fused
-from kvcluster.attention.subtree_partials import SubtreeRow, subtree_partials
+from kvcluster.attention.subtree_partials import SubtreeRow, merge_rows, subtree_partials
 from kvcluster.attention.tree import CUT_TOKENS, ROOT, Subtree, subtrees, subtrees_beside, subtrees_of
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Subtree",
     "SubtreeRow",
     "merge",
+    "merge_rows",
     "partial",
     "subtree_partials",
     "subtrees",

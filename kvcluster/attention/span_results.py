@@ -14,6 +14,7 @@ from operator import attrgetter
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from kvcluster.attention.call import Scoring
 from kvcluster.attention.page_span import PageAddresses, PageLayout, PageSpan
@@ -23,7 +24,7 @@ from kvcluster.attention.tree import ROOT, Subtree
 from kvcluster.core import limits
 from kvcluster.core.ids import SpanId
 from kvcluster.core.messages import AttendRequest, AttendRow, PageSlot, SpanPages
-from kvcluster.errors import CallerError, LimitError
+from kvcluster.errors import CallerError, LimitError, ProtocolError
 from kvcluster.pages.codec_torch import DTYPES
 
 View = Callable[[PageSlot], memoryview]
@@ -68,10 +69,26 @@ def pack_results(results: Sequence[Sequence[Partial]]) -> memoryview:
     return memoryview(data)
 
 
+def pack_query(query: Tensor) -> tuple[str, memoryview]:
+    """Returns the dtype in which a query travels, and its bytes. It loses nothing: what is wider than float32 is made
+    float32, as attention does."""
+    name = str(query.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        name, query = "float32", query.float()
+    data = bytearray(query.nbytes)
+    if data:
+        torch.frombuffer(data, dtype=DTYPES[name]).copy_(query.detach().reshape(-1))
+    return name, memoryview(data)
+
+
 def unpack_results(
     data: memoryview, rows: Sequence[tuple[int, Sequence[Subtree]]], heads: int, value_dim: int
 ) -> list[list[Partial]]:
-    """The inverse, for rows of so many query tokens and these subtrees. `data` has exactly their bytes."""
+    """Returns the results of rows of so many query tokens and with these subtrees. Raises ProtocolError if `data`
+    has not exactly their bytes."""
+    nbytes = sum(len(subtrees) * result_bytes(tokens, heads, value_dim) for tokens, subtrees in rows)
+    if data.nbytes != nbytes:
+        raise ProtocolError(f"{data.nbytes} bytes of results came; {nbytes} were asked for")
     floats = torch.frombuffer(data, dtype=torch.float32) if data.nbytes else torch.zeros(0)
     at, found = 0, []
     for tokens, subtrees in rows:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kvcluster.attention.call import QueryRow, Scoring
 from kvcluster.attention.page_span import PageLayout, PageSpan
-from kvcluster.attention.partial import Partial, partial
-from kvcluster.attention.tree import Subtree
+from kvcluster.attention.partial import Partial, merge, partial
+from kvcluster.attention.tree import ROOT, Subtree
 
 
 class SubtreeRow(NamedTuple):
@@ -73,6 +73,29 @@ def subtree_partials(
             found[number, subtree] = Partial(subtree, result.out[at:stop], result.lse[at:stop])
             at = stop
     return [[found[number, subtree] for subtree in row.subtrees] for number, row in enumerate(rows)]
+
+
+def merge_rows(rows: Sequence[Sequence[Partial]], value_dim: int, heads: int) -> Partial:
+    """Merges the partials of each row, and returns the results of all rows, one after the other. A row without partials
+    has no query tokens. Rows with the same subtrees are merged together."""
+    alike: dict[tuple[Subtree, ...], list[int]] = {}
+    ordered = [sorted(row, key=lambda one: one.subtree.start) for row in rows]
+    for number, row in enumerate(ordered):
+        alike.setdefault(tuple(one.subtree for one in row), []).append(number)
+    found = {number: (torch.zeros(0, heads, value_dim), torch.zeros(0, heads)) for number in alike.pop((), ())}
+    for subtrees, numbers in alike.items():
+        each = [[ordered[number][at] for number in numbers] for at in range(len(subtrees))]
+        merged = merge(
+            [
+                Partial(subtree, torch.cat([one.out for one in ones]), torch.cat([one.lse for one in ones]))
+                for subtree, ones in zip(subtrees, each, strict=True)
+            ]
+        )
+        counts = [len(ordered[number][0].out) for number in numbers]
+        parts = zip(torch.split(merged.out, counts), torch.split(merged.lse, counts), strict=True)
+        found.update(zip(numbers, parts, strict=True))
+    outs, lses = zip(*(found[number] for number in range(len(rows))), strict=True)
+    return Partial(ROOT, torch.cat(outs), torch.cat(lses))
 
 
 def _within(spans: Sequence[PageSpan], subtree: Subtree) -> Sequence[PageSpan]:

@@ -3,25 +3,47 @@
 Each call finds the blocks that its queries see, has absent ones lent or loaded, and attends to all of them in place.
 Spans are made again only when a table has changed or a sequence has grown: the layers of a step share them. Whatever
 may be taken away while it is read is asked for afterwards, and the call is repeated if it was.
+
+With a planner, some of what is seen is attended to by the shards that have it (ship_plan.py, remote_attention.py),
+while this process attends to the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from kvcluster.attention import PageLayout, PageSpan, Partial, QueryRow, merge, partial
+from kvcluster.attention import (
+    PageLayout,
+    PageSpan,
+    Partial,
+    QueryRow,
+    Scoring,
+    SubtreeRow,
+    merge,
+    merge_rows,
+    partial,
+    subtree_partials,
+)
+from kvcluster.attention.span_results import pack_query
 from kvcluster.client.sequences.absent_blocks import BlockFetch
+from kvcluster.client.sequences.attend_planner import AttendPlanner
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.page_map import PageMap
+from kvcluster.client.sequences.remote_attention import LayerQuery
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
+from kvcluster.client.sequences.ship_plan import SeenBlocks, ShipPlan, ship_plan, shippable_cuts
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LostTokens
 from kvcluster.transport.base import Deadline
+
+R = TypeVar("R")
 
 _TRIES = 4
 """How often a call is repeated because pages were taken away while they were read."""
@@ -37,12 +59,14 @@ class Scores(NamedTuple):
     latent_values: int | None = None
 
 
-class _Row(NamedTuple):
-    """A sequence of `visible` tokens, whose last `queries` attend to the blocks of these ranges of depths."""
+class _Step(NamedTuple):
+    """What all parts of one call need: its layer, the layout of pages, and its deadline."""
 
-    depths: tuple[range, ...]
-    visible: int
-    queries: int
+    layer: int
+    layout: PageLayout
+    scoring: Scoring
+    threads: int
+    deadline: Deadline
 
 
 class BatchAttention:
@@ -55,10 +79,19 @@ class BatchAttention:
         self._group = resources.group
         self._part = resources.part
         self._maps = [PageMap(state, self._runner.memory, self._loads.absent) for state in states]
+        self._remote = resources.remote
         self._made: tuple[Hashable, list[QueryRow]] = ((), [])
+        self._planned: tuple[Hashable, ShipPlan | None] = ((), None)
 
     def attend(
-        self, layer: int, query: Tensor, queries: Sequence[int], scores: Scores, threads: int, deadline: Deadline
+        self,
+        layer: int,
+        query: Tensor,
+        queries: Sequence[int],
+        scores: Scores,
+        threads: int,
+        deadline: Deadline,
+        planner: AttendPlanner | None = None,
     ) -> Tensor:
         """Returns `[tokens, heads, value_dim]` in the query's dtype: for each sequence the last `queries[i]` tokens
         that this layer has attend to all up to themselves. Raises as Sequence.attend."""
@@ -70,47 +103,137 @@ class BatchAttention:
         layout = PageLayout(
             self._group, self._states[0].block_tokens, self._part.layers, self._part.heads, scores.latent_values
         )
+        scale = layout.key.dim**-0.5 if scores.scale is None else scores.scale
+        step = _Step(layer, layout, Scoring(scale, scores.softcap, scores.window), threads, deadline)
+        result = None if planner is None else self._planned_result(rows, planner, query, step)
+        if result is None:
+            result = self._whole(rows, query, step)
+        out = result if scores.sinks is None else merge([result], sinks=scores.sinks)
+        return out.out.to(query.dtype)
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _planned_result(
+        self, rows: Sequence[SeenBlocks], planner: AttendPlanner, query: Tensor, step: _Step
+    ) -> Partial | None:
+        """Attends as the planner chooses, and plans again if a shard does not do its part. Returns None if nothing is
+        to be shipped, or nothing comes of it."""
+        for _ in range(_TRIES):
+            plan = self._plan(rows, planner, step.deadline)
+            if not plan.asks and not plan.fetched:
+                return None
+            result = self._shipped(rows, plan, query, step)
+            if result is not None:
+                return result
+        return None
+
+    def _whole(self, rows: Sequence[SeenBlocks], query: Tensor, step: _Step) -> Partial:
+        """Attends to everything here."""
+
+        def compute(made: Sequence[QueryRow]) -> Partial:
+            scoring = step.scoring
+            return partial(
+                query,
+                made,
+                step.layout,
+                step.layer,
+                scale=scoring.scale,
+                softcap=scoring.softcap,
+                window=scoring.window,
+                threads=step.threads,
+            )
+
+        return self._here(rows, {}, step, compute)
+
+    def _shipped(self, rows: Sequence[SeenBlocks], plan: ShipPlan, query: Tensor, step: _Step) -> Partial | None:
+        """Attends as planned. Returns None if a shard did not do its part; then the plan is another next time."""
+        starts = [0, *itertools.accumulate(row.queries for row in rows)]
+        dtype, data = pack_query(query)
+        shipment = self._remote.ship(
+            plan,
+            LayerQuery(
+                step.layer,
+                data,
+                query.shape[1],
+                query.shape[2],
+                step.layout.value_dim,
+                dtype,
+                starts,
+                [row.visible - row.queries for row in rows],
+                step.scoring,
+                step.layout.latent_values or 0,
+            ),
+            step.deadline,
+        )
+        left = [row._replace(depths=local.depths) for row, local in zip(rows, plan.local, strict=True)]
+
+        def compute(made: Sequence[QueryRow]) -> list[list[Partial]]:
+            mine = [
+                SubtreeRow(range(row.visible - row.queries, row.visible), one.spans, local.subtrees)
+                for row, one, local in zip(rows, made, plan.local, strict=True)
+            ]
+            return subtree_partials(query, mine, step.layout, step.layer, step.scoring, threads=step.threads)
+
+        results = self._here(left, plan.fetched, step, compute)
+        if not shipment.wait():
+            return None
+        for row, partials in shipment.results.items():
+            results[row] += partials
+        with self._runner.lock:
+            for row in shipment.results:
+                self._states[row].loss = max(self._states[row].loss, shipment.loss)
+        return merge_rows(results, step.layout.value_dim, query.shape[1])
+
+    def _plan(self, rows: Sequence[SeenBlocks], planner: AttendPlanner, deadline: Deadline) -> ShipPlan:
+        """Returns the plan of this step: that of the last call if nothing has changed."""
+        with self._runner.lock:
+            self._missing(rows)
+            key = (planner, *rows, *(pages.version for pages in self._maps))
+            if self._planned[0] == (self._remote.places.version, *key) and self._planned[1] is not None:
+                return self._planned[1]
+            cuts = [list(shippable_cuts(row)) for row in rows]
+        self._remote.places.locate(itertools.chain(*cuts), deadline)
+        version = self._remote.places.version
+        with self._runner.lock:
+            plan = ship_plan(rows, cuts, self._remote.places.place_of, planner)
+        self._planned = (version, *key), plan
+        return plan
+
+    def _here(
+        self,
+        rows: Sequence[SeenBlocks],
+        fetched: Mapping[SequenceBlock, None],
+        step: _Step,
+        compute: Callable[[Sequence[QueryRow]], R],
+    ) -> R:
+        """Returns `compute` of the rows, whose blocks are at hand while it runs; those of `fetched` are loaded, and not
+        lent. Raises LostTokens if pages are taken away again and again."""
         for _ in range(_TRIES):
             with self._runner.lock:
                 missing = self._missing(rows)
             with self._runner.holding(self._blocks(rows)) if missing else nullcontext():
-                result = self._read(rows, layout, layer, query, scores, threads, deadline)
+                result = self._read(rows, fetched, step, compute)
             if result is not None:
-                out = result if scores.sinks is None else merge([result], sinks=scores.sinks)
-                return out.out.to(query.dtype)
+                return result
         raise LostTokens(0, "the pages of this sequence are taken away again and again while attention reads them")
-
-    # ------------------------------------------------------------------------------------------- helpers
 
     def _read(
         self,
-        rows: Sequence[_Row],
-        layout: PageLayout,
-        layer: int,
-        query: Tensor,
-        scores: Scores,
-        threads: int,
-        deadline: Deadline,
-    ) -> Partial | None:
+        rows: Sequence[SeenBlocks],
+        fetched: Mapping[SequenceBlock, None],
+        step: _Step,
+        compute: Callable[[Sequence[QueryRow]], R],
+    ) -> R | None:
         """Attends. Returns None if a page was taken away before or while it was read."""
-        self._provide(rows, layer, deadline)
+        self._provide(rows, fetched, step.layer, step.deadline)
         with self._runner.reading():
             with self._runner.lock:
-                ready = not self._missing(rows) and all(self._has(fetch, layer) for fetch in self._fetches())
-                made = self._query_rows(layout, rows, scores.window) if ready else []
+                ready = not self._missing(rows) and all(self._has(fetch, step.layer) for fetch in self._fetches())
+                made = self._query_rows(step.layout, rows, step.scoring.window) if ready else []
                 loans = {loan: None for each in self._maps for loan in each.loans}
             if not ready:
                 return None
-            result = partial(
-                query,
-                made,
-                layout,
-                layer,
-                scale=scores.scale,
-                softcap=scores.softcap,
-                window=scores.window,
-                threads=threads,
-            )
+            result = compute(made)
         return None if [loan for loan in loans if not self._loads.valid(loan)] else result
 
     def _check(self, query: Tensor, queries: Sequence[int]) -> None:
@@ -123,7 +246,7 @@ class BatchAttention:
             given = type(query).__name__ if shape is None else list(shape)
             raise CallerError(f"the query is {given}; expected [{sum(queries)}, heads, head_dim]")
 
-    def _row(self, layer: int, state: SequenceState, queries: int, window: int | None) -> _Row:
+    def _row(self, layer: int, state: SequenceState, queries: int, window: int | None) -> SeenBlocks:
         if state.closed:
             raise CallerError("this sequence is closed")
         visible = state.length + (state.step if layer in state.appended else 0)
@@ -132,14 +255,19 @@ class BatchAttention:
         first = 0 if window is None else max(0, visible - queries - window + 1) // state.block_tokens
         stop, dropped = state.blocks_for(visible) if queries else first, state.dropped
         depths = range(first, min(stop, dropped.start)), range(max(first, dropped.stop), stop)
-        return _Row(tuple(each for each in depths if each), visible, queries)
+        return SeenBlocks(state, tuple(each for each in depths if each), visible, queries)
 
-    def _provide(self, rows: Sequence[_Row], layer: int, deadline: Deadline) -> None:
+    def _provide(
+        self, rows: Sequence[SeenBlocks], fetched: Mapping[SequenceBlock, None], layer: int, deadline: Deadline
+    ) -> None:
         """Has absent blocks lent or loaded, and waits until what is being loaded has this layer."""
         with self._runner.lock:
             missing = self._missing(rows)
         if missing:
-            loss = self._loads.provide(missing, deadline)
+            loss = Loss.EXACT
+            for lend in (False, True):
+                mine = [block for block in missing if (block in fetched) != lend]
+                loss = max(loss, self._loads.provide(mine, deadline, lend=lend)) if mine else loss
             with self._runner.lock:
                 self._missing(rows)
                 for state in self._states:
@@ -150,14 +278,14 @@ class BatchAttention:
             if not fetch.transfer.wait_layer(self._model_layer(layer), deadline.remaining_s() * 1e3):
                 self._loads.finish(fetch, deadline)
 
-    def _missing(self, rows: Sequence[_Row]) -> list[SequenceBlock]:
+    def _missing(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
         for pages, row in zip(self._maps, rows, strict=True):
             for depths in row.depths:
                 found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
         return [*found]
 
-    def _blocks(self, rows: Sequence[_Row]) -> list[SequenceBlock]:
+    def _blocks(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
         for state, row in zip(self._states, rows, strict=True):
             for depths in row.depths:
@@ -173,7 +301,7 @@ class BatchAttention:
     def _model_layer(self, layer: int) -> int:
         return self._group.layers[self._part.layer_start + layer]
 
-    def _query_rows(self, layout: PageLayout, rows: Sequence[_Row], window: int | None) -> list[QueryRow]:
+    def _query_rows(self, layout: PageLayout, rows: Sequence[SeenBlocks], window: int | None) -> list[QueryRow]:
         """Returns the rows of the call: those of the last one if nothing has changed."""
         key = (layout, window, *rows, *(pages.version for pages in self._maps))
         if self._made[0] != key:

@@ -34,6 +34,7 @@ from kvcluster.errors import CallerError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcluster.client.sequences.attend_planner import AttendPlanner
     from kvcluster.client.sequences.batch_attention import BatchAttention
     from kvcluster.client.sequences.resources import SequenceResources
 
@@ -222,6 +223,7 @@ class Sequence:
         sinks: Tensor | None = None,
         latent_values: int | None = None,
         threads: int = 1,
+        planner: AttendPlanner | None = None,
         deadline_ms: float | None = None,
     ) -> Tensor:
         """Attends with the last tokens that this layer has, those of the present step included: `query` is
@@ -231,6 +233,10 @@ class Sequence:
         Pages are read where they lie: in the resident set, or in shards of this host, raw or encoded. Others are loaded
         into the resident set, and the next layer is on its way while this one is attended to. The bits of the result do
         not depend on where pages lie (docs/attention.md).
+
+        With a `planner`, spans that a shard has may be attended to there: the query goes to it, and results come back,
+        so they need no room here. The bits are the same. A shard that does not do its part is replaced by another that
+        has the pages, or they are loaded.
 
         `scale` defaults to head_dim ** -0.5; `softcap`, `window` and learned `sinks`, `[heads]`, are explained there.
         Of a latent plane (MLA) the first `latent_values` channels are the values, so the result has as many.
@@ -245,7 +251,7 @@ class Sequence:
             self._attention = BatchAttention([state], self.resources)
         counts = [len(query)] if getattr(query, "shape", ()) else [0]
         scores = Scores(scale, softcap, window, sinks, latent_values)
-        return self._attention.attend(layer, query, counts, scores, threads, self._deadline(deadline_ms))
+        return self._attention.attend(layer, query, counts, scores, threads, self._deadline(deadline_ms), planner)
 
     # ------------------------------------------------------------------------------------ cutting and sharing
 
