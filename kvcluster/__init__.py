@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvcluster import errors
     from kvcluster.actors.local import LocalCluster, local
     from kvcluster.client import (
+        AttendPlanner,
         BlockExplanation,
         BorrowedBlocks,
         Client,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
         Prompt,
         Sequence,
         SequenceBatch,
+        ShipAbsent,
+        SpanChoice,
+        SpanFacts,
         Stored,
         Ticket,
         Transfer,
@@ -47,6 +51,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "kvcluster.actors.local": ("LocalCluster", "local"),
     "kvcluster.client": (
+        "AttendPlanner",
         "BlockExplanation",
         "BorrowedBlocks",
         "Client",
@@ -55,6 +60,9 @@ _WHERE = {
         "Prompt",
         "Sequence",
         "SequenceBatch",
+        "ShipAbsent",
+        "SpanChoice",
+        "SpanFacts",
         "Stored",
         "Ticket",
         "Transfer",
@@ -73,6 +81,7 @@ _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names
 __all__ = [
     "LAST",
     "PREFIX",
+    "AttendPlanner",
     "BlockExplanation",
     "BorrowedBlocks",
     "Buffers",
@@ -95,6 +104,9 @@ __all__ = [
     "Prompt",
     "Sequence",
     "SequenceBatch",
+    "ShipAbsent",
+    "SpanChoice",
+    "SpanFacts",
     "Stored",
     "Ticket",
     "Transfer",

@@ -128,9 +128,9 @@ class Client:
             tickets=self._tickets,
             transfers=self._transfers,
             borrower=self._borrower,
-            flush_shards=self._shards.flush,
             accept=self._accept,
-            holder=self._attempt().holder,
+            shards=self._shards,
+            next_attempt=self._attempt,
             config=self._config,
             deadline=self._deadline,
         )

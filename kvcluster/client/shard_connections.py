@@ -12,14 +12,25 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvcluster.client.policy import INCARNATIONS, AskAgain, ShardPolicy, refusal
 from kvcluster.core.ids import NamespaceId
-from kvcluster.core.messages import PageKey, ReadRequest, Refused, RefusedKind, ShardAddress, WriteRequest, Written
+from kvcluster.core.messages import (
+    AttendRequest,
+    PageKey,
+    ReadRequest,
+    Refused,
+    RefusedKind,
+    RegisterSpans,
+    ShardAddress,
+    WriteRequest,
+    Written,
+)
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, LimitError, VersionError
+from kvcluster.transport.attending import Attends, NotAttending, RegistersSpans, SpanResults
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import (
     ONE_STREAM,
@@ -34,6 +45,8 @@ from kvcluster.transport.base import (
     run_to_completion,
 )
 from kvcluster.transport.shm_views import BorrowedPages, Lends, NotLent
+
+R = TypeVar("R")
 
 
 class CircuitOpen(Unavailable):
@@ -109,17 +122,45 @@ class ShardConnections:
     ) -> BorrowedPages:
         """Borrows pages as Lends.borrow does; attaches first. They are given back when the stack `until` is closed.
         Raises NotLent if the transport cannot lend, CallerError if the request is wrong, or Unavailable."""
-        try:
-            return self._borrow(shard, spec, request, deadline, until)
-        except RefusedByShard as refused:
-            verdict = refusal(refused.refused, shard, reattached=False)
-        if isinstance(verdict, AskAgain):
-            try:
-                return self._borrow(shard, spec, request, deadline, until)
-            except RefusedByShard as refused:
-                verdict = refusal(refused.refused, shard, reattached=True)
-        assert not isinstance(verdict, AskAgain)
-        raise verdict if isinstance(verdict, Exception) else Unavailable(verdict)
+
+        def borrow(transport: Transport) -> BorrowedPages:
+            if not isinstance(transport, Lends):
+                raise NotLent(f"the transport in use is {transport.name}, which cannot lend pages")
+            return until.enter_context(transport.borrow(request, deadline))
+
+        return self._until_attached(shard, spec, request.namespace, deadline, borrow)
+
+    def register_spans(
+        self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline
+    ) -> None:
+        """As RegistersSpans.register_spans; attaches first. Raises Unavailable, NotAttending, or CallerError if the
+        message is wrong or too much."""
+
+        def register(transport: Transport) -> None:
+            if not isinstance(transport, RegistersSpans):
+                raise NotAttending(f"{transport.name} registers no spans")
+            transport.register_spans(namespace, message, deadline)
+
+        self._until_attached(shard, spec, namespace, deadline, register)
+
+    def attend(
+        self,
+        shard: ShardAddress,
+        spec: KVSpec,
+        namespace: NamespaceId,
+        request: AttendRequest,
+        query: memoryview,
+        deadline: Deadline,
+    ) -> SpanResults:
+        """As Attends.attend; attaches first. Raises Unavailable (PathLost if there is another path), NotAttending, or
+        CallerError if the request is wrong or too much."""
+
+        def attend(transport: Transport) -> SpanResults:
+            if not isinstance(transport, Attends):
+                raise NotAttending(f"the transport in use is {transport.name}, which carries no queries")
+            return transport.attend(request, query, deadline)
+
+        return self._until_attached(shard, spec, namespace, deadline, attend)
 
     def flush(self, deadline: Deadline) -> bool:
         """Asks every shard written to whether the coordinator knows of everything written so far. The next flush asks a
@@ -197,13 +238,29 @@ class ShardConnections:
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _borrow(
-        self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, deadline: Deadline, until: ExitStack
-    ) -> BorrowedPages:
-        with self._asked(shard, spec, request.namespace, deadline) as transport:
-            if not isinstance(transport, Lends):
-                raise NotLent(f"the transport in use is {transport.name}, which cannot lend pages")
-            return until.enter_context(transport.borrow(request, deadline))
+    def _until_attached(
+        self,
+        shard: ShardAddress,
+        spec: KVSpec,
+        namespace: NamespaceId,
+        deadline: Deadline,
+        ask: Callable[[Transport], R],
+    ) -> R:
+        """Returns what `ask` returns of an attached transport; asks once more if the shard has forgotten the namespace.
+        Raises Unavailable or CallerError for a refusal, and what `ask` raises."""
+        try:
+            with self._asked(shard, spec, namespace, deadline) as transport:
+                return ask(transport)
+        except RefusedByShard as refused:
+            verdict = refusal(refused.refused, shard, reattached=False)
+        if isinstance(verdict, AskAgain):
+            try:
+                with self._asked(shard, spec, namespace, deadline) as transport:
+                    return ask(transport)
+            except RefusedByShard as refused:
+                verdict = refusal(refused.refused, shard, reattached=True)
+        assert not isinstance(verdict, AskAgain)
+        raise verdict if isinstance(verdict, Exception) else Unavailable(verdict)
 
     @contextmanager
     def _asked(

@@ -85,6 +85,7 @@ class ShardConfig:
     `q4_sampled`: share of the pages encoded in q4 whose loss is measured.
     `extent_bytes`: the allocator's unit, 0 to choose one by the size of each tier.
     `scrub_bytes`: bytes of its own pages that a shard reads per second to find corrupt ones; 0 for none.
+    `attend_threads`: threads that compute attention for workers, 0 for half of the processors.
     `stop_ms`: how long a shard with a disk tier that is told to stop may save pages there; 0 to save none."""
 
     device_bytes: int = 2**30
@@ -98,6 +99,7 @@ class ShardConfig:
     report_interval_ms: int = 500
     report_retry_ms: int = 250
     scrub_bytes: int = 32 * 2**20
+    attend_threads: int = 0
     stop_ms: int = 20_000
 
 

@@ -47,6 +47,9 @@ Holder = NewType("Holder", bytes)
 SequenceId = NewType("SequenceId", bytes)
 """16 random bytes, chosen by the worker that opens the sequence."""
 
+SpanId = NewType("SpanId", int)
+"""A registered span of a holder, which chooses the number and never uses it again."""
+
 CallId = NewType("CallId", int)
 """Identifies a request within one process, so that an effect can answer it."""
 

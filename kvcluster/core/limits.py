@@ -138,6 +138,44 @@ PINS_FROM_DISK = 512
 """Loads that wait for pages from disk at one shard, by shares of tenants. One more is a miss: about a second of reads
 is queued already."""
 
+SPANS_PER_HOLDER = 32_768
+"""Registered spans of one worker: 16 million tokens, if each is a cut of 512."""
+
+SPAN_BLOCKS = 1_048_576
+"""Blocks of all registered spans of a shard, by shares of tenants: 16 million tokens in blocks of 16, at some 300 bytes
+a block. A span beyond it is refused, and its pages are loaded instead."""
+
+SPANS_PER_CALL = 8_192
+"""Spans that one message registers, ends or attends to: four million tokens at one shard, if each is a cut."""
+
+SPAN_BLOCKS_PER_CALL = PAGES_PER_CALL
+"""Blocks of the spans of one message: two MiB of hashes."""
+
+SPAN_IDLE_NS = 60_000_000_000
+"""How long a shard keeps the spans of a worker that names none. A worker that comes later registers them again."""
+
+ATTEND_ROWS = 1_024
+"""Sequences of a batch that attend in one message."""
+
+ATTEND_TOKENS = 4_096
+"""Query tokens of one message: twice the chunk of a prefill that engines use."""
+
+ATTEND_NAMES = 65_536
+"""Spans that all rows of one message name, each as often as rows share it: eight rows of SPANS_PER_CALL."""
+
+ATTEND_SUBTREES = 65_536
+"""Results of one message: 128 sequences of a quarter of a million tokens, of which a shard has every other cut."""
+
+ATTEND_BYTES = 32 * 1024 * 1024
+"""Bytes of the query of one message, and of its results."""
+
+ATTEND_WORK = 2**37
+"""Multiplications of one message: three seconds of a fast core. A worker divides what takes more."""
+
+ATTENDS_WAITING = 64
+"""Computes that wait for a thread at one shard, by shares of tenants. One more is declined: its worker loads the pages,
+which is faster than waiting for so many."""
+
 SUSPECTS = 1_024
 """Pages that readers suspect and the shard has not read again yet. The scrubber's regular round covers any others."""
 
@@ -277,6 +315,9 @@ assert QUESTION_BYTES <= MESSAGE_BYTES
 assert TRANSPORTS * OFFER_BYTES <= MESSAGE_BYTES
 assert FRAME_BYTES <= LAYER_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL
+assert SPANS_PER_CALL <= SPANS_PER_HOLDER
+assert SPAN_BLOCKS_PER_CALL <= SPAN_BLOCKS // 2
+assert ATTEND_BYTES <= MESSAGE_BYTES
 assert max(PULL_PAGES, SUSPECTS_PER_CALL) <= PAGES_PER_CALL
 assert PARTS_PER_BLOCK <= WRITE_PAGES <= PAGES_PER_CALL
 assert REPORTS_PER_MESSAGE <= STREAM_BACKLOG

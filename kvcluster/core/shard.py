@@ -38,9 +38,11 @@ from kvcluster.core.messages import (
     PeersTried,
     Pin,
     PinGrant,
+    PinSpans,
     ProcessInfo,
     Refused,
     RefusedKind,
+    RegisterSpans,
     Renew,
     Report,
     ReportAnswered,
@@ -52,6 +54,8 @@ from kvcluster.core.messages import (
     Send,
     ShardInfo,
     ShardMessage,
+    SpanGrant,
+    SpanMiss,
     Staged,
     Stalled,
     Suspect,
@@ -75,6 +79,7 @@ from kvcluster.core.reserve_queue import ReserveQueue, lost
 from kvcluster.core.scrubber import Scrubber
 from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
 from kvcluster.core.shutdown_saver import ShutdownSaver
+from kvcluster.core.span_handler import SpanHandler
 from kvcluster.core.tier_mover import TierMover
 from kvcluster.core.tiers import FASTEST
 from kvcluster.core.tombstones import Tombstones
@@ -138,7 +143,7 @@ class Shard:
             self._namespaces.adopt(tier, found[tier], pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
         self._trouble = "; ".join(there.trouble for there in found.values() if there.trouble)
-        self._probe = ProbeTaker()
+        self._probe, self._spans = ProbeTaker(), SpanHandler(pool, leases)
         self._over = self._replaced = self._pressed = False  # pressed: the last report said that writers wait for space
         self._dispatcher = self._handlers()
 
@@ -149,10 +154,16 @@ class Shard:
         return Dispatcher(
             self._namespaces.find,
             _UNKNOWN,
-            in_namespace={Pin: self._pin, Reserve: self._reserve, Suspect: self._suspect},
+            in_namespace={
+                Pin: self._pin,
+                Reserve: self._reserve,
+                Suspect: self._suspect,
+                RegisterSpans: self._register_spans,
+            },
             of_no_namespace={
                 AttachShard: self._attach,
                 GetOffers: lambda request, now: [Answer(request.call, self.offers)],
+                PinSpans: self._pin_spans,
                 Unpin: self._end,
                 Commit: self._commit,
                 Abort: self._end,
@@ -190,6 +201,7 @@ class Shard:
     def next_deadline(self) -> int | None:
         """Returns when the next Tick is due, or None."""
         due = [self._queue.next_deadline, self._pins.next_deadline, self._leases.next_expiry, self._saver.next_deadline]
+        due.append(self._spans.registry.next_deadline)
         if not self._over:
             due += [self._sender.next_deadline, self._scrubber.next_deadline]
         return min((at for at in due if at is not None), default=None)
@@ -221,6 +233,11 @@ class Shard:
     @property
     def leases(self) -> LeaseBook:
         return self._leases
+
+    @property
+    def spans(self) -> SpanHandler:
+        """The spans that workers have registered."""
+        return self._spans
 
     @property
     def waiting(self) -> dict[str, int]:
@@ -259,6 +276,21 @@ class Shard:
             return [Answer(request.call, PinGrant((lost,) * len(m.keys)))]
         return self._pins.pin(request, space, now)
 
+    def _register_spans(self, request: Request[RegisterSpans], space: ShardNamespace, now: int) -> list[Effect]:
+        refused = self._refused_epoch(request.question.epoch)
+        if refused is not None or request.tenant == CLUSTER:  # other shards attend to nothing
+            return [Answer(request.call, refused or _UNKNOWN)]
+        return self._spans.register(request, space, now)
+
+    def _pin_spans(self, request: Request[PinSpans], now: int) -> list[Effect]:
+        m = request.question
+        refused = self._check(request.tenant, m)
+        if refused is not None:
+            return [Answer(request.call, refused)]
+        if not self.member(now):
+            return [Answer(request.call, SpanGrant((SpanMiss.GONE,) * len(m.spans)))]
+        return self._spans.pin(request, now)
+
     def _reserve(self, request: Request[Reserve], space: ShardNamespace, now: int) -> list[Effect]:
         if request.tenant == CLUSTER:  # another shard may read for all tenants, but may not write
             return [Answer(request.call, _UNKNOWN)]
@@ -296,10 +328,16 @@ class Shard:
                     self._scrubber.suspect(page)
         return [Answer(request.call, Done())]
 
-    def _check(self, tenant: Tenant, m: Pin | Reserve) -> Refused | None:
-        """Returns why a worker's Pin or Reserve is refused, although it may see the namespace; None if it is not."""
-        if m.epoch != self.epoch:
-            return Refused(RefusedKind.STALE, f"this is epoch {self.epoch}, not {m.epoch}")
+    def _refused_epoch(self, epoch: Epoch) -> Refused | None:
+        """Returns the refusal of a question to another incarnation; None if it is to this one."""
+        return None if epoch == self.epoch else Refused(RefusedKind.STALE, f"this is epoch {self.epoch}, not {epoch}")
+
+    def _check(self, tenant: Tenant, m: Pin | PinSpans | Reserve) -> Refused | None:
+        """Returns why a worker's question that asks for a lease is refused, although it may see what it asks for; None
+        if it is not."""
+        refused = self._refused_epoch(m.epoch)
+        if refused is not None:
+            return refused
         if self._own.owns(m.attempt):
             return Refused(RefusedKind.BAD, f"attempt {m.attempt} uses this shard's holder; draw a holder at random")
         if m.attempt in self._leases or self._queue.waits(m.attempt) or self._pins.waits(m.attempt):
@@ -393,6 +431,7 @@ class Shard:
 
     def _tick(self, m: Tick, now: int) -> list[Effect]:
         self._pins.renew(now)
+        self._spans.registry.expire(now)
         revoked = self._leases.revoke_expired(now)
         self._counters["revoked"] += len(revoked)
         effects: list[Effect] = [Revoke(attempt) for attempt in revoked]

@@ -98,7 +98,7 @@ SHARD_METRICS: Mapping[str, Metric] = {
     "kvcluster_shard_pages_total": Metric(_COUNTER, "Pages of this shard, by what became of them.", ("event",)),
     "kvcluster_exchanges_total": Metric(
         _COUNTER,
-        "Loads and stores of workers and copies between shards that have ended, by how.",
+        "Loads, stores and computes of workers and copies between shards that have ended, by how.",
         ("operation", "path", "result"),
     ),
     "kvcluster_exchange_seconds": Metric(
@@ -110,7 +110,9 @@ SHARD_METRICS: Mapping[str, Metric] = {
         ("operation", "path", "tier"),
     ),
     "kvcluster_unmoved_pages_total": Metric(
-        _COUNTER, "Pages that whole exchanges asked for and did not move, by reason.", ("operation", "reason")
+        _COUNTER,
+        "Pages that whole exchanges asked for and did not move, and spans that were not attended to, by reason.",
+        ("operation", "reason"),
     ),
     "kvcluster_refused_connections_total": Metric(
         _COUNTER,

@@ -12,12 +12,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcluster.config import Config
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, CallId, Epoch, ShardId
+from kvcluster.core.ids import Attempt, CallId, Epoch, ShardId, Tenant
 from kvcluster.core.messages import (
     Effect,
     Erase,
@@ -55,6 +55,7 @@ from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
 from kvcluster.runtime import decisions, tier_io
+from kvcluster.runtime.compute_pool import ComputePool
 from kvcluster.runtime.decisions import AckReader, decided, warned
 from kvcluster.runtime.driver import Driver
 from kvcluster.runtime.metrics import Histogram, Refusal, Sample, shard_samples
@@ -74,6 +75,7 @@ _CALL_S = 0.0001
 _LAST_STEP_S = 5.0
 """How long after its deadline the core may take to say what it has saved: it may be busy with other steps."""
 
+R = TypeVar("R")
 Tell = Callable[[Report | Inventory, Deadline], Reply]
 """Sends a report to the coordinator and returns its answer; raises Unavailable or KVClusterError."""
 
@@ -129,7 +131,7 @@ class ShardHost:
             name=shard,
             call_s=_CALL_S,
         )
-        self._fetcher = ReplicaPuller(self, open_source)
+        self._fetcher, self._compute = ReplicaPuller(self, open_source), ComputePool(config.shard.attend_threads, shard)
         self._threads = self._jobs(shard, fail)
 
     def start(self, offers: Offers | None = None) -> None:
@@ -138,6 +140,7 @@ class ShardHost:
         self.core.offers = offers or self.core.offers
         for thread in dict.fromkeys(self._threads.values()):
             thread.start()
+        self._compute.start()
         self._driver.start()
 
     def save(self, stop_ms: int) -> PagesSaved:
@@ -162,6 +165,7 @@ class ShardHost:
         """Ends the driver and its threads and gives the arena back. The caller has closed the transports' servers
         before."""
         self._driver.close()
+        self._compute.close()
         self._fetcher.close()
         for thread in dict.fromkeys(self._threads.values()):
             thread.close()
@@ -217,6 +221,9 @@ class ShardHost:
             yield
         finally:
             self._sessions.pop(attempt, None)
+
+    def compute(self, tenant: Tenant, work: Callable[[], R], deadline: Deadline) -> R:
+        return self._compute.run(tenant, work, deadline)
 
     def exchange_ended(self, summary: ExchangeSummary) -> None:
         self._metrics.exchange_ended(summary)
@@ -309,4 +316,5 @@ class ShardHost:
     def _waiting_jobs(self) -> dict[str, int]:
         """Returns the number of jobs that wait for each thread."""
         kinds: dict[str, type[Effect]] = {"scrubs": Verify, "moves": MovePages, "disk_reads": Stage, "pulls": Fetch}
-        return {name: self._threads[kind].waiting for name, kind in kinds.items()}
+        waiting = {name: self._threads[kind].waiting for name, kind in kinds.items()}
+        return {**waiting, "computes": self._compute.waiting}

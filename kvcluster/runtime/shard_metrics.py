@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-from kvcluster.core.messages import Moved, MovePages, Stage, Staged, Written
+from kvcluster.core.messages import DeclineReason, Moved, MovePages, SpanMiss, Stage, Staged, Written
 from kvcluster.core.miss import MissReason
 from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Tier
 from kvcluster.errors import KVClusterError
@@ -19,7 +19,7 @@ from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary
 from kvcluster.transports import NAMES
 
 _READ_TIERS = tuple(tier.name.lower() for tier in ADDRESSABLE)
-_TIERS_OF = dict.fromkeys(Operation, _READ_TIERS) | {Operation.STORE: (FASTEST.name.lower(),)}
+_TIERS_OF = dict.fromkeys(Operation, _READ_TIERS) | {Operation.STORE: (FASTEST.name.lower(),), Operation.ATTEND: ()}
 _READ_REASONS = tuple(
     reason.value
     for reason in (
@@ -32,6 +32,7 @@ _READ_REASONS = tuple(
 _REASONS_OF = {
     Operation.LOAD: _READ_REASONS,
     Operation.STORE: tuple(written.value for written in Written if written is not Written.COMMITTED),
+    Operation.ATTEND: tuple(why.value for why in (*SpanMiss, *DeclineReason)),
     Operation.REPLICATE_OUT: _READ_REASONS,
     Operation.REPLICATE_IN: (Written.LOST.value,),
 }

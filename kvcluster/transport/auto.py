@@ -17,10 +17,21 @@ from pkgutil import resolve_name
 
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, NamespaceId
-from kvcluster.core.messages import AttachedShard, Offer, PageKey, ReadRequest, ShardAddress, WriteRequest, Written
+from kvcluster.core.messages import (
+    AttachedShard,
+    AttendRequest,
+    Offer,
+    PageKey,
+    ReadRequest,
+    RegisterSpans,
+    ShardAddress,
+    WriteRequest,
+    Written,
+)
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CredentialError, ProtocolError
+from kvcluster.transport.attending import Attends, NotAttending, RegistersSpans, SpanResults
 from kvcluster.transport.base import (
     Cancelled,
     DataPath,
@@ -117,14 +128,29 @@ class AutoTransport:
             except FAILURES as error:
                 raise self._failed(path, error, deadline) from None
 
+    def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
+        """As RegistersSpans."""
+        if not isinstance(self._control, RegistersSpans):
+            raise NotAttending(f"{self._control.name} registers no spans")
+        self._control.register_spans(namespace, message, deadline)
+
+    def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
+        """As Attends."""
+        with self._path(deadline) as path:
+            if not isinstance(path, Attends):
+                raise NotAttending(f"the transport in use is {path.name}, which carries no queries{self._why_not()}")
+            try:
+                return path.attend(request, query, deadline)
+            except FAILURES as error:
+                raise self._failed(path, error, deadline) from None
+
     @contextmanager
     def borrow(self, request: ReadRequest, deadline: Deadline) -> Iterator[BorrowedPages]:
         """As Lends (shm_views.py). Raises NotLent if the path in use does not lend, or fails while another is left: no
         other path could continue what this one began."""
         with self._path(deadline) as path:
             if not isinstance(path, Lends):
-                why = "".join(f"; {name}: {reason}" for name, reason in self.refused().items())
-                raise NotLent(f"the transport in use is {path.name}, which cannot lend pages{why}")
+                raise NotLent(f"the transport in use is {path.name}, which cannot lend pages{self._why_not()}")
             try:
                 lent = path.borrow(request, deadline)
             except FAILURES as error:
@@ -158,6 +184,10 @@ class AutoTransport:
             self._paths.failed(path, said(error))
         self._show()
         return not late and deadline.remaining_s() > 0
+
+    def _why_not(self) -> str:
+        """Returns why no better path is in use, to follow other words."""
+        return "".join(f"; {name}: {reason}" for name, reason in self.refused().items())
 
     def _show(self) -> None:
         self.name, self.streams = self._paths.in_use

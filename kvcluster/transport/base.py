@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
-from kvcluster.core.ids import Attempt, CallId, Epoch, NamespaceId
+from kvcluster.core.ids import Attempt, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     PageKey,
@@ -31,6 +31,8 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.transport.exchange_summary import ExchangeSummary
 
+R = TypeVar("R")
+
 
 class Unavailable(Unreachable):
     """An exchange with a shard or the coordinator failed. `miss` is the miss to report for its pages."""
@@ -47,6 +49,10 @@ class Cancelled(Unavailable):
 class PathLost(Unavailable):
     """The path of an exchange has broken, and there is another path to the same shard: the caller may ask for the rest
     of the exchange again at once. The outcome of what was under way is unknown."""
+
+
+class ComputeBusy(Exception):
+    """A shard's queue of computes is full, or the tenant's share of it."""
 
 
 class RefusedByShard(Exception):
@@ -233,6 +239,10 @@ class PageHost(Protocol):
         """Within the context, `stop()` is called (from any thread) when the lease of `attempt` is revoked.
 
         Raises RefusedByShard(BAD) if this attempt is under way already."""
+
+    def compute(self, tenant: Tenant, work: Callable[[], R], deadline: Deadline) -> R:
+        """Returns what `work` returns, which computes on a thread for that. Raises what it raises; ComputeBusy;
+        Unavailable if it has not begun by the deadline, or the shard is ending."""
 
     def exchange_ended(self, summary: ExchangeSummary) -> None:
         """Counts an exchange. Called once for each, from any thread, when it has ended."""

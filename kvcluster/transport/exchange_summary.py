@@ -10,7 +10,7 @@ from enum import Enum
 from operator import attrgetter
 
 from kvcluster.core.ids import Attempt, Tenant
-from kvcluster.core.messages import PageSlot, PageWants, Written
+from kvcluster.core.messages import PageSlot, PageWants, SpanMiss, SpanPages, Written
 from kvcluster.core.miss import Miss
 from kvcluster.core.tiers import FASTEST, Tier
 
@@ -20,6 +20,7 @@ class Operation(Enum):
 
     LOAD = "load"  # a worker read
     STORE = "store"  # a worker wrote
+    ATTEND = "attend"  # a worker had the shard attend to spans
     REPLICATE_OUT = "replicate_out"  # another shard read, to make a replica
     REPLICATE_IN = "replicate_in"  # this shard read from another one
 
@@ -72,7 +73,11 @@ def written_bytes(slots: Collection[PageSlot]) -> dict[Tier, int]:
     return moved or {FASTEST: 0}
 
 
-def missed_reads(pages: Sequence[PageSlot | Miss | Written]) -> dict[str, int]:
+GrantedItem = PageSlot | Miss | Written | SpanPages | SpanMiss
+"""What a shard grants of one want, page or span, or why not."""
+
+
+def missed_reads(pages: Sequence[GrantedItem]) -> dict[str, int]:
     """Returns the number of misses by reason."""
     return dict(Counter(page.reason.value for page in pages if isinstance(page, Miss)))
 

@@ -26,6 +26,7 @@ from kvcluster.core.messages import (
     PageKey,
     ReadRequest,
     Refused,
+    RegisterSpans,
     Suspect,
     WriteRequest,
     Written,
@@ -158,6 +159,12 @@ class GrpcPages:
 
     def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
         answer = self._connection.ask(SHARD["Suspect"], Suspect(epoch, tuple(keys)), deadline, namespace)
+        if isinstance(answer, Refused):
+            raise RefusedByShard(answer)
+
+    def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
+        """As RegistersSpans."""
+        answer = self._connection.ask(SHARD["RegisterSpans"], message, deadline, namespace)
         if isinstance(answer, Refused):
             raise RefusedByShard(answer)
 

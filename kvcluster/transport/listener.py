@@ -15,7 +15,7 @@ import logging
 import math
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NoReturn
 
@@ -57,13 +57,14 @@ Exchange = Callable[[FramedSocket, Tenant, bytes], None]
 """One load or store, from the body of the frame that opens it to its end. Raises RefusedByShard if none began."""
 
 
-def serve_exchanges(link: FramedSocket, tenant_now: TenantNow, *, read: Exchange, write: Exchange) -> NoReturn:
-    """Serves exchanges one after the other, until the connection ends or its token is revoked, which raises."""
+def serve_exchanges(link: FramedSocket, tenant_now: TenantNow, exchanges: Mapping[Kind, Exchange]) -> NoReturn:
+    """Serves exchanges one after the other, by the kind of frame that opens one, until the connection ends or its token
+    is revoked, which raises."""
     while True:
-        kind, body = link.receive(Kind.READ, Kind.WRITE, deadline=patient())
+        kind, body = link.receive(*exchanges, deadline=patient())
         tenant = tenant_now()
         try:
-            (read if kind is Kind.READ else write)(link, tenant, body)
+            exchanges[kind](link, tenant, body)
         except RefusedByShard as refused:
             link.send(Kind.REFUSED, streams.encode_refused(refused.refused), bounded())
 

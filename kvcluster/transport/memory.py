@@ -14,6 +14,7 @@ from kvcluster.core.ids import Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     AttachShard,
+    AttendRequest,
     Done,
     Flush,
     PageKey,
@@ -21,6 +22,7 @@ from kvcluster.core.messages import (
     PageWant,
     ReadRequest,
     Refused,
+    RegisterSpans,
     Reply,
     Request,
     ShardQuestion,
@@ -33,6 +35,8 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
+from kvcluster.transport.attend_session import serve_attend
+from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import ONE_STREAM, Deadline, PageHost, PageSink, PageSource, RefusedByShard
 from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
 from kvcluster.transport.sessions import ReadSession, WriteSession
@@ -98,6 +102,18 @@ class MemoryTransport:
         answer = self._ask(Suspect(epoch, tuple(keys)), deadline, namespace)
         if isinstance(answer, Refused):
             raise RefusedByShard(answer)
+
+    def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
+        """As RegistersSpans."""
+        deadline.check()
+        answer = self._ask(message, deadline, namespace)
+        if isinstance(answer, Refused):
+            raise RefusedByShard(answer)
+
+    def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
+        """As Attends."""
+        deadline.check()
+        return serve_attend(self._host, self._tenant, request, query, deadline, path=self.name)
 
     def close(self) -> None:
         """Does nothing: there is nothing to release."""

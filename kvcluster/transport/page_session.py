@@ -1,4 +1,4 @@
-"""The page session: one load or store at a shard, from its lease to its end. Pure: `step(event) -> effects`.
+"""The page session: one load, store or Attend at a shard, from its lease to its end. Pure: `step(event) -> effects`.
 
 A session takes a lease from the core, permits one frame of pages at a time, and returns the lease only when no byte
 moves under it any more: only then may the core give its pages to others. Each frame shows that the worker is alive, and
@@ -22,13 +22,14 @@ from enum import Enum
 from kvcluster.core.ids import CallId, Tenant
 from kvcluster.core.messages import (
     Abort,
+    AttendRequest,
     Commit,
     CommitGrant,
     Done,
-    PageSlot,
     PageWants,
     Pin,
     PinGrant,
+    PinSpans,
     ReadRequest,
     Refused,
     Renew,
@@ -36,6 +37,7 @@ from kvcluster.core.messages import (
     Request,
     Reserve,
     ShardQuestion,
+    SpanGrant,
     Unpin,
     WriteGrant,
     WriteRequest,
@@ -44,6 +46,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import Unavailable
+from kvcluster.transport.exchange_summary import GrantedItem
 
 PROMPT_NS = 5_000_000_000
 """Wait for questions that the core answers at once; it only bounds the time of a process that hangs."""
@@ -95,6 +98,8 @@ class Stopped:
 
 SessionEvent = Open | CoreSaid | MoveNext | Finished | Revoked | Stopped
 
+SessionRequest = ReadRequest | WriteRequest | AttendRequest
+
 # ------------------------------------------------------------------------------------------------ effects
 
 
@@ -108,9 +113,10 @@ class AskCore:
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The lease is granted: for each want or page its slot, or why there is none. The worker may be told."""
+    """The lease is granted: for each want, page or span what it covers, or why there is none. The worker may be
+    told."""
 
-    pages: Sequence[PageSlot | Miss | Written]
+    pages: Sequence[GrantedItem]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +168,12 @@ class _State(Enum):
 class PageSession:
     """The session of one request, under the tenant of its worker's credential."""
 
-    def __init__(self, tenant: Tenant, request: ReadRequest | WriteRequest) -> None:
+    def __init__(self, tenant: Tenant, request: SessionRequest) -> None:
         self._tenant = tenant
         self._request = request
         self._state = _State.NEW
         self._revoked = False
-        self._pages: Sequence[PageSlot | Miss | Written] = ()
+        self._pages: Sequence[GrantedItem] = ()
         self._finished: Finished | None = None
         self._error: KVClusterError | None = None  # to be reported when the lease is returned
 
@@ -216,6 +222,9 @@ class PageSession:
             pages, wait_ns = tuple(r.pages), r.wait_ns
             reserve = Reserve(r.attempt, r.epoch, pages, wait_ns)
             return AskCore(lambda call: Request(call, tenant, r.namespace, reserve), PROMPT_NS + wait_ns)
+        if isinstance(r, AttendRequest):
+            spans = PinSpans(r.attempt, r.epoch, r.spans)
+            return self._of_no_namespace(spans)
         pin = Pin(r.attempt, r.epoch, tuple(PageWants.of(r.wants).keys()), r.accept)
         return AskCore(lambda call: Request(call, tenant, r.namespace, pin), PROMPT_NS + STAGED_NS)
 
@@ -226,10 +235,10 @@ class PageSession:
         if isinstance(reply, Miss):
             self._error = Unavailable(reply)
             return self._become(_State.ENDING, self._give_back())
-        assert isinstance(reply, PinGrant | WriteGrant)
+        assert isinstance(reply, PinGrant | WriteGrant | SpanGrant)
         self._state = _State.MOVING
-        self._pages = reply.pages
-        return [Granted(reply.pages)]
+        self._pages = reply.spans if isinstance(reply, SpanGrant) else reply.pages
+        return [Granted(self._pages)]
 
     def _renew(self) -> list[SessionEffect]:
         if self._revoked:
@@ -272,7 +281,7 @@ class PageSession:
         attempt, ending = self._request.attempt, Abort if isinstance(self._request, WriteRequest) else Unpin
         return self._of_no_namespace(ending(attempt))
 
-    def _of_no_namespace(self, question: Renew | Commit | Abort | Unpin) -> AskCore:
+    def _of_no_namespace(self, question: Renew | Commit | Abort | Unpin | PinSpans) -> AskCore:
         return AskCore(lambda call: Request(call, self._tenant, None, question), PROMPT_NS)
 
     def _become(self, state: _State, ask: AskCore) -> list[SessionEffect]:

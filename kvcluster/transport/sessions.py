@@ -32,6 +32,7 @@ from kvcluster.transport.base import Deadline, PageHost, Payload, RefusedByShard
 from kvcluster.transport.exchange_summary import (
     ExchangeResult,
     ExchangeSummary,
+    GrantedItem,
     Operation,
     missed_reads,
     missed_writes,
@@ -52,6 +53,7 @@ from kvcluster.transport.page_session import (
     Revoked,
     SessionEffect,
     SessionEvent,
+    SessionRequest,
     Stopped,
 )
 from kvcluster.transport.page_writer import PageWriter
@@ -62,7 +64,7 @@ def _nothing() -> None:
     """Does nothing: for transports that cannot be stopped from outside."""
 
 
-class _Session:
+class ExchangeSession:
     """Carries out a page session (page_session.py) on its transport's thread. Use as a context manager: when it ends,
     no byte of the exchange moves any more."""
 
@@ -70,7 +72,7 @@ class _Session:
         self,
         host: PageHost,
         tenant: Tenant,
-        request: ReadRequest | WriteRequest,
+        request: SessionRequest,
         stop: Callable[[], object] = _nothing,
         deadline: Deadline | None = None,
         *,
@@ -87,7 +89,7 @@ class _Session:
         self._deadline = deadline
         self._watch = ExitStack()
         self._lock = threading.Lock()  # guards the session: a lease is revoked from another thread
-        self._pages: Sequence[PageSlot | Miss | Written] = ()
+        self._pages: Sequence[GrantedItem] = ()
 
     def _open(self) -> None:
         try:
@@ -168,7 +170,7 @@ class _Session:
         return self._deadline.remaining_s()
 
 
-class ReadSession(_Session):
+class ReadSession(ExchangeSession):
     """One load. `outcome` is for each want None or its miss, and `granted` the pinned pages, by the index of their
     want."""
 
@@ -262,7 +264,7 @@ def runs_of(start: int, stop: int, layer_bytes: int) -> list[tuple[int, int]]:
     return [(layer, min(step, stop - layer)) for layer in range(start, stop, step)]
 
 
-class WriteSession(_Session):
+class WriteSession(ExchangeSession):
     """One store; pages that `finish` did not commit are aborted at its end. `granted` are the pages to write, by their
     index in the request."""
 

@@ -15,11 +15,13 @@ import time
 import weakref
 from enum import Enum
 
-from kvcluster.core.messages import ReadRequest, WriteRequest, Written
+from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.mapping import Mapping
 from kvcluster.release import PROTOCOL_VERSION
+from kvcluster.transport.attend_frames import ask_to_attend
+from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.wire import shm_frames, streams
@@ -76,6 +78,18 @@ class ShmConnection:
         answer = shm_frames.decode_write_grant(body, request.pages, self.arena.nbytes)
         self.turn = Turn.OURS
         return answer
+
+    def ask_to_attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
+        """Returns the shard's answer to an Attend, and its results. Raises as `ask_to_read`."""
+        self.turn = Turn.THEIRS
+        self._check_process()
+        try:
+            results = ask_to_attend(self._link, request, query, deadline)
+        except RefusedByShard:
+            self.turn = Turn.IDLE
+            raise
+        self.turn = Turn.IDLE
+        return results
 
     def say(self, kind: Kind, body: bytes, deadline: Deadline, *, then: Turn = Turn.OURS) -> None:
         """Sends a frame, after which the turn is `then`."""

@@ -8,6 +8,7 @@ connection is ended while a byte is being written into the arena.
 
     load    -> READ   <- GRANT  -> RENEW ..., DONE
     store   -> WRITE  <- GRANT  -> WRITTEN or RENEW ..., DONE  <- TAIL     or ABORT in the place of DONE
+    attend  -> ATTEND <- PARTIALS                                          (attend_frames.py)
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import os
 from collections.abc import Generator
 
 from kvcluster.core import limits
-from kvcluster.core.messages import ReadRequest, WriteRequest, Written
+from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.pages.copy_endpoints import MappedMemory
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport import cpu_affinity
+from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Streams
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
@@ -103,6 +105,13 @@ class ShmPages:
             return tail
         finally:
             self._end(control, Kind.ABORT)
+
+    def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
+        control = self._connections.take(deadline)
+        try:
+            return control.ask_to_attend(request, query, deadline)
+        finally:
+            self._end(control, Kind.DONE)
 
     def tidy(self) -> None:
         """Releases the memory of a shard that has ended, unless a view still refers to it. For owners that keep this

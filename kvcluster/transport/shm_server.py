@@ -25,6 +25,7 @@ from typing import Protocol
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import WriteRequest
 from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
+from kvcluster.transport.attend_frames import serve_attend_frames
 from kvcluster.transport.base import Deadline, PageHost, Unavailable
 from kvcluster.transport.cpu_affinity import AffinityGuard
 from kvcluster.transport.framed_socket import FramedSocket
@@ -93,7 +94,8 @@ class ShmServer:
             self._write(link, tenant, body, first=not has_stored)
             has_stored = True
 
-        serve_exchanges(link, tenant_now, read=self._read, write=write)
+        attend = partial(serve_attend_frames, host, NAME)
+        serve_exchanges(link, tenant_now, {Kind.READ: self._read, Kind.WRITE: write, Kind.ATTEND: attend})
 
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_read(body)

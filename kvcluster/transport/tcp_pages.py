@@ -6,6 +6,7 @@ releases its pages at once. Control (attach, flush, suspect) goes over gRPC and 
 
     load    -> READ   <- HEAD, PAGES ..., DONE
     store   -> WRITE  <- HEAD  -> PAGES ..., DONE  <- TAIL
+    attend  -> ATTEND <- PARTIALS                            (attend_frames.py)
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from typing import TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
-from kvcluster.core.messages import Offer, ReadRequest, WriteRequest, Written
+from kvcluster.core.messages import AttendRequest, Offer, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
 from kvcluster.release import PROTOCOL_VERSION
+from kvcluster.transport.attend_frames import ask_to_attend, serve_attend_frames
+from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
@@ -108,6 +111,10 @@ class TcpPages:
             tail = shard.decode_write_tail(body)
             check_answer_length(tail, request.pages, self.address)
             return tail
+
+    def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
+        with self._exchange(deadline) as link:
+            return ask_to_attend(link, request, query, deadline)
 
     def close(self) -> None:
         """Ends exchanges that are under way. May be called from any thread, and again."""
@@ -224,7 +231,8 @@ class TcpServer:
     def _serve(self, link: FramedSocket, tenant_now: TenantNow) -> None:
         link.tune(_tune)
         link.send(Kind.WELCOME, b"", bounded())
-        serve_exchanges(link, tenant_now, read=self._read, write=self._write)
+        attend = partial(serve_attend_frames, self._host, TcpPages.name)
+        serve_exchanges(link, tenant_now, {Kind.READ: self._read, Kind.WRITE: self._write, Kind.ATTEND: attend})
 
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_read(body)

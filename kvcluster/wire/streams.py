@@ -10,6 +10,8 @@ from, and received into, their final memory. Little-endian:
     READ      remaining time in ns u64, ReadRequest        WRITE the same, with a WriteRequest
     HEAD, TAIL, REFUSED                         as in frames.py: what wire/shard.py encodes
     PAGES     records u32, a header for each; the bytes of all records follow
+    ATTEND    remaining time in ns u64, AttendRequest; the query follows         only in tcp and shm
+    PARTIALS  AttendReply; the results follow
     DONE      empty: the last frame of a side in this exchange
     FAILED    code u8, message in UTF-8         instead of any answer; the connection is closed then
     GRANT, WRITTEN, RENEW                       only in shm (shm_frames.py)
@@ -33,7 +35,7 @@ from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, Unreachable
 from kvcluster.release import PROTOCOL_VERSION
-from kvcluster.wire import shard
+from kvcluster.wire import shard, spans
 from kvcluster.wire.checks import check_magic, must, quantity
 from kvcluster.wire.common import REFUSED
 from kvcluster.wire.fields import in_bytes
@@ -66,6 +68,8 @@ class Kind(IntEnum):
     WRITTEN = 12
     RENEW = 13
     ABORT = 14
+    ATTEND = 15
+    PARTIALS = 16
 
 
 _MOST = {Kind.HELLO: limits.TOKEN_BYTES, Kind.FAILED: limits.WORDS_BYTES, Kind.DONE: 0, Kind.RENEW: 1, Kind.ABORT: 0}
@@ -120,6 +124,9 @@ encode_read, decode_read = _timed(shard.encode_read_request, shard.decode_read_r
 
 encode_write, decode_write = _timed(shard.encode_write_request, shard.decode_write_request)
 """The request of a store."""
+
+encode_attend, decode_attend = _timed(spans.encode_attend_request, spans.decode_attend_request)
+"""The request of an Attend."""
 
 encode_refused, decode_refused = in_bytes(pb.Refused, REFUSED)
 """A refusal, which is sent instead of a head or tail."""

@@ -17,6 +17,7 @@ from kvcluster.errors import CallerError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcluster.client.sequences.attend_planner import AttendPlanner
     from kvcluster.client.sequences.batch_attention import BatchAttention
 
 
@@ -86,13 +87,13 @@ class SequenceBatch:
         sinks: Tensor | None = None,
         latent_values: int | None = None,
         threads: int = 1,
+        planner: AttendPlanner | None = None,
         deadline_ms: float | None = None,
     ) -> Tensor:
         """As Sequence.attend for each row: `query` is `[tokens, heads, head_dim]` with the tokens of all rows, one row
         after another: `tokens[i]` of row i, by default equally many."""
         from kvcluster.client.array_tensors import as_tensor
-        from kvcluster.client.sequences.batch_attention import BatchAttention
-        from kvcluster.client.sequences.batch_row import Scores
+        from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
 
         query = as_tensor(query, "the query")
         states = [sequence.checked() for sequence in self.sequences]
@@ -100,7 +101,8 @@ class SequenceBatch:
             self._attention = BatchAttention(states, self._resources)
         counts = self._counts(len(query), tokens)
         scores = Scores(scale, softcap, window, sinks, latent_values)
-        return self._attention.attend(layer, query, counts, scores, threads, self._resources.deadline(deadline_ms))
+        deadline = self._resources.deadline(deadline_ms)
+        return self._attention.attend(layer, query, counts, scores, threads, deadline, planner)
 
     def _counts(self, total: int, tokens: Tokens[int] | None) -> list[int]:
         rows = len(self.sequences)

@@ -4,29 +4,72 @@ Each call finds the blocks that its queries see, has absent ones lent or loaded,
 If the resident set has no room for all that it sees, they are streamed (streamed_attention.py).
 Spans are made again only when a table has changed or a sequence has grown: the layers of a step share them. Whatever
 may be taken away while it is read is asked for afterwards, and the call is repeated if it was.
+
+With a planner, some of what is seen is attended to by the shards that have it (ship_plan.py, remote_attention.py),
+while this process attends to the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from kvcluster.attention import PageLayout, PageSpan, Partial, QueryRow, merge, partial
+from kvcluster.attention import (
+    PageLayout,
+    PageSpan,
+    Partial,
+    QueryRow,
+    Scoring,
+    SubtreeRow,
+    merge,
+    merge_rows,
+    partial,
+    subtree_partials,
+)
+from kvcluster.attention.span_results import pack_query
 from kvcluster.client.sequences.absent_blocks import BlockFetch
-from kvcluster.client.sequences.batch_row import BatchRow, Scores
+from kvcluster.client.sequences.attend_planner import AttendPlanner
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.page_map import PageMap
+from kvcluster.client.sequences.remote_attention import LayerQuery
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
+from kvcluster.client.sequences.ship_plan import SeenBlocks, ShipPlan, ship_plan, shippable_cuts
+from kvcluster.client.sequences.shipment import Shipment
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.streamed_attention import StreamedAttention, StreamedCall
+from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
 from kvcluster.transport.base import Deadline
 
+R = TypeVar("R")
+
 _TRIES = 4
 """How often a call is repeated because pages were taken away while they were read."""
+
+
+class Scores(NamedTuple):
+    """How scores are computed: see Sequence.attend."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+    latent_values: int | None = None
+
+
+class _Step(NamedTuple):
+    """What all parts of one call need: its layer, the layout of pages, and its deadline."""
+
+    layer: int
+    layout: PageLayout
+    scoring: Scoring
+    threads: int
+    deadline: Deadline
 
 
 class BatchAttention:
@@ -40,10 +83,19 @@ class BatchAttention:
         self._part = resources.part
         self._maps = [PageMap(state, self._runner.memory, self._loads.absent) for state in states]
         self._streamed = StreamedAttention(states, self._maps, resources)
+        self._remote = resources.remote
         self._made: tuple[Hashable, list[QueryRow]] = ((), [])
+        self._planned: tuple[Hashable, ShipPlan | None] = ((), None)
 
     def attend(
-        self, layer: int, query: Tensor, queries: Sequence[int], scores: Scores, threads: int, deadline: Deadline
+        self,
+        layer: int,
+        query: Tensor,
+        queries: Sequence[int],
+        scores: Scores,
+        threads: int,
+        deadline: Deadline,
+        planner: AttendPlanner | None = None,
     ) -> Tensor:
         """Returns `[tokens, heads, value_dim]` in the query's dtype: for each sequence the last `queries[i]` tokens
         that this layer has attend to all up to themselves. Raises as Sequence.attend."""
@@ -55,68 +107,176 @@ class BatchAttention:
         layout = PageLayout(
             self._group, self._states[0].block_tokens, self._part.layers, self._part.heads, scores.latent_values
         )
-        for _ in range(_TRIES):
-            result = self._once(rows, layout, layer, query, scores, threads, deadline)
-            if result is not None:
-                out = result if scores.sinks is None else merge([result], sinks=scores.sinks)
-                return out.out.to(query.dtype)
-        raise LostTokens(0, "the pages of this sequence are taken away again and again while attention reads them")
+        scale = layout.key.dim**-0.5 if scores.scale is None else scores.scale
+        step = _Step(layer, layout, Scoring(scale, scores.softcap, scores.window), threads, deadline)
+        result = self._attended(rows, planner, query, step)
+        out = result if scores.sinks is None else merge([result], sinks=scores.sinks)
+        return out.out.to(query.dtype)
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _once(
+    def _attended(
+        self, rows: Sequence[SeenBlocks], planner: AttendPlanner | None, query: Tensor, step: _Step
+    ) -> Partial:
+        """Attends as the planner chooses. What a shard does not do after all is planned again: placed on another, or
+        attended to here. So is the whole if there is no room for the rest of a plan. Raises LostTokens if a shard is
+        lost, and what it had finds no room here."""
+        tries, lost, busy = 0, None, False
+        while True:
+            plan = self._plan(rows, planner, step.deadline) if planner is not None and tries < _TRIES else None
+            try:
+                if plan is not None and (plan.asks or plan.fetched):
+                    with suppress(ResidentSetFull):
+                        result, shipment = self._shipped(rows, plan, query, step)
+                        if result is not None:
+                            return result
+                        tries, busy = tries + 1, shipment.busy
+                        lost = shipment.lost if lost is None else min(lost, shipment.lost or lost)
+                        continue
+                return self._whole(rows, query, step)
+            except ResidentSetFull:
+                if lost is not None:
+                    why = f"the shard that had token {lost} of this sequence does not attend to it, and no other has it"
+                    raise LostTokens(lost, f"{why}; there is no room to load it") from None
+                if not busy or not step.deadline.remaining_s():
+                    raise
+                self._remote.pause()
+                tries = 0
+
+    def _whole(self, rows: Sequence[SeenBlocks], query: Tensor, step: _Step) -> Partial:
+        """Attends to everything here."""
+
+        def compute(made: Sequence[QueryRow]) -> Partial:
+            scoring = step.scoring
+            return partial(
+                query,
+                made,
+                step.layout,
+                step.layer,
+                scale=scoring.scale,
+                softcap=scoring.softcap,
+                window=scoring.window,
+                threads=step.threads,
+            )
+
+        return self._repeated(lambda: self._read_or_streamed(rows, query, step, compute))
+
+    def _read_or_streamed(
         self,
-        rows: Sequence[BatchRow],
-        layout: PageLayout,
-        layer: int,
+        rows: Sequence[SeenBlocks],
         query: Tensor,
-        scores: Scores,
-        threads: int,
-        deadline: Deadline,
+        step: _Step,
+        compute: Callable[[Sequence[QueryRow]], Partial],
     ) -> Partial | None:
         """Attends. Returns None if a page was taken away meanwhile. What the resident set has no room for is
         streamed."""
-        time_ms = deadline.remaining_s() * 1e3
+        time_ms = step.deadline.remaining_s() * 1e3
         with self._runner.lock:
             missing = self._missing(rows)
         blocks = self._blocks(rows) if missing else []
         if len(blocks) <= self._runner.machine.pages.capacity:
             with suppress(ResidentSetFull), self._runner.holding(blocks) if blocks else nullcontext():
-                return self._read(rows, layout, layer, query, scores, threads, deadline)
-        self._wait(layer, deadline)
-        return self._streamed.attend(
-            StreamedCall(rows, layout, layer, query, scores, threads, time_ms), lambda: self._ready(layer)
+                return self._read(rows, {}, step, compute)
+        self._wait(step.layer, step.deadline)
+        call = StreamedCall(rows, step.layout, step.layer, query, step.scoring, step.threads, time_ms)
+        return self._streamed.attend(call, lambda: self._ready(step.layer))
+
+    def _shipped(
+        self, rows: Sequence[SeenBlocks], plan: ShipPlan, query: Tensor, step: _Step
+    ) -> tuple[Partial | None, Shipment]:
+        """Attends as planned. Returns None in place of the result if a shard did not do its part; then the plan is
+        another next time."""
+        starts = [0, *itertools.accumulate(row.queries for row in rows)]
+        dtype, data = pack_query(query)
+        shipment = self._remote.ship(
+            plan,
+            LayerQuery(
+                step.layer,
+                data,
+                query.shape[1],
+                query.shape[2],
+                step.layout.value_dim,
+                dtype,
+                starts,
+                [row.visible - row.queries for row in rows],
+                step.scoring,
+                step.layout.latent_values or 0,
+            ),
+            step.deadline,
         )
+        left = [row._replace(depths=local.depths) for row, local in zip(rows, plan.local, strict=True)]
+
+        def compute(made: Sequence[QueryRow]) -> list[list[Partial]]:
+            mine = [
+                SubtreeRow(range(row.visible - row.queries, row.visible), one.spans, local.subtrees)
+                for row, one, local in zip(rows, made, plan.local, strict=True)
+            ]
+            return subtree_partials(query, mine, step.layout, step.layer, step.scoring, threads=step.threads)
+
+        results = self._repeated(lambda: self._held(left, plan.fetched, step, compute))
+        if not shipment.wait():
+            return None, shipment
+        for row, partials in shipment.results.items():
+            results[row] += partials
+        with self._runner.lock:
+            for row in shipment.results:
+                self._states[row].loss = max(self._states[row].loss, shipment.loss)
+        return merge_rows(results, step.layout.value_dim, query.shape[1]), shipment
+
+    def _plan(self, rows: Sequence[SeenBlocks], planner: AttendPlanner, deadline: Deadline) -> ShipPlan:
+        """Returns the plan of this step: that of the last call if nothing has changed."""
+        with self._runner.lock:
+            key = (planner, *rows, *(state.table.version for state in self._states))
+            if self._planned[0] == (self._remote.places.version, *key) and self._planned[1] is not None:
+                return self._planned[1]
+            cuts = [list(shippable_cuts(row)) for row in rows]
+        self._remote.places.locate(itertools.chain(*cuts), deadline)
+        version = self._remote.places.version
+        with self._runner.lock:
+            plan = ship_plan(rows, cuts, self._remote.places.place_of, planner)
+        self._planned = (version, *key), plan
+        return plan
+
+    def _repeated(self, attempt: Callable[[], R | None]) -> R:
+        """Returns what `attempt` returns, which is None if pages were taken away meanwhile. Raises LostTokens if they
+        are taken away again and again."""
+        for _ in range(_TRIES):
+            result = attempt()
+            if result is not None:
+                return result
+        raise LostTokens(0, "the pages of this sequence are taken away again and again while attention reads them")
+
+    def _held(
+        self,
+        rows: Sequence[SeenBlocks],
+        fetched: Mapping[SequenceBlock, None],
+        step: _Step,
+        compute: Callable[[Sequence[QueryRow]], R],
+    ) -> R | None:
+        """Returns `compute` of the rows, whose blocks stay where they are while it runs; those of `fetched` are loaded,
+        and not lent. Returns None if a page was taken away meanwhile."""
+        with self._runner.lock:
+            missing = self._missing(rows)
+        with self._runner.holding(self._blocks(rows)) if missing else nullcontext():
+            return self._read(rows, fetched, step, compute)
 
     def _read(
         self,
-        rows: Sequence[BatchRow],
-        layout: PageLayout,
-        layer: int,
-        query: Tensor,
-        scores: Scores,
-        threads: int,
-        deadline: Deadline,
-    ) -> Partial | None:
+        rows: Sequence[SeenBlocks],
+        fetched: Mapping[SequenceBlock, None],
+        step: _Step,
+        compute: Callable[[Sequence[QueryRow]], R],
+    ) -> R | None:
         """Attends. Returns None if a page was taken away before or while it was read."""
-        self._provide(rows, layer, deadline)
+        self._provide(rows, fetched, step.layer, step.deadline)
         with self._runner.reading():
             with self._runner.lock:
-                ready = not self._missing(rows) and self._ready(layer)
-                made = self._query_rows(layout, rows, scores.window) if ready else []
+                ready = not self._missing(rows) and self._ready(step.layer)
+                made = self._query_rows(step.layout, rows, step.scoring.window) if ready else []
                 loans = {loan: None for each in self._maps for loan in each.loans}
             if not ready:
                 return None
-            result = partial(
-                query,
-                made,
-                layout,
-                layer,
-                scale=scores.scale,
-                softcap=scores.softcap,
-                window=scores.window,
-                threads=threads,
-            )
+            result = compute(made)
         return None if [loan for loan in loans if not self._loads.valid(loan)] else result
 
     def _check(self, query: Tensor, queries: Sequence[int]) -> None:
@@ -129,7 +289,7 @@ class BatchAttention:
             given = type(query).__name__ if shape is None else list(shape)
             raise CallerError(f"the query is {given}; expected [{sum(queries)}, heads, head_dim]")
 
-    def _row(self, layer: int, state: SequenceState, queries: int, window: int | None) -> BatchRow:
+    def _row(self, layer: int, state: SequenceState, queries: int, window: int | None) -> SeenBlocks:
         if state.closed:
             raise CallerError("this sequence is closed")
         visible = state.length + (state.step if layer in state.appended else 0)
@@ -138,14 +298,19 @@ class BatchAttention:
         first = 0 if window is None else max(0, visible - queries - window + 1) // state.block_tokens
         stop, dropped = state.blocks_for(visible) if queries else first, state.dropped
         depths = range(first, min(stop, dropped.start)), range(max(first, dropped.stop), stop)
-        return BatchRow(tuple(each for each in depths if each), visible, queries)
+        return SeenBlocks(state, tuple(each for each in depths if each), visible, queries)
 
-    def _provide(self, rows: Sequence[BatchRow], layer: int, deadline: Deadline) -> None:
+    def _provide(
+        self, rows: Sequence[SeenBlocks], fetched: Mapping[SequenceBlock, None], layer: int, deadline: Deadline
+    ) -> None:
         """Has absent blocks lent or loaded, and waits until what is being loaded has this layer."""
         with self._runner.lock:
             missing = self._missing(rows)
         if missing:
-            loss = self._loads.provide(missing, deadline)
+            loss = Loss.EXACT
+            for lend in (False, True):
+                mine = [block for block in missing if (block in fetched) != lend]
+                loss = max(loss, self._loads.provide(mine, deadline, lend=lend)) if mine else loss
             with self._runner.lock:
                 self._missing(rows)
                 for state in self._states:
@@ -160,14 +325,14 @@ class BatchAttention:
             if not fetch.transfer.wait_layer(self._model_layer(layer), deadline.remaining_s() * 1e3):
                 self._loads.finish(fetch, deadline)
 
-    def _missing(self, rows: Sequence[BatchRow]) -> list[SequenceBlock]:
+    def _missing(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
         for pages, row in zip(self._maps, rows, strict=True):
             for depths in row.depths:
                 found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
         return [*found]
 
-    def _blocks(self, rows: Sequence[BatchRow]) -> list[SequenceBlock]:
+    def _blocks(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
         for state, row in zip(self._states, rows, strict=True):
             for depths in row.depths:
@@ -183,7 +348,7 @@ class BatchAttention:
     def _model_layer(self, layer: int) -> int:
         return self._group.layers[self._part.layer_start + layer]
 
-    def _query_rows(self, layout: PageLayout, rows: Sequence[BatchRow], window: int | None) -> list[QueryRow]:
+    def _query_rows(self, layout: PageLayout, rows: Sequence[SeenBlocks], window: int | None) -> list[QueryRow]:
         """Returns the rows of the call: those of the last one if nothing has changed."""
         key = (layout, window, *rows, *(pages.version for pages in self._maps))
         if self._made[0] != key:

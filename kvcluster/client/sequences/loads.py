@@ -106,10 +106,11 @@ class SequenceLoads:
         finds no room is loaded when it is needed."""
         state.loss = max(state.loss, self._provide(state.blocks, deadline, lend=True, only_free=True))
 
-    def provide(self, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Loss:
-        """Borrows absent blocks, or begins to load them. The caller holds them, and those that are needed with them.
-        Returns the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them cannot be had."""
-        return self._provide(blocks, deadline, lend=True)
+    def provide(self, blocks: Sequence[SequenceBlock], deadline: Deadline, *, lend: bool = True) -> Loss:
+        """Borrows absent blocks, unless not to `lend`, or begins to load them. The caller holds them, and those that
+        are needed with them. Returns the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them
+        cannot be had."""
+        return self._provide(blocks, deadline, lend=lend)
 
     def lend(self, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Loss:
         """Borrows those of these absent blocks that can be borrowed; loads none. Returns their worst loss. If none can,

@@ -99,6 +99,7 @@ class SequenceOpener:
                     runner.keeper.closed(state)
                     runner.machine.close(state)
             runner.close()
+            resources.remote.close()
 
     def _started(self, deadline: Deadline) -> SequenceResources:
         with self._lock:

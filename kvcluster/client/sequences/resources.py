@@ -13,12 +13,13 @@ from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.table_keeper import TableKeeper
+from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.tickets import Tickets
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.zero_copy import Borrower
 from kvcluster.config import ClientConfig
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import HASH_BYTES, Holder
+from kvcluster.core.ids import HASH_BYTES, Attempt
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Group, KVSpec, Part
 from kvcluster.errors import CallerError
@@ -27,6 +28,7 @@ from kvcluster.transport.base import Deadline
 if TYPE_CHECKING:
     from kvcluster.client.sequences.loads import SequenceLoads
     from kvcluster.client.sequences.memory import ResidentMemory
+    from kvcluster.client.sequences.remote_attention import RemoteAttention
 
 _SYNC_INTERVAL_NS = 500_000_000
 """Changes of tables are collected for this long: a worker asks the coordinator twice a second at most."""
@@ -38,6 +40,7 @@ class SequenceResources:
 
     runner: SequenceRunner
     loads: SequenceLoads
+    remote: RemoteAttention
     group: Group
     part: Part
     deadline: Callable[[float | None], Deadline]
@@ -52,9 +55,9 @@ def sequence_resources(
     tickets: Tickets,
     transfers: TransferQueue,
     borrower: Borrower,
-    flush_shards: Callable[[Deadline], bool],
     accept: Loss,
-    holder: Holder,
+    shards: ShardConnections,
+    next_attempt: Callable[[], Attempt],
     config: ClientConfig,
     deadline: Callable[[float | None], Deadline],
 ) -> SequenceResources:
@@ -67,6 +70,7 @@ def sequence_resources(
     try:
         from kvcluster.client.sequences.loads import SequenceLoads
         from kvcluster.client.sequences.memory import ResidentMemory
+        from kvcluster.client.sequences.remote_attention import RemoteAttention
     except ModuleNotFoundError:
         raise CallerError("sequences are kept in torch tensors: install torch") from None
     memory = ResidentMemory(spec, part, _capacity(config.resident_bytes, spec.page_bytes(0, part)))
@@ -77,20 +81,18 @@ def sequence_resources(
         layers=part.layers,
         run_blocks=control.attach(spec, now).run_blocks,
     )
+    keeper = TableKeeper(next_attempt().holder, interval_ns=_SYNC_INTERVAL_NS)
     runner = SequenceRunner(
-        spec,
-        parts,
-        machine,
-        TableKeeper(holder, interval_ns=_SYNC_INTERVAL_NS),
-        memory,
+        *(spec, parts, machine, keeper, memory),
         control=control,
         transfers=transfers,
-        flush_shards=flush_shards,
+        flush_shards=shards.flush,
         store_ms=config.deadline_ms or OTHER_MS,
     )
     loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
-    runner.sweep, runner.settle = loads.sweep, loads.settle
-    return SequenceResources(runner, loads, spec.groups[0], part, deadline)
+    remote = RemoteAttention(spec, part, accept, shards=shards, control=control, next_attempt=next_attempt)
+    runner.sweeps, runner.settle = (loads.sweep, remote.sweep), loads.settle
+    return SequenceResources(runner, loads, remote, spec.groups[0], part, deadline)
 
 
 def resident_pages(memory: ResidentMemory) -> ResidentPages:

@@ -35,6 +35,7 @@ from kvcluster.transport.forks import OwnProcess
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvcluster.client.sequences.attend_planner import AttendPlanner
     from kvcluster.client.sequences.batch_attention import BatchAttention
     from kvcluster.client.sequences.resources import SequenceResources
 
@@ -239,6 +240,7 @@ class Sequence:
         sinks: Tensor | None = None,
         latent_values: int | None = None,
         threads: int = 1,
+        planner: AttendPlanner | None = None,
         deadline_ms: float | None = None,
     ) -> Tensor:
         """Attends with the last tokens that this layer has, those of the present step included: `query` is
@@ -250,6 +252,10 @@ class Sequence:
         is streamed: only this layer of it is loaded, in parts, each by a deadline of its own, and none is kept. The
         bits of the result do not depend on where pages lie (docs/attention.md).
 
+        With a `planner`, spans that a shard has may be attended to there: the query goes to it, and results come back,
+        so they need no room here. The bits are the same. A shard that does not do its part is replaced by another that
+        has the pages, or they are loaded.
+
         `scale` defaults to head_dim ** -0.5; `softcap`, `window` and learned `sinks`, `[heads]`, are explained there.
         Of a latent plane (MLA) the first `latent_values` channels are the values, so the result has as many.
 
@@ -258,15 +264,14 @@ class Sequence:
         deadline.
         """
         from kvcluster.client.array_tensors import as_tensor
-        from kvcluster.client.sequences.batch_attention import BatchAttention
-        from kvcluster.client.sequences.batch_row import Scores
+        from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
 
         state, query = self.checked(), as_tensor(query, "the query")
         if self._attention is None:
             self._attention = BatchAttention([state], self.resources)
         counts = [len(query)] if query.shape else [0]
         scores = Scores(scale, softcap, window, sinks, latent_values)
-        return self._attention.attend(layer, query, counts, scores, threads, self._deadline(deadline_ms))
+        return self._attention.attend(layer, query, counts, scores, threads, self._deadline(deadline_ms), planner)
 
     # ------------------------------------------------------------------------------------ cutting and sharing
 

@@ -5,8 +5,8 @@ scratch and goes through the context piece by piece, in order: of each piece, th
 one half of the scratch pages while the piece before it is attended to in the other. So a call moves one layer of each
 absent block once, keeps none of them, and takes the same memory for a context of any length.
 
-Pieces are subtrees of the fixed tree over positions (attention/tree.py), the largest whose absent blocks fit, and their
-results are merged along it as they come. So the bits are those of one call over all pages.
+Pieces are subtrees of the fixed tree over positions (core/position_tree.py), the largest whose absent blocks fit, and
+their results are merged along it as they come. So the bits are those of one call over all pages.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcluster.attention import PageLayout, PageSpan, Partial, QueryRow, merge, partial
-from kvcluster.attention.tree import CUT_TOKENS, Subtree
-from kvcluster.client.sequences.batch_row import BatchRow, Scores
+from kvcluster.attention import PageLayout, PageSpan, Partial, QueryRow, Scoring, merge, partial
 from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock
 from kvcluster.client.sequences.layer_loads import LayerLoad
 from kvcluster.client.sequences.page_map import PageMap
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.scratch_pages import ScratchPages
 from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
+from kvcluster.client.sequences.ship_plan import SeenBlocks
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.miss import Loss
+from kvcluster.core.position_tree import CUT_TOKENS, Subtree
 from kvcluster.errors import ResidentSetFull
 from kvcluster.transport.base import Deadline
 
@@ -48,11 +48,11 @@ class ContextPiece(NamedTuple):
 class StreamedCall(NamedTuple):
     """One call of attention: see BatchAttention.attend. `time_ms` bounds each load."""
 
-    rows: Sequence[BatchRow]
+    rows: Sequence[SeenBlocks]
     layout: PageLayout
     layer: int
     query: Tensor
-    scores: Scores
+    scoring: Scoring
     threads: int
     time_ms: float
 
@@ -184,15 +184,15 @@ class StreamedAttention:
         rows = self._query_rows(call, piece, dict(zip(piece.blocks, addresses, strict=True)))
         counts = [row.queries for row in call.rows]
         first = sum(counts[: piece.rows.start])
-        scores = call.scores
+        scoring = call.scoring
         return partial(
             call.query[first : first + sum(counts[piece.rows.start : piece.rows.stop])],
             rows,
             call.layout,
             call.layer,
-            scale=scores.scale,
-            softcap=scores.softcap,
-            window=scores.window,
+            scale=scoring.scale,
+            softcap=scoring.softcap,
+            window=scoring.window,
             within=piece.subtree,
             threads=call.threads,
         )

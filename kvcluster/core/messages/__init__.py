@@ -14,7 +14,9 @@ core asserts, and decides.
     coordinator -> shard, in the answer   EvictOrder, MoveOrder, PullOrder              orders.py
     worker -> shard         AttachShard, GetOffers, Pin, Unpin, Reserve, Commit, Abort,
                             Renew, Flush, Suspect                                     shard.py
+                            RegisterSpans, PinSpans                                   spans.py
     a transport's exchange  ReadRequest, WriteRequest, TicketBody                     exchange.py
+                            AttendRequest                                             spans.py
     driver -> core          Tick, Stalled, Retell, Verified, Moved, Staged, SavePages,
                             ReportAnswered, ReportFailed                              driver.py
     core -> driver          Answer, Revoke, Send, Verify, Fetch, MovePages, Stage, Erase, Persist,
@@ -156,6 +158,21 @@ from kvcluster.core.messages.shard import (
     WriteGrant,
     Written,
 )
+from kvcluster.core.messages.spans import (
+    AttendAnswer,
+    AttendDeclined,
+    Attended,
+    AttendRequest,
+    AttendRow,
+    DeclineReason,
+    PinSpans,
+    RegisterSpans,
+    SpanBlocks,
+    SpanGrant,
+    SpanMiss,
+    SpanPages,
+    SpansLacking,
+)
 from kvcluster.core.page_key import PageKey
 from kvcluster.core.tiers import Tier
 
@@ -185,7 +202,20 @@ CoordinatorQuestion = (
 
 CoordinatorMessage = Request[CoordinatorQuestion] | ScheduleSeen | Retell | Tick | Stalled
 
-ShardQuestion = AttachShard | GetOffers | Pin | Unpin | Reserve | Commit | Abort | Renew | Flush | Suspect
+ShardQuestion = (
+    AttachShard
+    | GetOffers
+    | Pin
+    | PinSpans
+    | Unpin
+    | Reserve
+    | Commit
+    | Abort
+    | Renew
+    | Flush
+    | Suspect
+    | RegisterSpans
+)
 
 ShardMessage = (
     Request[ShardQuestion]

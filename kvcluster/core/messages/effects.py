@@ -29,6 +29,7 @@ from kvcluster.core.messages.probe import Probed, TryPeers
 from kvcluster.core.messages.reports import Inventory, Report, ReportAck, Tombstone
 from kvcluster.core.messages.sequences import TablesSynced
 from kvcluster.core.messages.shard import AttachedShard, CommitGrant, Offers, PageSlot, PinGrant, WriteGrant
+from kvcluster.core.messages.spans import SpanGrant
 from kvcluster.core.spec import KVSpec
 
 Reply = (
@@ -49,6 +50,7 @@ Reply = (
     | PinGrant
     | WriteGrant
     | CommitGrant
+    | SpanGrant
     | ReportAck
     | TablesSynced
     | PagesSaved

@@ -17,6 +17,22 @@ class Written(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WRITTEN_CORRUPT: _ClassVar[Written]
     WRITTEN_FULL: _ClassVar[Written]
     WRITTEN_LOST: _ClassVar[Written]
+
+class SpanMiss(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPAN_MISS_UNSPECIFIED: _ClassVar[SpanMiss]
+    SPAN_MISS_UNKNOWN: _ClassVar[SpanMiss]
+    SPAN_MISS_GONE: _ClassVar[SpanMiss]
+    SPAN_MISS_LOSSY: _ClassVar[SpanMiss]
+    SPAN_MISS_STORED: _ClassVar[SpanMiss]
+    SPAN_MISS_CORRUPT: _ClassVar[SpanMiss]
+
+class DeclineReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DECLINE_REASON_UNSPECIFIED: _ClassVar[DeclineReason]
+    DECLINE_REASON_BUSY: _ClassVar[DeclineReason]
+    DECLINE_REASON_ARITHMETIC: _ClassVar[DeclineReason]
+    DECLINE_REASON_UNSUPPORTED: _ClassVar[DeclineReason]
 WRITTEN_UNSPECIFIED: Written
 WRITTEN_COMMITTED: Written
 WRITTEN_DUPLICATE: Written
@@ -24,6 +40,16 @@ WRITTEN_PENDING: Written
 WRITTEN_CORRUPT: Written
 WRITTEN_FULL: Written
 WRITTEN_LOST: Written
+SPAN_MISS_UNSPECIFIED: SpanMiss
+SPAN_MISS_UNKNOWN: SpanMiss
+SPAN_MISS_GONE: SpanMiss
+SPAN_MISS_LOSSY: SpanMiss
+SPAN_MISS_STORED: SpanMiss
+SPAN_MISS_CORRUPT: SpanMiss
+DECLINE_REASON_UNSPECIFIED: DeclineReason
+DECLINE_REASON_BUSY: DeclineReason
+DECLINE_REASON_ARITHMETIC: DeclineReason
+DECLINE_REASON_UNSUPPORTED: DeclineReason
 
 class FlushRequest(_message.Message):
     __slots__ = ("wait_ns",)
@@ -40,6 +66,34 @@ class SuspectRequest(_message.Message):
     epoch: int
     keys: _common_pb2.PageKeys
     def __init__(self, namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Union[_common_pb2.PageKeys, _Mapping]] = ...) -> None: ...
+
+class RegisterSpansRequest(_message.Message):
+    __slots__ = ("namespace", "holder", "epoch", "spans", "ended")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    holder: bytes
+    epoch: int
+    spans: SpanList
+    ended: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, namespace: _Optional[bytes] = ..., holder: _Optional[bytes] = ..., epoch: _Optional[int] = ..., spans: _Optional[_Union[SpanList, _Mapping]] = ..., ended: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SpanList(_message.Message):
+    __slots__ = ("span", "place", "depth", "hashes", "accept")
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    span: _containers.RepeatedScalarFieldContainer[int]
+    place: _common_pb2.PlaceTable
+    depth: _containers.RepeatedScalarFieldContainer[int]
+    hashes: _coordinator_pb2.HashLists
+    accept: _containers.RepeatedScalarFieldContainer[_common_pb2.Loss]
+    def __init__(self, span: _Optional[_Iterable[int]] = ..., place: _Optional[_Union[_common_pb2.PlaceTable, _Mapping]] = ..., depth: _Optional[_Iterable[int]] = ..., hashes: _Optional[_Union[_coordinator_pb2.HashLists, _Mapping]] = ..., accept: _Optional[_Iterable[_Union[_common_pb2.Loss, str]]] = ...) -> None: ...
 
 class GetOffersRequest(_message.Message):
     __slots__ = ()
@@ -138,3 +192,107 @@ class WrittenTable(_message.Message):
     table: _containers.RepeatedScalarFieldContainer[Written]
     of: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, table: _Optional[_Iterable[_Union[Written, str]]] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AttendRequest(_message.Message):
+    __slots__ = ("attempt", "epoch", "layer", "heads", "dim", "dtype", "scale", "softcap", "window", "latent_values", "fused", "rows")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    SOFTCAP_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    LATENT_VALUES_FIELD_NUMBER: _ClassVar[int]
+    FUSED_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    attempt: bytes
+    epoch: int
+    layer: int
+    heads: int
+    dim: int
+    dtype: str
+    scale: float
+    softcap: float
+    window: int
+    latent_values: int
+    fused: bool
+    rows: AttendRows
+    def __init__(self, attempt: _Optional[bytes] = ..., epoch: _Optional[int] = ..., layer: _Optional[int] = ..., heads: _Optional[int] = ..., dim: _Optional[int] = ..., dtype: _Optional[str] = ..., scale: _Optional[float] = ..., softcap: _Optional[float] = ..., window: _Optional[int] = ..., latent_values: _Optional[int] = ..., fused: bool = ..., rows: _Optional[_Union[AttendRows, _Mapping]] = ...) -> None: ...
+
+class AttendRows(_message.Message):
+    __slots__ = ("position", "tokens", "spans", "subtrees")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    SUBTREES_FIELD_NUMBER: _ClassVar[int]
+    position: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    spans: NumberLists
+    subtrees: SubtreeLists
+    def __init__(self, position: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., spans: _Optional[_Union[NumberLists, _Mapping]] = ..., subtrees: _Optional[_Union[SubtreeLists, _Mapping]] = ...) -> None: ...
+
+class NumberLists(_message.Message):
+    __slots__ = ("counts", "items")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    items: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., items: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SubtreeLists(_message.Message):
+    __slots__ = ("counts", "items")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    items: SubtreeList
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., items: _Optional[_Union[SubtreeList, _Mapping]] = ...) -> None: ...
+
+class SubtreeList(_message.Message):
+    __slots__ = ("level", "index")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    level: _containers.RepeatedScalarFieldContainer[int]
+    index: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, level: _Optional[_Iterable[int]] = ..., index: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AttendReply(_message.Message):
+    __slots__ = ("attended", "lacking", "declined")
+    ATTENDED_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    attended: Attended
+    lacking: SpansLacking
+    declined: AttendDeclined
+    def __init__(self, attended: _Optional[_Union[Attended, _Mapping]] = ..., lacking: _Optional[_Union[SpansLacking, _Mapping]] = ..., declined: _Optional[_Union[AttendDeclined, _Mapping]] = ...) -> None: ...
+
+class Attended(_message.Message):
+    __slots__ = ("nbytes", "loss")
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    nbytes: int
+    loss: _common_pb2.Loss
+    def __init__(self, nbytes: _Optional[int] = ..., loss: _Optional[_Union[_common_pb2.Loss, str]] = ...) -> None: ...
+
+class SpansLacking(_message.Message):
+    __slots__ = ("spans",)
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    spans: LackingList
+    def __init__(self, spans: _Optional[_Union[LackingList, _Mapping]] = ...) -> None: ...
+
+class LackingList(_message.Message):
+    __slots__ = ("span", "why")
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    span: _containers.RepeatedScalarFieldContainer[int]
+    why: _containers.RepeatedScalarFieldContainer[SpanMiss]
+    def __init__(self, span: _Optional[_Iterable[int]] = ..., why: _Optional[_Iterable[_Union[SpanMiss, str]]] = ...) -> None: ...
+
+class AttendDeclined(_message.Message):
+    __slots__ = ("reason", "detail")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    reason: DeclineReason
+    detail: str
+    def __init__(self, reason: _Optional[_Union[DeclineReason, str]] = ..., detail: _Optional[str] = ...) -> None: ...

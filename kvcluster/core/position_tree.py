@@ -9,8 +9,10 @@ without keys is skipped, which changes no bit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TypeVar
 
 from kvcluster.errors import CallerError
@@ -63,6 +65,34 @@ def subtrees(start: int, stop: int) -> list[Subtree]:
         level = min((end - at).bit_length() - 1, (at & -at).bit_length() - 1 if at else TREE_LEVELS)
         found.append(Subtree(level, at >> level))
         at += 1 << level
+    return found
+
+
+def subtrees_of(cuts: Iterable[int]) -> list[Subtree]:
+    """Returns the largest subtrees that together hold exactly these cuts, which ascend, in order."""
+    found: list[Subtree] = []
+    for cut in cuts:
+        found.append(Subtree(0, cut))
+        while len(found) > 1 and found[-1].index & 1 and found[-2] == Subtree(found[-1].level, found[-1].index - 1):
+            found[-2:] = [found[-1].parent]
+    return found
+
+
+def subtrees_beside(taken: Sequence[Subtree], start: int, stop: int) -> list[Subtree]:
+    """Returns the largest subtrees that hold no position of `taken`, in order, of those that hold a position from
+    `start` up to `stop`. `taken` is in order, and none of it lies within another."""
+    found: list[Subtree] = []
+    left = [(ROOT, 0, len(taken))]
+    while left:
+        at, low, high = left.pop()
+        if at.stop <= start or at.start >= stop:
+            continue
+        if low == high:
+            found.append(at)
+        elif at.level > taken[low].level:
+            middle = bisect_left(taken, at.start + (at.stop - at.start) // 2, low, high, key=attrgetter("start"))
+            first = Subtree(at.level - 1, 2 * at.index)
+            left += [(Subtree(at.level - 1, first.index + 1), middle, high), (first, low, middle)]
     return found
 
 

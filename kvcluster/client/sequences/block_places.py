@@ -1,0 +1,146 @@
+"""Where the stored blocks of a worker's sequences lie: which shard has a page that is exactly this worker's part of a
+block. The coordinator is asked once for each block, for all new blocks of a step together.
+
+What is known may be out of date: a shard that is asked says so, and then the block is placed anew. A block that no
+shard has as one page, or of which the coordinator could not tell, is not asked for again for a while. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.sequences.blocks import SequenceBlock
+from kvcluster.client.sequences.ship_plan import CutBlocks
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash, ShardId
+from kvcluster.core.messages import Explain, Explained, Need, Plan, ShardAddress
+from kvcluster.core.miss import Loss
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.base import Deadline
+
+_AGAIN_NS = 1_000_000_000
+"""For so long a block that was not placed is not looked for, and a shard that declined is not asked."""
+
+_ASKING_SHARE = 4
+"""Asking takes at most 1/4 of the time left: a coordinator that hangs must leave time to go on without it."""
+
+
+class BlockPlaces:
+    """The places of one worker's blocks, of `part` of the spec's only group, with at most the loss `accept`."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        part: Part,
+        accept: Loss,
+        control: CoordinatorClient,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._specs = {False: spec, True: replace(spec, private=True)}
+        self._part = part
+        self._accept = accept
+        self._control = control
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._places: dict[SequenceBlock, ShardAddress] = {}
+        self._nowhere: dict[SequenceBlock, int] = {}  # until when they are not looked for
+        self._avoided: dict[ShardAddress, int] = {}  # until when they are not asked
+        self.version = 0
+        """Counts the changes of what `place_of` returns."""
+
+    def place_of(self, cut: CutBlocks) -> ShardAddress | None:
+        """Returns the shard that has a cut whole, if one is known."""
+        places = {self._places.get(block): None for block in cut.blocks}
+        shard = next(iter(places)) if len(places) == 1 else None
+        return None if shard in self._avoided else shard
+
+    def locate(self, cuts: Iterable[CutBlocks], deadline: Deadline) -> None:
+        """Has the coordinator asked for what is not known of these cuts."""
+        now = self._clock()
+        with self._lock:
+            self._pass(now)
+            known, useless = self._places, [None, *self._avoided]
+            unknown = dict.fromkeys(
+                block
+                for cut in cuts
+                for block in cut.blocks
+                if known.get(block) in useless and block not in self._nowhere
+            )
+            avoid = tuple(dict.fromkeys(shard.shard for shard in self._avoided))[: limits.AVOIDED_SHARDS]
+        for private in (False, True):
+            mine = [block for block in unknown if block.private == private]
+            for first in range(0, len(mine), limits.BLOCKS_PER_CALL):
+                self._ask(mine[first : first + limits.BLOCKS_PER_CALL], private=private, avoid=avoid, deadline=deadline)
+
+    def lacking(self, cut: CutBlocks) -> None:
+        """The shard does not attend to this cut, as it says: its pages are gone, on disk, or have lost too much."""
+        until = self._clock() + _AGAIN_NS
+        with self._lock:
+            for block in cut.blocks:
+                self._places.pop(block, None)
+                self._nowhere[block] = until
+            self.version += 1
+
+    def avoid(self, shard: ShardAddress) -> None:
+        """A shard does not answer, or declines: for a while it is not asked, and blocks are placed elsewhere if other
+        shards have them."""
+        with self._lock:
+            self._avoided[shard] = self._clock() + _AGAIN_NS
+            self.version += 1
+
+    def ask_all(self) -> None:
+        """Lets every shard be asked again."""
+        with self._lock:
+            self._avoided.clear()
+            self.version += 1
+
+    def sweep(self) -> None:
+        """Forgets blocks that no sequence refers to."""
+        with self._lock:
+            for block in [block for block in self._places if not block.references]:
+                del self._places[block]
+            for block in [block for block in self._nowhere if not block.references]:
+                del self._nowhere[block]
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _pass(self, now: int) -> None:
+        """Forgets what has been long enough ago."""
+        over = [block for block, until in self._nowhere.items() if until <= now]
+        again = [shard for shard, until in self._avoided.items() if until <= now]
+        for block in over:
+            del self._nowhere[block]
+        for shard in again:
+            del self._avoided[shard]
+        self.version += bool(over or again)
+
+    def _ask(
+        self, blocks: Sequence[SequenceBlock], *, private: bool, avoid: tuple[ShardId, ...], deadline: Deadline
+    ) -> None:
+        need = Need((self._part,), max(self._accept, *(block.loss for block in blocks)), avoid)
+        share = deadline.share(_ASKING_SHARE)
+        names = tuple(BlockHash(block.name) for block in blocks if block.name is not None)
+        try:
+            fates = self._control.ask(Explained, self._specs[private], Explain(names, need), share).fates
+        except KVClusterError:
+            fates = ()
+        plans = [fate.plan for fate in fates for _ in range(fate.count)]
+        until = self._clock() + _AGAIN_NS
+        with self._lock:
+            for at, block in enumerate(blocks):
+                shard = self._shard_of(plans[at] if at < len(plans) else None)
+                if shard is None:
+                    self._nowhere[block] = until
+                else:
+                    self._places[block] = shard
+            self.version += 1
+
+    def _shard_of(self, plan: Plan | None) -> ShardAddress | None:
+        sources = plan[0] if plan else None
+        return sources[0].shard if sources and len(sources) == 1 and sources[0].part == self._part else None

@@ -1,0 +1,309 @@
+"""Sends the queries of a step to the shards that its plan names, one message to each, and gathers the results.
+
+Each shard is asked on a thread of its own, while the caller attends to what is here. A shard is first told of spans
+that are new. One that does not answer, declines, or lacks a span has failed in this step: what was asked of it is
+placed elsewhere, or loaded, when the step is planned again. Results that came from others are not used then, so nothing
+is counted twice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvcluster.attention import Partial, uses_fused
+from kvcluster.attention.span_results import result_bytes, unpack_results
+from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.sequences.block_places import BlockPlaces
+from kvcluster.client.sequences.remote_spans import RemoteSpans
+from kvcluster.client.sequences.ship_plan import AskedRow, ShipPlan
+from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment
+from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.client.worker_pool import WorkerPool
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt, SpanId
+from kvcluster.core.messages import (
+    AttendDeclined,
+    Attended,
+    AttendRequest,
+    AttendRow,
+    DeclineReason,
+    ShardAddress,
+    SpanMiss,
+    SpansLacking,
+)
+from kvcluster.core.miss import Loss
+from kvcluster.core.position_tree import CUT_TOKENS, Subtree
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.attending import NotAttending
+from kvcluster.transport.base import Deadline, PathLost, Unavailable
+
+if TYPE_CHECKING:
+    from kvcluster.attention import Scoring
+
+THREADS = 16
+"""Shards that are asked at once; more wait for one another."""
+
+_SHARE = 2
+"""A shard has half of the time of a call, so that the other half is left to load what it does not attend to."""
+
+_PAUSE_S = 0.02
+"""A compute takes about as long."""
+
+_TRIES = 3
+"""How often one shard is asked in one step: over another path, or after its spans were registered again."""
+
+
+class LayerQuery(NamedTuple):
+    """The query of one layer of a step: `data` is `[tokens, heads, dim]` of `dtype`, `starts` and `positions` say for
+    each row where its tokens begin there, and at which position; the last of `starts` is the number of tokens."""
+
+    layer: int
+    data: memoryview
+    heads: int
+    dim: int
+    value_dim: int
+    dtype: str
+    starts: Sequence[int]
+    positions: Sequence[int]
+    scoring: Scoring
+    latent_values: int
+
+    def tokens(self, row: int) -> int:
+        return self.starts[row + 1] - self.starts[row]
+
+    def of_rows(self, rows: Sequence[int]) -> memoryview:
+        """Returns the bytes of the query tokens of these rows."""
+        if list(rows) == list(range(len(self.starts) - 1)):
+            return self.data
+        each = self.data.nbytes // max(1, self.starts[-1])
+        return memoryview(b"".join(self.data[each * self.starts[row] : each * self.starts[row + 1]] for row in rows))
+
+
+@dataclass
+class ShippedCounts:
+    """What one client's remote attention has done since it began: messages, spans that rows named in them, bytes of
+    queries and of results, and messages that brought none."""
+
+    messages: int = 0
+    spans: int = 0
+    query_bytes: int = 0
+    result_bytes: int = 0
+    failed: int = 0
+
+
+class RemoteAttention:
+    """The queries that one client ships, to pages of `part` of the spec's only group that have lost at most `accept`.
+    Thread-safe."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        part: Part,
+        accept: Loss,
+        *,
+        shards: ShardConnections,
+        control: CoordinatorClient,
+        next_attempt: Callable[[], Attempt],
+    ) -> None:
+        self.places = BlockPlaces(spec, part, accept, control)
+        self.counts = ShippedCounts()
+        self._spec = spec
+        self._specs = {False: spec, True: replace(spec, private=True)}
+        self._spans = RemoteSpans(next_attempt().holder, part, accept)
+        self._shards = shards
+        self._control = control
+        self._next_attempt = next_attempt
+        self._lock = threading.Lock()  # guards the spans and the counts
+        self._pool = WorkerPool(THREADS, "kvcluster-attend")
+
+    def ship(self, plan: ShipPlan, query: LayerQuery, deadline: Deadline) -> Shipment:
+        """Sends what the plan asks of shards. Returns at once."""
+        shipment = Shipment(len(plan.asks))
+        for shard, rows in plan.asks.items():
+            self._pool.submit(self._work(shipment, shard, rows, query, deadline.share(_SHARE)))
+        return shipment
+
+    def pause(self) -> None:
+        """Waits a moment, after which shards that were busy may be asked again."""
+        threading.Event().wait(_PAUSE_S)
+        self.places.ask_all()
+
+    def sweep(self) -> None:
+        """Forgets blocks that no sequence refers to."""
+        with self._lock:
+            self._spans.sweep()
+        self.places.sweep()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.close()
+
+    # ------------------------------------------------------------------------------------------- one shard
+
+    def _work(
+        self, shipment: Shipment, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
+    ) -> Callable[[], None]:
+        def work() -> None:
+            answer: ShardResults | ShardFailure = ShardFailure()
+            try:
+                answer = self._ask(shard, rows, query, deadline)
+            except (KVClusterError, NotAttending) as error:
+                self.places.avoid(shard)
+                if isinstance(error, Unavailable):
+                    answer = ShardFailure(lost=min(row.cuts[0].cut for row in rows))
+            except Exception as error:  # a bug, raised where the step is
+                shipment.error = error
+            with self._lock:
+                self.counts.failed += isinstance(answer, ShardFailure)
+            shipment.take(answer)
+
+        return work
+
+    def _ask(
+        self, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
+    ) -> ShardResults | ShardFailure:
+        found, loss = list[tuple[int, list[Partial]]](), Loss.EXACT
+        for part in _messages(rows, query):
+            answer = self._ask_part(shard, part, query, deadline)
+            if isinstance(answer, ShardFailure):
+                return answer
+            found += answer.rows
+            loss = max(loss, answer.loss)
+        return ShardResults(found, loss)
+
+    def _ask_part(
+        self, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
+    ) -> ShardResults | ShardFailure:
+        namespace = self._control.namespace(self._spec, deadline)
+        for _ in range(_TRIES):
+            named = self._register(shard, rows, deadline)
+            request = self._request(shard, rows, named, query)
+            data = query.of_rows([row.row for row in rows])
+            with self._lock:
+                self.counts.messages += 1
+                self.counts.spans += sum(len(row.spans) for row in request.rows)
+                self.counts.query_bytes += data.nbytes
+            try:
+                answer, results = self._shards.attend(shard, self._spec, namespace, request, data, deadline)
+            except PathLost:
+                continue
+            if isinstance(answer, Attended):
+                wanted = [(query.tokens(row.row), row.subtrees) for row in rows]
+                unpacked = unpack_results(results, wanted, query.heads, query.value_dim)
+                with self._lock:
+                    self.counts.result_bytes += results.nbytes
+                return ShardResults([(row.row, mine) for row, mine in zip(rows, unpacked, strict=True)], answer.loss)
+            if isinstance(answer, AttendDeclined):
+                self.places.avoid(shard)
+                return ShardFailure(busy=answer.reason is DeclineReason.BUSY)
+            if not self._again(shard, answer, rows, named):
+                gone = {span for span, why in answer.spans if why in (SpanMiss.GONE, SpanMiss.CORRUPT)}
+                cuts = [
+                    cut.cut
+                    for row, spans in zip(rows, named, strict=True)
+                    for cut, span in zip(row.cuts, spans, strict=True)
+                    if span in gone
+                ]
+                return ShardFailure(lost=min(cuts, default=None))
+        self.places.avoid(shard)
+        return ShardFailure()
+
+    def _again(
+        self,
+        shard: ShardAddress,
+        answer: SpansLacking,
+        rows: Sequence[AskedRow],
+        named: Sequence[Sequence[SpanId]],
+    ) -> bool:
+        """Whether the shard is to be asked again, because it only did not know spans. Otherwise remembers which it
+        lacks."""
+        if all(why is SpanMiss.UNKNOWN for _, why in answer.spans):
+            with self._lock:
+                self._spans.forget(shard)
+            return True
+        lacking = dict(answer.spans)
+        for row, spans in zip(rows, named, strict=True):
+            for cut, span in zip(row.cuts, spans, strict=True):
+                if span in lacking:
+                    self.places.lacking(cut)
+        return False
+
+    def _register(self, shard: ShardAddress, rows: Sequence[AskedRow], deadline: Deadline) -> list[tuple[SpanId, ...]]:
+        """Returns the spans of each row, all of which the shard has been told of."""
+        with self._lock:
+            named = [tuple(self._spans.named(shard, cut) for cut in row.cuts) for row in rows]
+            messages = self._spans.messages(shard)
+        for private, message in messages:
+            spec = self._specs[private]
+            namespace = self._control.namespace(spec, deadline)
+            self._shards.register_spans(shard, spec, namespace, message, deadline)
+            with self._lock:
+                self._spans.registered(shard, message)
+        return named
+
+    def _request(
+        self, shard: ShardAddress, rows: Sequence[AskedRow], named: Sequence[tuple[SpanId, ...]], query: LayerQuery
+    ) -> AttendRequest:
+        asked = tuple(
+            AttendRow(
+                query.positions[row.row],
+                query.tokens(row.row),
+                spans,
+                tuple((subtree.level, subtree.index) for subtree in row.subtrees),
+            )
+            for row, spans in zip(rows, named, strict=True)
+        )
+        return AttendRequest(
+            self._next_attempt(),
+            shard.epoch,
+            query.layer,
+            query.heads,
+            query.dim,
+            query.dtype,
+            query.scoring.scale,
+            asked,
+            query.scoring.softcap or 0.0,
+            query.scoring.window or 0,
+            query.latent_values,
+            uses_fused(),
+        )
+
+
+def _messages(rows: Sequence[AskedRow], query: LayerQuery) -> list[list[AskedRow]]:
+    """Divides what is asked of one shard into messages that are within the limits: one, but for long prompts."""
+    if _fits(rows, query):
+        return [list(rows)]
+    parts: list[list[AskedRow]] = []
+    for row in rows:
+        for subtree in row.subtrees:
+            cuts = tuple(cut for cut in row.cuts if subtree.contains(Subtree(0, cut.cut)))
+            mine = AskedRow(row.row, cuts, (subtree,))
+            last = parts[-1] if parts else []
+            if last and last[-1].row == row.row:
+                grown = [*last[:-1], AskedRow(row.row, last[-1].cuts + cuts, (*last[-1].subtrees, subtree))]
+            else:
+                grown = [*last, mine]
+            if last and _fits(grown, query):
+                parts[-1] = grown
+            else:
+                parts.append([mine])
+    return parts
+
+
+def _fits(rows: Sequence[AskedRow], query: LayerQuery) -> bool:
+    """Whether one message takes what these rows ask for."""
+    tokens = [query.tokens(row.row) for row in rows]
+    names = sum(len(row.cuts) for row in rows)
+    results = sum(len(row.subtrees) * count for row, count in zip(rows, tokens, strict=True))
+    work = CUT_TOKENS * sum(len(row.cuts) * count for row, count in zip(rows, tokens, strict=True))
+    return (
+        len(rows) <= limits.ATTEND_ROWS
+        and sum(tokens) <= limits.ATTEND_TOKENS
+        and names <= limits.SPANS_PER_CALL
+        and result_bytes(results, query.heads, query.value_dim) <= limits.ATTEND_BYTES
+        and work * query.heads * (query.dim + query.value_dim) <= limits.ATTEND_WORK
+    )

@@ -1,0 +1,135 @@
+"""The shard's side of an Attend, for all transports: waits for a compute thread, pins, computes, unpins.
+
+The lease begins on the compute thread, after the wait, and ends with the compute: between two computes nothing of a
+span is pinned. Between two subtrees the lease is renewed and the deadline is looked at, so a compute that is too long
+for either ends after the subtree that it is in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import TracebackType
+
+from kvcluster.core.ids import Attempt, SpanId, Tenant
+from kvcluster.core.messages import (
+    AttendDeclined,
+    Attended,
+    AttendRequest,
+    DeclineReason,
+    PageKey,
+    Refused,
+    RefusedKind,
+    Request,
+    SpanMiss,
+    SpanPages,
+    SpansLacking,
+    Suspect,
+)
+from kvcluster.core.miss import Loss
+from kvcluster.errors import CallerError, LimitError
+from kvcluster.transport.attending import SpanResults
+from kvcluster.transport.base import ComputeBusy, Deadline, PageHost, RefusedByShard
+from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation
+from kvcluster.transport.sessions import ExchangeSession
+
+_NOTHING = memoryview(b"")
+
+_SUSPECT_S = 5.0
+"""How long the core may take to note suspects: it answers at once."""
+
+
+def serve_attend(
+    host: PageHost, tenant: Tenant, request: AttendRequest, query: memoryview, deadline: Deadline, *, path: str
+) -> SpanResults:
+    """Returns a shard's answer to an Attend and the bytes of its results. Raises RefusedByShard for a request that does
+    not fit, Unavailable at the deadline."""
+    began = time.monotonic()
+    try:
+        return host.compute(tenant, lambda: _attend(host, tenant, request, query, deadline, path), deadline)
+    except ComputeBusy as busy:
+        named = Operation.ATTEND, path, tenant, request.attempt
+        seconds, missed = time.monotonic() - began, {DeclineReason.BUSY.value: len(request.spans)}
+        host.exchange_ended(ExchangeSummary(*named, ExchangeResult.DONE, seconds, missed=missed))
+        return SpanResults(AttendDeclined(DeclineReason.BUSY, str(busy)), _NOTHING)
+
+
+def _attend(
+    host: PageHost, tenant: Tenant, request: AttendRequest, query: memoryview, deadline: Deadline, path: str
+) -> SpanResults:
+    try:
+        from kvcluster.attention.partial import uses_fused
+        from kvcluster.attention.span_results import attend_spans, corrupt_pages
+    except ModuleNotFoundError:
+        return SpanResults(AttendDeclined(DeclineReason.UNSUPPORTED, "this shard has no torch"), _NOTHING)
+    if request.fused != uses_fused():
+        why = "the worker's results have other bits than this shard's: one of them has no fused multiply-add"
+        return SpanResults(AttendDeclined(DeclineReason.ARITHMETIC, why), _NOTHING)
+    with AttendSession(host, tenant, request, deadline=deadline, path=path) as session:
+        if session.lacking:
+            return SpanResults(SpansLacking(tuple(session.lacking.items())), _NOTHING)
+
+        def between() -> None:
+            deadline.check("the compute took until then")
+            session.alive()
+
+        session.exclude(corrupt_pages(request.layer, session.spans.values(), host.view))
+        if session.lacking:
+            return SpanResults(SpansLacking(tuple(session.lacking.items())), _NOTHING)
+        try:
+            data = attend_spans(request, query, session.spans, host.view, between=between)
+        except LimitError as error:
+            raise RefusedByShard(Refused(RefusedKind.LIMIT, str(error))) from None
+        except CallerError as error:
+            raise RefusedByShard(Refused(RefusedKind.BAD, str(error))) from None
+    loss = max((slot.loss for pages in session.spans.values() for slot in pages.slots), default=Loss.EXACT)
+    return SpanResults(Attended(data.nbytes, loss), data)
+
+
+class AttendSession(ExchangeSession):
+    """One compute. `spans` are those that are pinned, `lacking` those that are not: of both, one is empty."""
+
+    def __init__(
+        self, host: PageHost, tenant: Tenant, request: AttendRequest, *, deadline: Deadline, path: str
+    ) -> None:
+        super().__init__(host, tenant, request, deadline=deadline, path=path)
+        self._asked, self._epoch = request.spans, request.epoch
+        self.spans: Mapping[SpanId, SpanPages] = {}
+        self.lacking: Mapping[SpanId, SpanMiss] = {}
+
+    def __enter__(self) -> AttendSession:
+        self._open()
+        granted = dict(zip(self._asked, self._pages, strict=True))
+        self.lacking = {span: why for span, why in granted.items() if isinstance(why, SpanMiss)}
+        self.spans = {span: pages for span, pages in granted.items() if isinstance(pages, SpanPages)}
+        if self.lacking:
+            self.spans = {}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._end()
+        finally:
+            self._tell(error)
+
+    def exclude(self, corrupt: Mapping[SpanId, Sequence[PageKey]]) -> None:
+        """Some spans have corrupt pages: nothing is computed, and the shard is told."""
+        if not corrupt:
+            return
+        for span, keys in corrupt.items():
+            namespace, suspect = self.spans[span].namespace, Suspect(self._epoch, tuple(keys))
+            self._host.ask(partial(Request, tenant=self._tenant, namespace=namespace, question=suspect), _SUSPECT_S)
+        self.lacking, self.spans = dict.fromkeys(corrupt, SpanMiss.CORRUPT), {}
+
+    def _operation(self) -> Operation:
+        return Operation.ATTEND
+
+    def _summary(self, named: tuple[Operation, str, Tenant, Attempt], seconds: float) -> ExchangeSummary:
+        pages = sum(len(span.slots) for span in self.spans.values())
+        missed: dict[str, int] = {}
+        for why in self.lacking.values():
+            missed[why.value] = missed.get(why.value, 0) + 1
+        return ExchangeSummary(*named, ExchangeResult.DONE, seconds, pages, missed=missed)

@@ -1,0 +1,533 @@
+"""Spans attended to at the shards that have them: the bits of one memory, whatever is local, loaded or shipped."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import kvcluster
+from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, merge, partial
+from kvcluster.client.client import Client
+from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, SpanFacts
+from kvcluster.config import TRANSPORTS, ClientConfig
+from kvcluster.core import limits
+from kvcluster.core.ids import NamespaceId, ShardId, Tenant
+from kvcluster.core.messages import (
+    AttendDeclined,
+    Attended,
+    AttendRequest,
+    DeclineReason,
+    Offer,
+    Offers,
+    RegisterSpans,
+    ShardAddress,
+)
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.position_tree import CUT_TOKENS
+from kvcluster.errors import LimitError, LostTokens
+from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing import MemoryCluster
+from kvcluster.testing.split_transport import SplitTransport
+from kvcluster.transport.attending import SpanResults
+from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
+from kvcluster.transport.base import Deadline, Transport, Unavailable
+from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.shm_server import ShmServer
+from kvcluster.transport.tcp_pages import TcpServer
+from tests.client.conftest import Start, settle
+
+LAYERS, HEADS, DIM, BLOCK, GROUP = 2, 2, 8, 16, 2
+SPEC = kvcluster.KVSpec.uniform(
+    model="m",
+    weights="sha256:1",
+    num_layers=LAYERS,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    dtype="bfloat16",
+    block_tokens=BLOCK,
+)
+PAGE = SPEC.page_bytes(0, SPEC.whole(0))
+LAYOUT = PageLayout(SPEC.groups[0], BLOCK, LAYERS, HEADS)
+TENANT = Tenant("default")
+LONG = 12 * CUT_TOKENS + 75
+
+
+def made(tokens: int, seed: int) -> Tensor:
+    values = torch.randn(LAYERS, tokens, HEADS, DIM, generator=torch.Generator().manual_seed(seed))
+    return values.bfloat16()
+
+
+def asked(tokens: int, seed: int = 0) -> Tensor:
+    return torch.randn(tokens, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(900 + seed))
+
+
+def ids(tokens: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(50_000) for _ in range(tokens)]
+
+
+@dataclass
+class Text:
+    """A sequence and the KV of its tokens: `[layers, tokens, heads, dim]`."""
+
+    sequence: kvcluster.Sequence
+    k: Tensor
+    v: Tensor
+
+    def append(self, tokens: list[int] | int, seed: int) -> None:
+        count = tokens if isinstance(tokens, int) else len(tokens)
+        k, v = made(count, seed), made(count, seed + 1)
+        for layer in range(LAYERS):
+            self.sequence.append(layer, k[layer], v[layer])
+        self.sequence.advance(tokens)
+        self.k, self.v = torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
+
+    def truncate(self, tokens: int) -> None:
+        self.sequence.truncate(tokens)
+        self.k, self.v = self.k[:, :tokens], self.v[:, :tokens]
+
+    def fork(self) -> Text:
+        return Text(self.sequence.fork(), self.k, self.v)
+
+    def expected(self, layer: int, query: Tensor, **scoring: Any) -> Tensor:
+        """Attention over all of it in one tensor of pages."""
+        tokens = self.k.shape[1]
+        blocks = -(-tokens // BLOCK)
+        pool = torch.zeros(blocks, LAYERS, 2, BLOCK, HEADS, DIM, dtype=torch.bfloat16)
+        for plane, values in enumerate((self.k, self.v)):
+            padded = torch.zeros(LAYERS, blocks * BLOCK, HEADS, DIM, dtype=torch.bfloat16)
+            padded[:, :tokens] = values
+            pool[:, :, plane] = padded.view(LAYERS, blocks, BLOCK, HEADS, DIM).transpose(0, 1)
+        pages = PageAddresses.from_pool(LAYOUT, pool, torch.arange(blocks, dtype=torch.int32))
+        row = QueryRow(range(tokens - len(query), tokens), [PageSpan(pages, 0, tokens)])
+        sinks = scoring.pop("sinks", None)
+        whole = partial(query, [row], LAYOUT, layer, **scoring)
+        return (whole if sinks is None else merge([whole], sinks=sinks)).out
+
+    def check(self, planner: AttendPlanner | None, *, queries: int = 1, **scoring: Any) -> None:
+        for layer in range(LAYERS):
+            query = asked(queries, layer)
+            out = self.sequence.attend(layer, query, planner=planner, **scoring)
+            assert torch.equal(out, self.expected(layer, query, **scoring))
+
+
+def text(client: Client, tokens: int, seed: int = 0) -> Text:
+    empty = made(0, 0)
+    one = Text(client.sequence(), empty, empty)
+    one.append(ids(tokens, seed), 10 * seed + 1)
+    return one
+
+
+@dataclass
+class Wire:
+    """What clients of a cluster have sent to its shards, and what befalls it: `before` is called with each Attend, and
+    may answer it or raise."""
+
+    attends: list[tuple[ShardId, AttendRequest]] = field(default_factory=list)
+    registered: list[tuple[ShardId, RegisterSpans]] = field(default_factory=list)
+    before: Callable[[ShardId, AttendRequest], SpanResults | None] = lambda shard, request: None
+
+
+class WatchedTransport(MemoryTransport):
+    def __init__(self, wire: Wire, shard: ShardId, *given: Any) -> None:
+        super().__init__(*given)
+        self._wire = wire
+        self._shard = shard
+
+    def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
+        self._wire.registered.append((self._shard, message))
+        super().register_spans(namespace, message, deadline)
+
+    def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
+        self._wire.attends.append((self._shard, request))
+        answer = self._wire.before(self._shard, request)
+        return answer or super().attend(request, query, deadline)
+
+
+class Reader:
+    """A client of a cluster, with a resident set of so many pages, whose messages to shards are watched."""
+
+    def __init__(self, cluster: MemoryCluster, pages: int, **config: Any) -> None:
+        self.wire = Wire()
+
+        def opener(shard: ShardAddress) -> Transport:
+            host = cluster.shards.get(shard.shard)
+            if host is None or host.core.epoch != shard.epoch:
+                raise Unavailable(Miss(MissReason.SHARD_LOST, "not running"))
+            return WatchedTransport(self.wire, shard.shard, host, TENANT)
+
+        given = {"resident_bytes": pages * PAGE, "deadline_ms": 20_000, **config}
+        self.client = Client(cluster.port(), opener, SPEC, config=ClientConfig(**given))
+
+    def open(self, of: Text, tokens: list[int]) -> Text:
+        """Opens the sequence of these tokens, which another client has stored."""
+        sequence = self.client.sequence(tokens)
+        assert sequence.length == len(tokens) // BLOCK * BLOCK
+        return Text(sequence, of.k[:, : sequence.length], of.v[:, : sequence.length])
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.client.close()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MemoryCluster]:
+    """Four shards."""
+    with MemoryCluster(shards=4, device_bytes="16MiB") as cluster:
+        yield cluster
+        settle(cluster)
+
+
+@pytest.fixture(scope="module")
+def stored(cluster: MemoryCluster) -> Text:
+    """A long text that the shards have."""
+    client = cluster.client(SPEC)
+    one = text(client, LONG)
+    assert one.sequence.flush()
+    return one
+
+
+def test_a_context_many_times_the_resident_set_is_attended_to_where_it_lies(
+    cluster: MemoryCluster, stored: Text
+) -> None:
+    with Reader(cluster, 24) as reader:
+        one = reader.open(stored, ids(LONG))
+        one.check(ShipAbsent())
+        one.append(ids(40, 5), 50)
+        one.check(ShipAbsent(), queries=7)
+        one.check(ShipAbsent(), queries=2, softcap=3.0, scale=0.4, sinks=torch.arange(4.0))
+        one.check(ShipAbsent(), window=CUT_TOKENS // 4)
+        assert reader.client.resident().pages_peak <= 24
+        assert {shard for shard, _ in reader.wire.attends} == set(cluster.shards), "all four have some of it"
+        with pytest.raises(LimitError):
+            one.sequence.attend(0, asked(1))
+
+
+def test_a_step_sends_one_message_to_each_shard_and_layer(cluster: MemoryCluster, stored: Text) -> None:
+    with Reader(cluster, 200) as reader:
+        one = reader.open(stored, ids(LONG))
+        rows = [one, one.fork(), one.fork()]
+        for at, row in enumerate(rows):
+            row.append(ids(3, at), 60 + at)
+        batch = kvcluster.SequenceBatch([row.sequence for row in rows])
+        for step in range(3):
+            reader.wire.attends.clear()
+            for layer in range(LAYERS):
+                query = asked(3, layer)
+                out = batch.attend(layer, query, planner=ShipAbsent())
+                for at, row in enumerate(rows):
+                    assert torch.equal(out[at : at + 1], row.expected(layer, query[at : at + 1]))
+            counted = Counter((shard, request.layer) for shard, request in reader.wire.attends)
+            assert set(counted.values()) == {1} and len(counted) == LAYERS * len(cluster.shards)
+            assert all(len(request.rows) == 3 for _, request in reader.wire.attends)
+            for at, row in enumerate(rows):
+                row.append([step], 70 + 10 * step + 2 * at)
+        assert len(reader.wire.registered) == len(cluster.shards), "spans are registered once"
+
+
+def test_forks_and_truncated_sequences_name_the_spans_that_they_have(cluster: MemoryCluster, stored: Text) -> None:
+    with Reader(cluster, 200) as reader:
+        one = reader.open(stored, ids(LONG))
+        one.check(ShipAbsent())
+        fork = one.fork()
+        fork.truncate(6 * CUT_TOKENS + 10)
+        fork.append(ids(700, 8), 80)
+        fork.check(ShipAbsent())
+        one.check(ShipAbsent())
+        before = len(reader.wire.registered)
+        fork.truncate(3 * CUT_TOKENS)
+        fork.check(ShipAbsent(), queries=3)
+        assert len(reader.wire.registered) == before, "a truncated sequence names fewer, and tells no shard"
+
+
+class Choosing:
+    """Chooses by the position and rows of a span, the same each time."""
+
+    def __init__(self, seed: int, choices: list[SpanChoice]) -> None:
+        self._seed = seed
+        self._choices = choices
+
+    def choose(self, span: SpanFacts) -> SpanChoice:
+        return random.Random(f"{self._seed} {span.start} {span.rows}").choice(self._choices)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    pages=st.sampled_from([500, 900]),
+    queries=st.integers(1, 5),
+    window=st.sampled_from([None, 700, 3_000]),
+    forks=st.lists(st.integers(1, LONG - 100), max_size=2),
+    choices=st.lists(st.sampled_from(list(SpanChoice)), min_size=1),
+)
+def test_any_mixture_over_four_shards_has_the_bits_of_one_memory(
+    cluster: MemoryCluster,
+    stored: Text,
+    seed: int,
+    pages: int,
+    queries: int,
+    window: int | None,
+    forks: list[int],
+    choices: list[SpanChoice],
+) -> None:
+    with Reader(cluster, pages) as reader:
+        one = reader.open(stored, ids(LONG))
+        rows = [one]
+        for at, tokens in enumerate(forks):
+            rows.append(one.fork())
+            rows[-1].truncate(tokens)
+            rows[-1].append(20 + at, seed + at)  # private from here on
+        batch = kvcluster.SequenceBatch([row.sequence for row in rows])
+        for repeat in range(2):
+            planner = Choosing(seed + repeat, choices)
+            for layer in range(LAYERS):
+                query = asked(queries * len(rows), seed + layer)
+                out = batch.attend(layer, query, window=window, planner=planner)
+                each = zip(rows, query.split(queries), strict=True)
+                assert torch.equal(out, torch.cat([row.expected(layer, part, window=window) for row, part in each]))
+
+
+def test_private_blocks_are_shipped_beside_public_ones(start: Start) -> None:
+    cluster = start(shards=2, device_bytes="8MiB")
+    with Reader(cluster, 260) as reader:
+        one = text(reader.client, 3 * CUT_TOKENS)
+        one.append(4 * CUT_TOKENS, 90)
+        assert one.sequence.flush()
+        one.append(ids(10), 95)
+        one.check(Choosing(1, [SpanChoice.SHIP]))
+        named = [message.spans for _, message in reader.wire.registered]
+        assert sum(map(len, named)) == 7
+        assert len(reader.wire.registered) > len(cluster.shards), "each namespace has a message of its own"
+
+
+def test_a_worker_learns_that_it_was_forgotten_and_registers_again(
+    cluster: MemoryCluster, stored: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Reader(cluster, 24) as reader:
+        one = reader.open(stored, ids(LONG))
+        one.check(ShipAbsent())
+        before = len(reader.wire.registered)
+        for host in cluster.shards.values():
+            host.inspect(lambda host=host: host.core.spans.registry.expire(2**62))
+        one.check(ShipAbsent())
+        assert len(reader.wire.registered) == before + len(cluster.shards)
+        assert limits.SPAN_IDLE_NS > 0
+
+
+def test_a_busy_shard_is_asked_again_if_there_is_no_room_to_load(cluster: MemoryCluster, stored: Text) -> None:
+    with Reader(cluster, 24) as reader:
+        one = reader.open(stored, ids(LONG))
+        declined = SpanResults(AttendDeclined(DeclineReason.BUSY), memoryview(b""))
+        left = [5]
+
+        def busy(shard: ShardId, request: AttendRequest) -> SpanResults | None:
+            left[0] -= 1
+            return declined if left[0] >= 0 else None
+
+        reader.wire.before = busy
+        one.check(ShipAbsent())
+        assert left[0] < 0
+
+
+@pytest.mark.parametrize("reason", list(DeclineReason))
+def test_what_a_shard_declines_is_loaded(cluster: MemoryCluster, stored: Text, reason: DeclineReason) -> None:
+    with Reader(cluster, 900) as reader:
+        one = reader.open(stored, ids(LONG))
+        declined = SpanResults(AttendDeclined(reason), memoryview(b""))
+        reader.wire.before = lambda shard, request: declined if shard in ("shard-0", "shard-2") else None
+        one.check(Choosing(1, [SpanChoice.SHIP]))
+        answered = [shard for shard, _ in reader.wire.attends]
+        assert answered.count(ShardId("shard-0")) == 1, "who has declined is left alone for a while"
+
+
+def test_a_shard_that_breaks_off_is_replaced_by_loading(cluster: MemoryCluster, stored: Text) -> None:
+    def fail(shard: ShardId, request: AttendRequest) -> None:
+        if shard == "shard-1":
+            raise Unavailable(Miss(MissReason.SHARD_LOST, "gone"))
+
+    with Reader(cluster, 900) as reader:
+        one = reader.open(stored, ids(LONG))
+        reader.wire.before = fail
+        one.check(Choosing(1, [SpanChoice.SHIP]), queries=2)
+
+
+def test_results_of_another_size_are_not_merged(cluster: MemoryCluster, stored: Text) -> None:
+    def shorten(shard: ShardId, request: AttendRequest) -> SpanResults | None:
+        return SpanResults(Attended(8, request_loss), memoryview(bytes(8))) if shard == "shard-3" else None
+
+    from kvcluster.core.miss import Loss
+
+    request_loss = Loss.EXACT
+    with Reader(cluster, 900) as reader:
+        one = reader.open(stored, ids(LONG))
+        reader.wire.before = shorten
+        one.check(Choosing(1, [SpanChoice.SHIP]))
+
+
+def test_an_error_of_ours_is_raised_and_not_waited_for(cluster: MemoryCluster, stored: Text) -> None:
+    def fail(shard: ShardId, request: AttendRequest) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with Reader(cluster, 900) as reader:
+        one = reader.open(stored, ids(LONG))
+        reader.wire.before = fail
+        with pytest.raises(ZeroDivisionError):
+            one.check(Choosing(1, [SpanChoice.SHIP]))
+
+
+def test_a_generation_goes_on_without_the_coordinator(start: Start) -> None:
+    cluster = start(shards=3, device_bytes="8MiB")
+    with Reader(cluster, 400) as writer, Reader(cluster, 40) as reader:
+        first = text(writer.client, 5 * CUT_TOKENS)
+        assert first.sequence.flush()
+        one = reader.open(first, ids(5 * CUT_TOKENS))
+        one.check(ShipAbsent())
+        cluster.stop_coordinator()
+        for step in range(3):
+            one.append([step], 60 + step)
+            one.check(ShipAbsent())
+
+
+def test_a_lost_shard_without_a_replica_names_the_first_lost_token(start: Start) -> None:
+    cluster = start(shards=3, device_bytes="8MiB")
+    with Reader(cluster, 400) as writer, Reader(cluster, 40) as reader:
+        first = text(writer.client, 6 * CUT_TOKENS)
+        assert first.sequence.flush()
+        one = reader.open(first, ids(6 * CUT_TOKENS))
+        one.check(ShipAbsent())
+        shard, request = next((shard, request) for shard, request in reader.wire.attends if request.rows)
+        lost = min(level_index[1] << level_index[0] for level_index in request.rows[0].subtrees) * CUT_TOKENS
+        cluster.stop_shard(shard)
+        with pytest.raises(LostTokens) as raised:
+            one.sequence.attend(0, asked(1), planner=ShipAbsent(), deadline_ms=3_000)
+        assert raised.value.position == lost
+        one.truncate(lost)
+        if lost:
+            one.check(ShipAbsent())
+
+
+def test_with_two_replicas_a_lost_shard_is_not_noticed(start: Start) -> None:
+    cluster = start(shards=3, device_bytes="8MiB")
+    tokens = ids(6 * CUT_TOKENS)
+    with Reader(cluster, 400) as writer, Reader(cluster, 40) as reader:
+        first = text(writer.client, len(tokens))
+        assert first.sequence.flush()
+        assert writer.client.pin(tokens, 600.0, replicas=2).tokens == len(tokens)
+
+        def copied() -> bool:
+            return sum(host.core.info().pages for host in cluster.shards.values()) >= 2 * len(tokens) // BLOCK
+
+        cluster.wait_until(copied)
+        one = reader.open(first, tokens)
+        one.check(ShipAbsent())
+        shard = reader.wire.attends[0][0]
+        cluster.stop_shard(shard)
+        one.check(ShipAbsent())
+        assert reader.client.resident().pages_peak <= 40, "another replica was asked, and nothing loaded"
+
+
+# ------------------------------------------------------------------------------------------ real servers
+
+
+class OfferingControl(MemoryTransport):
+    """Control of a shard that offers these transports."""
+
+    name = "grpc"
+
+    def __init__(self, host: ShardHost, offers: tuple[Offer, ...]) -> None:
+        super().__init__(host, TENANT)
+        self._offers = Offers(host.core.epoch, offers)
+
+    def offers(self, deadline: Deadline) -> Offers:
+        return self._offers
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def served(request: pytest.FixtureRequest, cluster: MemoryCluster) -> Iterator[Client]:
+    """A client that reaches the shards by their servers of that transport."""
+    with ExitStack() as stack:
+        offers: dict[str, Offer] = {}
+        for shard, host in cluster.shards.items():
+            server: TcpServer | ShmServer
+            if request.param == "tcp":
+                server = TcpServer(host, lambda token: TENANT, "127.0.0.1")
+            else:
+                server = ShmServer(host, lambda token: TENANT)
+            server.start()
+            stack.callback(server.close)
+            offers[shard] = Offer(request.param, server.address)
+
+        def opener(shard: ShardAddress) -> Transport:
+            control = OfferingControl(cluster.shards[shard.shard], (offers[shard.shard],))
+            return AutoTransport(
+                shard, control, OPENERS, token=None, next_attempt=own_attempts(), here="memory", takes=TRANSPORTS
+            )
+
+        config = ClientConfig(resident_bytes=900 * PAGE, deadline_ms=20_000)
+        client = Client(cluster.port(), opener, SPEC, config=config)
+        stack.callback(client.close)
+        yield client
+
+
+def test_queries_go_over_the_servers_of_a_transport(served: Client, stored: Text) -> None:
+    sequence = served.sequence(ids(LONG))
+    one = Text(sequence, stored.k[:, : sequence.length], stored.v[:, : sequence.length])
+    rows = [one, one.fork()]
+    rows[1].truncate(7 * CUT_TOKENS + 100)
+    batch = kvcluster.SequenceBatch([row.sequence for row in rows])
+    for step in range(4):
+        planner = Choosing(step, [SpanChoice.SHIP, SpanChoice.SHIP, SpanChoice.LOCAL])
+        for layer in range(LAYERS):
+            query = asked(6, step).bfloat16()
+            out = batch.attend(layer, query, planner=ShipAbsent() if not step else planner)
+            expected = torch.cat([rows[0].expected(layer, query[:3]), rows[1].expected(layer, query[3:])])
+            assert torch.equal(out, expected.bfloat16())
+
+
+class GrpcLike(SplitTransport):
+    """Control of a shard that offers nothing else, over which spans are registered and no query goes."""
+
+    def __init__(self, host: ShardHost) -> None:
+        self._memory = MemoryTransport(host, TENANT)
+        super().__init__(self._memory, self._memory)
+        self._epoch = host.core.epoch
+        self.registered = 0
+
+    def offers(self, deadline: Deadline) -> Offers:
+        return Offers(self._epoch)
+
+    def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
+        self.registered += 1
+        self._memory.register_spans(namespace, message, deadline)
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_over_a_transport_that_carries_no_queries_pages_are_loaded(
+    cluster: MemoryCluster, stored: Text, auto: bool
+) -> None:
+    controls: list[GrpcLike] = []
+
+    def opener(shard: ShardAddress) -> Transport:
+        controls.append(GrpcLike(cluster.shards[shard.shard]))
+        if not auto:
+            return SplitTransport(controls[-1], controls[-1])
+        return AutoTransport(shard, controls[-1], OPENERS, token=None, next_attempt=own_attempts())
+
+    config = ClientConfig(resident_bytes=900 * PAGE, deadline_ms=20_000)
+    with Client(cluster.port(), opener, SPEC, config=config) as client:
+        sequence = client.sequence(ids(LONG))
+        one = Text(sequence, stored.k[:, : sequence.length], stored.v[:, : sequence.length])
+        one.check(Choosing(1, [SpanChoice.SHIP]))
+        assert any(control.registered for control in controls) == auto

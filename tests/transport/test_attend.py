@@ -1,0 +1,408 @@
+"""An Attend over each path that carries one: the bits of the worker's own attention, or an answer that says why not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvcluster import KVSpec, Stored
+from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, Subtree, merge, partial, uses_fused
+from kvcluster.attention.span_results import result_bytes, unpack_results
+from kvcluster.core import limits
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId, SpanId, Tenant
+from kvcluster.core.messages import (
+    AttendDeclined,
+    Attended,
+    AttendRequest,
+    AttendRow,
+    DeclineReason,
+    RefusedKind,
+    RegisterSpans,
+    SpanBlocks,
+    SpanMiss,
+    SpansLacking,
+)
+from kvcluster.core.miss import Loss, MissReason
+from kvcluster.core.position_tree import CUT_TOKENS
+from kvcluster.errors import KVClusterError
+from kvcluster.runtime.compute_pool import ComputePool
+from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing import MemoryCluster
+from kvcluster.transport.attending import Attends, SpanResults
+from kvcluster.transport.auto import own_attempts
+from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.transport.shm_server import ShmServer
+from kvcluster.transport.tcp_pages import TcpPages, TcpServer
+from kvcluster.wire import spans as wire
+from kvcluster.wire import streams
+from kvcluster.wire.streams import Kind
+
+LAYERS, HEADS, DIM, BLOCK, GROUP = 2, 2, 16, 16, 2
+SPEC = KVSpec.uniform(
+    model="m",
+    weights="sha256:1",
+    num_layers=LAYERS,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    dtype="bfloat16",
+    block_tokens=BLOCK,
+)
+WHOLE = SPEC.whole(0)
+CUTS = 3
+TOKENS = [(7 * at) % 1000 for at in range(CUTS * CUT_TOKENS)]
+CUT_BLOCKS = CUT_TOKENS // BLOCK
+TENANT = Tenant("default")
+LAYOUT = PageLayout(SPEC.groups[0], BLOCK, LAYERS, HEADS)
+
+
+def soon() -> Deadline:
+    return Deadline.after_ms(20_000)
+
+
+@dataclass
+class Bench:
+    """A shard that has TOKENS, whose KV is `pool`, and a path to it. A span of each cut is registered, by its index."""
+
+    host: ShardHost
+    path: Attends
+    control: MemoryTransport
+    pool: Tensor
+    hashes: list[BlockHash]
+    space: NamespaceId
+    attempts: Callable[[], Attempt]
+    restore: Callable[[], Stored]
+    """Stores what was lost again."""
+
+    def register(self, *spans: SpanBlocks, ended: tuple[int, ...] = (), holder: Any = None) -> None:
+        message = RegisterSpans(
+            holder or self.attempts().holder, self.host.core.epoch, spans, tuple(map(SpanId, ended))
+        )
+        self.control.register_spans(self.space, message, soon())
+
+    def cut(self, number: int, span: int | None = None) -> SpanBlocks:
+        at = number * CUT_BLOCKS
+        return SpanBlocks(
+            SpanId(number if span is None else span), 0, WHOLE, at, tuple(self.hashes[at : at + CUT_BLOCKS])
+        )
+
+    def request(self, *rows: AttendRow, **settings: Any) -> AttendRequest:
+        given = {"layer": 1, "heads": HEADS * GROUP, "dim": DIM, "dtype": "float32", "scale": 0.25} | settings
+        return AttendRequest(self.attempts(), self.host.core.epoch, rows=rows, fused=uses_fused(), **given)
+
+    def attend(self, request: AttendRequest, query: Tensor) -> SpanResults:
+        data = memoryview(bytearray(query.contiguous().view(torch.uint8).flatten().tolist()))
+        return self.path.attend(request, data, soon())
+
+    def expected(self, query: Tensor, position: int, within: Subtree, layer: int = 1) -> tuple[Tensor, Tensor]:
+        pages = PageAddresses.from_pool(LAYOUT, self.pool, torch.arange(len(self.hashes), dtype=torch.int32))
+        row = QueryRow(range(position, position + len(query)), [PageSpan(pages, 0, len(TOKENS))])
+        made = partial(query, [row], LAYOUT, layer, scale=0.25, within=within)
+        return made.out, made.lse
+
+
+def opened(kind: str, host: ShardHost, stack: ExitStack) -> Attends:
+    if kind == "memory":
+        return MemoryTransport(host, TENANT)
+    server: TcpServer | ShmServer
+    path: TcpPages | ShmPages
+    if kind == "tcp":
+        server = TcpServer(host, lambda token: TENANT, "127.0.0.1")
+        path = TcpPages(server.address, None)
+    else:
+        server = ShmServer(host, lambda token: TENANT)
+        path = ShmPages(server.address, None)
+    stack.callback(server.close)
+    server.start()
+    stack.callback(path.close)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[MemoryCluster]:
+    with MemoryCluster(device_bytes="8MiB") as cluster:
+        yield cluster
+        cluster.wait_until_idle()
+        cluster.check()
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: MemoryCluster) -> Tensor:
+    blocks = len(TOKENS) // BLOCK
+    values = torch.randn(blocks, LAYERS, 2, BLOCK, HEADS, DIM, generator=torch.Generator().manual_seed(3))
+    pool = values.bfloat16()
+    client = cluster.client(SPEC)
+    assert client.store(TOKENS, pool).blocks == blocks
+    assert client.flush()
+    return pool
+
+
+@pytest.fixture(params=["memory", "tcp", "shm"])
+def bench(request: pytest.FixtureRequest, cluster: MemoryCluster, pool: Tensor) -> Iterator[Bench]:
+    host = cluster.shards[ShardId("shard-0")]
+    with ExitStack() as stack:
+        client = cluster.client(SPEC)
+        stack.callback(client.close)
+        control = MemoryTransport(host, TENANT)
+        space = control.attach(SPEC, soon()).namespace
+        path = opened(request.param, host, stack)
+
+        def again() -> Stored:
+            known = len(client.hashes(TOKENS))
+            cluster.wait_until(lambda: host.core.info().pages < known)
+            stored = client.store(TOKENS, pool)
+            assert client.flush()
+            return stored
+
+        made = Bench(host, path, control, pool, client.hashes(TOKENS), space, own_attempts(), again)
+        made.register(*(made.cut(number) for number in range(CUTS)))
+        yield made
+
+
+def asked(tokens: int, seed: int = 0) -> Tensor:
+    return torch.randn(tokens, HEADS * GROUP, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def row(position: int, tokens: int, spans: list[int], *subtrees: Subtree) -> AttendRow:
+    return AttendRow(position, tokens, tuple(map(SpanId, spans)), tuple((each.level, each.index) for each in subtrees))
+
+
+def test_results_have_the_bits_of_the_workers_own(bench: Bench) -> None:
+    pair, last = Subtree(1, 0), Subtree(0, 2)
+    query = asked(3)
+    rows = [row(1400, 2, [0, 1, 2], pair, last), row(600, 1, [0, 1], pair)]
+    answer, data = bench.attend(bench.request(*rows), query)
+    assert isinstance(answer, Attended) and answer.loss is Loss.EXACT
+    assert answer.nbytes == data.nbytes == result_bytes(5, HEADS * GROUP, DIM)
+    first, second = unpack_results(data, [(2, [pair, last]), (1, [pair])], HEADS * GROUP, DIM)
+    for found, (part, position) in zip(
+        [*first, *second], [(slice(0, 2), 1400)] * 2 + [(slice(2, 3), 600)], strict=True
+    ):
+        out, lse = bench.expected(query[part], position, found.subtree)
+        assert torch.equal(found.out, out) and torch.equal(found.lse, lse)
+    whole = bench.expected(query[:2], 1400, Subtree(2, 0))
+    assert torch.equal(merge(first).out, whole[0])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_query_of_fewer_bits_is_widened(bench: Bench, dtype: str) -> None:
+    query = asked(1).to(getattr(torch, dtype))
+    answer, data = bench.attend(bench.request(row(700, 1, [0, 1], Subtree(1, 0)), dtype=dtype), query)
+    assert isinstance(answer, Attended)
+    ((found,),) = unpack_results(data, [(1, [Subtree(1, 0)])], HEADS * GROUP, DIM)
+    assert torch.equal(found.out, bench.expected(query, 700, Subtree(1, 0))[0])
+
+
+def test_nothing_is_pinned_before_and_after_a_compute(bench: Bench) -> None:
+    bench.attend(bench.request(row(700, 1, [0], Subtree(0, 0))), asked(1))
+    bench.host.inspect(lambda: None)
+    assert not any(page.pins for page in bench.host.core.pool.everything())
+
+
+def test_spans_that_are_not_there_are_named_and_nothing_is_computed(bench: Bench) -> None:
+    gone = SpanBlocks(SpanId(50), 0, WHOLE, 0, (BlockHash(b"x" * 32),))
+    bench.register(gone)
+    request = bench.request(row(700, 1, [0, 50, 99], Subtree(0, 0)))
+    answer, data = bench.attend(request, asked(1))
+    assert answer == SpansLacking(((SpanId(50), SpanMiss.GONE), (SpanId(99), SpanMiss.UNKNOWN)))
+    assert not data.nbytes
+
+
+def test_a_corrupt_page_is_found_when_its_layer_is_first_attended_to(bench: Bench, cluster: MemoryCluster) -> None:
+    request = bench.request(row(700, 1, [0, 1], Subtree(1, 0)), layer=0)
+    host = bench.host
+    bad = bench.hashes[CUT_BLOCKS + 3]
+    half = 8 * SPEC.page_bytes(0, WHOLE) // 2  # layer 1 begins there
+    cluster.corrupt(ShardId("shard-0"), block=bad, bit=half + 5)
+    try:
+        assert isinstance(bench.attend(request, asked(1)).answer, Attended), "layer 0 is as it was"
+        answer, _ = bench.attend(replace(request, layer=1, attempt=bench.attempts()), asked(1))
+        assert answer == SpansLacking(((SpanId(1), SpanMiss.CORRUPT),))
+        assert host.core.info().counters and dict(host.core.info().counters)["suspected"] > 0
+        again, _ = bench.attend(replace(request, layer=1, attempt=bench.attempts()), asked(1))
+        assert isinstance(again, SpansLacking)
+    finally:
+        assert bench.restore().blocks == 1
+
+
+def test_another_worker_does_not_reach_these_spans(bench: Bench) -> None:
+    stranger = replace(bench.request(row(700, 1, [0], Subtree(0, 0))), attempt=own_attempts()())
+    answer, _ = bench.attend(stranger, asked(1))
+    assert answer == SpansLacking(((SpanId(0), SpanMiss.UNKNOWN),))
+
+
+def test_a_worker_of_another_arithmetic_is_declined(bench: Bench) -> None:
+    request = replace(bench.request(row(700, 1, [0], Subtree(0, 0))), fused=not uses_fused())
+    answer, _ = bench.attend(request, asked(1))
+    assert isinstance(answer, AttendDeclined) and answer.reason is DeclineReason.ARITHMETIC
+
+
+def test_another_incarnation_is_refused(bench: Bench) -> None:
+    request = replace(bench.request(row(700, 1, [0], Subtree(0, 0))), epoch=Epoch(bench.host.core.epoch - 1))
+    with pytest.raises(RefusedByShard) as refused:
+        bench.attend(request, asked(1))
+    assert refused.value.refused.kind is RefusedKind.STALE
+
+
+HOSTILE: dict[str, tuple[dict[str, Any], AttendRow, str]] = {
+    "a layer that it does not have": ({"layer": 2}, row(700, 1, [0], Subtree(0, 0)), "layer 2"),
+    "heads that make no groups": ({"heads": 3}, row(700, 1, [0], Subtree(0, 0)), "grouped"),
+    "channels of another model": ({"dim": 8}, row(700, 1, [0], Subtree(0, 0)), "query"),
+    "values of a latent that is none": ({"latent_values": 4}, row(700, 1, [0], Subtree(0, 0)), "latent"),
+    "a subtree outside the tree": ({}, row(700, 1, [0], Subtree(40, 7)), "outside"),
+    "spans out of order": ({}, row(700, 1, [1, 0], Subtree(0, 0)), "order"),
+    "a span twice": ({}, row(700, 1, [0, 0], Subtree(0, 0)), "order"),
+    "no span": ({}, row(700, 1, [], Subtree(0, 0)), "one or more spans"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_what_does_not_fit_is_refused_and_the_connection_goes_on(bench: Bench, what: str) -> None:
+    settings, bad, says = HOSTILE[what]
+    request = bench.request(bad, **settings)
+    query = torch.zeros(request.tokens, request.heads, request.dim)
+    with pytest.raises(RefusedByShard, match=says) as refused:
+        bench.attend(request, query)
+    assert refused.value.refused.kind is RefusedKind.BAD
+    assert isinstance(bench.attend(bench.request(row(700, 1, [0], Subtree(0, 0))), asked(1)).answer, Attended)
+    assert not any(page.pins for page in bench.host.core.pool.everything())
+
+
+def test_results_and_work_are_bounded_before_a_page_is_read(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = bench.request(row(700, 1, [0, 1], *(Subtree(0, 0),) * 4, Subtree(1, 0)))
+    monkeypatch.setattr(limits, "ATTEND_BYTES", 5 * result_bytes(1, HEADS * GROUP, DIM))
+    assert isinstance(bench.attend(request, asked(1)).answer, Attended)
+    monkeypatch.setattr(limits, "ATTEND_WORK", HEADS * GROUP * 2 * DIM * 6 * CUT_TOKENS - 1)
+    with pytest.raises(RefusedByShard, match="multiplications") as refused:
+        bench.attend(replace(request, attempt=bench.attempts()), asked(1))
+    assert refused.value.refused.kind is RefusedKind.LIMIT
+    monkeypatch.setattr(limits, "ATTEND_BYTES", 5 * result_bytes(1, HEADS * GROUP, DIM) - 1)
+    with pytest.raises(RefusedByShard, match="bytes"):
+        bench.attend(replace(request, attempt=bench.attempts()), asked(1))
+
+
+def test_a_full_queue_declines_at_once_and_loads_go_on(
+    bench: Bench, cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "ATTENDS_WAITING", 2)  # of which a tenant alone may have one
+    pool, go_on, begun = ComputePool(1, "held"), threading.Event(), threading.Event()
+    pool.start()
+    monkeypatch.setattr(bench.host, "_compute", pool)
+
+    def hold() -> None:
+        begun.set()
+        assert go_on.wait(20)
+
+    holders = [threading.Thread(target=lambda: pool.run(TENANT, hold, soon())) for _ in range(2)]
+    try:
+        holders[0].start()
+        assert begun.wait(20)
+        holders[1].start()
+        cluster.wait_until(lambda: pool.waiting == 1)
+        answer, _ = bench.attend(bench.request(row(700, 1, [0], Subtree(0, 0))), asked(1))
+        assert isinstance(answer, AttendDeclined) and answer.reason is DeclineReason.BUSY
+        into = torch.zeros_like(bench.pool)
+        assert cluster.client(SPEC).load(TOKENS, into) == len(TOKENS), "loads do not wait for computes"
+    finally:
+        go_on.set()
+        for holder in holders:
+            holder.join()
+        pool.close()
+
+
+def test_a_compute_that_waits_past_its_deadline_never_begins(cluster: MemoryCluster) -> None:
+    pool, ran = ComputePool(1, "late"), []
+    pool.start()
+    with pytest.raises(Unavailable) as late:
+        pool.run(TENANT, lambda: ran.append(1), Deadline.after_ms(-1))
+    assert late.value.miss.reason is MissReason.DEADLINE and not ran
+    pool.close()
+    with pytest.raises(Unavailable) as over:
+        pool.run(TENANT, lambda: ran.append(1), soon())
+    assert over.value.miss.reason is MissReason.SHARD_LOST and not ran
+
+
+def test_errors_of_a_compute_are_those_of_its_caller() -> None:
+    pool = ComputePool(2, "failing")
+    pool.start()
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        pool.run(TENANT, fail, soon())
+    assert pool.run(TENANT, lambda: 5, soon()) == 5
+    pool.close()
+
+
+# --------------------------------------------------------------------------------------- the wire alone
+
+
+def sample(**settings: Any) -> AttendRequest:
+    rows = (row(1400, 2, [3, 4], Subtree(1, 0), Subtree(0, 2)), row(600, 1, [3], Subtree(1, 0)))
+    given: dict[str, Any] = {
+        "layer": 1,
+        "heads": 4,
+        "dim": 16,
+        "dtype": "bfloat16",
+        "scale": 0.3,
+        "rows": rows,
+        "softcap": 30.0,
+        "window": 512,
+        "latent_values": 7,
+        "fused": True,
+    }
+    return AttendRequest(own_attempts()(), Epoch(9), **(given | settings))
+
+
+def test_requests_and_answers_come_back_as_they_were() -> None:
+    request = sample()
+    assert streams.decode_attend(streams.encode_attend(request, 77)) == (request, 77)
+    for answer in (
+        Attended(99, Loss.Q4),
+        SpansLacking(((SpanId(3), SpanMiss.STORED), (SpanId(2**60), SpanMiss.LOSSY))),
+        AttendDeclined(DeclineReason.BUSY, "why"),
+    ):
+        assert wire.decode_attend_answer(wire.encode_attend_answer(answer)) == answer
+
+
+TOO_MUCH: dict[str, dict[str, Any]] = {
+    "tokens": {"rows": (row(0, limits.ATTEND_TOKENS, [1]), row(0, 1, [1]))},
+    "query bytes": {"rows": (row(0, 4_000, [1]),), "heads": 1_000, "dim": 1_000},
+    "a dtype that is no query's": {"dtype": "float64"},
+    "a scale that is no number": {"scale": float("nan")},
+    "a softcap below nothing": {"softcap": -1.0},
+    "rows": {"rows": (row(0, 1, [1]),) * (limits.ATTEND_ROWS + 1)},
+    "spans": {"rows": (row(0, 1, list(range(limits.SPANS_PER_CALL))), row(0, 1, [limits.SPANS_PER_CALL]))},
+    "levels": {"rows": (row(0, 1, [1], Subtree(64, 0)),)},
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_a_request_beyond_the_bounds_is_refused_before_its_query_is_read(what: str) -> None:
+    with pytest.raises(KVClusterError):
+        streams.decode_attend(streams.encode_attend(sample(**TOO_MUCH[what]), 1))
+
+
+def test_an_answer_with_more_bytes_than_are_allowed_is_refused() -> None:
+    with pytest.raises(KVClusterError, match="bytes of results"):
+        wire.decode_attend_answer(wire.encode_attend_answer(Attended(limits.ATTEND_BYTES + 1, Loss.EXACT)))
+
+
+def test_a_query_that_ends_early_ends_the_connection_and_pins_nothing(cluster: MemoryCluster, pool: Tensor) -> None:
+    host = cluster.shards[ShardId("shard-0")]
+    with ExitStack() as stack:
+        path = opened("tcp", host, stack)
+        assert isinstance(path, TcpPages)
+        link = path._links.take(soon())
+        link.send(Kind.ATTEND, streams.encode_attend(sample(), 10**9), soon(), [memoryview(b"short")])
+        path._links.discard(link)
+    assert not any(page.pins for page in host.core.pool.everything())
