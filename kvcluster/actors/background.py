@@ -34,7 +34,7 @@ from kvcluster.actors.ray_node import (
     started,
     uninterrupted,
 )
-from kvcluster.actors.reconciler import Reconciler, call
+from kvcluster.actors.reconciler import Reconciler
 from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, as_values, differences, load
 from kvcluster.errors import ConfigError, KVClusterError
@@ -238,7 +238,7 @@ def _completed(running: Running) -> UpOutcome:
         reconciler = Reconciler(config, detached=True)
         plan = cluster.settle(reconciler)
         again = tuple(str(start.shard) for start in plan.start)
-        return UpOutcome(running, False, again, call(reconciler.coordinator.trouble))
+        return UpOutcome(running, False, again, cluster.trouble_of(reconciler.coordinator))
 
 
 def _record(port: int) -> Path:

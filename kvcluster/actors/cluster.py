@@ -68,8 +68,8 @@ def start(config: Config, *, detached: bool) -> Cluster:
         reconciler.kill_all()
         raise
     coordinator = reconciler.coordinator
-    address, trouble = call(coordinator.address), call(coordinator.trouble)
-    return Cluster(address, coordinator, reconciler.shards, reconciler.kill_all, trouble)
+    found = call(coordinator.address), coordinator, reconciler.shards, reconciler.kill_all
+    return Cluster(*found, trouble_of(coordinator))
 
 
 def settle(reconciler: Reconciler) -> Schedule:
@@ -82,6 +82,12 @@ def settle(reconciler: Reconciler) -> Schedule:
         raise KVClusterError(f"there are shards that are not configured: {', '.join((*plan.kill, *plan.drain))}")
     reconciler.wait_until_up()
     return plan
+
+
+def trouble_of(coordinator: Any) -> dict[str, str]:
+    """Returns by shard why it is without one of its tiers, or with a smaller one. An actor of an older release does not
+    tell: {}."""
+    return call(coordinator.trouble) if hasattr(coordinator, "trouble") else {}
 
 
 def _ports(config: Config) -> tuple[int, int]:

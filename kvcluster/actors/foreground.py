@@ -89,9 +89,9 @@ def run_head(source: ConfigSource, node_ip: str, offers: Mapping[str, float], sa
             _reconcile(Reconciler(config, detached=True), config, source, say, stop, head.runs)
 
 
-def run_on(address: str, source: ConfigSource, allowed: frozenset[str], say: Say, *, once: bool) -> None:
-    """Keeps a cluster on the Ray at that address until a signal, or, if `once`, starts it and returns. Raises
-    ConfigError if that Ray or the configuration is not what the operator has allowed."""
+def run_on(address: str, source: ConfigSource, allowed: frozenset[str], say: Say, *, once: bool) -> bool:
+    """Keeps a cluster on the Ray at that address until a signal, or, if `once`, starts it and returns. Returns False if
+    it is up but degraded. Raises ConfigError if that Ray or the configuration is not what the operator has allowed."""
     config = source.read()
     check_trust(config, address, allowed)
     gone = f"the Ray at {address} has not answered for {_AWAY_S:.0f} s; start this command again"
@@ -115,9 +115,9 @@ def run_on(address: str, source: ConfigSource, allowed: frozenset[str], say: Say
                 if running is None:
                     reconciler.kill_all()
                 raise
-            say(f"up at {call(reconciler.coordinator.address)}: {_count(config)}")
-        else:
-            _reconcile(reconciler, config, source, say, stop, lambda: True)
+            return _say_up(reconciler, _count(config), say)
+        _reconcile(reconciler, config, source, say, stop, lambda: True)
+        return True
 
 
 def end_on(address: str, name: str) -> bool:
@@ -217,13 +217,22 @@ def _reconcile(
             if not line and not was_up:
                 reconciler.wait_until_up()
                 was_up = True
-                say(f"up at {call(reconciler.coordinator.address)}: {len(reconciler.shards)} shard(s)")
+                _say_up(reconciler, f"{len(reconciler.shards)} shard(s)", say)
         except (ConfigError, KVClusterError) as error:
             line = str(error)
         if line != said:
             say(line or "as configured")
             said = line
         stop.wait(_PASS_S)
+
+
+def _say_up(reconciler: Reconciler, shards: str, say: Say) -> bool:
+    """Says that the cluster is up, and which shards are without one of their tiers. Returns whether none is."""
+    say(f"up at {call(reconciler.coordinator.address)}: {shards}")
+    trouble = cluster.trouble_of(reconciler.coordinator)
+    for shard, why in trouble.items():
+        say(f"{shard} is degraded: {why}")
+    return not trouble
 
 
 def _read_again(source: ConfigSource, config: Config, reconciler: Reconciler, say: Say) -> Config:

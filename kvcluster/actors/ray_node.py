@@ -142,9 +142,14 @@ def log_of(folder: Path) -> Path:
 
 def _said(folder: Path) -> str:
     try:
-        return _COLOUR.sub("", log_of(folder).read_text(encoding="utf-8", errors="replace"))
+        return without_colours(log_of(folder).read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return ""
+
+
+def without_colours(text: str) -> str:
+    """Returns what Ray says without the codes by which a terminal shows it in colours."""
+    return _COLOUR.sub("", text)
 
 
 def _spawn(command: list[str], log: Path, inherited: int) -> int:

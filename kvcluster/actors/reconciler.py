@@ -9,7 +9,6 @@ drained or whose node is lost is replaced, a new node gets its shards, and shard
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvcluster.actors import settings
 from kvcluster.actors.coordinator import CoordinatorActor
+from kvcluster.actors.ray_node import without_colours
 from kvcluster.actors.ray_view import HEAD_RESOURCE, ActorSeen, NodesSeen, nodes_of, seen_actors
 from kvcluster.actors.shard import ShardActor
 from kvcluster.config import Config, GroupConfig
@@ -30,7 +30,6 @@ from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 
 COORDINATOR_NAME = "coordinator"
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RESTARTS = -1
 _START_S = 60.0
 _ASK_S = 10.0
@@ -212,7 +211,7 @@ def call(method: Any, timeout_s: float = _START_S) -> Any:
 
 def _last_line(text: str) -> str:
     """Returns the last line of what Ray says, which is the error itself: before it stand tracebacks, in colours."""
-    lines = [line.strip() for line in _COLOUR.sub("", text).splitlines()]
+    lines = [line.strip() for line in without_colours(text).splitlines()]
     return next((line for line in reversed(lines) if line), "Ray gives no reason")
 
 

@@ -255,7 +255,8 @@ def _up_in_foreground(options: argparse.Namespace, config: Config) -> int:
     source = foreground.ConfigSource(lambda: _settings(options), options.config or "")
     if options.address:
         allowed = frozenset(options.allow)
-        foreground.run_on(options.address, source, allowed, _say, once=not options.foreground)
+        if not foreground.run_on(options.address, source, allowed, _say, once=not options.foreground):
+            return StatusExit.DEGRADED
     elif config.server.secret_file:
         foreground.run_head(source, options.node_ip or outward_address(config.server.host), _offers(options), _say)
     else:

@@ -77,7 +77,7 @@ class CoordinatorConfig:
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """`device_bytes`: size of the device tier, of raw pages.
+    """`device_bytes`: size of the device tier, of raw pages: RAM in this release, on every machine.
     `host_bytes`: size of the host tier below it, of encoded pages; 0 for none.
     `disk_bytes`: size of the disk tier below that, of files in a folder of this shard's own within `disk_dir`; 0 for
     none.

@@ -131,7 +131,9 @@ SHARD_METRICS: Mapping[str, Metric] = {
     "kvcluster_leases": Metric(_GAUGE, "Leases of workers that read or write pages."),
     "kvcluster_waiting": Metric(_GAUGE, "Length of a queue of this shard, by what waits.", ("queue",)),
     "kvcluster_draining": Metric(_GAUGE, "1 while the shard is drained."),
-    "kvcluster_degraded": Metric(_GAUGE, "1 if the shard runs without a tier that it should have; `status` says why."),
+    "kvcluster_degraded": Metric(
+        _GAUGE, "1 if the shard runs without a tier that it should have, or with a smaller one; `status` says why."
+    ),
     "kvcluster_shard_epoch_seconds": Metric(_GAUGE, "The shard's incarnation: its epoch, in seconds."),
 }
 

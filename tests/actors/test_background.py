@@ -12,13 +12,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 import kvcluster
-from kvcluster.actors import background
+from kvcluster.actors import background, cluster, foreground
 from kvcluster.actors.background import Running, UpOutcome
 from kvcluster.actors.reconciler import call
 from kvcluster.cli.main import main
@@ -229,6 +230,20 @@ def test_a_shard_without_its_disk_tier_is_told_by_up_status_and_doctor_and_by_th
         assert trouble in capsys.readouterr().out
     finally:
         assert main(["down", *port]) == 0
+
+
+def test_up_in_the_foreground_says_which_shard_is_degraded_if_the_coordinator_tells_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = SimpleNamespace(address=lambda: "here:7070")
+    new = SimpleNamespace(address=lambda: "here:7070", trouble=lambda: {"shard-1": "no room"})
+    for module in (cluster, foreground):
+        monkeypatch.setattr(module, "call", lambda method: method())
+    for coordinator, well, more in ((old, True, []), (new, False, ["shard-1 is degraded: no room"])):
+        said: list[str] = []
+        reconciler: Any = SimpleNamespace(coordinator=coordinator)
+        assert foreground._say_up(reconciler, "2 shard(s)", said.append) is well
+        assert said == ["up at here:7070: 2 shard(s)", *more]
 
 
 def test_what_ray_says_of_an_actor_is_one_line_without_colours() -> None:

@@ -168,6 +168,13 @@ def test_a_shard_that_is_silent_or_lost_is_severe() -> None:
     assert lost["what"].startswith("shard-1 is lost")
 
 
+def test_a_shard_without_its_disk_tier_is_severe() -> None:
+    trouble = "the shard runs without its disk tier: no room"
+    problem = the_problem(judge(FINE, status(info(A, 1, trouble=trouble), info(B, 2))))
+    assert problem["severe"]
+    assert problem["what"] == f"shard-0 is degraded: {trouble}"
+
+
 def test_what_is_found_is_shown_as_a_table_and_a_matrix() -> None:
     cut = replace(FINE[A], links=(Link(B, "grpc", 0, "no answer within 2 s"),), clock_ns=-(10**13))
     coordinator = {"reachable": True, "protocol_version": 3, "credential": "accepted", "state": "serving"}
