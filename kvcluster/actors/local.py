@@ -1,4 +1,4 @@
-"""`kvcluster.local()`: a cluster within this process, on a Ray of its own, on loopback.
+"""`kvcluster.local()`: an embedded cluster, which this process starts and ends, on loopback.
 
 Importing this needs no Ray; starting a cluster does (embedded.py).
 """

@@ -14,16 +14,13 @@ from kvcluster.errors import CallerError
 from kvcluster.pages.region import bytes_at
 
 _WORDS: dict[int, torch.dtype] = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_BITS = {"bfloat16": ("uint16", "int16", "V2"), "float8_e4m3fn": ("uint8", "int8", "V1")}
-_BITS["float8_e5m2"] = _BITS["float8_e4m3fn"]
-"""By the dtypes that numpy lacks: those in which it holds their bits."""
 
 
 def as_tensor(value: Any, name: str, *, dtype: str = "", writable: bool = False) -> Tensor:
     """Returns a tensor over an array's memory, which keeps the array alive. A tensor is returned as it is.
 
-    `dtype`: the name of the dtype that is expected, in which integers of its size are taken for its bits if numpy has
-    no such dtype; "" takes the array's own. Raises CallerError, which calls the array `name`, for what is no array, is
+    `dtype`: the name of the dtype that is expected, as which the array is taken if it `holds` it; "" takes the array's
+    own. Raises CallerError, which calls the array `name`, for what is no array, is
     read-only although it is to be written, or cannot be addressed.
     """
     if isinstance(value, Tensor):
@@ -39,7 +36,7 @@ def as_tensor(value: Any, name: str, *, dtype: str = "", writable: bool = False)
 
 
 def _dtype(view: ArrayView, name: str, expected: str) -> torch.dtype:
-    found = expected if view.dtype in _BITS.get(expected, ()) else view.dtype
+    found = expected if view.holds(expected) else view.dtype
     dtype = getattr(torch, found, None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != view.itemsize or view.itemsize not in _WORDS:
         raise CallerError(f"{name} is an array of {view.dtype}; expected one of {', '.join(DTYPE_BYTES)}")

@@ -34,6 +34,16 @@ class ArrayView:
     readonly: bool
     keeps: object
 
+    def holds(self, dtype: str) -> bool:
+        """Whether its elements are of this dtype, or are integers of that size and numpy has no such dtype: then they
+        are taken for the bits."""
+        return self.dtype == dtype or self.dtype in _BITS.get(dtype, ())
+
+    @property
+    def packed(self) -> bool:
+        """Whether its elements lie one after another, in C order."""
+        return self.strides == packed_strides(self.shape, self.itemsize)
+
 
 def array_view(value: object, name: str) -> ArrayView | None:
     """Returns where an array lies; None if `value` is no array. Raises CallerError, which calls it `name`, for an array
@@ -202,6 +212,8 @@ def _of_buffer(value: object) -> ArrayView | None:
     )
 
 
+_BITS = {"bfloat16": ("uint16", "int16", "V2")}
+_BITS["float8_e4m3fn"] = _BITS["float8_e5m2"] = ("uint8", "int8", "V1")
 _NUMBERS = {
     (kind, size): f"{word}{8 * size}"
     for kind, word in (("f", "float"), ("i", "int"), ("u", "uint"))

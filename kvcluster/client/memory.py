@@ -6,20 +6,22 @@ the layout of an engine's memory is what its attention kernels require. The call
 moves rectangles of layers and heads and cannot fail through a mistake of the caller any more.
 
 This module knows layouts by name and pages as bytes. The code for tensors is in tensors.py, which is imported when the
-first tensor is bound: torch is neither needed nor loaded for `Buffers`.
+first tensor is bound: torch is neither needed nor loaded for `Buffers` and bytes, nor needed for contiguous arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import prod
 
-from kvcluster.client.layouts import Buffers, Memory, type_name
+from kvcluster.client.array_views import array_view
+from kvcluster.client.layouts import Buffers, Dense, Memory, type_name
 from kvcluster.client.part_memory import Ask, Pages, PartMemory
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.pages.copy_geometry import BlockGeometry
-from kvcluster.pages.region import address_of
+from kvcluster.pages.region import address_of, bytes_at
 from kvcluster.pages.staging import Staging
 
 
@@ -127,10 +129,22 @@ def _bind_group(ask: Ask, memory: object) -> PartMemory:
     try:
         from kvcluster.client.tensors import bind_tensors
     except ModuleNotFoundError:
-        raise CallerError(
-            f"{ask.name} is {type_name(memory)}; without torch installed only Buffers and flat bytes are supported"
-        ) from None
+        return _bind_packed(ask, memory.tensor if isinstance(memory, Dense) else memory)
     return bind_tensors(ask, memory)
+
+
+def _bind_packed(ask: Ask, array: object) -> PartMemory:
+    """Binds a dense array whose bytes are already in page layout, which needs no torch."""
+    view, plane = array_view(array, ask.name), ask.planes[0]
+    shape = (ask.part.layers, len(ask.planes), ask.spec.block_tokens, ask.part.heads, plane.dim)
+    alike = all((each.dim, each.dtype) == (plane.dim, plane.dtype) for each in ask.planes)
+    if view is None or not (view.packed and view.shape[1:] == shape and alike and view.holds(plane.dtype)):
+        raise CallerError(
+            f"{ask.name} is {type_name(array)}; without torch installed only Buffers, bytes, and contiguous arrays of "
+            f"shape [blocks, {', '.join(map(str, shape))}] and dtype {plane.dtype} are supported"
+        )
+    flat = bytes_at(view.address, prod(view.shape) * view.itemsize)
+    return _bind_buffers(ask, Buffers(_pages(ask, flat.toreadonly() if view.readonly else flat)), view.keeps)
 
 
 def _flat_bytes(memory: object) -> memoryview | None:
@@ -150,7 +164,7 @@ def _pages(ask: Ask, flat: memoryview) -> list[memoryview]:
     return [flat[start : start + page_bytes] for start in range(0, len(flat), page_bytes)]
 
 
-def _bind_buffers(ask: Ask, buffers: Buffers) -> Pages:
+def _bind_buffers(ask: Ask, buffers: Buffers, keeps: object = None) -> Pages:
     expected = ask.spec.page_bytes(ask.index, ask.part)
     given: object = buffers.pages
     if not isinstance(given, (list, tuple)):
@@ -176,4 +190,4 @@ def _bind_buffers(ask: Ask, buffers: Buffers) -> Pages:
         starts = sorted(map(address_of, pages))
         if any(second - first < expected for first, second in pairwise(starts)):
             raise ask.shared()
-    return Pages(ask, pages)
+    return Pages(ask, pages, keeps)

@@ -37,9 +37,10 @@ class PartMemory(Protocol):
 
 
 class Pages:
-    """Memory in which each block is in page layout: moved as bytes."""
+    """Memory in which each block is in page layout: moved as bytes. `keeps` keeps it alive, if the views do not."""
 
-    def __init__(self, ask: Ask, pages: Sequence[memoryview]) -> None:
+    def __init__(self, ask: Ask, pages: Sequence[memoryview], keeps: object = None) -> None:
+        self._keeps = keeps
         self.part = ask.part
         self.head_bytes = ask.head_bytes
         self._pages = pages

@@ -109,9 +109,8 @@ class _TensorPages(Pages):
     """Pages within one tensor."""
 
     def __init__(self, ask: Ask, geometry: _Geometry, pages: Sequence[memoryview], keeps: object) -> None:
-        super().__init__(ask, pages)
+        super().__init__(ask, pages, keeps)
         self._geometry = geometry
-        self._keeps = keeps
 
     def write_heads(self, page: memoryview, rect: Part, both: Part, data: memoryview) -> None:
         mine, theirs = self._geometry.views(page, self.part), self._geometry.arrived(data, rect)

@@ -19,7 +19,7 @@ from kvcluster.errors import CallerError, KVClusterError
 from kvcluster.transport.base import Deadline
 
 WAIT_S = 1.0
-"""The longest that a fork waits for calls: most take milliseconds, and who forks waits for this."""
+"""The longest that a fork waits for calls. Most take milliseconds; the thread that forks stands still meanwhile."""
 
 
 class ForkGate:

@@ -24,7 +24,7 @@ from tests.attacks.setting import BLOCKS, SPEC, kv, prompt
 REQUESTS_PER_S = 20
 PROMPTS = 16
 _STORE_EVERY = 20
-_CONFIG = ClientConfig(connect_ms=60_000)
+_CONFIG = ClientConfig(connect_ms=60_000, deadline_ms=10_000)
 
 
 def main() -> None:

@@ -217,7 +217,7 @@ def connected(
     address: str, token: str | None, transports: Sequence[str], journal: Journal, ended: threading.Event
 ) -> Client:
     """A client, as soon as the cluster lets one in."""
-    config = ClientConfig(connect_ms=2_000, transports=tuple(transports))
+    config = ClientConfig(connect_ms=2_000, deadline_ms=10_000, transports=tuple(transports))
     while True:
         try:
             return kvcluster.connect(address, SPEC, token=token, config=config)

@@ -650,8 +650,29 @@ def test_without_torch_buffers_are_served_and_others_refused(monkeypatch: pytest
     monkeypatch.delattr("kvcluster.client.tensors", raising=False)
     bind(Buffers([bytes(PAGE_BYTES)]), SPEC, (WHOLE,), 1, writable=False)
     bind(bytes(PAGE_BYTES), SPEC, (WHOLE,), 1, writable=False)
-    with pytest.raises(CallerError, match="without torch installed only Buffers and flat bytes are supported"):
-        bind(like(), SPEC, (WHOLE,), 5, writable=False)
+    for memory in (
+        like().transpose(1, 2).contiguous().transpose(1, 2).view(torch.uint16).numpy(),
+        "cuda",
+        Paged([], []),
+    ):
+        with pytest.raises(CallerError, match="without torch installed only Buffers, bytes, and contiguous arrays of"):
+            bind(memory, SPEC, (WHOLE,), 5, writable=False)  # type: ignore[arg-type]
+
+
+def test_without_torch_contiguous_arrays_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = noise(SHAPE, "bfloat16", random.Random(1))
+    monkeypatch.setitem(sys.modules, "kvcluster.client.tensors", None)
+    monkeypatch.delattr("kvcluster.client.tensors", raising=False)
+    array = values.view(torch.uint16).numpy()
+    for memory in (array, Dense(array)):
+        bound = bind(memory, SPEC, (WHOLE,), 5, writable=True)
+        page = bound.get(2, 0, 0, 3, Staging())
+        assert bytes(page) == values[2].contiguous().view(torch.uint8).numpy().tobytes()
+        bound.put(1, 0, WHOLE, page)
+        assert (array[1] == array[2]).all()
+    array.flags.writeable = False
+    with pytest.raises(CallerError, match="is read-only"):
+        bind(array, SPEC, (WHOLE,), 5, writable=True)
 
 
 def test_naming_a_memory_does_not_import_torch() -> None:

@@ -51,7 +51,8 @@ spec = KVSpec.uniform(
 )
 def pages(fill):
     return [bytearray([fill(block)]) * spec.page_bytes(0, spec.whole(0)) for block in range(4)]
-with kvcluster.connect(sys.argv[1], spec, token=os.environ.get("KVCLUSTER_TOKEN")) as client:
+config = kvcluster.ClientConfig(deadline_ms=10_000)
+with kvcluster.connect(sys.argv[1], spec, token=os.environ.get("KVCLUSTER_TOKEN"), config=config) as client:
     prompt, given, out = list(range(64)), pages(lambda block: block + 1), pages(lambda block: 0)
     stored = client.store(prompt, Buffers(given))
     client.flush()

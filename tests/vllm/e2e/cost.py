@@ -23,7 +23,7 @@ import kvcluster
 from tests.ports import free_port
 from tests.vllm.e2e.engine import ENVIRONMENT
 from tests.vllm.e2e.picture import draw
-from tests.vllm.e2e.run import ROOT, House
+from tests.vllm.e2e.run import CLIENT, ROOT, House
 
 ENGINE_CORE, CLUSTER_CORE = 0, 1
 MODEL = "middling"
@@ -141,7 +141,7 @@ def _visible(house: House, up: dict[str, Engine], rounds: int) -> None:
     """From the first token, when all of a prompt's KV has been computed, until another process finds all of it."""
     house.run({"model": house.model(MODEL), "connector": house.connector(), "llm": LLM, "rounds": []})  # tells the spec
     rng, waits = random.Random(5), []
-    with kvcluster.connect(house.site.address, house.spec, token=house.site.token or None) as client:
+    with kvcluster.connect(house.site.address, house.spec, token=house.site.token or None, config=CLIENT) as client:
         for _ in range(rounds):
             prompt = _text(rng, 512)
             seen: list[float] = []

@@ -15,7 +15,7 @@ import kvcluster
 from kvcluster.core.spec import KVSpec
 from tests.vllm.e2e import mutants_names
 from tests.vllm.e2e.audit import Audit
-from tests.vllm.e2e.run import House, answers, differences, least_distinct, loaded, prompts
+from tests.vllm.e2e.run import CLIENT, House, answers, differences, least_distinct, loaded, prompts
 
 FEW_BLOCKS = {"num_gpu_blocks_override": 60}
 """So few that batches are preempted."""
@@ -70,7 +70,7 @@ def check(house: House, model: str) -> None:
         not differ and hits > 0 and local > 0,
     )
 
-    with kvcluster.connect(house.site.address, spec, token=house.site.token or None) as client:
+    with kvcluster.connect(house.site.address, spec, token=house.site.token or None, config=CLIENT) as client:
         client.flush()
         audit = Audit(house, model, client)
         audit.compute([*_sequences(asked, expected)])
@@ -144,7 +144,7 @@ def _check_store_mutant(house: House, model: str, asked: Any, batched: dict[str,
     }
     outcome = house.run(job)
     spec = pickle.loads(bytes.fromhex(outcome["spec"]))
-    with kvcluster.connect(house.site.address, spec, token=house.site.token or None) as client:
+    with kvcluster.connect(house.site.address, spec, token=house.site.token or None, config=CLIENT) as client:
         compared = audit.of(client).compare()
         seen = f"the audit of what it stored: {compared.wrong} of {compared.pages} pages differ"
         house.table.add(f"{model}: mutant, {name}", seen, compared.wrong > 0)

@@ -9,7 +9,7 @@ from kvcluster.client.layouts import Dense
 from kvcluster.core.spec import Part
 from tests.chaos import victims
 from tests.vllm.e2e.audit import dense
-from tests.vllm.e2e.run import BLOCK, House, answers, differences, eventually, loaded, prompts
+from tests.vllm.e2e.run import BLOCK, CLIENT, House, answers, differences, eventually, loaded, prompts
 
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
 
@@ -46,7 +46,9 @@ def _lose_a_part(house: House, prompt: list[int], block: int) -> None:
     spec = house.spec
     half = spec.groups[0].heads // 2
     part = Part(0, len(spec.groups[0].layers), half, 2 * half)
-    with kvcluster.connect(house.site.address, spec, token=house.site.token or None, part=part) as client:
+    with kvcluster.connect(
+        house.site.address, spec, token=house.site.token or None, part=part, config=CLIENT
+    ) as client:
         hashes = client.hashes(prompt)[: block + 1]
 
         def load() -> Any:

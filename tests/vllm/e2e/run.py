@@ -18,6 +18,7 @@ from typing import Any
 
 from kvcluster.cli.namespace_diff import read_namespaces
 from kvcluster.client.coordinator_client import GrpcPort
+from kvcluster.config import ClientConfig
 from kvcluster.core.spec import KVSpec
 from kvcluster.transport.rpc import Connection
 from tests.chaos.sites import OneHost
@@ -36,6 +37,9 @@ SETTINGS: dict[str, Any] = {
 }
 PATIENT = {"lookup_ms": 5_000, "handover_ms": 10_000}
 """What is found must not depend on how busy this machine is."""
+
+CLIENT = ClientConfig(deadline_ms=10_000)
+"""The same for clients of the checks' own."""
 
 ALWAYS = 1
 """A prefill rate at which every load pays: these models compute faster than anything is loaded."""

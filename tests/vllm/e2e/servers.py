@@ -33,7 +33,7 @@ from tests.chaos import victims
 from tests.ports import free_port
 from tests.vllm.e2e.audit import dense
 from tests.vllm.e2e.engine import ENVIRONMENT, transfer_config
-from tests.vllm.e2e.run import ROOT, House, answers, eventually, prompts
+from tests.vllm.e2e.run import CLIENT, ROOT, House, answers, eventually, prompts
 from tests.vllm.e2e.told import listening
 
 UP_S, ANSWER_S = 180.0, 30.0
@@ -353,7 +353,7 @@ def _corrupt(house: House, asks: Sequence[Ask]) -> str:
     """Flips a bit in pages of the first blocks of many prompts, wherever they lie."""
     flipped = 0
     spec = house.spec
-    with kvcluster.connect(house.site.address, spec, token=house.site.token or None) as client:
+    with kvcluster.connect(house.site.address, spec, token=house.site.token or None, config=CLIENT) as client:
         pages = []
         for ask in asks[:40]:
             with client.prepare_load(client.hashes(ask.prompt)[:1]) as ticket:

@@ -14,7 +14,7 @@ from typing import Any
 import kvcluster
 from tests.vllm.e2e import mutants_names
 from tests.vllm.e2e.audit import Audit
-from tests.vllm.e2e.run import BLOCK, House, answers, differences, loaded, prompts, tokens
+from tests.vllm.e2e.run import BLOCK, CLIENT, House, answers, differences, loaded, prompts, tokens
 
 REQUESTS, NEW_TOKENS = 10, 24
 
@@ -57,7 +57,7 @@ def _check(house: House, dtype: str) -> None:
         house.table.add(f"{dtype}: mutant, {mutants_names.LOADS[0]}", f"{differ} of {REQUESTS} differ", differ > 0)
 
     spec = pickle.loads(bytes.fromhex(storing["spec"]))
-    with kvcluster.connect(house.site.address, spec, token=house.site.token or None) as client:
+    with kvcluster.connect(house.site.address, spec, token=house.site.token or None, config=CLIENT) as client:
         client.flush()
         audit = Audit(house, "llama", client)
         audit.take([prompt + one["choices"][0]["ids"][:-1] for prompt, one in zip(asked, expected, strict=True)], clean)
