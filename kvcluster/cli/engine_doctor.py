@@ -2,7 +2,7 @@
 
 The engine's own modules are imported in a process of their own (`kvcluster.engines.vllm.examine`): importing them takes
 seconds, prints, and may fail in ways that end a process. Run it with the Python of the engine's environment. If the
-settings name a cluster, the cluster is examined as well.
+settings name a cluster, or --address does, it is examined as well.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, examine: Examine) -> int:
     if not options.model:
         raise ConfigError("--engine needs --model: the model, as the engine is given it")
     found = examined(options.engine, _request(options))
-    found["cluster"] = _cluster(found, examine)
+    found["cluster"] = _cluster(options, found["settings"], examine)
     healthy = not found["refused"] and (found["cluster"] is None or found["cluster"]["healthy"])
     found |= {"healthy": healthy, "verdict": _verdict(found)}
     print(json.dumps(found, indent=2) if options.json else "\n".join(lines(found)))
@@ -119,15 +119,18 @@ def _request(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _cluster(found: Mapping[str, Any], examine: Examine) -> Mapping[str, Any] | None:
-    """Returns the findings about the cluster that the engine's settings name; None if they name none."""
-    settings = found["settings"]
+def _cluster(
+    options: argparse.Namespace, settings: Mapping[str, Any] | None, examine: Examine
+) -> Mapping[str, Any] | None:
+    """Returns the findings about the cluster that --address names, or the engine's settings; None if neither does."""
+    if options.address:
+        return examine(options.address, options.token)
     if settings is None or not settings["address"] or settings["mode"] == "off":
         return None
     try:
         return examine(settings["address"], read_token(settings["token_file"]))
     except ConfigError as error:
-        return {"healthy": False, "verdict": str(error)}
+        return {"address": settings["address"], "healthy": False, "verdict": str(error)}
 
 
 def _verdict(found: Mapping[str, Any]) -> str:
@@ -156,7 +159,7 @@ def lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield from _features(found["features"])
     if found["cluster"] is not None:
         yield ""
-        yield from _wrapped(f"cluster at {found['settings']['address']}: {found['cluster']['verdict']}")
+        yield from _wrapped(f"cluster at {found['cluster']['address']}: {found['cluster']['verdict']}")
     if found["settings"] is not None and found["settings"]["mode"] == "observe":
         yield from ("", f"observe mode: traces go to {found['settings']['trace_dir']}")
     yield ""

@@ -51,9 +51,9 @@ class TraceWriter:
         self._limit_bytes = limit_bytes
         self._log = log
         self._waiting: deque[tuple[Line, int]] = deque()
-        self._waiting_tokens = 0
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
+        self._added_tokens = 0  # of all lines so far
+        self._taken_tokens = 0  # by the writer's thread
+        self._lock = threading.Lock()  # among those that add: the writer's thread never holds it
         self._closed = threading.Event()
         self._file: int | None = None
         self._size = 0
@@ -69,12 +69,12 @@ class TraceWriter:
         """Has `line` made and written soon. Drops it if too many tokens wait already. Returns at once."""
         tokens = max(1, tokens)
         with self._lock:
-            if self._waiting_tokens + tokens > limits.TRACE_WAITING_TOKENS or self._closed.is_set():
+            waiting = self._added_tokens - self._taken_tokens
+            if waiting + tokens > limits.TRACE_WAITING_TOKENS or self._closed.is_set():
                 self.cost.dropped += 1
                 return
+            self._added_tokens += tokens
             self._waiting.append((line, tokens))
-            self._waiting_tokens += tokens
-        self._wake.set()
 
     def keep(self, line: Mapping[str, Any]) -> None:
         """Has `line` written now, and again at the beginning of each later file."""
@@ -88,32 +88,23 @@ class TraceWriter:
     def close(self) -> None:
         """Writes what waits, for a few seconds at most, and ends. May be called again."""
         self._closed.set()
-        self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S)
 
     # ------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
-        while True:
-            self._wake.wait()
-            if not self._closed.is_set():
-                self._closed.wait(_BATCH_S)  # more may come
-            self._wake.clear()
-            ends = self._closed.is_set()
-            self._write_waiting(ends=ends)
-            if ends:
-                self._close_file()
-                return
+        """Looks twice a second. It is not woken: that could cost the thread that adds its turn on the processor."""
+        while not self._closed.wait(_BATCH_S):
+            self._write_waiting(ends=False)
+        self._write_waiting(ends=True)
+        self._close_file()
 
     def _write_waiting(self, *, ends: bool) -> None:
         lines: list[bytes] = []
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    break
-                make, tokens = self._waiting.popleft()
-                self._waiting_tokens -= tokens
+        while self._waiting:
+            make, tokens = self._waiting.popleft()
+            self._taken_tokens += tokens
             try:
                 lines.append(_encoded(make()))
             except Exception as error:  # a mistake of ours costs a line, and no more

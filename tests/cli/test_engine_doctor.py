@@ -145,7 +145,7 @@ def test_a_cluster_that_the_settings_name_is_examined(
 
     def examine(address: str, given: str | None) -> dict[str, Any]:
         asked.append((address, given))
-        return {"healthy": healthy, "verdict": "all 2 shard(s) can be reached: 2 by shm"}
+        return {"address": address, "healthy": healthy, "verdict": "all 2 shard(s) can be reached: 2 by shm"}
 
     monkeypatch.setattr(doctor, "examine", examine)
     assert run() == status
@@ -153,6 +153,14 @@ def test_a_cluster_that_the_settings_name_is_examined(
     text = capsys.readouterr().out
     assert "cluster at head:7070: all 2 shard(s) can be reached: 2 by shm\n" in text
     assert ("but its cluster cannot be used" in text) is not healthy
+
+
+def test_a_cluster_that_the_command_names_is_examined_whatever_the_mode(
+    finds: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda address, token: {"address": address, "healthy": True, "verdict": "v"})
+    assert run("--address", "other:7070") == 0
+    assert "cluster at other:7070: v\n" in capsys.readouterr().out
 
 
 def test_a_token_that_cannot_be_read_is_the_clusters_trouble(

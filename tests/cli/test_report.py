@@ -276,6 +276,8 @@ def test_the_text_says_what_the_figures_say(two: Path, capsys: pytest.CaptureFix
     assert main(["report", str(two)]) == 0
     text = capsys.readouterr().out
     assert text.startswith(TEXT)
+    page = (Path(__file__).parents[2] / "docs/observe.md").read_text(encoding="utf-8")
+    assert TEXT.rpartition("\n\n")[0] in page, "the page shows what the command prints"
     assert text.endswith(
         """\
 loaded of its prompt  requests  tokens  saved ms

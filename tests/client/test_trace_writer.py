@@ -132,7 +132,7 @@ def test_of_a_trace_that_is_full_the_newest_half_is_kept(write: Callable[..., Tr
     limit = 4_000
     writer = write(limit=limit)
     writer.keep({"weights": "sha256:9"})
-    with patch.object(trace_writer, "_BATCH_S", 0):
+    with patch.object(trace_writer, "_BATCH_S", 0.001):
         writer.start()
         for number in range(30):
             writer.add(lambda number=number: {"note": f"{number:03}" + "x" * 300})
@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_made_is_told_once_and_disturbs_nothing(
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
     writer = write(tmp_path / "file" / "folder")
-    with patch.object(trace_writer, "_BATCH_S", 0):
+    with patch.object(trace_writer, "_BATCH_S", 0.001):
         writer.start()
         for _ in range(3):
             writer.add(lambda: request_line(REQUEST))
@@ -261,7 +261,7 @@ def test_a_disk_that_was_full_is_used_again_and_leaves_no_torn_line(
     writer = write()
     full = FullDisk(times=2)
     with (
-        patch.object(trace_writer, "_BATCH_S", 0),
+        patch.object(trace_writer, "_BATCH_S", 0.001),
         patch.object(trace_writer, "RETRY_S", 0.0),
         patch.object(trace_writer.os, "write", full),
     ):
