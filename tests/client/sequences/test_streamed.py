@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,10 +14,12 @@ from torch import Tensor
 import kvcluster
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, merge, partial
 from kvcluster.client.client import Client
-from kvcluster.client.tickets import Tickets
+from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.client.tickets import Ticket, Tickets
 from kvcluster.core.messages import ReadRequest
 from kvcluster.errors import LostTokens, ResidentSetFull
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.base import Deadline
 from kvcluster.transport.memory import MemoryTransport
 from tests.client.conftest import Start
 
@@ -207,12 +209,30 @@ def test_a_lost_block_is_named_and_leaves_nothing_behind(client: Client, cluster
     one.check()
 
 
-def test_blocks_are_streamed_before_their_shards_have_reported_them(start: Start) -> None:
-    """A block that is stored gives up its page at once; the coordinator hears of it later."""
-    settings = {"client": {"resident_bytes": PAGES * PAGE}, "shard": {"report_interval_ms": 900}}
-    with start(shards=2, device_bytes="16MiB", config=settings).client(SPEC) as client:
+def test_a_block_that_the_coordinator_has_not_heard_of_yet_is_not_lost(
+    cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that is stored gives up its page at once; its shard reports it a moment later."""
+    reported: list[bool] = []
+    flush, prepare = ShardConnections.flush, Tickets.prepare
+
+    def flushed(self: ShardConnections, deadline: Deadline) -> bool:
+        reported.append(flush(self, deadline))
+        return reported[-1]
+
+    def prepared(self: Tickets, *given: Any, **options: Any) -> Ticket:
+        ticket = prepare(self, *given, **options)
+        if not reported:
+            ticket.release()
+            ticket.body = replace(ticket.body, hashes=(), runs=())
+        return ticket
+
+    monkeypatch.setattr(ShardConnections, "flush", flushed)
+    monkeypatch.setattr(Tickets, "prepare", prepared)
+    with cluster.client(SPEC) as client:
         one = context(client, 3_000)
         one.check()
+    assert reported
 
 
 def test_a_resident_set_below_one_cut_is_refused_by_name(start: Start) -> None:
