@@ -219,8 +219,9 @@ class StreamedAttention:
 
     def _lost_precision(self, loss: Loss) -> None:
         """What is attended to has this loss, and so has what is computed from it."""
-        for state in self._states:
-            state.loss = max(state.loss, loss)
+        with self._runner.lock:
+            for state in self._states:
+                state.loss = max(state.loss, loss)
 
 
 def _joined(parts: Sequence[Partial]) -> Partial:
