@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -157,6 +158,29 @@ def test_rows_are_streamed_one_after_the_other_if_one_cut_of_all_finds_no_room(c
         out = batch.attend(layer, query)
         for at, row in enumerate(rows):
             assert torch.equal(out[at : at + 1], row.expected(layer, query[at : at + 1]))
+
+
+def test_threads_that_stream_take_turns_at_the_scratch_pages(client: Client) -> None:
+    """There is room for the scratch pages of two calls, but not for those of three and what they append."""
+    rows = [context(client, 2_000, number=at) for at in range(3)]
+    failures: list[BaseException] = []
+
+    def use(row: Context) -> None:
+        try:
+            for step in range(4):
+                row.check(queries=2)
+                row.grow(3, seed=7_000 + step)
+        except BaseException as failed:
+            failures.append(failed)
+
+    threads = [threading.Thread(target=use, args=[row]) for row in rows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for row in rows:
+        row.check()
 
 
 def test_a_call_gives_its_scratch_pages_back(client: Client) -> None:
