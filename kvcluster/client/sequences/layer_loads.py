@@ -49,6 +49,9 @@ class LayerLoads:
         self._part = part
         self._find = find
         self.lost = lost
+        self.turn = threading.Lock()
+        """Held by a call from when it takes scratch pages until it has freed them: there need not be room for those of
+        two calls, and their loads would only wait for one another."""
         self._lock = threading.Lock()
         self._runs: dict[tuple[SequenceBlock, ...], list[BlockRun]] = {}  # those used last are the last
 

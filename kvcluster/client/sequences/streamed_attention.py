@@ -12,6 +12,7 @@ their results are merged along it as they come. So the bits are those of one cal
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial as bound
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvcluster.attention import PageLayout, PageSpan, Partial, QueryRow, Scoring, merge, partial
-from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock
+from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.layer_loads import LayerLoad
 from kvcluster.client.sequences.page_map import PageMap
 from kvcluster.client.sequences.resources import SequenceResources
@@ -75,20 +76,12 @@ class StreamedAttention:
             absent = self._absent(call)
         if absent:
             self._lost_precision(self._loads.lend(absent, Deadline.after_ms(call.time_ms)))
-        with self._runner.lock:
-            pages = self._scratch(Deadline.after_ms(call.time_ms)) if self._absent(call) else ()
-        try:
-            with self._runner.reading():
-                with self._runner.lock:
-                    absent = self._absent(call)
-                    there = ready() and (bool(pages) or not absent)
-                    loans = {loan: None for each in self._maps for loan in each.loans}
-                result = self._stream(call, absent, ScratchPages(self._runner.memory, pages)) if there else None
-        finally:
+        with self._scratch(call) as scratch, self._runner.reading():
             with self._runner.lock:
-                for page in pages:
-                    self._runner.machine.pages.free(page)
-                self._runner.lock.notify_all()
+                absent = self._absent(call)
+                there = ready() and (bool(scratch.pages) or not absent)
+                loans = {loan: None for each in self._maps for loan in each.loans}
+            result = self._stream(call, absent, scratch) if there else None
         return None if [loan for loan in loans if not self._loads.valid(loan)] else result
 
     # ------------------------------------------------------------------------------------------- helpers
@@ -101,12 +94,22 @@ class StreamedAttention:
                 found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
         return sorted(found, key=lambda block: block.depth)
 
-    def _scratch(self, deadline: Deadline) -> Sequence[PageNumber]:
-        """Takes scratch pages. Called under the lock. Raises ResidentSetFull."""
-        machine, layers = self._runner.machine, self._runner.memory.tensor.shape[1]
+    @contextmanager
+    def _scratch(self, call: StreamedCall) -> Iterator[ScratchPages]:
+        """Within it the call has scratch pages, or none if no block is absent. Raises ResidentSetFull."""
+        runner, layers = self._runner, self._runner.memory.tensor.shape[1]
         cut = -(-CUT_TOKENS // self._block_tokens) + 1  # blocks that one cut may need
-        pages = max(-(-2 * cut // layers), machine.pages.capacity // _SHARE)
-        return self._runner.with_room(bound(machine.take, pages), deadline)
+        with self._loads.layers.turn:
+            with runner.lock:
+                count = max(-(-2 * cut // layers), runner.machine.pages.capacity // _SHARE) if self._absent(call) else 0
+                pages = runner.with_room(bound(runner.machine.take, count), Deadline.after_ms(call.time_ms))
+            try:
+                yield ScratchPages(runner.memory, pages)
+            finally:
+                with runner.lock:
+                    for page in pages:
+                        runner.machine.pages.free(page)
+                    runner.lock.notify_all()
 
     def _stream(self, call: StreamedCall, absent: Sequence[SequenceBlock], scratch: ScratchPages) -> Partial:
         pieces = list(self._pieces(call, absent, scratch.buffer_slots))
@@ -219,8 +222,9 @@ class StreamedAttention:
 
     def _lost_precision(self, loss: Loss) -> None:
         """What is attended to has this loss, and so has what is computed from it."""
-        for state in self._states:
-            state.loss = max(state.loss, loss)
+        with self._runner.lock:
+            for state in self._states:
+                state.loss = max(state.loss, loss)
 
 
 def _joined(parts: Sequence[Partial]) -> Partial:

@@ -1,4 +1,5 @@
-"""All use of transformers' internals: the models and the ways to generate that this engine supports.
+"""Use of transformers' internals: the models and the ways to generate that this engine supports. What computes
+attention over sequences is in attention_interface.py and stepped_cache.py.
 
 Layer types and arguments of `generate` are allow lists: one that a later release adds is refused by name until it has
 been reviewed. Rope types and generation modes that cannot work are listed by name. `Any` lives here: a config holds

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,10 +15,12 @@ from torch import Tensor
 import kvcluster
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, merge, partial
 from kvcluster.client.client import Client
-from kvcluster.client.tickets import Tickets
+from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.client.tickets import Ticket, Tickets
 from kvcluster.core.messages import ReadRequest
 from kvcluster.errors import LostTokens, ResidentSetFull
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.base import Deadline
 from kvcluster.transport.memory import MemoryTransport
 from tests.client.conftest import Start
 
@@ -157,6 +160,29 @@ def test_rows_are_streamed_one_after_the_other_if_one_cut_of_all_finds_no_room(c
             assert torch.equal(out[at : at + 1], row.expected(layer, query[at : at + 1]))
 
 
+def test_threads_that_stream_take_turns_at_the_scratch_pages(client: Client) -> None:
+    """There is room for the scratch pages of two calls, but not for those of three and what they append."""
+    rows = [context(client, 2_000, number=at) for at in range(3)]
+    failures: list[BaseException] = []
+
+    def use(row: Context) -> None:
+        try:
+            for step in range(4):
+                row.check(queries=2)
+                row.grow(3, seed=7_000 + step)
+        except BaseException as failed:
+            failures.append(failed)
+
+    threads = [threading.Thread(target=use, args=[row]) for row in rows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    for row in rows:
+        row.check()
+
+
 def test_a_call_gives_its_scratch_pages_back(client: Client) -> None:
     one = context(client, 5_000)
     one.check()
@@ -207,12 +233,30 @@ def test_a_lost_block_is_named_and_leaves_nothing_behind(client: Client, cluster
     one.check()
 
 
-def test_blocks_are_streamed_before_their_shards_have_reported_them(start: Start) -> None:
-    """A block that is stored gives up its page at once; the coordinator hears of it later."""
-    settings = {"client": {"resident_bytes": PAGES * PAGE}, "shard": {"report_interval_ms": 900}}
-    with start(shards=2, device_bytes="16MiB", config=settings).client(SPEC) as client:
+def test_a_block_that_the_coordinator_has_not_heard_of_yet_is_not_lost(
+    cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block that is stored gives up its page at once; its shard reports it a moment later."""
+    reported: list[bool] = []
+    flush, prepare = ShardConnections.flush, Tickets.prepare
+
+    def flushed(self: ShardConnections, deadline: Deadline) -> bool:
+        reported.append(flush(self, deadline))
+        return reported[-1]
+
+    def prepared(self: Tickets, *given: Any, **options: Any) -> Ticket:
+        ticket = prepare(self, *given, **options)
+        if not reported:
+            ticket.release()
+            ticket.body = replace(ticket.body, hashes=(), runs=())
+        return ticket
+
+    monkeypatch.setattr(ShardConnections, "flush", flushed)
+    monkeypatch.setattr(Tickets, "prepare", prepared)
+    with cluster.client(SPEC) as client:
         one = context(client, 3_000)
         one.check()
+    assert reported
 
 
 def test_a_resident_set_below_one_cut_is_refused_by_name(start: Start) -> None:

@@ -83,6 +83,26 @@ def test_beams_and_samples_are_those_of_a_run_in_memory_cold_and_warm(
         client.flush()
 
 
+@pytest.mark.parametrize("rows", [[1], [1, 1], [40, 1], [3, 5, 4], [4, 8]])
+def test_rows_of_few_tokens_have_the_ids_of_a_run_in_memory(cluster: MemoryCluster, rows: list[int]) -> None:
+    model = model_of()
+    client = connect(cluster, model)
+    ids, mask = batch(*[prompt(tokens, seed) for seed, tokens in enumerate(rows)])
+    for settings in (GREEDY, {**GREEDY, "num_beams": 2, "eos_token_id": 7}, {**GREEDY, "max_new_tokens": 1}):
+        expected = model.generate(ids, attention_mask=mask, **settings)
+        for _ in range(2):
+            assert torch.equal(generate(client, model, ids, mask, offload=True, **settings), expected)
+            client.flush()
+
+
+def test_padding_is_told_by_the_pad_token_where_no_mask_is_given(cluster: MemoryCluster) -> None:
+    model = model_of()
+    client = connect(cluster, model)
+    ids, _ = batch(*ROWS)
+    expected = model.generate(ids, **GREEDY)
+    assert torch.equal(generate(client, model, ids, offload=True, **GREEDY), expected)
+
+
 def test_a_model_in_bfloat16_is_within_its_rounding(cluster: MemoryCluster) -> None:
     model = model_of().bfloat16()
     ids, mask = batch(*ROWS)
