@@ -64,7 +64,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.ports:
         print("\n".join(port_lines(load(options.ports))))
         return 0
-    if options.engine:
+    if engine_doctor.is_asked(options):
         return engine_doctor.run(options, examine)
     found = examine(address_of(options), options.token)
     if options.json:
