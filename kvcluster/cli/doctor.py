@@ -90,7 +90,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.ports:
         _print_ports(load(options.ports), as_json=options.json)
         return 0
-    if options.engine:
+    if engine_doctor.is_asked(options):
         return engine_doctor.run(options, examine)
     found = examine(address_of(options), options.token)
     if options.json:

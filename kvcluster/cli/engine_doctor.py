@@ -56,6 +56,21 @@ def add_arguments(doctor: Any) -> None:
     )
 
 
+def is_asked(options: argparse.Namespace) -> bool:
+    """Whether the options ask for an engine. Raises ConfigError for options of this part without --engine."""
+    if options.engine:
+        return True
+    for given, name in (
+        (options.engine_arguments, " ".join(options.engine_arguments)),
+        (options.model, "--model"),
+        (options.kv_transfer_config, "--kv-transfer-config"),
+        (options.read_weights, "--read-weights"),
+    ):
+        if given:
+            raise ConfigError(f"{name} belongs to the examination of an engine: give --engine {'|'.join(ENGINES)}, too")
+    return False
+
+
 def run(options: argparse.Namespace, examine: Examine) -> int:
     """Runs the examination that the options ask for. Returns the exit status: 0 if the engine is served, and its
     cluster, if it has one, can be used."""
