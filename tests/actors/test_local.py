@@ -163,6 +163,7 @@ def test_a_cluster_is_an_object_with_and_without_a_block(shared_ray: None) -> No
     client = cluster.client(SPEC)
     assert repr(cluster) == f"<LocalCluster at {cluster.address}>"
     assert client.store(tokens(4), kv(4)).blocks == 8
+    client.flush()
     with cluster as same:
         assert same is cluster and client.lookup(tokens(4)).blocks == 8
     cluster.close()
