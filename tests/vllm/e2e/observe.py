@@ -185,8 +185,26 @@ def _cost(house: House, observing: dict[str, Any], rounds: int) -> None:
                 between = {name: _quantile(one["between"], share) for name, one in ran.items()}
                 add(f"time between tokens, p{share}", between)
             add("processor time of 576 tokens", {name: one["cpu_seconds"] for name, one in ran.items()})
+        _same_process(house, up["observe"], rounds)
     for what in ratios["observe"]:
         _ratio(house, f"observe: {what}, of no connector", ratios["observe"][what], ratios["control"][what])
+
+
+def _same_process(house: House, engine: Engine, rounds: int) -> None:
+    """Processes that do the same work differ, by where their memory lies: so one engine observes in every other
+    round, and does nothing in the rounds between."""
+    rng = random.Random(4)
+    ratios: dict[str, list[float]] = {}
+    for number in range(3 * rounds):
+        prompts, ran = [_text(rng, 256)], {}
+        for observing in (True, False)[:: 1 if number % 2 else -1]:
+            ran[observing] = engine.run(prompts, 16, observing=observing)
+        for what, key in (("time", "seconds"), ("processor time", "cpu_seconds")):
+            ratios.setdefault(what, []).append(ran[True][key] / ran[False][key])
+    for what, of_pairs in ratios.items():
+        low, middle, high = statistics.quantiles(of_pairs, n=4)
+        text = f"{middle:.3f} ({low:.3f} to {high:.3f}), {len(of_pairs)} pairs; goal at most {MOST}"
+        house.table.add(f"observe: {what} of a request, of the same process not observing", text, True)
 
 
 def _in_turn(number: int) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+from kvcluster.engines.vllm.idle import IdleScheduler
 from tests.vllm.e2e.engine import LLM_ARGUMENTS, transfer_config
 
 
@@ -23,8 +24,13 @@ def main() -> None:
     _round(llm, [[1] * 200], 4, "warm")
     threading.Event().wait(2)  # for the fingerprint and the cluster
     _say({})
+    sides: dict[bool, Any] = {False: IdleScheduler()}  # of a connector in mode "observe", by whether it observes
     for number, line in enumerate(sys.stdin):
         asked = json.loads(line)
+        if "observing" in asked:
+            connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+            sides.setdefault(True, connector._scheduler)
+            connector._scheduler = sides[asked["observing"]]
         _say(_round(llm, asked["prompts"], asked["new_tokens"], str(number)))
 
 
