@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvcluster import errors
     from kvcluster.actors.local import local
     from kvcluster.client import (
+        AttendPlanner,
         BlockExplanation,
         BorrowedBlocks,
         Client,
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
         Prompt,
         Sequence,
         SequenceBatch,
+        ShipAbsent,
+        SpanChoice,
+        SpanFacts,
         Stored,
         Ticket,
         Transfer,
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "kvcluster.actors.local": ("local",),
     "kvcluster.client": (
+        "AttendPlanner",
         "BlockExplanation",
         "BorrowedBlocks",
         "Client",
@@ -52,6 +57,9 @@ _WHERE = {
         "Prompt",
         "Sequence",
         "SequenceBatch",
+        "ShipAbsent",
+        "SpanChoice",
+        "SpanFacts",
         "Stored",
         "Ticket",
         "Transfer",
@@ -69,6 +77,7 @@ _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names
 __all__ = [
     "LAST",
     "PREFIX",
+    "AttendPlanner",
     "BlockExplanation",
     "BorrowedBlocks",
     "Buffers",
@@ -89,6 +98,9 @@ __all__ = [
     "Prompt",
     "Sequence",
     "SequenceBatch",
+    "ShipAbsent",
+    "SpanChoice",
+    "SpanFacts",
     "Stored",
     "Ticket",
     "Transfer",

@@ -5,12 +5,21 @@ from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
-from kvcluster.client.sequences import Sequence, SequenceBatch, WindowPolicy
+from kvcluster.client.sequences import (
+    AttendPlanner,
+    Sequence,
+    SequenceBatch,
+    ShipAbsent,
+    SpanChoice,
+    SpanFacts,
+    WindowPolicy,
+)
 from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.zero_copy import BorrowedBlocks
 
 __all__ = [
+    "AttendPlanner",
     "BlockExplanation",
     "BorrowedBlocks",
     "Client",
@@ -20,6 +29,9 @@ __all__ = [
     "Prompt",
     "Sequence",
     "SequenceBatch",
+    "ShipAbsent",
+    "SpanChoice",
+    "SpanFacts",
     "Stored",
     "Ticket",
     "Transfer",

@@ -19,6 +19,7 @@ from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, m
 from kvcluster.attention.tree import CUT_TOKENS
 from kvcluster.client.client import Client
 from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, SpanFacts
+from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
@@ -30,7 +31,7 @@ from kvcluster.core.messages import (
     ShardAddress,
 )
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.errors import LostTokens
+from kvcluster.errors import LimitError, LostTokens
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, Transport, Unavailable
@@ -158,7 +159,7 @@ class Reader:
             return WatchedTransport(self.wire, shard.shard, host, TENANT)
 
         given = {"resident_bytes": pages * PAGE, "deadline_ms": 20_000, **config}
-        self.client = Client(cluster.port(), opener, SPEC, config=kvcluster.ClientConfig(**given))
+        self.client = Client(cluster.port(), opener, SPEC, config=ClientConfig(**given))
 
     def open(self, of: Text, tokens: list[int]) -> Text:
         """Opens the sequence of these tokens, which another client has stored."""
@@ -202,7 +203,7 @@ def test_a_context_many_times_the_resident_set_is_attended_to_where_it_lies(
         one.check(ShipAbsent(), window=CUT_TOKENS // 4)
         assert reader.client.resident().pages_peak <= 24
         assert {shard for shard, _ in reader.wire.attends} == set(cluster.shards), "all four have some of it"
-        with pytest.raises(kvcluster.LimitError):
+        with pytest.raises(LimitError):
             one.sequence.attend(0, asked(1))
 
 
