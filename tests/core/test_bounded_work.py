@@ -73,6 +73,8 @@ MOST = {
     "renew": 1,
     "flush": 1,
     "suspect": 90,
+    "register_spans": 900,
+    "pin_spans": 3_000,
     "verified": 900,
     "moved": 1_350,
     "staged": 3_000,

@@ -18,7 +18,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, SequenceId, ShardId
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, SequenceId, ShardId, SpanId
 from kvcluster.core.messages import (
     Abort,
     Attach,
@@ -49,11 +49,13 @@ from kvcluster.core.messages import (
     PeersTried,
     Pin,
     PinBlocks,
+    PinSpans,
     PrepareLoad,
     PrepareStore,
     Probe,
     Purge,
     RegisterEngine,
+    RegisterSpans,
     Renew,
     RenewTicket,
     Report,
@@ -70,6 +72,7 @@ from kvcluster.core.messages import (
     SetWeights,
     ShardInfo,
     Siblings,
+    SpanBlocks,
     Stage,
     Staged,
     Stalled,
@@ -706,6 +709,35 @@ def suspect(size: int) -> Step:
     return Step(shard.core, asks(Suspect(Epoch(7), keys), shard.space))
 
 
+_SPAN_BLOCKS = 32
+"""Blocks of one span: a cut of positions, in blocks of 16."""
+
+
+def spans(size: int, first: int = 0) -> tuple[SpanBlocks, ...]:
+    """So many blocks, in spans."""
+    return tuple(
+        SpanBlocks(SpanId(first + at), 0, TILE, at, tuple(map(block, range(at, min(size, at + _SPAN_BLOCKS)))))
+        for at in range(0, size, _SPAN_BLOCKS)
+    )
+
+
+def register_spans(size: int) -> Step:
+    """As many end."""
+    shard = holding(1)
+    before = spans(size)
+    shard.step(asks(RegisterSpans(holder(2), Epoch(7), before), shard.space))
+    ended = tuple(each.span for each in before)
+    return Step(shard.core, asks(RegisterSpans(holder(2), Epoch(7), spans(size, size), ended), shard.space))
+
+
+def pin_spans(size: int) -> Step:
+    """Whose pages were never looked for."""
+    shard = holding(size)
+    named = spans(size)
+    shard.step(asks(RegisterSpans(holder(2), Epoch(7), named), shard.space))
+    return Step(shard.core, asks(PinSpans(attempt(2), Epoch(7), tuple(each.span for each in named))))
+
+
 def verified(size: int) -> Step:
     """All suspects are corrupt."""
     shard = holding(4 * size)
@@ -803,6 +835,8 @@ SHARD: list[tuple[type, Callable[[int], Step], int]] = [
     (Renew, renew, limits.WAITING_PAGES),
     (Flush, flush, limits.FLUSHES),
     (Suspect, suspect, limits.SUSPECTS_PER_CALL),
+    (RegisterSpans, register_spans, limits.SPAN_BLOCKS_PER_CALL),
+    (PinSpans, pin_spans, limits.PAGES_PER_CALL),
     (Verified, verified, limits.SUSPECTS),
     (Moved, moved, limits.EVICTIONS_PER_ORDER),
     (Staged, staged, limits.BLOCKS_PER_CALL),

@@ -9,7 +9,7 @@ from kvcluster.core.messages import ReadRequest, WriteRequest
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, SpecError
 from kvcluster.pages import codec
-from kvcluster.wire import streams
+from kvcluster.wire import spans, streams
 from kvcluster.wire.frames import Record, RecordHead
 from tests.fuzz.contract import Parser, trees
 from tests.fuzz.trees import Kind, Node, fields, message
@@ -38,6 +38,20 @@ def stream_parsers() -> Iterator[Parser]:
         lambda: trees([streams.encode_write(request, 7) for request in drawn(of.write_requests)], _request),
         _ERRORS,
         _write_request,
+    )
+    yield Parser(
+        "stream attend",
+        streams.decode_attend,
+        lambda: trees([streams.encode_attend(request, 7) for request in drawn(of.attend_requests)], _request),
+        _ERRORS,
+        lambda read: streams.encode_attend(*read),
+    )
+    yield Parser(
+        "stream partials",
+        spans.decode_attend_answer,
+        lambda: trees([spans.encode_attend_answer(answer) for answer in drawn(of.attend_answers)], message),
+        _ERRORS,
+        spans.encode_attend_answer,
     )
     yield Parser("stream pages", streams.decode_pages, lambda: trees(_bodies(), _pages), _ERRORS, _write_pages)
     yield Parser("stream failure", _read_failure, lambda: trees(_failures(), _failure), _ERRORS)

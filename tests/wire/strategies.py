@@ -19,9 +19,14 @@ from kvcluster.core.messages import (
     Attached,
     AttachedShard,
     AttachShard,
+    AttendDeclined,
+    Attended,
+    AttendRequest,
+    AttendRow,
     BlockFate,
     BlocksPinned,
     Decision,
+    DeclineReason,
     Done,
     Drain,
     EndTicket,
@@ -71,6 +76,7 @@ from kvcluster.core.messages import (
     RefusedKind,
     Registered,
     RegisterEngine,
+    RegisterSpans,
     RenewTicket,
     Report,
     ReportAck,
@@ -85,6 +91,9 @@ from kvcluster.core.messages import (
     Siblings,
     SiblingSpecs,
     Source,
+    SpanBlocks,
+    SpanMiss,
+    SpansLacking,
     Status,
     StoreGrant,
     StoreRun,
@@ -322,6 +331,43 @@ write_requests = st.builds(
     pages=new_pages,
     wait_ns=quantities,
 )
+span_blocks = st.builds(
+    SpanBlocks,
+    span=quantities,
+    group=group_numbers,
+    part=parts,
+    depth=depths,
+    hashes=st.lists(hashes, min_size=1, max_size=5).map(tuple),
+    accept=losses,
+)
+attend_rows = st.builds(
+    AttendRow,
+    position=depths,
+    tokens=st.integers(0, 4),
+    spans=st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    subtrees=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2**32 - 1)), max_size=4).map(tuple),
+)
+_finite = st.floats(0, 100, width=32)
+attend_requests = st.builds(
+    AttendRequest,
+    attempt=attempts,
+    epoch=epochs,
+    layer=st.integers(0, 99),
+    heads=st.integers(1, 64),
+    dim=st.integers(1, 128),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    scale=_finite,
+    rows=st.lists(attend_rows, max_size=4).map(tuple),
+    softcap=_finite,
+    window=st.integers(0, 2**32 - 1),
+    latent_values=st.integers(0, 99),
+    fused=st.booleans(),
+)
+attend_answers = (
+    st.builds(Attended, nbytes=st.integers(0, limits.ATTEND_BYTES), loss=losses)
+    | st.builds(SpansLacking, spans=st.lists(st.tuples(quantities, st.sampled_from(SpanMiss)), max_size=4).map(tuple))
+    | st.builds(AttendDeclined, reason=st.sampled_from(DeclineReason), detail=words)
+)
 read_heads = st.lists(st.none() | misses, max_size=5)
 write_heads = st.lists(st.none() | st.sampled_from(Written), max_size=5)
 write_tails = st.lists(st.sampled_from(Written), max_size=5)
@@ -484,6 +530,15 @@ SHARD_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "Attach": _request(st.builds(AttachShard, spec=specs())),
     "GetOffers": _request(st.builds(GetOffers)),
     "Flush": _request(st.builds(Flush, wait_ns=quantities)),
+    "RegisterSpans": _within(
+        st.builds(
+            RegisterSpans,
+            holder=st.binary(min_size=16, max_size=16),
+            epoch=epochs,
+            spans=st.lists(span_blocks, max_size=4).map(tuple),
+            ended=st.lists(quantities, max_size=4).map(tuple),
+        )
+    ),
     "Suspect": _within(st.builds(Suspect, epoch=epochs, keys=st.lists(keys, max_size=5).map(tuple))),
     "Ping": _request(st.none()),
 }
@@ -574,5 +629,6 @@ SHARD_REPLIES: dict[str, SearchStrategy[Any]] = {
     ),
     "Flush": dones,
     "Suspect": dones,
+    "RegisterSpans": dones,
     "Ping": st.just(Done()),
 }
