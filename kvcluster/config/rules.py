@@ -132,6 +132,7 @@ def _shard_rules(s: ShardConfig, at: str) -> Iterator[_Rule]:
         s.lease_ttl_ms >= 100,
         f"{at}.lease_ttl_ms must be at least 100: shorter leases end while their workers are merely busy",
     )
+    yield 0 <= s.attend_threads <= 1_024, f"{at}.attend_threads must be between 0 and 1024"
     yield (
         s.stop_ms <= 3_600_000,
         f"{at}.stop_ms must be at most 3600000; keep it below the time after which a stopped process is killed, such "

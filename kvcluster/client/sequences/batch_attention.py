@@ -34,13 +34,13 @@ from kvcluster.client.sequences.absent_blocks import BlockFetch
 from kvcluster.client.sequences.attend_planner import AttendPlanner
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.page_map import PageMap
-from kvcluster.client.sequences.remote_attention import LayerQuery
+from kvcluster.client.sequences.remote_attention import LayerQuery, Shipment
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
 from kvcluster.client.sequences.ship_plan import SeenBlocks, ShipPlan, ship_plan, shippable_cuts
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.miss import Loss
-from kvcluster.errors import CallerError, LostTokens
+from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
 from kvcluster.transport.base import Deadline
 
 R = TypeVar("R")
@@ -105,27 +105,37 @@ class BatchAttention:
         )
         scale = layout.key.dim**-0.5 if scores.scale is None else scores.scale
         step = _Step(layer, layout, Scoring(scale, scores.softcap, scores.window), threads, deadline)
-        result = None if planner is None else self._planned_result(rows, planner, query, step)
-        if result is None:
-            result = self._whole(rows, query, step)
+        result = self._attended(rows, planner, query, step)
         out = result if scores.sinks is None else merge([result], sinks=scores.sinks)
         return out.out.to(query.dtype)
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _planned_result(
-        self, rows: Sequence[SeenBlocks], planner: AttendPlanner, query: Tensor, step: _Step
-    ) -> Partial | None:
-        """Attends as the planner chooses, and plans again if a shard does not do its part. Returns None if nothing is
-        to be shipped, or nothing comes of it."""
-        for _ in range(_TRIES):
-            plan = self._plan(rows, planner, step.deadline)
-            if not plan.asks and not plan.fetched:
-                return None
-            result = self._shipped(rows, plan, query, step)
+    def _attended(
+        self, rows: Sequence[SeenBlocks], planner: AttendPlanner | None, query: Tensor, step: _Step
+    ) -> Partial:
+        """Attends as the planner chooses. What a shard does not do after all is planned again: placed on another, or
+        attended to here. Raises LostTokens if a shard is lost, and what it had finds no room here."""
+        tries, lost, busy = 0, None, False
+        while True:
+            plan = self._plan(rows, planner, step.deadline) if planner is not None and tries < _TRIES else None
+            try:
+                if plan is None or not (plan.asks or plan.fetched):
+                    return self._whole(rows, query, step)
+                result, shipment = self._shipped(rows, plan, query, step)
+            except ResidentSetFull:
+                if lost is not None:
+                    why = f"the shard that had token {lost} of this sequence does not attend to it, and no other has it"
+                    raise LostTokens(lost, f"{why}; there is no room to load it") from None
+                if not busy or not step.deadline.remaining_s():
+                    raise
+                self._remote.pause()
+                tries = 0
+                continue
             if result is not None:
                 return result
-        return None
+            tries, busy = tries + 1, shipment.busy
+            lost = shipment.lost if lost is None else min(lost, shipment.lost or lost)
 
     def _whole(self, rows: Sequence[SeenBlocks], query: Tensor, step: _Step) -> Partial:
         """Attends to everything here."""
@@ -145,8 +155,11 @@ class BatchAttention:
 
         return self._here(rows, {}, step, compute)
 
-    def _shipped(self, rows: Sequence[SeenBlocks], plan: ShipPlan, query: Tensor, step: _Step) -> Partial | None:
-        """Attends as planned. Returns None if a shard did not do its part; then the plan is another next time."""
+    def _shipped(
+        self, rows: Sequence[SeenBlocks], plan: ShipPlan, query: Tensor, step: _Step
+    ) -> tuple[Partial | None, Shipment]:
+        """Attends as planned. Returns None in place of the result if a shard did not do its part; then the plan is
+        another next time."""
         starts = [0, *itertools.accumulate(row.queries for row in rows)]
         dtype, data = pack_query(query)
         shipment = self._remote.ship(
@@ -176,13 +189,13 @@ class BatchAttention:
 
         results = self._here(left, plan.fetched, step, compute)
         if not shipment.wait():
-            return None
+            return None, shipment
         for row, partials in shipment.results.items():
             results[row] += partials
         with self._runner.lock:
             for row in shipment.results:
                 self._states[row].loss = max(self._states[row].loss, shipment.loss)
-        return merge_rows(results, step.layout.value_dim, query.shape[1])
+        return merge_rows(results, step.layout.value_dim, query.shape[1]), shipment
 
     def _plan(self, rows: Sequence[SeenBlocks], planner: AttendPlanner, deadline: Deadline) -> ShipPlan:
         """Returns the plan of this step: that of the last call if nothing has changed."""

@@ -94,6 +94,12 @@ class BlockPlaces:
             self._avoided[shard] = self._clock() + _AGAIN_NS
             self.version += 1
 
+    def ask_all(self) -> None:
+        """Lets every shard be asked again."""
+        with self._lock:
+            self._avoided.clear()
+            self.version += 1
+
     def sweep(self) -> None:
         """Forgets blocks that no sequence refers to."""
         with self._lock:

@@ -29,6 +29,7 @@ from kvcluster.core.messages import (
     Attended,
     AttendRequest,
     AttendRow,
+    DeclineReason,
     ShardAddress,
     SpanMiss,
     SpansLacking,
@@ -37,7 +38,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.attending import NotAttending
-from kvcluster.transport.base import Deadline, PathLost
+from kvcluster.transport.base import Deadline, PathLost, Unavailable
 
 if TYPE_CHECKING:
     from kvcluster.attention import Scoring
@@ -47,6 +48,9 @@ THREADS = 16
 
 _SHARE = 2
 """A shard has half of the time of a call, so that the other half is left to load what it does not attend to."""
+
+_PAUSE_S = 0.02
+"""A compute takes about as long."""
 
 _TRIES = 3
 """How often one shard is asked in one step: over another path, or after its spans were registered again."""
@@ -90,16 +94,49 @@ class ShippedCounts:
     failed: int = 0
 
 
+class _ShardResults(NamedTuple):
+    """What one shard has sent: the results of each row, and the worst loss of the pages."""
+
+    rows: list[tuple[int, list[Partial]]]
+    loss: Loss
+
+
+class _Failure(NamedTuple):
+    """A shard has not done its part: it was `busy`, or is lost or lacks pages, of which `lost` is the first cut."""
+
+    busy: bool = False
+    lost: int | None = None
+
+
 @dataclass
 class Shipment:
     """What was sent in one step. `wait` returns when every shard has answered or failed."""
 
     left: int
     failed: bool = False
+    busy: bool = False
+    """Whether a shard was too busy."""
+    lost: int | None = None
+    """The first position of what lost shards had, or had no longer."""
     error: Exception | None = None
     loss: Loss = Loss.EXACT
     results: dict[int, list[Partial]] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, answer: _ShardResults | _Failure) -> None:
+        """Takes what has become of one shard's part."""
+        with self.changed:
+            if isinstance(answer, _Failure):
+                self.failed, self.busy = True, self.busy or answer.busy
+                if answer.lost is not None:
+                    position = answer.lost * CUT_TOKENS
+                    self.lost = position if self.lost is None else min(self.lost, position)
+            else:
+                for row, partials in answer.rows:
+                    self.results.setdefault(row, []).extend(partials)
+                self.loss = max(self.loss, answer.loss)
+            self.left -= 1
+            self.changed.notify_all()
 
     def wait(self) -> bool:
         """Returns whether every result has come. Each shard ends by its deadline."""
@@ -141,6 +178,11 @@ class RemoteAttention:
             self._pool.submit(self._work(shipment, shard, rows, query, deadline.share(_SHARE)))
         return shipment
 
+    def pause(self) -> None:
+        """Waits a moment, after which shards that were busy may be asked again."""
+        threading.Event().wait(_PAUSE_S)
+        self.places.ask_all()
+
     def sweep(self) -> None:
         """Forgets blocks that no sequence refers to."""
         with self._lock:
@@ -157,44 +199,36 @@ class RemoteAttention:
         self, shipment: Shipment, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
     ) -> Callable[[], None]:
         def work() -> None:
-            found: list[tuple[int, list[Partial]]] | None = None
-            loss = Loss.EXACT
+            answer: _ShardResults | _Failure = _Failure()
             try:
-                found, loss = self._ask(shard, rows, query, deadline)
-            except (KVClusterError, NotAttending):
+                answer = self._ask(shard, rows, query, deadline)
+            except (KVClusterError, NotAttending) as error:
                 self.places.avoid(shard)
+                if isinstance(error, Unavailable):
+                    answer = _Failure(lost=min(row.cuts[0].cut for row in rows))
             except Exception as error:  # a bug, raised where the step is
                 shipment.error = error
             with self._lock:
-                self.counts.failed += found is None
-            with shipment.changed:
-                shipment.failed = shipment.failed or found is None
-                for row, partials in found or ():
-                    shipment.results.setdefault(row, []).extend(partials)
-                shipment.loss = max(shipment.loss, loss)
-                shipment.left -= 1
-                shipment.changed.notify_all()
+                self.counts.failed += isinstance(answer, _Failure)
+            shipment.take(answer)
 
         return work
 
     def _ask(
         self, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
-    ) -> tuple[list[tuple[int, list[Partial]]] | None, Loss]:
-        """Returns the results of each row and the worst loss of the pages; None in their place if the shard declined or
-        lacks a span, which is remembered."""
-        found: list[tuple[int, list[Partial]]] = []
-        loss = Loss.EXACT
+    ) -> _ShardResults | _Failure:
+        found, loss = list[tuple[int, list[Partial]]](), Loss.EXACT
         for part in _messages(rows, query):
-            results = self._ask_part(shard, part, query, deadline)
-            if results is None:
-                return None, loss
-            found += results[0]
-            loss = max(loss, results[1])
-        return found, loss
+            answer = self._ask_part(shard, part, query, deadline)
+            if isinstance(answer, _Failure):
+                return answer
+            found += answer.rows
+            loss = max(loss, answer.loss)
+        return _ShardResults(found, loss)
 
     def _ask_part(
         self, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
-    ) -> tuple[list[tuple[int, list[Partial]]], Loss] | None:
+    ) -> _ShardResults | _Failure:
         namespace = self._control.namespace(self._spec, deadline)
         for _ in range(_TRIES):
             named = self._register(shard, rows, deadline)
@@ -213,14 +247,21 @@ class RemoteAttention:
                 unpacked = unpack_results(results, wanted, query.heads, query.value_dim)
                 with self._lock:
                     self.counts.result_bytes += results.nbytes
-                return [(row.row, mine) for row, mine in zip(rows, unpacked, strict=True)], answer.loss
+                return _ShardResults([(row.row, mine) for row, mine in zip(rows, unpacked, strict=True)], answer.loss)
             if isinstance(answer, AttendDeclined):
                 self.places.avoid(shard)
-                return None
+                return _Failure(busy=answer.reason is DeclineReason.BUSY)
             if not self._again(shard, answer, rows, named):
-                return None
+                gone = {span for span, why in answer.spans if why is SpanMiss.GONE}
+                cuts = [
+                    cut.cut
+                    for row, spans in zip(rows, named, strict=True)
+                    for cut, span in zip(row.cuts, spans, strict=True)
+                    if span in gone
+                ]
+                return _Failure(lost=min(cuts, default=None))
         self.places.avoid(shard)
-        return None
+        return _Failure()
 
     def _again(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, m
 from kvcluster.attention.tree import CUT_TOKENS
 from kvcluster.client.client import Client
 from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, SpanFacts
-from kvcluster.config import ClientConfig
+from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
@@ -27,15 +28,22 @@ from kvcluster.core.messages import (
     Attended,
     AttendRequest,
     DeclineReason,
+    Offer,
+    Offers,
     RegisterSpans,
     ShardAddress,
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import LimitError, LostTokens
+from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
+from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.attending import SpanResults
+from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.shm_server import ShmServer
+from kvcluster.transport.tcp_pages import TcpServer
 from tests.client.conftest import Start, settle
 
 LAYERS, HEADS, DIM, BLOCK, GROUP = 2, 2, 8, 16, 2
@@ -318,6 +326,21 @@ def test_a_worker_learns_that_it_was_forgotten_and_registers_again(
         assert limits.SPAN_IDLE_NS > 0
 
 
+def test_a_busy_shard_is_asked_again_if_there_is_no_room_to_load(cluster: MemoryCluster, stored: Text) -> None:
+    with Reader(cluster, 24) as reader:
+        one = reader.open(stored, ids(LONG))
+        declined = SpanResults(AttendDeclined(DeclineReason.BUSY), memoryview(b""))
+        left = [5]
+
+        def busy(shard: ShardId, request: AttendRequest) -> SpanResults | None:
+            left[0] -= 1
+            return declined if left[0] >= 0 else None
+
+        reader.wire.before = busy
+        one.check(ShipAbsent())
+        assert left[0] < 0
+
+
 @pytest.mark.parametrize("reason", list(DeclineReason))
 def test_what_a_shard_declines_is_loaded(cluster: MemoryCluster, stored: Text, reason: DeclineReason) -> None:
     with Reader(cluster, 900) as reader:
@@ -413,3 +436,98 @@ def test_with_two_replicas_a_lost_shard_is_not_noticed(start: Start) -> None:
         cluster.stop_shard(shard)
         one.check(ShipAbsent())
         assert reader.client.resident().pages_peak <= 40, "another replica was asked, and nothing loaded"
+
+
+# ------------------------------------------------------------------------------------------ real servers
+
+
+class OfferingControl(MemoryTransport):
+    """Control of a shard that offers these transports."""
+
+    name = "grpc"
+
+    def __init__(self, host: ShardHost, offers: tuple[Offer, ...]) -> None:
+        super().__init__(host, TENANT)
+        self._offers = Offers(host.core.epoch, offers)
+
+    def offers(self, deadline: Deadline) -> Offers:
+        return self._offers
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def served(request: pytest.FixtureRequest, cluster: MemoryCluster) -> Iterator[Client]:
+    """A client that reaches the shards by their servers of that transport."""
+    with ExitStack() as stack:
+        offers: dict[str, Offer] = {}
+        for shard, host in cluster.shards.items():
+            server: TcpServer | ShmServer
+            if request.param == "tcp":
+                server = TcpServer(host, lambda token: TENANT, "127.0.0.1")
+            else:
+                server = ShmServer(host, lambda token: TENANT)
+            server.start()
+            stack.callback(server.close)
+            offers[shard] = Offer(request.param, server.address)
+
+        def opener(shard: ShardAddress) -> Transport:
+            control = OfferingControl(cluster.shards[shard.shard], (offers[shard.shard],))
+            return AutoTransport(
+                shard, control, OPENERS, token=None, next_attempt=own_attempts(), here="memory", takes=TRANSPORTS
+            )
+
+        config = ClientConfig(resident_bytes=900 * PAGE, deadline_ms=20_000)
+        client = Client(cluster.port(), opener, SPEC, config=config)
+        stack.callback(client.close)
+        yield client
+
+
+def test_queries_go_over_the_servers_of_a_transport(served: Client, stored: Text) -> None:
+    sequence = served.sequence(ids(LONG))
+    one = Text(sequence, stored.k[:, : sequence.length], stored.v[:, : sequence.length])
+    rows = [one, one.fork()]
+    rows[1].truncate(7 * CUT_TOKENS + 100)
+    batch = kvcluster.SequenceBatch([row.sequence for row in rows])
+    for step in range(4):
+        planner = Choosing(step, [SpanChoice.SHIP, SpanChoice.SHIP, SpanChoice.LOCAL])
+        for layer in range(LAYERS):
+            query = asked(6, step).bfloat16()
+            out = batch.attend(layer, query, planner=ShipAbsent() if not step else planner)
+            expected = torch.cat([rows[0].expected(layer, query[:3]), rows[1].expected(layer, query[3:])])
+            assert torch.equal(out, expected.bfloat16())
+
+
+class GrpcLike(SplitTransport):
+    """Control of a shard that offers nothing else, over which spans are registered and no query goes."""
+
+    def __init__(self, host: ShardHost) -> None:
+        self._memory = MemoryTransport(host, TENANT)
+        super().__init__(self._memory, self._memory)
+        self._epoch = host.core.epoch
+        self.registered = 0
+
+    def offers(self, deadline: Deadline) -> Offers:
+        return Offers(self._epoch)
+
+    def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
+        self.registered += 1
+        self._memory.register_spans(namespace, message, deadline)
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_over_a_transport_that_carries_no_queries_pages_are_loaded(
+    cluster: MemoryCluster, stored: Text, auto: bool
+) -> None:
+    controls: list[GrpcLike] = []
+
+    def opener(shard: ShardAddress) -> Transport:
+        controls.append(GrpcLike(cluster.shards[shard.shard]))
+        if not auto:
+            return SplitTransport(controls[-1], controls[-1])
+        return AutoTransport(shard, controls[-1], OPENERS, token=None, next_attempt=own_attempts())
+
+    config = ClientConfig(resident_bytes=900 * PAGE, deadline_ms=20_000)
+    with Client(cluster.port(), opener, SPEC, config=config) as client:
+        sequence = client.sequence(ids(LONG))
+        one = Text(sequence, stored.k[:, : sequence.length], stored.v[:, : sequence.length])
+        one.check(Choosing(1, [SpanChoice.SHIP]))
+        assert any(control.registered for control in controls) == auto
