@@ -134,7 +134,6 @@ class Shard:
         self._tier_mover = TierMover(*shared, self._writes.committed, cursor, counters, sampled=config.q4_sampled)
         self._saver = ShutdownSaver(*shared, self._writes.committed, counters)
         self._pins = PinHandler(pool, leases, own, sender, withdraw, counters)
-        self._spans = SpanHandler(pool, leases)
         self._orders = OrderExecutor(
             *(pool, leases, self._namespaces, queue, sender),
             *(withdraw, cursor, self._tier_mover, self._puller, counters),
@@ -144,7 +143,7 @@ class Shard:
             self._namespaces.adopt(tier, found[tier], pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
         self._trouble = "; ".join(there.why_none for there in found.values() if there.why_none)
-        self._probe = ProbeTaker()
+        self._probe, self._spans = ProbeTaker(), SpanHandler(pool, leases)
         self._over = self._replaced = self._pressed = False  # pressed: the last report said that writers wait for space
         self._dispatcher = self._handlers()
 

@@ -9,6 +9,7 @@ A job's exceptions are those of its caller, which waits for it on another thread
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class _Job(Generic[T]):
 
 
 class ComputePool:
-    """`threads` threads, from `start` to `close`."""
+    """`threads` threads, from `start` to `close`; with 0, half as many as there are processors."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._waiting: deque[_Job[Any]] = deque()
@@ -57,7 +58,7 @@ class ComputePool:
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"kvcluster-{name}-compute-{number}", daemon=True)
-            for number in range(threads)
+            for number in range(threads or max(1, (os.cpu_count() or 1) // 2))
         ]
 
     def start(self) -> None:

@@ -9,7 +9,6 @@ passed in, so that the same host runs over gRPC and within a test.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -132,8 +131,7 @@ class ShardHost:
             name=shard,
             call_s=_CALL_S,
         )
-        self._fetcher = ReplicaPuller(self, open_source)
-        self._compute = ComputePool(config.shard.attend_threads or max(1, (os.cpu_count() or 1) // 2), shard)
+        self._fetcher, self._compute = ReplicaPuller(self, open_source), ComputePool(config.shard.attend_threads, shard)
         self._threads = self._jobs(shard, fail)
 
     def start(self, offers: Offers | None = None) -> None:

@@ -35,7 +35,7 @@ from kvcluster.core.messages import (
     SpansLacking,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import KVSpec
+from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.attending import NotAttending
 from kvcluster.transport.base import Deadline, PathLost, Unavailable
@@ -148,23 +148,24 @@ class Shipment:
 
 
 class RemoteAttention:
-    """The queries that one client ships. Thread-safe."""
+    """The queries that one client ships, to pages of `part` of the spec's only group that have lost at most `accept`.
+    Thread-safe."""
 
     def __init__(
         self,
         spec: KVSpec,
-        places: BlockPlaces,
-        spans: RemoteSpans,
+        part: Part,
+        accept: Loss,
         *,
         shards: ShardConnections,
         control: CoordinatorClient,
         next_attempt: Callable[[], Attempt],
     ) -> None:
-        self.places = places
+        self.places = BlockPlaces(spec, part, accept, control)
         self.counts = ShippedCounts()
         self._spec = spec
         self._specs = {False: spec, True: replace(spec, private=True)}
-        self._spans = spans
+        self._spans = RemoteSpans(next_attempt().holder, part, accept)
         self._shards = shards
         self._control = control
         self._next_attempt = next_attempt

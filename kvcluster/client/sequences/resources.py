@@ -67,14 +67,11 @@ def sequence_resources(
     if len(spec.groups) != 1 or part is None:
         raise CallerError("sequences need a spec with one group of layers, of which this client holds a part")
     try:
-        from kvcluster.client.sequences.block_places import BlockPlaces
         from kvcluster.client.sequences.loads import SequenceLoads
         from kvcluster.client.sequences.memory import ResidentMemory
         from kvcluster.client.sequences.remote_attention import RemoteAttention
-        from kvcluster.client.sequences.remote_spans import RemoteSpans
     except ModuleNotFoundError:
         raise CallerError("sequences are kept in torch tensors: install torch") from None
-    holder = next_attempt().holder
     memory = ResidentMemory(spec, part, _capacity(config.resident_bytes, spec.page_bytes(0, part)))
     machine = SequenceMachine(
         resident_pages(memory),
@@ -83,32 +80,17 @@ def sequence_resources(
         layers=part.layers,
         run_blocks=control.attach(spec, now).run_blocks,
     )
+    keeper = TableKeeper(next_attempt().holder, interval_ns=_SYNC_INTERVAL_NS)
     runner = SequenceRunner(
-        spec,
-        parts,
-        machine,
-        TableKeeper(holder, interval_ns=_SYNC_INTERVAL_NS),
-        memory,
+        *(spec, parts, machine, keeper, memory),
         control=control,
         transfers=transfers,
         flush_shards=shards.flush,
         store_ms=config.deadline_ms,
     )
     loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
-    remote = RemoteAttention(
-        spec,
-        BlockPlaces(spec, part, accept, control),
-        RemoteSpans(holder, part, accept),
-        shards=shards,
-        control=control,
-        next_attempt=next_attempt,
-    )
-
-    def sweep() -> None:
-        loads.sweep()
-        remote.sweep()
-
-    runner.sweep, runner.settle = sweep, loads.settle
+    remote = RemoteAttention(spec, part, accept, shards=shards, control=control, next_attempt=next_attempt)
+    runner.sweeps, runner.settle = (loads.sweep, remote.sweep), loads.settle
     return SequenceResources(runner, loads, remote, spec.groups[0], part, deadline)
 
 

@@ -71,7 +71,7 @@ class SequenceRunner:
         self._store_ms = store_ms
         self.readers = 0
         """Calls of attention that read the resident set now."""
-        self.sweep: Callable[[], None] = lambda: None
+        self.sweeps: tuple[Callable[[], None], ...] = ()
         """Called by the thread after each synchronisation, without the lock."""
         self.settle: Callable[[], bool] = lambda: False
         """Called in the lock, while nothing reads, when the resident set is full: ends loads, whose pages may be used
@@ -210,7 +210,8 @@ class SequenceRunner:
                     continue
             if sync is not None:
                 self._sync(sync)
-                self.sweep()
+                for sweep in self.sweeps:
+                    sweep()
             if batch is not None:
                 self._store(batch)
         while (sync := self.keeper.next_sync(time.monotonic_ns() + 10**12)) is not None and sync.changes:
