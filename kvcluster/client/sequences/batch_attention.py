@@ -200,8 +200,7 @@ class BatchAttention:
     def _plan(self, rows: Sequence[SeenBlocks], planner: AttendPlanner, deadline: Deadline) -> ShipPlan:
         """Returns the plan of this step: that of the last call if nothing has changed."""
         with self._runner.lock:
-            self._missing(rows)
-            key = (planner, *rows, *(pages.version for pages in self._maps))
+            key = (planner, *rows, *(state.table.version for state in self._states))
             if self._planned[0] == (self._remote.places.version, *key) and self._planned[1] is not None:
                 return self._planned[1]
             cuts = [list(shippable_cuts(row)) for row in rows]
