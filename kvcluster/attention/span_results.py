@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from weakref import WeakKeyDictionary
 
@@ -23,8 +23,9 @@ from kvcluster.attention.subtree_partials import SubtreeRow, subtree_partials
 from kvcluster.attention.tree import ROOT, Subtree
 from kvcluster.core import limits
 from kvcluster.core.ids import SpanId
-from kvcluster.core.messages import AttendRequest, AttendRow, PageSlot, SpanPages
+from kvcluster.core.messages import AttendRequest, AttendRow, PageKey, PageSlot, SpanPages
 from kvcluster.errors import CallerError, LimitError, ProtocolError
+from kvcluster.pages import checksum
 from kvcluster.pages.codec_torch import DTYPES
 
 View = Callable[[PageSlot], memoryview]
@@ -32,6 +33,25 @@ View = Callable[[PageSlot], memoryview]
 
 _KNOWN: WeakKeyDictionary[SpanPages, PageSpan] = WeakKeyDictionary()
 """The addresses of spans, made once for all layers and steps in which their pages do not move."""
+
+_VERIFIED: WeakKeyDictionary[SpanPages, dict[int, None]] = WeakKeyDictionary()
+"""The layers of spans that have been verified, where their pages lie now."""
+
+
+def corrupt_pages(layer: int, spans: Iterable[SpanPages], view: View) -> dict[SpanId, list[PageKey]]:
+    """Returns the pages whose bytes of a layer do not match their checksums, by span. A layer is verified when it is
+    first attended to, as a borrowed page is: after that the pin keeps it as it was."""
+    found: dict[SpanId, list[PageKey]] = {}
+    for pages in spans:
+        verified = _VERIFIED.setdefault(pages, {})
+        if layer in verified or layer >= pages.part.layers:
+            continue
+        wrong = [slot.key for slot in pages.slots if not _is_sound(pages, slot, layer, view(slot))]
+        if wrong:
+            found[pages.span] = wrong
+        else:
+            verified[layer] = None
+    return found
 
 
 def attend_spans(
@@ -127,11 +147,17 @@ def _row(row: AttendRow, layout: PageLayout, spans: Mapping[SpanId, SpanPages], 
 def _page_span(pages: SpanPages, layout: PageLayout, view: View) -> PageSpan:
     known = _KNOWN.get(pages)
     if known is None or known.pages.layout != layout:
-        slots = pages.slots
+        slots, block_tokens = pages.slots, layout.block_tokens
         addresses = PageAddresses.from_buffers(layout, [view(slot) for slot in slots], [slot.codec for slot in slots])
-        block_tokens = layout.block_tokens
         known = _KNOWN[pages] = PageSpan(addresses, pages.depth * block_tokens, len(slots) * block_tokens)
     return known
+
+
+def _is_sound(pages: SpanPages, slot: PageSlot, layer: int, data: memoryview) -> bool:
+    nbytes = slot.nbytes // slot.key.part.layers
+    identity = checksum.identity(pages.namespace, slot.key, slot.codec)
+    sums = (checksum.unpack_sums(slot.sums)[layer],)
+    return checksum.first_mismatch(identity, layer, sums, data[layer * nbytes : (layer + 1) * nbytes]) is None
 
 
 def _check_bounds(request: AttendRequest, layout: PageLayout, rows: Sequence[SubtreeRow]) -> None:

@@ -162,7 +162,7 @@ class SpanRegistry:
                 return page
             span.pages.append(page)
         slots = tuple(page.slot() for page in span.pages)
-        span.found = SpanPages(name, span.space.spec, span.group, span.part, span.depth, slots)
+        span.found = SpanPages(name, span.space.id, span.space.spec, span.group, span.part, span.depth, slots)
         span.changes = self._pool.changes
         return span
 

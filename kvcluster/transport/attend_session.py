@@ -8,7 +8,8 @@ for either ends after the subtree that it is in.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 
 from kvcluster.core.ids import Attempt, SpanId, Tenant
@@ -17,11 +18,14 @@ from kvcluster.core.messages import (
     Attended,
     AttendRequest,
     DeclineReason,
+    PageKey,
     Refused,
     RefusedKind,
+    Request,
     SpanMiss,
     SpanPages,
     SpansLacking,
+    Suspect,
 )
 from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LimitError
@@ -31,6 +35,9 @@ from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary
 from kvcluster.transport.sessions import ExchangeSession
 
 _NOTHING = memoryview(b"")
+
+_SUSPECT_S = 5.0
+"""How long the core may take to note suspects: it answers at once."""
 
 
 def serve_attend(
@@ -53,7 +60,7 @@ def _attend(
 ) -> SpanResults:
     try:
         from kvcluster.attention.partial import uses_fused
-        from kvcluster.attention.span_results import attend_spans
+        from kvcluster.attention.span_results import attend_spans, corrupt_pages
     except ModuleNotFoundError:
         return SpanResults(AttendDeclined(DeclineReason.UNSUPPORTED, "this shard has no torch"), _NOTHING)
     if request.fused != uses_fused():
@@ -67,6 +74,9 @@ def _attend(
             deadline.check("the compute took until then")
             session.alive()
 
+        session.exclude(corrupt_pages(request.layer, session.spans.values(), host.view))
+        if session.lacking:
+            return SpanResults(SpansLacking(tuple(session.lacking.items())), _NOTHING)
         try:
             data = attend_spans(request, query, session.spans, host.view, between=between)
         except LimitError as error:
@@ -84,7 +94,7 @@ class AttendSession(ExchangeSession):
         self, host: PageHost, tenant: Tenant, request: AttendRequest, *, deadline: Deadline, path: str
     ) -> None:
         super().__init__(host, tenant, request, deadline=deadline, path=path)
-        self._asked = request.spans
+        self._asked, self._epoch = request.spans, request.epoch
         self.spans: Mapping[SpanId, SpanPages] = {}
         self.lacking: Mapping[SpanId, SpanMiss] = {}
 
@@ -104,6 +114,15 @@ class AttendSession(ExchangeSession):
             self._end()
         finally:
             self._tell(error)
+
+    def exclude(self, corrupt: Mapping[SpanId, Sequence[PageKey]]) -> None:
+        """Some spans have corrupt pages: nothing is computed, and the shard is told."""
+        if not corrupt:
+            return
+        for span, keys in corrupt.items():
+            namespace, suspect = self.spans[span].namespace, Suspect(self._epoch, tuple(keys))
+            self._host.ask(partial(Request, tenant=self._tenant, namespace=namespace, question=suspect), _SUSPECT_S)
+        self.lacking, self.spans = dict.fromkeys(corrupt, SpanMiss.CORRUPT), {}
 
     def _operation(self) -> Operation:
         return Operation.ATTEND

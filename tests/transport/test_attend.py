@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcluster import KVSpec
+from kvcluster import KVSpec, Stored
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, Subtree, merge, partial, uses_fused
 from kvcluster.attention.span_results import result_bytes, unpack_results
 from kvcluster.attention.tree import CUT_TOKENS
@@ -79,6 +79,8 @@ class Bench:
     hashes: list[BlockHash]
     space: NamespaceId
     attempts: Callable[[], Attempt]
+    restore: Callable[[], Stored]
+    """Stores what was lost again."""
 
     def register(self, *spans: SpanBlocks, ended: tuple[int, ...] = (), holder: Any = None) -> None:
         message = RegisterSpans(
@@ -152,7 +154,15 @@ def bench(request: pytest.FixtureRequest, cluster: MemoryCluster, pool: Tensor) 
         control = MemoryTransport(host, TENANT)
         space = control.attach(SPEC, soon()).namespace
         path = opened(request.param, host, stack)
-        made = Bench(host, path, control, pool, client.hashes(TOKENS), space, own_attempts())
+
+        def again() -> Stored:
+            known = len(client.hashes(TOKENS))
+            cluster.wait_until(lambda: host.core.info().pages < known)
+            stored = client.store(TOKENS, pool)
+            assert client.flush()
+            return stored
+
+        made = Bench(host, path, control, pool, client.hashes(TOKENS), space, own_attempts(), again)
         made.register(*(made.cut(number) for number in range(CUTS)))
         yield made
 
@@ -204,6 +214,23 @@ def test_spans_that_are_not_there_are_named_and_nothing_is_computed(bench: Bench
     answer, data = bench.attend(request, asked(1))
     assert answer == SpansLacking(((SpanId(50), SpanMiss.GONE), (SpanId(99), SpanMiss.UNKNOWN)))
     assert not data.nbytes
+
+
+def test_a_corrupt_page_is_found_when_its_layer_is_first_attended_to(bench: Bench, cluster: MemoryCluster) -> None:
+    request = bench.request(row(700, 1, [0, 1], Subtree(1, 0)), layer=0)
+    host = bench.host
+    bad = bench.hashes[CUT_BLOCKS + 3]
+    half = 8 * SPEC.page_bytes(0, WHOLE) // 2  # layer 1 begins there
+    cluster.corrupt(ShardId("shard-0"), block=bad, bit=half + 5)
+    try:
+        assert isinstance(bench.attend(request, asked(1)).answer, Attended), "layer 0 is as it was"
+        answer, _ = bench.attend(replace(request, layer=1, attempt=bench.attempts()), asked(1))
+        assert answer == SpansLacking(((SpanId(1), SpanMiss.CORRUPT),))
+        assert host.core.info().counters and dict(host.core.info().counters)["suspected"] > 0
+        again, _ = bench.attend(replace(request, layer=1, attempt=bench.attempts()), asked(1))
+        assert isinstance(again, SpansLacking)
+    finally:
+        assert bench.restore().blocks == 1
 
 
 def test_another_worker_does_not_reach_these_spans(bench: Bench) -> None:

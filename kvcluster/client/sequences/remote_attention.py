@@ -253,7 +253,7 @@ class RemoteAttention:
                 self.places.avoid(shard)
                 return _Failure(busy=answer.reason is DeclineReason.BUSY)
             if not self._again(shard, answer, rows, named):
-                gone = {span for span, why in answer.spans if why is SpanMiss.GONE}
+                gone = {span for span, why in answer.spans if why in (SpanMiss.GONE, SpanMiss.CORRUPT)}
                 cuts = [
                     cut.cut
                     for row, spans in zip(rows, named, strict=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, SpanId
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, SpanId
 from kvcluster.core.messages.shard import PageSlot
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec, Part
@@ -42,6 +42,7 @@ class SpanMiss(Enum):
     GONE = "gone"  # the shard no longer has one of its pages
     LOSSY = "lossy"  # one of its pages has lost more than is accepted
     STORED = "stored"  # one of its pages lies on disk: load it
+    CORRUPT = "corrupt"  # one of its pages does not match its checksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class SpanPages:
     """The pages of a registered span, where they lie now. While they stay there, each grant has the same object."""
 
     span: SpanId
+    namespace: NamespaceId
     spec: KVSpec
     group: int
     part: Part

@@ -25,6 +25,7 @@ class SpanMiss(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPAN_MISS_GONE: _ClassVar[SpanMiss]
     SPAN_MISS_LOSSY: _ClassVar[SpanMiss]
     SPAN_MISS_STORED: _ClassVar[SpanMiss]
+    SPAN_MISS_CORRUPT: _ClassVar[SpanMiss]
 
 class DeclineReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -44,6 +45,7 @@ SPAN_MISS_UNKNOWN: SpanMiss
 SPAN_MISS_GONE: SpanMiss
 SPAN_MISS_LOSSY: SpanMiss
 SPAN_MISS_STORED: SpanMiss
+SPAN_MISS_CORRUPT: SpanMiss
 DECLINE_REASON_UNSPECIFIED: DeclineReason
 DECLINE_REASON_BUSY: DeclineReason
 DECLINE_REASON_ARITHMETIC: DeclineReason
