@@ -13,7 +13,7 @@ namespace kvc {
 
 struct Kernels;
 
-constexpr std::size_t kCutTokens = 512;  // positions of a leaf of the tree (kvcluster/attention/tree.py)
+constexpr std::size_t kCutTokens = 512;  // positions of a leaf of the tree (kvcluster/core/position_tree.py)
 constexpr std::size_t kSumLanes = 16;    // lanes of a sum, and what rows of floats are padded to a multiple of
 
 // Rows of `width` floats, a multiple of kSumLanes, one after the other.

@@ -4,7 +4,7 @@ from kvcluster.attention.call import QueryRow, Scoring
 from kvcluster.attention.page_span import PageAddresses, PageLayout, PageSpan
 from kvcluster.attention.partial import Partial, merge, partial, uses_fused
 from kvcluster.attention.subtree_partials import SubtreeRow, merge_rows, subtree_partials
-from kvcluster.attention.tree import CUT_TOKENS, ROOT, Subtree, subtrees, subtrees_beside, subtrees_of
+from kvcluster.core.position_tree import CUT_TOKENS, ROOT, Subtree, subtrees, subtrees_beside, subtrees_of
 
 __all__ = [
     "CUT_TOKENS",

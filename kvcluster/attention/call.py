@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcluster.attention.page_span import PageLayout, PageSpan
-from kvcluster.attention.tree import MAX_POSITION, ROOT, TREE_LEVELS, Subtree
+from kvcluster.core.position_tree import MAX_POSITION, ROOT, TREE_LEVELS, Subtree
 from kvcluster.errors import CallerError
 
 

@@ -1,9 +1,9 @@
 """Attention over pages: partial results, and their merge.
 
-A `Partial` is the attention of some queries to the keys of one subtree of positions (tree.py). Partials of different
-subtrees merge into that of both, and the result has the same bits as one call over all the keys: it does not depend on
-how pages are divided into spans, on the memory that they lie in, on the other rows of a batch, on the number of
-threads, or on which process computed which subtree.
+A `Partial` is the attention of some queries to the keys of one subtree of positions (core/position_tree.py). Partials
+of different subtrees merge into that of both, and the result has the same bits as one call over all the keys: it does
+not depend on how pages are divided into spans, on the memory that they lie in, on the other rows of a batch, on the
+number of threads, or on which process computed which subtree.
 
 The bits belong to an arithmetic. All instruction sets with a fused multiply-add (avx2, avx512, neon) give the same
 ones; `plain` and torch give others (arithmetic.py), within the same bound of error.
@@ -23,7 +23,7 @@ from kvcluster.attention.native_kernel import attend as native_attend
 from kvcluster.attention.native_kernel import merge_pair as native_merge_pair
 from kvcluster.attention.page_span import PageLayout
 from kvcluster.attention.torch_kernel import attend as torch_attend
-from kvcluster.attention.tree import ROOT, Subtree, fold
+from kvcluster.core.position_tree import ROOT, Subtree, fold
 from kvcluster.errors import CallerError
 from kvcluster.pages import native
 

@@ -20,10 +20,10 @@ from kvcluster.attention.call import Scoring
 from kvcluster.attention.page_span import PageAddresses, PageLayout, PageSpan
 from kvcluster.attention.partial import Partial
 from kvcluster.attention.subtree_partials import SubtreeRow, subtree_partials
-from kvcluster.attention.tree import ROOT, Subtree
 from kvcluster.core import limits
 from kvcluster.core.ids import SpanId
 from kvcluster.core.messages import AttendRequest, AttendRow, PageKey, PageSlot, SpanPages
+from kvcluster.core.position_tree import ROOT, Subtree
 from kvcluster.errors import CallerError, LimitError, ProtocolError
 from kvcluster.pages import checksum
 from kvcluster.pages.codec_torch import DTYPES

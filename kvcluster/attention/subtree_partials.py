@@ -18,7 +18,7 @@ from torch import Tensor
 from kvcluster.attention.call import QueryRow, Scoring
 from kvcluster.attention.page_span import PageLayout, PageSpan
 from kvcluster.attention.partial import Partial, merge, partial
-from kvcluster.attention.tree import ROOT, Subtree
+from kvcluster.core.position_tree import ROOT, Subtree
 
 
 class SubtreeRow(NamedTuple):

@@ -1,6 +1,6 @@
 """Attention over pages in plain torch: the definition, and the fallback of a process without the native core.
 
-For each cut of positions (tree.py) and each query and head:
+For each cut of positions (core/position_tree.py) and each query and head:
 
 - A score is a sum in sixteen lanes: lane i adds the channels i, i + 16, ... in order, and the lanes are added in halves
   (i and i + 8, then i and i + 4, ...).
@@ -22,8 +22,8 @@ from torch import Tensor
 from kvcluster.attention.arithmetic import Fma, exp, log, merge_pair, plain, tanh
 from kvcluster.attention.call import AttentionCall
 from kvcluster.attention.page_span import PageLayout, PageSpan
-from kvcluster.attention.tree import CUT_TOKENS, Subtree, fold
 from kvcluster.core.codecs import Codec
+from kvcluster.core.position_tree import CUT_TOKENS, Subtree, fold
 from kvcluster.pages.codec_torch import DTYPES, TorchCoder
 
 LANES = 16

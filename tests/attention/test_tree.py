@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.attention import CUT_TOKENS, ROOT, Subtree, subtrees
-from kvcluster.attention.tree import fold
+from kvcluster.core.position_tree import fold
 from kvcluster.errors import CallerError
 
 

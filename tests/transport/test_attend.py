@@ -15,7 +15,6 @@ from torch import Tensor
 from kvcluster import KVSpec, Stored
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, Subtree, merge, partial, uses_fused
 from kvcluster.attention.span_results import result_bytes, unpack_results
-from kvcluster.attention.tree import CUT_TOKENS
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId, SpanId, Tenant
 from kvcluster.core.messages import (
@@ -31,6 +30,7 @@ from kvcluster.core.messages import (
     SpansLacking,
 )
 from kvcluster.core.miss import Loss, MissReason
+from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.compute_pool import ComputePool
 from kvcluster.runtime.shard_host import ShardHost

@@ -34,10 +34,11 @@ from kvcluster.client.sequences.absent_blocks import BlockFetch
 from kvcluster.client.sequences.attend_planner import AttendPlanner
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.page_map import PageMap
-from kvcluster.client.sequences.remote_attention import LayerQuery, Shipment
+from kvcluster.client.sequences.remote_attention import LayerQuery
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
 from kvcluster.client.sequences.ship_plan import SeenBlocks, ShipPlan, ship_plan, shippable_cuts
+from kvcluster.client.sequences.shipment import Shipment
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LostTokens, ResidentSetFull

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcluster.attention import Partial, uses_fused
 from kvcluster.attention.span_results import result_bytes, unpack_results
-from kvcluster.attention.tree import CUT_TOKENS, Subtree
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.sequences.block_places import BlockPlaces
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import AskedRow, ShipPlan
+from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.core import limits
@@ -35,6 +35,7 @@ from kvcluster.core.messages import (
     SpansLacking,
 )
 from kvcluster.core.miss import Loss
+from kvcluster.core.position_tree import CUT_TOKENS, Subtree
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.attending import NotAttending
@@ -94,59 +95,6 @@ class ShippedCounts:
     failed: int = 0
 
 
-class _ShardResults(NamedTuple):
-    """What one shard has sent: the results of each row, and the worst loss of the pages."""
-
-    rows: list[tuple[int, list[Partial]]]
-    loss: Loss
-
-
-class _Failure(NamedTuple):
-    """A shard has not done its part: it was `busy`, or is lost or lacks pages, of which `lost` is the first cut."""
-
-    busy: bool = False
-    lost: int | None = None
-
-
-@dataclass
-class Shipment:
-    """What was sent in one step. `wait` returns when every shard has answered or failed."""
-
-    left: int
-    failed: bool = False
-    busy: bool = False
-    """Whether a shard was too busy."""
-    lost: int | None = None
-    """The first position of what lost shards had, or had no longer."""
-    error: Exception | None = None
-    loss: Loss = Loss.EXACT
-    results: dict[int, list[Partial]] = field(default_factory=dict)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def take(self, answer: _ShardResults | _Failure) -> None:
-        """Takes what has become of one shard's part."""
-        with self.changed:
-            if isinstance(answer, _Failure):
-                self.failed, self.busy = True, self.busy or answer.busy
-                if answer.lost is not None:
-                    position = answer.lost * CUT_TOKENS
-                    self.lost = position if self.lost is None else min(self.lost, position)
-            else:
-                for row, partials in answer.rows:
-                    self.results.setdefault(row, []).extend(partials)
-                self.loss = max(self.loss, answer.loss)
-            self.left -= 1
-            self.changed.notify_all()
-
-    def wait(self) -> bool:
-        """Returns whether every result has come. Each shard ends by its deadline."""
-        with self.changed:
-            self.changed.wait_for(lambda: not self.left)
-        if self.error is not None:
-            raise self.error
-        return not self.failed
-
-
 class RemoteAttention:
     """The queries that one client ships, to pages of `part` of the spec's only group that have lost at most `accept`.
     Thread-safe."""
@@ -200,36 +148,36 @@ class RemoteAttention:
         self, shipment: Shipment, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
     ) -> Callable[[], None]:
         def work() -> None:
-            answer: _ShardResults | _Failure = _Failure()
+            answer: ShardResults | ShardFailure = ShardFailure()
             try:
                 answer = self._ask(shard, rows, query, deadline)
             except (KVClusterError, NotAttending) as error:
                 self.places.avoid(shard)
                 if isinstance(error, Unavailable):
-                    answer = _Failure(lost=min(row.cuts[0].cut for row in rows))
+                    answer = ShardFailure(lost=min(row.cuts[0].cut for row in rows))
             except Exception as error:  # a bug, raised where the step is
                 shipment.error = error
             with self._lock:
-                self.counts.failed += isinstance(answer, _Failure)
+                self.counts.failed += isinstance(answer, ShardFailure)
             shipment.take(answer)
 
         return work
 
     def _ask(
         self, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
-    ) -> _ShardResults | _Failure:
+    ) -> ShardResults | ShardFailure:
         found, loss = list[tuple[int, list[Partial]]](), Loss.EXACT
         for part in _messages(rows, query):
             answer = self._ask_part(shard, part, query, deadline)
-            if isinstance(answer, _Failure):
+            if isinstance(answer, ShardFailure):
                 return answer
             found += answer.rows
             loss = max(loss, answer.loss)
-        return _ShardResults(found, loss)
+        return ShardResults(found, loss)
 
     def _ask_part(
         self, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
-    ) -> _ShardResults | _Failure:
+    ) -> ShardResults | ShardFailure:
         namespace = self._control.namespace(self._spec, deadline)
         for _ in range(_TRIES):
             named = self._register(shard, rows, deadline)
@@ -248,10 +196,10 @@ class RemoteAttention:
                 unpacked = unpack_results(results, wanted, query.heads, query.value_dim)
                 with self._lock:
                     self.counts.result_bytes += results.nbytes
-                return _ShardResults([(row.row, mine) for row, mine in zip(rows, unpacked, strict=True)], answer.loss)
+                return ShardResults([(row.row, mine) for row, mine in zip(rows, unpacked, strict=True)], answer.loss)
             if isinstance(answer, AttendDeclined):
                 self.places.avoid(shard)
-                return _Failure(busy=answer.reason is DeclineReason.BUSY)
+                return ShardFailure(busy=answer.reason is DeclineReason.BUSY)
             if not self._again(shard, answer, rows, named):
                 gone = {span for span, why in answer.spans if why in (SpanMiss.GONE, SpanMiss.CORRUPT)}
                 cuts = [
@@ -260,9 +208,9 @@ class RemoteAttention:
                     for cut, span in zip(row.cuts, spans, strict=True)
                     if span in gone
                 ]
-                return _Failure(lost=min(cuts, default=None))
+                return ShardFailure(lost=min(cuts, default=None))
         self.places.avoid(shard)
-        return _Failure()
+        return ShardFailure()
 
     def _again(
         self,

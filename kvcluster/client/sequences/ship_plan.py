@@ -1,7 +1,7 @@
 """Which parts of a step are attended to where: a pure function of what rows see, where blocks lie, and what a planner
 chooses.
 
-The unit is a cut of positions (attention/tree.py). A cut may be shipped if every position of it is attended to, and
+The unit is a cut of positions (core/position_tree.py). A cut may be shipped if every position of it is attended to, and
 lies in blocks that the cluster has exactly as the sequence has them: named, stored, and not encoded in the resident
 set. A cut that is partly dropped, behind a window's edge, or not sealed yet stays here. So each place has whole cuts,
 and what it computes are the largest subtrees that it has whole: nodes of the one tree, whose merge has the bits of one
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcluster.attention.tree import CUT_TOKENS, ROOT, Subtree, subtrees_beside, subtrees_of
 from kvcluster.client.sequences.attend_planner import AttendPlanner, SpanChoice, SpanFacts
 from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.blocks import SequenceBlock, StoreState
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.messages import ShardAddress
+from kvcluster.core.position_tree import CUT_TOKENS, ROOT, Subtree, subtrees_beside, subtrees_of
 
 
 class SeenBlocks(NamedTuple):

@@ -143,22 +143,35 @@ class ClientProcess(Process):
 
     # --------------------------------------------------------------------------------------------- shards
 
+    def attach_shard(self, model: Model, shard: ShardAddress, give_up: int) -> Script:
+        """Attaches the namespace at a shard, if it is not yet. Returns None, or the error that `open` returns."""
+        if (shard, model.space) in self._attached_shards:
+            return None
+        process = self.world.shard_at(shard.address)
+        promise = self.world.network.ask(self, process, build_request(AttachShard(model.spec), model.tenant))
+        reply = yield promise, max(1, min(give_up - self.now(), self.world.scenario.patience_ns // 2))
+        if isinstance(reply, Refused):
+            return LimitError(reply.detail)
+        if not isinstance(reply, AttachedShard):
+            return _trouble(reply)
+        if reply.epoch != shard.epoch:
+            return RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))
+        self._attached_shards[shard, model.space] = None
+        return None
+
+    def forget_shard(self, model: Model, shard: ShardAddress) -> None:
+        """A shard may have forgotten the namespace: it is attached again before it is used."""
+        self._attached_shards.pop((shard, model.space), None)
+
     def open(self, model: Model, shard: ShardAddress, request: ReadRequest | WriteRequest, give_up: int) -> Script:
         """Opens a connection. Returns it with the head of its answer, which holds for each page None or why not; or
         returns the error that the client's connections (client/shard_connections.py) would raise."""
         if self.now() >= give_up:
             return Unavailable(Miss(MissReason.DEADLINE))
         process = self.world.shard_at(shard.address)
-        if (shard, model.space) not in self._attached_shards:
-            promise = self.world.network.ask(self, process, build_request(AttachShard(model.spec), model.tenant))
-            reply = yield promise, max(1, min(give_up - self.now(), self.world.scenario.patience_ns // 2))
-            if isinstance(reply, Refused):
-                return LimitError(reply.detail)
-            if not isinstance(reply, AttachedShard):
-                return _trouble(reply)
-            if reply.epoch != shard.epoch:
-                return RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))
-            self._attached_shards[shard, model.space] = None
+        refused = yield from self.attach_shard(model, shard, give_up)
+        if refused is not None:
+            return refused
         left_ns = give_up - self.now()
         if process is None or left_ns <= 0:
             return _trouble(TIMED_OUT)
@@ -173,7 +186,7 @@ class ClientProcess(Process):
         if not isinstance(head, Refused):
             return _trouble(head)
         if head.kind is RefusedKind.UNKNOWN_NAMESPACE:
-            self._attached_shards.pop((shard, model.space), None)
+            self.forget_shard(model, shard)
         return RefusedByShard(head)
 
 

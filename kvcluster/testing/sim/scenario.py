@@ -79,6 +79,8 @@ class Scenario:
     event_loss: float
     half_needs: float
     sequences: SequenceLoad | None = None
+    attends: bool = False
+    """Whether each worker with sequences has one more user, who attends to sequences at the shards."""
 
     @property
     def stall_ns(self) -> int:
@@ -165,6 +167,12 @@ def with_sequences(scenario: Scenario, rng: random.Random, windows: random.Rando
         limits=scenario.limits | bounds,
         sequences=load,
     )
+
+
+def with_attention(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Returns the scenario with workers that attend to sequences at the shards, in half of the seeds with sequences."""
+    attends = scenario.sequences is not None and rng.random() < 0.5
+    return replace(scenario, attends=attends) if attends else scenario
 
 
 def _config(rng: random.Random, shards: int) -> Config:

@@ -11,8 +11,9 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, NamespaceId, Tenant
+from kvcluster.core.ids import Attempt, NamespaceId, SpanId, Tenant
 from kvcluster.core.messages import (
+    AttendRequest,
     PageKey,
     PageSlot,
     PinGrant,
@@ -20,6 +21,10 @@ from kvcluster.core.messages import (
     Refused,
     RefusedKind,
     Reply,
+    SpanGrant,
+    SpanMiss,
+    SpanPages,
+    SpansLacking,
     WriteGrant,
     WriteRequest,
 )
@@ -89,10 +94,10 @@ class ArrivedSums:
 
 
 class SessionRequest(NamedTuple):
-    """The opening of a load or store. Its server gives up after `patience_ns`."""
+    """The opening of a load, store or Attend. Its server gives up after `patience_ns`."""
 
     tenant: Tenant
-    request: ReadRequest | WriteRequest
+    request: ReadRequest | WriteRequest | AttendRequest
     patience_ns: int
 
 
@@ -126,8 +131,26 @@ class Session:
             self._inbox.arrive(REVOKED)
 
 
+class SpanRead(NamedTuple):
+    """A page that a compute has read for a span, and its bytes then. `sound`: no fault has changed any of them."""
+
+    span: SpanId
+    slot: PageSlot
+    data: bytes | None
+    sound: bool
+
+
 class SessionMemory(Protocol):
     """The pages of a shard, as a session reads and writes them."""
+
+    def verified(self, pages: SpanPages) -> bool:
+        """Whether the pages of a span match their checksums, which is looked at when they are first used."""
+
+    def bytes_of(self, slot: PageSlot) -> bytes | None:
+        """Returns the bytes of a page."""
+
+    def is_rotten(self, slot: PageSlot) -> bool:
+        """Whether a fault has changed any byte of the page."""
 
     def load_layer(self, item: int, slot: PageSlot, layer: int) -> Layer:
         """Returns the bytes of a layer, with the checksum that was committed with them."""
@@ -166,19 +189,23 @@ class SessionHost(SessionBook, Protocol):
 
 
 def serve(shard: SessionHost, opening: SessionRequest, up: Pipe, down: Pipe) -> Script:
-    """Carries out one load or store, from its opening to its end."""
+    """Carries out one load, store or Attend, from its opening to its end."""
     request = opening.request
     if isinstance(request, WriteRequest):
         request = replace(request, wait_ns=min(request.wait_ns, opening.patience_ns))
     plan = PageSession(opening.tenant, request)
-    session = Session(request.attempt, request.namespace, up, writes=isinstance(request, WriteRequest), plan=plan)
+    namespace = None if isinstance(request, AttendRequest) else request.namespace
+    session = Session(request.attempt, namespace, up, writes=isinstance(request, WriteRequest), plan=plan)
     if not shard.begin(session):
         down.put(Refused(RefusedKind.BAD, f"attempt {request.attempt} is under way already"))
         return
     effect = yield from _drive(shard, session, plan, Open())
-    if isinstance(effect, Granted):
+    if isinstance(effect, Granted) and isinstance(request, AttendRequest):
+        yield from _attend(shard, session, plan, request, effect.pages, shard.now() + opening.patience_ns, down)
+    elif isinstance(effect, Granted):
         down.put([None if isinstance(page, PageSlot) else page for page in effect.pages])
         give_up = shard.now() + opening.patience_ns
+        assert not isinstance(request, AttendRequest)
         if isinstance(request, WriteRequest):
             yield from _write(shard, session, plan, request, effect.pages, give_up, up, down)
         else:
@@ -205,9 +232,42 @@ def _drive(shard: SessionHost, session: Session, plan: PageSession, event: Sessi
 
 
 def _answered(session: Session, answered: Promise, reply: Reply) -> None:
+    if isinstance(reply, SpanGrant):
+        session.pages = [slot for pages in reply.spans if isinstance(pages, SpanPages) for slot in pages.slots]
     if isinstance(reply, WriteGrant | PinGrant):
         session.pages = [page if isinstance(page, PageSlot) else None for page in reply.pages]
     answered.fulfil(reply)
+
+
+def _attend(
+    shard: SessionHost,
+    session: Session,
+    plan: PageSession,
+    request: AttendRequest,
+    granted: Sequence[object],
+    give_up: int,
+    down: Pipe,
+) -> Script:
+    """Attends to one span after the other, as a compute does to one subtree after the other: a span's pages are
+    verified when they are first used, and read when it is their turn."""
+    spans = dict(zip(request.spans, granted, strict=True))
+    lacking = {span: why for span, why in spans.items() if isinstance(why, SpanMiss)}
+    found: list[SpanRead] = []
+    for span, pages in spans.items():
+        if lacking or not isinstance(pages, SpanPages):
+            break
+        yield None, int(2 * shard.world.scenario.frame_ns * shard.world.rng.random())
+        effect = yield from _drive(shard, session, plan, MoveNext())
+        if not isinstance(effect, MoveFrame) or shard.now() > give_up:
+            return
+        if not shard.storage.verified(pages):
+            lacking[span] = SpanMiss.CORRUPT
+            break
+        found += [
+            SpanRead(span, slot, shard.storage.bytes_of(slot), sound=not shard.storage.is_rotten(slot))
+            for slot in pages.slots
+        ]
+    down.put(SpansLacking(tuple(lacking.items())) if lacking else found)
 
 
 def _read(

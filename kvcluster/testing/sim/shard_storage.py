@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import NamespaceId
-from kvcluster.core.messages import Fetch, PageMove, PageSlot, Tier
+from kvcluster.core.messages import Fetch, PageMove, PageSlot, SpanPages, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.pages import checksum
 from kvcluster.testing.sim import content
@@ -29,6 +29,7 @@ class ShardStorage:
         self._world = world
         self._memory = memory
         self._disks = disks
+        self._verified: dict[SpanPages, None] = {}
 
     def load_layer(self, item: int, slot: PageSlot, layer: int) -> Layer:
         """Returns what a reader is sent: the bytes of the layer, and the checksum that was committed with them."""
@@ -55,6 +56,14 @@ class ShardStorage:
         if checksum.first_mismatch(identity, 0, sums, self._memory.view(slot)) is not None:
             return None
         return checksum.pack_sums(sums)
+
+    def verified(self, pages: SpanPages) -> bool:
+        """Whether the pages of a span match their checksums, which is looked at when they are first used."""
+        if pages not in self._verified:
+            if not all(self.matches(pages.namespace, slot, self.bytes_of(slot)) for slot in pages.slots):
+                return False
+            self._verified[pages] = None
+        return True
 
     def verify_copies(self, effect: Fetch, arrived: ArrivedSums) -> tuple[dict[int, bytes], list[int]]:
         """Verifies the pages that have arrived whole. Returns the packed sums of those that match, and the items of

@@ -14,7 +14,7 @@ from kvcluster.core.ids import Epoch, Holder, ShardId
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import TicketBody, Tier, Tombstone
 from kvcluster.testing.kernel import MS, SECOND, Clock, Kernel, Process
-from kvcluster.testing.sim import content, scenario, sequence_workload, workload
+from kvcluster.testing.sim import content, scenario, sequence_attention, sequence_workload, workload
 from kvcluster.testing.sim.content import Model
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.coordinator_oracle import CoordinatorOracle
@@ -47,7 +47,9 @@ class SimulatedWorld:
         without_stops = scenario.with_sequences(
             scenario.draw(rng, self.later), self.sequence_rng, random.Random(f"{seed}, windows")
         )
-        self.scenario = drawn = scenario.with_stops(without_stops, random.Random(f"{seed}, stops"))
+        self.attention_rng = random.Random(f"{seed}, attention")
+        with_attention = scenario.with_attention(without_stops, self.attention_rng)
+        self.scenario = drawn = scenario.with_stops(with_attention, random.Random(f"{seed}, stops"))
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
         self.faults: Counter[str] = Counter()
@@ -161,6 +163,8 @@ class SimulatedWorld:
         self._began(name, node, self._holders)
         worker.slots += [worker.start(worker.keep_tables()), worker.start(worker.keep_storing())]
         worker.slots += [worker.start(sequence_workload.user(self, worker)) for _ in range(load.users)]
+        if self.scenario.attends:
+            worker.slots.append(worker.start(sequence_attention.attender(self, worker)))
         return worker
 
     def _next_holder(self) -> Holder:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import kvcluster
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, merge, partial
-from kvcluster.attention.tree import CUT_TOKENS
 from kvcluster.client.client import Client
 from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, SpanFacts
 from kvcluster.config import TRANSPORTS, ClientConfig
@@ -34,6 +33,7 @@ from kvcluster.core.messages import (
     ShardAddress,
 )
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.errors import LimitError, LostTokens
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcluster.attention.tree import CUT_TOKENS, ROOT, Subtree, subtrees, subtrees_beside, subtrees_of
 from kvcluster.client.sequences.attend_planner import ShipAbsent, SpanChoice, SpanFacts
 from kvcluster.client.sequences.blocks import SequenceBlock, StoreState
 from kvcluster.client.sequences.policy import WindowPolicy
@@ -23,6 +22,7 @@ from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, Epoch, SequenceId, ShardId
 from kvcluster.core.messages import ShardAddress
+from kvcluster.core.position_tree import CUT_TOKENS, ROOT, Subtree, subtrees, subtrees_beside, subtrees_of
 
 SHIP_ABSENT = ShipAbsent().choose
 SHARDS = [ShardAddress(ShardId(f"shard-{number}"), Epoch(1), f"host:{number}", "here") for number in range(4)]

@@ -4,7 +4,7 @@ None is hidden: each is a plausible mistake, such as a forgotten comparison, a m
 order. Each module of bugs adds its own to BUGS when it is imported, as it is here.
 """
 
-from kvcluster.testing.sim.bugs import clients, coordinators, sequences, shards
+from kvcluster.testing.sim.bugs import attention, clients, coordinators, sequences, shards
 from kvcluster.testing.sim.bugs.planting import BUGS, planted_bug
 
-__all__ = ["BUGS", "clients", "coordinators", "planted_bug", "sequences", "shards"]
+__all__ = ["BUGS", "attention", "clients", "coordinators", "planted_bug", "sequences", "shards"]

@@ -1,0 +1,67 @@
+"""What was sent to shards in one step, and what has come back. A step counts only if every shard has done its part:
+results of some are never merged with a second computation of the rest."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvcluster.core.miss import Loss
+from kvcluster.core.position_tree import CUT_TOKENS
+
+if TYPE_CHECKING:
+    from kvcluster.attention import Partial
+
+
+class ShardResults(NamedTuple):
+    """What one shard has sent: the results of each row, and the worst loss of the pages."""
+
+    rows: list[tuple[int, list[Partial]]]
+    loss: Loss
+
+
+class ShardFailure(NamedTuple):
+    """A shard has not done its part: it was `busy`, or is lost or lacks pages, of which `lost` is the first cut."""
+
+    busy: bool = False
+    lost: int | None = None
+
+
+@dataclass
+class Shipment:
+    """What was sent in one step. `wait` returns when every shard has answered or failed."""
+
+    left: int
+    failed: bool = False
+    busy: bool = False
+    """Whether a shard was too busy."""
+    lost: int | None = None
+    """The first position of what lost shards had, or had no longer."""
+    error: Exception | None = None
+    loss: Loss = Loss.EXACT
+    results: dict[int, list[Partial]] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, answer: ShardResults | ShardFailure) -> None:
+        """Takes what has become of one shard's part."""
+        with self.changed:
+            if isinstance(answer, ShardFailure):
+                self.failed, self.busy = True, self.busy or answer.busy
+                if answer.lost is not None:
+                    position = answer.lost * CUT_TOKENS
+                    self.lost = position if self.lost is None else min(self.lost, position)
+            else:
+                for row, partials in answer.rows:
+                    self.results.setdefault(row, []).extend(partials)
+                self.loss = max(self.loss, answer.loss)
+            self.left -= 1
+            self.changed.notify_all()
+
+    def wait(self) -> bool:
+        """Returns whether every result has come. Each shard ends by its deadline."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.left)
+        if self.error is not None:
+            raise self.error
+        return not self.failed

@@ -1,0 +1,59 @@
+"""Bugs of remote attention: which pages a span stands for, what is attended to where, and what counts as a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvcluster.client.sequences import ship_plan
+from kvcluster.client.sequences.remote_spans import RemoteSpans
+from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment
+from kvcluster.core.pool import PagePool
+from kvcluster.core.span_handler import SpanHandler
+from kvcluster.core.span_registry import SpanRegistry
+from kvcluster.testing.sim.bugs.planting import planted
+
+
+@planted(SpanRegistry, "_resolved")
+def stale_generation_read(original: Any, self: SpanRegistry, name: Any, span: Any) -> Any:
+    """A shard attends to the pages that it found for a span at first, even if other blocks have them now."""
+    return span if span.found is not None else original(self, name, span)
+
+
+@stale_generation_read.also(PagePool, "pin")
+def _pin(original: Any, self: PagePool, page: Any) -> None:
+    page.pins += 1
+
+
+@planted(SpanHandler, "pin")
+def spans_not_pinned(original: Any, self: SpanHandler, request: Any, now: int) -> Any:
+    """The pages of a span are not pinned while they are attended to."""
+    effects = original(self, request, now)
+    for lease in self._leases.all():
+        if lease.attempt == request.question.attempt:
+            for page in lease.pages:
+                self._pool.unpin(page)
+            lease.pages = []
+    return effects
+
+
+@planted(RemoteSpans, "named")
+def truncated_page_attended(original: Any, self: RemoteSpans, shard: Any, cut: Any) -> Any:
+    """A worker knows a span by its position alone, so that what was truncated is attended to after the sequence has
+    grown again."""
+    return original(self, shard, _FIRST.setdefault((self, shard, cut.cut), cut))
+
+
+_FIRST: dict[Any, Any] = {}
+"""The first blocks that were named for each cut at a shard."""
+
+
+@planted(ship_plan, "_local")
+def span_attended_twice(original: Any, row: Any, shipped: Any, taken: Any) -> Any:
+    """What is shipped is attended to here as well."""
+    return original(row, (), ())
+
+
+@planted(Shipment, "take")
+def merged_in_part(original: Any, self: Shipment, answer: Any) -> None:
+    """The results of some shards are merged though another has not done its part."""
+    original(self, ShardResults([], self.loss) if isinstance(answer, ShardFailure) else answer)
