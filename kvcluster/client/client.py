@@ -30,6 +30,7 @@ from kvcluster.client.sequences.opener import SequenceOpener
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resources import sequence_resources
 from kvcluster.client.sequences.sequence import Sequence as KVSequence
+from kvcluster.client.sequences.shipment import ShippedCounts
 from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.client.shard_connections import OpenTransport, ShardConnections
 from kvcluster.client.status import status_dict
@@ -101,12 +102,10 @@ class Client:
         self._control = CoordinatorClient(port)
         lock = threading.RLock()  # guards the decisions of plans and policy: never held during I/O or copies
         policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
-        self._shards = ShardConnections(open_transport, policy, lock)
-        self._attempt = own_attempts()
+        self._shards, self._attempt = ShardConnections(open_transport, policy, lock), own_attempts()
         self._tickets = Tickets(self._control, self._attempt, TicketSeal(token))
-        self._transfers = TransferQueue(
-            self._control, self._shards, policy, lock, self.parts, next_attempt=self._attempt, config=self._config
-        )
+        asked = self._control, self._shards, policy, lock, self.parts
+        self._transfers = TransferQueue(*asked, next_attempt=self._attempt, config=self._config)
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=self._deadline)
         # Without a decoder, the coordinator must not promise this client an encoded page.
         self._accept = Loss[self._config.accept.upper()] if implementation() is not None else Loss.EXACT
@@ -341,8 +340,8 @@ class Client:
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
         """Returns the coordinator's status of the cluster as plain values, and this client's `transports` in use and
         `breakers`, by shard. Raises Unreachable if the coordinator does not answer."""
-        status = self._require_answer(Status, GetStatus(), deadline_ms, "is the cluster up?")
-        return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
+        status = status_dict(self._require_answer(Status, GetStatus(), deadline_ms, "is the cluster up?"))
+        return status | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
 
     @property
     def shard_connections(self) -> ShardConnections:
@@ -365,19 +364,21 @@ class Client:
         Its KV is kept in this client's resident set (`ClientConfig.resident_bytes`), and by `policy` leaves it for the
         cluster; None means WindowPolicy(). It takes at most `max_tokens` tokens; with `drop_oldest` it takes more, and
         keeps that many: the oldest behind the policy's sinks are dropped, positions stay, and what is made from then on
-        is its own. If the coordinator does not
-        answer, it begins empty. Raises CallerError if the spec has several groups, or planes that no tensor holds, or
-        without torch; Unreachable if the coordinator has never answered this client.
+        is its own. If the coordinator does not answer, it begins empty. Raises CallerError if the spec has several
+        groups, or planes that no tensor holds, or without torch; Unreachable if the coordinator never answered.
         """
         check_tokens("max_tokens", max_tokens)
-        deadline = self._call(deadline_ms)
-        opened = as_prompt(prompt), max_tokens, policy or WindowPolicy(), deadline
+        opened = as_prompt(prompt), max_tokens, policy or WindowPolicy(), self._call(deadline_ms)
         return self._sequences.open(*opened, drop_oldest=drop_oldest)
 
     def prewarm_resident(self, tokens: int, *, deadline_ms: float | None = None) -> None:
         """Has the operating system provide memory for `tokens` tokens of open sequences now, as far as `resident_bytes`
         goes, so that the first steps do not wait for it. Raises as `sequence`."""
         self._sequences.prewarm(check_tokens("tokens", tokens), self._call(deadline_ms))
+
+    def shipped(self) -> ShippedCounts:
+        """Returns what the remote attention of this client has sent and received so far."""
+        return self._sequences.shipped()
 
     def resident(self) -> ResidentUse:
         """Returns what the open sequences of this client take of its memory."""

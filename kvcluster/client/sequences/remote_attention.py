@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcluster.attention import Partial, uses_fused
@@ -19,7 +19,7 @@ from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.sequences.block_places import BlockPlaces
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import AskedRow, ShipPlan
-from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment
+from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment, ShippedCounts
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.core import limits
@@ -83,18 +83,6 @@ class LayerQuery(NamedTuple):
         return memoryview(b"".join(self.data[each * self.starts[row] : each * self.starts[row + 1]] for row in rows))
 
 
-@dataclass
-class ShippedCounts:
-    """What one client's remote attention has done since it began: messages, spans that rows named in them, bytes of
-    queries and of results, and messages that brought none."""
-
-    messages: int = 0
-    spans: int = 0
-    query_bytes: int = 0
-    result_bytes: int = 0
-    failed: int = 0
-
-
 class RemoteAttention:
     """The queries that one client ships, to pages of `part` of the spec's only group that have lost at most `accept`.
     Thread-safe."""
@@ -110,7 +98,7 @@ class RemoteAttention:
         next_attempt: Callable[[], Attempt],
     ) -> None:
         self.places = BlockPlaces(spec, part, accept, control)
-        self.counts = ShippedCounts()
+        self._counts = ShippedCounts()
         self._spec = spec
         self._specs = {False: spec, True: replace(spec, private=True)}
         self._spans = RemoteSpans(next_attempt().holder, part, accept)
@@ -126,6 +114,11 @@ class RemoteAttention:
         for shard, rows in plan.asks.items():
             self._pool.submit(self._work(shipment, shard, rows, query, deadline.share(_SHARE)))
         return shipment
+
+    def counted(self) -> ShippedCounts:
+        """Returns what was sent and has come back so far."""
+        with self._lock:
+            return replace(self._counts)
 
     def pause(self) -> None:
         """Waits a moment, after which shards that were busy may be asked again."""
@@ -158,7 +151,7 @@ class RemoteAttention:
             except Exception as error:  # a bug, raised where the step is
                 shipment.error = error
             with self._lock:
-                self.counts.failed += isinstance(answer, ShardFailure)
+                self._counts.failed += isinstance(answer, ShardFailure)
             shipment.take(answer)
 
         return work
@@ -184,9 +177,9 @@ class RemoteAttention:
             request = self._request(shard, rows, named, query)
             data = query.of_rows([row.row for row in rows])
             with self._lock:
-                self.counts.messages += 1
-                self.counts.spans += sum(len(row.spans) for row in request.rows)
-                self.counts.query_bytes += data.nbytes
+                self._counts.messages += 1
+                self._counts.spans += sum(len(row.spans) for row in request.rows)
+                self._counts.query_bytes += data.nbytes
             try:
                 answer, results = self._shards.attend(shard, self._spec, namespace, request, data, deadline)
             except PathLost:
@@ -195,7 +188,7 @@ class RemoteAttention:
                 wanted = [(query.tokens(row.row), row.subtrees) for row in rows]
                 unpacked = unpack_results(results, wanted, query.heads, query.value_dim)
                 with self._lock:
-                    self.counts.result_bytes += results.nbytes
+                    self._counts.result_bytes += results.nbytes
                 return ShardResults([(row.row, mine) for row, mine in zip(rows, unpacked, strict=True)], answer.loss)
             if isinstance(answer, AttendDeclined):
                 self.places.avoid(shard)

@@ -235,6 +235,10 @@ def test_a_step_sends_one_message_to_each_shard_and_layer(cluster: MemoryCluster
             for at, row in enumerate(rows):
                 row.append([step], 70 + 10 * step + 2 * at)
         assert len(reader.wire.registered) == len(cluster.shards), "spans are registered once"
+        shipped = reader.client.shipped()
+        assert shipped.messages == 3 * LAYERS * len(cluster.shards) and not shipped.failed
+        assert shipped.query_bytes == shipped.messages * 3 * HEADS * GROUP * DIM * 4
+        assert shipped.result_bytes > 0 and not shipped.result_bytes % (HEADS * GROUP * (DIM + 1) * 4)
 
 
 def test_forks_and_truncated_sequences_name_the_spans_that_they_have(cluster: MemoryCluster, stored: Text) -> None:
