@@ -9,7 +9,7 @@ is counted twice.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -266,18 +266,29 @@ class RemoteAttention:
         )
 
 
+def may_ship(query: LayerQuery) -> bool:
+    """Whether a query of this size may be sent at all: it, and the smallest result of any of its rows, are within the
+    limits."""
+    rows = range(len(query.starts) - 1)
+    most = max((query.tokens(row) for row in rows), default=0)
+    return (
+        query.data.nbytes <= limits.ATTEND_BYTES
+        and result_bytes(most, query.heads, query.value_dim) <= limits.ATTEND_BYTES
+        and CUT_TOKENS * most * query.heads * (query.dim + query.value_dim) <= limits.ATTEND_WORK
+    )
+
+
 def _messages(rows: Sequence[AskedRow], query: LayerQuery) -> list[list[AskedRow]]:
     """Divides what is asked of one shard into messages that are within the limits: one, but for long prompts."""
     if _fits(rows, query):
         return [list(rows)]
     parts: list[list[AskedRow]] = []
     for row in rows:
-        for subtree in row.subtrees:
-            cuts = tuple(cut for cut in row.cuts if subtree.contains(Subtree(0, cut.cut)))
-            mine = AskedRow(row.row, cuts, (subtree,))
+        for mine in _pieces(row, query):
             last = parts[-1] if parts else []
             if last and last[-1].row == row.row:
-                grown = [*last[:-1], AskedRow(row.row, last[-1].cuts + cuts, (*last[-1].subtrees, subtree))]
+                before = last[-1]
+                grown = [*last[:-1], AskedRow(row.row, before.cuts + mine.cuts, before.subtrees + mine.subtrees)]
             else:
                 grown = [*last, mine]
             if last and _fits(grown, query):
@@ -285,6 +296,20 @@ def _messages(rows: Sequence[AskedRow], query: LayerQuery) -> list[list[AskedRow
             else:
                 parts.append([mine])
     return parts
+
+
+def _pieces(row: AskedRow, query: LayerQuery) -> Iterator[AskedRow]:
+    """Yields what a row wants, a subtree at a time; one that is too much for a message, by halves."""
+    left = list(reversed(row.subtrees))
+    while left:
+        subtree = left.pop()
+        cuts = tuple(cut for cut in row.cuts if subtree.contains(Subtree(0, cut.cut)))
+        mine = AskedRow(row.row, cuts, (subtree,))
+        if subtree.level and not _fits([mine], query):
+            first = Subtree(subtree.level - 1, 2 * subtree.index)
+            left += [Subtree(first.level, first.index + 1), first]
+        else:
+            yield mine
 
 
 def _fits(rows: Sequence[AskedRow], query: LayerQuery) -> bool:
