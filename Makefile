@@ -36,7 +36,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity alerts chart image image-check compat mutants sanitizers aarch64 lock fmt proto clean
+.PHONY: help install demo test check test-vllm e2e-vllm bench-vllm nightly bench simulate chaos soak attacks fuzz integrity alerts chart pods image image-check compat mutants sanitizers aarch64 lock fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -138,6 +138,9 @@ alerts: install ## the alert rules under promtool, and Prometheus scraping a rea
 
 chart: install .venv-chart/.installed ## the Helm chart: lint, install, upgrade by the real Helm library; one table (CHART_ARGS="-k refused")
 	@.venv-chart/bin/python -m pytest -q -c tests/chart/pytest.ini tests/chart $(CHART_ARGS)
+
+pods: install .venv-chart/.installed .venv-vllm ## the chart's rendered pods as processes behind its policies, and two engines beside them (root)
+	@$(BIN)/pytest -q --nightly tests/pods
 
 .venv-chart/.installed: tools/chart.txt
 	$(say) "installing Helm's library and Kubernetes' schemas into .venv-chart; half a minute"

@@ -26,6 +26,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "sanitizers": ("make", "sanitizers"),
     "aarch64": ("make", "aarch64"),
     "alerts": ("make", "alerts"),
+    "pods": ("make", "pods"),
     "image": ("make", "image-check"),
     "e2e": ("make", "e2e-vllm"),
     "chaos": ("make", "chaos"),

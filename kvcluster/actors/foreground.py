@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 from kvcluster.actors import background, cluster, settings
 from kvcluster.actors.coordinator import with_state_dir
-from kvcluster.actors.gcs import asks_for_a_token
+from kvcluster.actors.gcs import answers, asks_for_a_token
 from kvcluster.actors.listening import bound_socket
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import own_ray, ray_of_nodes, redis_password
 from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, running_node
+from kvcluster.actors.ray_watch import ends_with_ray
 from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, differences
@@ -36,6 +37,9 @@ ALLOWED = (UNAUTHENTICATED, TENANTS)
 """What `--allow` names: a Ray that asks for no token, and several tenants on a Ray that others use, too."""
 
 _PASS_S = 2.0
+_AWAY_S = 60.0
+"""How long another's Ray may be away: its head may be started again."""
+_ENDED = "Ray has ended on this node; start this command again"
 
 
 class ConfigSource(NamedTuple):
@@ -66,7 +70,7 @@ def run_local(source: ConfigSource, say: Say) -> None:
     say(f"starting Ray, a coordinator and {_count(config)}: usually ten seconds")
     state, given = background.state_dir(config), source
     source = ConfigSource(lambda: with_state_dir(given.read(), state), given.path)
-    with own_ray(), background.local_head(config) as head, stopped_by_signals() as stop:
+    with own_ray(), background.local_head(config) as head, _watched(head.node, config), stopped_by_signals() as stop:
         running = cluster.start(source.read(), detached=True)
         background.record(config, head, running)
         reconciler = Reconciler(source.read(), detached=True)
@@ -77,7 +81,7 @@ def run_head(source: ConfigSource, node_ip: str, offers: Mapping[str, float], sa
     """Runs the head of a cluster of several nodes until a signal, and keeps the cluster as configured. `node_ip`: the
     address of this machine that the other nodes reach. Raises ConfigError, or KVClusterError if Ray ends."""
     config = source.read()
-    with ray_of_nodes(config), _head(config, node_ip, offers) as head:
+    with ray_of_nodes(config), _head(config, node_ip, offers) as head, _watched(head, config):
         address = f"{node_ip}:{config.ray.port}"
         with background.connected(address, node_ip), stopped_by_signals() as stop:
             say(f"Ray's head listens at {address}; on each other node: kvcluster join {address} --config FILE")
@@ -90,7 +94,12 @@ def run_on(address: str, source: ConfigSource, allowed: frozenset[str], say: Say
     ConfigError if that Ray or the configuration is not what the operator has allowed."""
     config = source.read()
     check_trust(config, address, allowed)
-    with background.connected(address), stopped_by_signals() as stop:
+    gone = f"the Ray at {address} has not answered for {_AWAY_S:.0f} s; start this command again"
+    with (
+        ends_with_ray(lambda: answers(address), lambda: None, gone, patience_s=_AWAY_S),
+        background.connected(address),
+        stopped_by_signals() as stop,
+    ):
         running = settings.published(config.name)
         if once and running is not None and (differ := differences(running, config)):
             raise ConfigError(
@@ -171,6 +180,11 @@ def _head(config: Config, node_ip: str, offers: Mapping[str, float]) -> Iterator
         yield node
 
 
+def _watched(head: RayNode, config: Config) -> contextlib.AbstractContextManager[None]:
+    """Ends this process if the head ends, even while a call of Ray does not return."""
+    return ends_with_ray(head.runs, lambda: head.end(longest_save_ms(config)), _ENDED)
+
+
 def _adopt(config: Config, say: Say) -> None:
     """Publishes the configuration, and says what it changes of one that was published before."""
     before = settings.published(config.name)
@@ -193,7 +207,7 @@ def _reconcile(
     said, stamp, was_up = "", source.stamp(), False
     while not stop.is_set():
         if not runs():
-            raise KVClusterError("Ray has ended on this node; start this command again")
+            raise KVClusterError(_ENDED)
         if source.stamp() != stamp:
             stamp = source.stamp()
             config = _read_again(source, config, reconciler, say)

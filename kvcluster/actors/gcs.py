@@ -39,6 +39,15 @@ def asks_for_a_token(address: str) -> bool:
     return False
 
 
+def answers(address: str) -> bool:
+    """Whether a Ray's head at HOST:PORT answers, if only that it asks for a token."""
+    try:
+        asks_for_a_token(address)
+    except (ConfigError, Unreachable):
+        return False
+    return True
+
+
 class NodeNotes:
     """What a node that has no driver tells the reconciler through Ray's key-value store. All calls raise if the head
     does not answer."""

@@ -13,7 +13,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcluster.actors.listening import bound_socket
+from kvcluster.actors.node_folder import node_folder
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
 from kvcluster.actors.stopping import end_shards
 from kvcluster.config import RayConfig
@@ -33,6 +33,7 @@ _STOP_S = 20.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _STARTED = "Ray runtime started"
 _FRAME = re.compile(r"\[0x[0-9a-f]+\]|StackTrace")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayNode(NamedTuple):
@@ -68,10 +69,11 @@ class RayNode(NamedTuple):
 
 
 def start_node(
-    folder: Path, where: Sequence[str], memory: int, resources: Mapping[str, float] | None = None
+    folder: Path, where: Sequence[str], memory: int, resources: Mapping[str, float] | None = None, *, lock: int = -1
 ) -> RayNode:
     """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
-    it joins. `memory`: bytes that actors may claim. To be called within `uninterrupted`."""
+    it joins. `memory`: bytes that actors may claim. `lock`: a descriptor that its leader inherits (node_folder.py). To
+    be called within `uninterrupted`."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *where]
     command += [f"--temp-dir={folder}"]
     # Only what the actors need. They take none of Ray's CPUs; for each CPU Ray would keep a process ready.
@@ -80,18 +82,18 @@ def start_node(
         offered = ", ".join(f'"{name}": {amount}' for name, amount in resources.items())
         command += ["--resources={" + offered + "}"]
     folder.mkdir(exist_ok=True)
-    return RayNode(_spawn(command, log_of(folder)), folder)
+    return RayNode(_spawn(command, log_of(folder), lock), folder)
 
 
 @contextlib.contextmanager
 def running_node(where: Sequence[str], memory: int, resources: Mapping[str, float], stop_ms: int) -> Iterator[RayNode]:
-    """A node within the block, as of `start_node`, in a private folder whose path is short enough for its sockets. Ends
-    it with the block; its shards may save their pages for `stop_ms` before. Raises as RayNode.wait_until_up."""
-    with tempfile.TemporaryDirectory(prefix="kvcluster-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    """A node within the block, as of `start_node`, in a folder of its own. Ends it with the block; its shards may save
+    their pages for `stop_ms` before. Raises as RayNode.wait_until_up."""
+    with node_folder() as folder:
         node: RayNode | None = None
         try:
             with uninterrupted():
-                node = start_node(Path(folder, "ray"), where, memory, resources)
+                node = start_node(folder.path / "ray", where, memory, resources, lock=folder.lock)
             node.wait_until_up()
             yield node
         finally:
@@ -132,13 +134,14 @@ def log_of(folder: Path) -> Path:
 
 def _said(folder: Path) -> str:
     try:
-        return log_of(folder).read_text(encoding="utf-8", errors="replace")
+        return _COLOUR.sub("", log_of(folder).read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return ""
 
 
-def _spawn(command: list[str], log: Path) -> int:
-    """Starts a process that leads a session of its own, and returns its id."""
+def _spawn(command: list[str], log: Path, inherited: int) -> int:
+    """Starts a process that leads a session of its own, and returns its id. It gets the descriptor `inherited`, unless
+    that is -1."""
     # Not subprocess, whose objects expect to wait for the process that they started.
     return os.posix_spawn(
         command[0],
@@ -148,6 +151,7 @@ def _spawn(command: list[str], log: Path) -> int:
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
+            *([(os.POSIX_SPAWN_DUP2, inherited, 3)] if inherited >= 0 else []),
         ],
         setsid=True,
     )

@@ -11,7 +11,10 @@ from collections.abc import Callable
 from functools import partial
 
 from kvcluster.client.coordinator_client import CoordinatorClient
-from kvcluster.client.load_plan import (
+from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.load_sink import LoadSink
+from kvcluster.client.memory import BoundMemory
+from kvcluster.client.plan_messages import (
     Answered,
     AskElsewhere,
     FinishLoad,
@@ -23,9 +26,6 @@ from kvcluster.client.load_plan import (
     StartRead,
     StopRead,
 )
-from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.load_sink import LoadSink
-from kvcluster.client.memory import BoundMemory
 from kvcluster.client.plan_runner import Job
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded

@@ -17,19 +17,35 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum
 
 from kvcluster.client.exchange_split import split_among_exchanges
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.pieces import Piece, PieceList, sizes
-from kvcluster.client.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, Permit, ShardPolicy
+from kvcluster.client.plan_messages import (
+    NEVER_BEGUN,
+    Answered,
+    AskElsewhere,
+    Begin,
+    Cancel,
+    FinishLoad,
+    LoadEffect,
+    LoadEvent,
+    PlanTick,
+    ReadEnded,
+    ReadStopped,
+    ReportCorrupt,
+    StartRead,
+    StopRead,
+)
+from kvcluster.client.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, ShardPolicy
+from kvcluster.client.read_exchange import AskedElsewhere, ReadExchange
 from kvcluster.client.read_ranges import ReadRanges
-from kvcluster.client.results import Loaded
-from kvcluster.client.retry import Alternatives, Question, RetryPlan
+from kvcluster.client.retry import Alternatives, RetryPlan
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
-from kvcluster.core.messages import Explained, PageKey, ShardAddress, TicketBody
+from kvcluster.core.messages import ShardAddress, TicketBody
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.core.tiers import FASTEST
@@ -38,107 +54,7 @@ from kvcluster.transport.base import Streams
 READERS = 32
 """Exchanges by which a client reads at once: sixteen shards with two streams each."""
 
-NEVER_BEGUN = "given up before it began"
 _LATE = Miss(MissReason.DEADLINE)
-
-# ------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The load may use the network now."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
-    """An exchange has ended without being stopped: with an outcome for each of its pieces, or with an error."""
-
-    exchange: int
-    outcome: Sequence[Miss | None] = ()
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ReadStopped:
-    """An exchange no longer writes these of its items; None: it writes nothing more, and no ReadEnded will follow."""
-
-    exchange: int
-    items: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """The coordinator's answers to the questions of an AskElsewhere; fewer answers if it could not be asked."""
-
-    number: int
-    answers: Sequence[Explained]
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """The caller cancels the load. `why` becomes the reason of the blocks that have not arrived."""
-
-    why: Miss
-
-
-@dataclass(frozen=True, slots=True)
-class PlanTick:
-    """The time that `next_deadline` returned has come."""
-
-
-LoadEvent = Begin | ReadEnded | ReadStopped | Answered | Cancel | PlanTick
-
-# ------------------------------------------------------------------------------------------------ effects
-
-
-@dataclass(frozen=True, slots=True)
-class StartRead:
-    """Read the pieces of `ranges` from this shard into their places. `accept`: the worst loss that is accepted."""
-
-    exchange: int
-    shard: ShardAddress
-    attempt: Attempt
-    ranges: ReadRanges
-    accept: Loss
-
-
-@dataclass(frozen=True, slots=True)
-class StopRead:
-    """Stop writing these items of an exchange, or all of them (None), and send ReadStopped within one chunk."""
-
-    exchange: int
-    items: tuple[int, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
-class AskElsewhere:
-    """Ask the coordinator these questions, one after the other, until `until_ns`, and send Answered."""
-
-    number: int
-    questions: tuple[Question, ...]
-    until_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportCorrupt:
-    """Tell a shard that its bytes of these pages did not match here. No answer is expected."""
-
-    shard: ShardAddress
-    keys: tuple[PageKey, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FinishLoad:
-    """The outcome, or the error to raise at the caller. The caller's memory is no longer written. `took_ns` of an
-    outcome is 0 if the load was stopped."""
-
-    loaded: Loaded | None
-    error: BaseException | None = None
-
-
-LoadEffect = StartRead | StopRead | AskElsewhere | ReportCorrupt | FinishLoad
-
-# --------------------------------------------------------------------------------------------------- plan
 
 
 class _LoadState(Enum):
@@ -146,36 +62,6 @@ class _LoadState(Enum):
     RUNNING = "running"
     STOPPING = "stopping"
     ENDED = "ended"
-
-
-@dataclass(eq=False, slots=True)
-class _ReadExchange:
-    """One read that is under way. `handed_over`: the items that other exchanges bring. `stopping`: the items that it
-    was told to stop, and their other replicas."""
-
-    number: int
-    shard: ShardAddress
-    ranges: ReadRanges
-    permit: Permit
-    reattached: bool
-    hedged: bool = False
-    handed_over: dict[int, None] = field(default_factory=dict)
-    stopping: tuple[tuple[int, ...], Alternatives] | None = None
-
-    def missing(self) -> list[tuple[int, Piece]]:
-        """Returns the pieces that it still has to bring, by item."""
-        items = (item for item in self.ranges.unfinished() if item not in self.handed_over)
-        return [(item, rest) for item in items for rest in self.ranges.left(item)]
-
-
-@dataclass(frozen=True, slots=True)
-class _AskedElsewhere:
-    """An open question for other replicas of `rests`. `silent`: the exchange that may still bring them, None if it has
-    ended."""
-
-    questions: tuple[Question, ...]
-    rests: tuple[Piece, ...]
-    silent: int | None
 
 
 class LoadPlan:
@@ -215,8 +101,8 @@ class LoadPlan:
         self._began_ns = 0
         self._patience_ns = 0
         self._numbers = itertools.count(1)
-        self._exchanges: dict[int, _ReadExchange] = {}
-        self._asked: dict[int, _AskedElsewhere] = {}
+        self._exchanges: dict[int, ReadExchange] = {}
+        self._asked: dict[int, AskedElsewhere] = {}
         self._state = _LoadState.NEW
         self._why = Miss(MissReason.SHARD_LOST)  # the reason of blocks without a recorded failure
         self._error: BaseException | None = None
@@ -289,7 +175,7 @@ class LoadPlan:
                     effects += self._look(shard, [(rest, permit) for rest in share], [], now)
                     continue
                 number, ranges = next(self._numbers), ReadRanges(share, now=now, deadline_ns=self._deadline_ns)
-                self._exchanges[number] = _ReadExchange(number, shard, ranges, permit, reattached)
+                self._exchanges[number] = ReadExchange(number, shard, ranges, permit, reattached)
                 effects.append(StartRead(number, shard, self._next_attempt(), ranges, self._progress.loss))
         return effects
 
@@ -320,7 +206,7 @@ class LoadPlan:
             (lossy if has_lost_more else gone).append((rest, why))
         return effects + self._look(exchange.shard, gone, lossy, now)
 
-    def _ask_again(self, exchange: _ReadExchange, verdict: AskAgain, now: int) -> list[LoadEffect]:
+    def _ask_again(self, exchange: ReadExchange, verdict: AskAgain, now: int) -> list[LoadEffect]:
         """Reads the rest from the same shard, except for pieces that arrived from there and did not verify."""
         missing = [(rest, exchange.ranges.why(item)) for item, rest in exchange.missing()]
         again = [rest for rest, why in missing if why is None]
@@ -347,7 +233,7 @@ class LoadPlan:
         if not questions:
             return []
         number = next(self._numbers)
-        self._asked[number] = _AskedElsewhere(questions, tuple(rests), silent)
+        self._asked[number] = AskedElsewhere(questions, tuple(rests), silent)
         return [AskElsewhere(number, questions, now + (self._deadline_ns - now) // ASKING_SHARE)]
 
     def _answered(self, event: Answered, now: int) -> list[LoadEffect]:
@@ -376,7 +262,7 @@ class LoadPlan:
                     pieces.setdefault(shard, []).append(piece)
         return pieces
 
-    def _report(self, exchange: _ReadExchange) -> list[LoadEffect]:
+    def _report(self, exchange: ReadExchange) -> list[LoadEffect]:
         """Reports to the shard which of its pages did not match their checksums here."""
         ranges = exchange.ranges
         keys = dict.fromkeys(ranges.pieces[item].want.key for item in ranges.corrupt if item not in ranges.unreadable)
@@ -395,7 +281,7 @@ class LoadPlan:
                 effects += self._ask(rests, exchange.number, now)
         return effects
 
-    def _take_away(self, exchange: _ReadExchange, found: Alternatives) -> list[LoadEffect]:
+    def _take_away(self, exchange: ReadExchange, found: Alternatives) -> list[LoadEffect]:
         """Stops a silent exchange for the items that other shards have; it goes on with its other items."""
         items: dict[int, bool] = {}
         for item, rest in exchange.missing():
@@ -419,7 +305,7 @@ class LoadPlan:
         self._policy.failed(exchange.permit, _silent(exchange.shard), now)
         return [*self._report(exchange), *self._hand_over(exchange, now)]
 
-    def _hand_over(self, exchange: _ReadExchange, now: int) -> list[LoadEffect]:
+    def _hand_over(self, exchange: ReadExchange, now: int) -> list[LoadEffect]:
         """Starts other exchanges for the items that this one has stopped."""
         if exchange.stopping is None:
             return []

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from kvcluster.client.load_plan import Begin, Cancel, PlanTick
+from kvcluster.client.plan_messages import Begin, Cancel, PlanTick
 from kvcluster.client.timer import Timer
 from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.core.miss import Miss

@@ -11,10 +11,7 @@ from functools import partial
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.memory import BoundMemory
-from kvcluster.client.plan_runner import Job
-from kvcluster.client.results import Stored
-from kvcluster.client.shard_connections import ShardConnections
-from kvcluster.client.store_plan import (
+from kvcluster.client.plan_messages import (
     AskStore,
     CloseTicket,
     FinishStore,
@@ -27,11 +24,14 @@ from kvcluster.client.store_plan import (
     StoreEvent,
     StoreGranted,
     StoreOver,
-    StoreTerms,
     TicketEnded,
     WriteEnded,
     WriteStopped,
 )
+from kvcluster.client.plan_runner import Job
+from kvcluster.client.results import Stored
+from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.client.store_pages import StoreTerms
 from kvcluster.client.store_source import StoreSource
 from kvcluster.core import messages
 from kvcluster.core.messages import Attached, Done, PrepareStore, StoreGrant

@@ -16,20 +16,40 @@ would otherwise find them pending. Events of exchanges that are over change noth
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from kvcluster.client.exchange_split import split_among_exchanges
-from kvcluster.client.load_plan import NEVER_BEGUN, Begin, Cancel, PlanTick
+from kvcluster.client.plan_messages import (
+    NEVER_BEGUN,
+    AskStore,
+    Begin,
+    Cancel,
+    CloseTicket,
+    FinishStore,
+    FreeSource,
+    NotGranted,
+    PlanTick,
+    SourceDrained,
+    StartWrite,
+    StopWrite,
+    StoreEffect,
+    StoreEvent,
+    StoreGranted,
+    StoreOver,
+    TicketEnded,
+    WriteEnded,
+    WriteStopped,
+)
 from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
-from kvcluster.client.results import Stored
+from kvcluster.client.store_pages import PagesToStore, StoreTerms, pages_of
 from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core import limits
-from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
-from kvcluster.core.messages import NewPages, ShardAddress, StoreGrant, WriteRequest, Written
-from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.ids import Attempt, NamespaceId
+from kvcluster.core.messages import ShardAddress, StoreGrant, WriteRequest, Written
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.spec import KVSpec
 from kvcluster.transport.base import PathLost, Streams, Unavailable
 
 PAUSES_NS = (10_000_000, 20_000_000, 40_000_000, 80_000_000, 160_000_000)
@@ -42,138 +62,6 @@ WRITERS = 32
 _LATE = Miss(MissReason.DEADLINE)
 
 
-@dataclass(frozen=True, slots=True)
-class StoreTerms:
-    """What to store: the given `parts` of the blocks of a chain from the block `first` on, computed over a prefix with
-    this `loss`. `hashes` are the chain's from the block `start` on, at least from the one before `first` and the
-    first of its run. `attempt` names the ticket; `wait_ns` is how long a shard may wait for room."""
-
-    hashes: Sequence[BlockHash]
-    first: int
-    parts: tuple[tuple[int, Part], ...]
-    loss: Loss
-    attempt: Attempt
-    wait_ns: int
-    start: int = 0
-
-    @property
-    def new(self) -> tuple[BlockHash, ...]:
-        return tuple(self.hashes[self.first - self.start :])
-
-    def before(self, block: int) -> BlockHash:
-        """Returns the parent of a block, which is counted from the beginning of the chain."""
-        return self.hashes[block - 1 - self.start] if block else BlockHash(bytes(HASH_BYTES))
-
-
-# ------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class StoreGranted:
-    """What to write, and in which namespace."""
-
-    namespace: NamespaceId
-    grant: StoreGrant
-
-
-@dataclass(frozen=True, slots=True)
-class NotGranted:
-    """No grant came. `asked`: the coordinator was asked, and may have granted something although its answer is lost."""
-
-    error: BaseException
-    asked: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SourceDrained:
-    """An exchange has taken its last byte of the source."""
-
-    exchange: int
-
-
-@dataclass(frozen=True, slots=True)
-class WriteEnded:
-    """An exchange has ended, with an outcome for each of its pages or with an error. It has read `nbytes` of the
-    source, from the pages `taken`."""
-
-    exchange: int
-    nbytes: int
-    outcome: Sequence[Written] = ()
-    error: BaseException | None = None
-    taken: Collection[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class WriteStopped:
-    """An exchange no longer reads the source. Its WriteEnded follows."""
-
-    exchange: int
-
-
-@dataclass(frozen=True, slots=True)
-class TicketEnded:
-    """The coordinator has ended the ticket, or could not be reached."""
-
-
-StoreEvent = (
-    Begin | StoreGranted | NotGranted | SourceDrained | WriteEnded | WriteStopped | TicketEnded | Cancel | PlanTick
-)
-
-# ------------------------------------------------------------------------------------------------ effects
-
-
-@dataclass(frozen=True, slots=True)
-class AskStore:
-    """Ask the coordinator what to write, and send StoreGranted or NotGranted."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartWrite:
-    """Write these pages to this shard. `blocks`: the block of each page, counted from the first new one."""
-
-    exchange: int
-    shard: ShardAddress
-    request: WriteRequest
-    blocks: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class StopWrite:
-    """Stop reading the source for this exchange, and send WriteStopped within one chunk."""
-
-    exchange: int
-
-
-@dataclass(frozen=True, slots=True)
-class FreeSource:
-    """The source may be overwritten."""
-
-
-@dataclass(frozen=True, slots=True)
-class CloseTicket:
-    """Tell the coordinator that this ticket is over, and send TicketEnded."""
-
-    attempt: Attempt
-
-
-@dataclass(frozen=True, slots=True)
-class FinishStore:
-    """The outcome, or the error to raise at the caller."""
-
-    stored: Stored | None
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoreOver:
-    """The next store of this client may begin."""
-
-
-StoreEffect = AskStore | StartWrite | StopWrite | FreeSource | CloseTicket | FinishStore | StoreOver
-
-# --------------------------------------------------------------------------------------------------- plan
-
-
 class _StoreState(Enum):
     NEW = "new"
     ASKING = "asking"
@@ -183,44 +71,10 @@ class _StoreState(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class _Pages:
-    """Pages that are written to one shard by one exchange, or by several if a path breaks, with the outcome of each. An
-    attempt that broke off may still hold its pages (`doubtful`), or may have committed those that it had `taken`."""
-
-    shard: ShardAddress
-    pages: NewPages
-    blocks: Sequence[int]
-    known: list[Written | None]
-    doubtful: dict[int, None] = field(default_factory=dict)
-    taken: dict[int, None] = field(default_factory=dict)
-    nbytes: int = 0
-    pauses: int = 0
-
-    def open(self) -> list[int]:
-        """Returns the pages without an outcome, and the pending ones that an attempt of this store may still hold."""
-        return [
-            at
-            for at, written in enumerate(self.known)
-            if written is None or (written is Written.PENDING and at in self.doubtful)
-        ]
-
-    def ended(self, items: Sequence[int], outcome: Sequence[Written]) -> None:
-        """Records the outcome of an exchange of these pages."""
-        for at, written in zip(items, outcome, strict=True):
-            ours = written is Written.DUPLICATE and at in self.taken
-            self.known[at] = Written.COMMITTED if ours else written
-
-    def broke_off(self, items: Sequence[int], taken: Collection[int]) -> None:
-        """Records that an exchange of these pages ended without an outcome. `taken` are indices into `items`."""
-        self.doubtful.update(dict.fromkeys(items))
-        self.taken.update(dict.fromkeys(items[at] for at in taken))
-
-
-@dataclass(eq=False, slots=True)
 class _WriteExchange:
     """One write that is under way, of the pages `items`. `reads`: whether it may still read the source."""
 
-    of: _Pages
+    of: PagesToStore
     items: Sequence[int]
     permit: Permit
     reattached: bool
@@ -250,7 +104,7 @@ class StorePlan:
         self._deadline_ns = deadline_ns
         self._numbers = itertools.count(1)
         self._exchanges: dict[int, _WriteExchange] = {}
-        self._paused: list[tuple[int, _Pages]] = []  # when to ask again for pending pages
+        self._paused: list[tuple[int, PagesToStore]] = []  # when to ask again for pending pages
         self._namespace: NamespaceId | None = None
         self._state = _StoreState.NEW
         self._ticket: Attempt | None = None  # the ticket to end at the coordinator, None if there is none
@@ -335,11 +189,11 @@ class StorePlan:
         for shard, blocks in by_shard.items():
             most = min(self._streams(shard).stores, WRITERS // len(by_shard))
             for run in split_among_exchanges([block_bytes] * len(blocks), most, longest):
-                pages, of_block = _pages(self._terms, blocks[run.start : run.stop])
-                effects += self._start(_Pages(shard, pages, of_block, [None] * len(pages)), now)
+                pages, of_block = pages_of(self._terms, blocks[run.start : run.stop])
+                effects += self._start(PagesToStore(shard, pages, of_block, [None] * len(pages)), now)
         return effects
 
-    def _start(self, of: _Pages, now: int, *, reattached: bool = False) -> list[StoreEffect]:
+    def _start(self, of: PagesToStore, now: int, *, reattached: bool = False) -> list[StoreEffect]:
         """Starts an exchange of the pages without an outcome. No two exchanges have pages of one block, so that each
         one determines the outcome of its blocks."""
         permit = self._policy.permit(of.shard, now)
@@ -376,7 +230,7 @@ class StorePlan:
             self._without_answer(of, self._cancelled or _why(event.error, verdict, of.shard))
         return []
 
-    def _pause(self, of: _Pages, now: int) -> bool:
+    def _pause(self, of: PagesToStore, now: int) -> bool:
         """Plans to ask again for pending pages after a pause. False if there are none, or no pause or time is left."""
         if not of.open() or of.pauses == len(PAUSES_NS) or self._cancelled is not None:
             return False
@@ -392,14 +246,14 @@ class StorePlan:
         self._paused = [(when, of) for when, of in self._paused if when > now]
         return [effect for of in due for effect in self._start(of, now)]
 
-    def _count(self, of: _Pages) -> None:
+    def _count(self, of: PagesToStore) -> None:
         """Counts pages that all have an outcome."""
         outcome = [written for written in of.known if written is not None]
         self._progress.count(of.blocks, outcome, of.nbytes)
         there = all(written in (Written.COMMITTED, Written.DUPLICATE) for written in outcome)
         self._all_there = self._all_there and there
 
-    def _without_answer(self, of: _Pages, why: Miss) -> None:
+    def _without_answer(self, of: PagesToStore, why: Miss) -> None:
         """The last exchange of these pages had no outcome. Counts earlier outcomes if all pages have one, otherwise the
         miss."""
         if None in of.known:
@@ -468,13 +322,3 @@ def _why(error: BaseException | None, verdict: Miss | AskAgain, shard: ShardAddr
     if isinstance(error, PathLost):
         return error.miss
     return Miss(MissReason.SHARD_LOST, f"{shard.shard} forgot the namespace")
-
-
-def _pages(terms: StoreTerms, blocks: Sequence[int]) -> tuple[NewPages, Sequence[int]]:
-    """Returns the pages of these new blocks, and the block of each page."""
-    parts = len(terms.parts)
-    of_block = [block for block in blocks for _ in range(parts)]
-    depths = [terms.first + block for block in of_block]
-    hashes, parents = [terms.hashes[depth - terms.start] for depth in depths], [terms.before(depth) for depth in depths]
-    places, losses = list(range(parts)) * len(blocks), [terms.loss] * len(depths)
-    return NewPages(hashes, places, terms.parts, parents, depths, losses), of_block

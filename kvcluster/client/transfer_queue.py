@@ -19,16 +19,18 @@ from typing import Any
 from kvcluster.client.bandwidth import BandwidthEstimator
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.load_executor import LoadExecutor
-from kvcluster.client.load_plan import READERS, LoadEffect, LoadEvent, LoadPlan
+from kvcluster.client.load_plan import READERS, LoadPlan
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.memory import BoundMemory
 from kvcluster.client.pieces import plan_pieces
+from kvcluster.client.plan_messages import LoadEffect, LoadEvent, StoreEffect, StoreEvent
 from kvcluster.client.plan_runner import PlanRunner
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.store_executor import StoreExecutor
-from kvcluster.client.store_plan import WRITERS, StoreEffect, StoreEvent, StorePlan, StoreTerms
+from kvcluster.client.store_pages import StoreTerms
+from kvcluster.client.store_plan import WRITERS, StorePlan
 from kvcluster.client.store_progress import StoreProgress
 from kvcluster.client.timer import Timer
 from kvcluster.client.transfer import Transfer

@@ -1,22 +1,20 @@
 """Handles the reports and inventories of shards: updates the index from them, and answers with orders.
 
 A shard is a member from its first message on, and its copies count as soon as it reports them. Its slot
-(replica_sets.py) dies when the incarnation is replaced, falls silent or sends a new inventory. No message of a worker
-is handled here.
+(replica_sets.py) dies when the incarnation is replaced, falls silent or sends a new inventory (record_sweeper.py).
+No message of a worker is handled here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.coordinator_state import MS, CoordinatorState
 from kvcluster.core.evictor import Evictor
-from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, Tenant
-from kvcluster.core.index import BlockRecord
+from kvcluster.core.ids import Epoch, Tenant
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
@@ -37,16 +35,11 @@ from kvcluster.core.messages import (
     Tombstone,
 )
 from kvcluster.core.miss import MissReason
+from kvcluster.core.record_sweeper import RecordSweeper
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.report_stream import ReportCursor
 from kvcluster.core.tiering import Tiering
 from kvcluster.core.tiers import STAGING
-
-SWEEP_BLOCKS = 4_096
-"""Records examined in one step, to remove lost shards from them or because they were purged."""
-
-COPIES_SWEPT = 16
-"""This many copies of a record count as one more record."""
 
 
 class ReportHandler:
@@ -73,15 +66,12 @@ class ReportHandler:
             MoveOrder: tiering.settle,
             PullOrder: replicator.settle,
         }
-        self._sweep: list[
-            tuple[Iterator[tuple[NamespaceId, BlockHash]], int | None]
-        ] = []  # the names of the records, and the slot if what it held is lost
-        self._purged: list[dict[BlockHash, BlockRecord]] = []
+        self._sweeper = RecordSweeper(state, replicator)
 
     @property
     def sweeping(self) -> bool:
-        """Whether records may still name lost shards, or purged blocks are yet to be remembered as evicted."""
-        return bool(self._sweep or self._purged)
+        """Whether there is something left for `sweep_some`."""
+        return self._sweeper.sweeping
 
     def report(self, request: Request[Report], now: int) -> list[Effect]:
         m = request.question
@@ -143,58 +133,18 @@ class ReportHandler:
             self._state.eraser.forget(member)
             self._tiering.forget(member)
             self._replicator.forget(member)
-            names = chain.from_iterable([cold.drain() for cold in member.cold.values()])
-            self._sweep.append((names, member.slot if lost else None))
+            self._sweeper.forget(member, lost=lost)
 
     def apply_tombstone(self, stone: Tombstone, now: int) -> int:
         """Forgets all blocks that this tombstone names, and every order to fetch them. Returns the number of blocks
         forgotten."""
-        purged = [records for records in self._state.apply_tombstone(stone) if records]
+        purged = self._state.apply_tombstone(stone)
         self._replicator.apply_tombstone(stone)
-        self._purged += purged
-        blocks = sum(map(len, purged))
-        self._note_purged(now)
-        return blocks
-
-    def _note_purged(self, now: int) -> None:
-        """Remembers some of the purged blocks as evicted, so that `explain` can say so."""
-        state = self._state
-        for _ in range(SWEEP_BLOCKS):
-            while self._purged and not self._purged[-1]:
-                self._purged.pop()
-            if not self._purged:
-                return
-            block, record = self._purged[-1].popitem()
-            if state.directory.record(record.space, block) is None:
-                state.evicted.add(record.space, block, now, MissReason.EVICTED)
+        return self._sweeper.purge(purged, now)
 
     def sweep_some(self, now: int) -> None:
-        """Removes lost shards from some records. Blocks that are left with fewer copies are to be replicated again."""
-        self._note_purged(now)
-        state, left = self._state, SWEEP_BLOCKS
-        while self._sweep and left > 0:
-            left -= 1
-            names, slot = self._sweep[-1]
-            name = next(names, None)
-            if name is None:
-                self._sweep.pop()
-                continue
-            space = state.directory.known(name[0])
-            record = space.index.get(name[1]) if space is not None else None
-            if space is None or record is None:
-                continue
-            before = record.copies
-            left -= len(before.entries) // COPIES_SWEPT
-            bare = space.index.sweep(record)
-            parts = dict.fromkeys((copy.group, copy.part) for copy in before.entries)
-            state.members.charge(space, before, record.copies, parts)
-            if bare:
-                state.evicted.add(space.id, record.hash, now, MissReason.SHARD_LOST)
-                space.pinned.pop(record.hash, None)
-            elif slot is not None:
-                self._replicator.repair(space, record, before, slot)
-            else:
-                self._replicator.replica_lost(record)
+        """Removes lost shards from some records."""
+        self._sweeper.sweep_some(now)
 
     # ------------------------------------------------------------------------------------- the sender
 
@@ -350,7 +300,7 @@ class ReportHandler:
             return True
         # If the message is full, the shard may have more events to report. Which records have lost a copy is known only
         # when all have been swept.
-        told = len(m.events) < limits.REPORTS_PER_MESSAGE and not self._sweep
+        told = len(m.events) < limits.REPORTS_PER_MESSAGE and not self._sweeper.of_lost_shards
         return told and not m.info.leases and self._replicator.drained(member)
 
     def _learn(self, tombstones: tuple[Tombstone, ...], now: int) -> list[Effect]:

@@ -9,21 +9,21 @@ import itertools
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvcluster.client.load_plan import (
+from kvcluster.client.load_plan import LoadPlan
+from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.pieces import plan_pieces
+from kvcluster.client.plan_messages import (
     Answered,
     AskElsewhere,
     Begin,
     FinishLoad,
     LoadEffect,
     LoadEvent,
-    LoadPlan,
     ReadEnded,
     ReadStopped,
     StartRead,
     StopRead,
 )
-from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.pieces import plan_pieces
 from kvcluster.client.policy import SILENT_SHARE, ShardPolicy
 from kvcluster.client.results import Loaded
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.client.load_plan import (
-    READERS,
+from kvcluster.client.load_plan import READERS
+from kvcluster.client.plan_messages import (
     Answered,
     AskElsewhere,
     Begin,

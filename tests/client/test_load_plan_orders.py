@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcluster.client.load_plan import (
+from kvcluster.client.pieces import each
+from kvcluster.client.plan_messages import (
     Answered,
     AskElsewhere,
     Begin,
@@ -25,7 +26,6 @@ from kvcluster.client.load_plan import (
     StartRead,
     StopRead,
 )
-from kvcluster.client.pieces import each
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import Part

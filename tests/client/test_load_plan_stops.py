@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcluster.client.load_plan import (
+from kvcluster.client.plan_messages import (
     NEVER_BEGUN,
     Answered,
     AskElsewhere,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvcluster.client.load_plan import Begin, Cancel, PlanTick
+from kvcluster.client.plan_messages import Begin, Cancel, PlanTick
 from kvcluster.client.plan_runner import Job, PlanRunner
 from kvcluster.client.timer import Timer
 from kvcluster.client.worker_pool import WorkerPool

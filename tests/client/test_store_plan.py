@@ -8,12 +8,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcluster.client.load_plan import Begin, Cancel
-from kvcluster.client.policy import ShardPolicy
-from kvcluster.client.results import Stored
-from kvcluster.client.store_plan import (
-    WRITERS,
+from kvcluster.client.plan_messages import (
     AskStore,
+    Begin,
+    Cancel,
     CloseTicket,
     FinishStore,
     FreeSource,
@@ -24,12 +22,14 @@ from kvcluster.client.store_plan import (
     StoreEvent,
     StoreGranted,
     StoreOver,
-    StorePlan,
-    StoreTerms,
     TicketEnded,
     WriteEnded,
     WriteStopped,
 )
+from kvcluster.client.policy import ShardPolicy
+from kvcluster.client.results import Stored
+from kvcluster.client.store_pages import StoreTerms
+from kvcluster.client.store_plan import WRITERS, StorePlan
 from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core import limits
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.client.load_plan import NEVER_BEGUN, Begin, Cancel, PlanTick
-from kvcluster.client.results import Stored
-from kvcluster.client.store_plan import (
+from kvcluster.client.plan_messages import (
+    NEVER_BEGUN,
     AskStore,
+    Begin,
+    Cancel,
     CloseTicket,
     FinishStore,
     FreeSource,
     NotGranted,
+    PlanTick,
     SourceDrained,
     StopWrite,
     StoreGranted,
@@ -20,6 +22,7 @@ from kvcluster.client.store_plan import (
     WriteEnded,
     WriteStopped,
 )
+from kvcluster.client.results import Stored
 from kvcluster.core.messages import Decision, RefusedKind, StoreGrant, StoreRun, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError

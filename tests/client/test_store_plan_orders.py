@@ -9,13 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcluster.client.load_plan import Begin, Cancel, PlanTick
-from kvcluster.client.store_plan import (
+from kvcluster.client.plan_messages import (
     AskStore,
+    Begin,
+    Cancel,
     CloseTicket,
     FinishStore,
     FreeSource,
     NotGranted,
+    PlanTick,
     SourceDrained,
     StartWrite,
     StopWrite,

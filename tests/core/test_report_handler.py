@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvcluster.core import limits, report_handler
+from kvcluster.core import limits, record_sweeper
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.ids import CallId, Epoch
 from kvcluster.core.messages import (
@@ -145,7 +145,7 @@ def test_an_event_of_a_namespace_over_the_bound_is_passed_over(monkeypatch: pyte
 
 
 def test_a_silent_shard_is_lost_for_lookups_at_once_and_swept_in_bounded_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_handler, "SWEEP_BLOCKS", 4)
+    monkeypatch.setattr(record_sweeper, "SWEEP_BLOCKS", 4)
     coordinator, _voice = LoneCoordinator.serving(*pages(BLOCKS))
     pin(coordinator, [A])
     other = coordinator.voice("b")
@@ -342,7 +342,7 @@ def test_a_purge_is_on_disk_before_it_is_answered_and_nothing_that_it_names_is_f
 
 
 def test_what_a_purge_forgets_is_noted_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_handler, "SWEEP_BLOCKS", 1)
+    monkeypatch.setattr(record_sweeper, "SWEEP_BLOCKS", 1)
     coordinator, voice = LoneCoordinator.serving(*pages([A, B, C]))
     assert purge(coordinator)[1] == Answer(CallId(10**6), Purged(3))
     assert coordinator.core.next_deadline() == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.core import report_handler
+from kvcluster.core import record_sweeper
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import CLUSTER
 from kvcluster.core.messages import Move, Suspect, Tick, Tier
@@ -58,7 +58,7 @@ def test_what_cannot_even_go_down_raw_stays() -> None:
 
 
 def test_what_is_hot_on_a_shard_that_is_lost_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_handler, "SWEEP_BLOCKS", 1)
+    monkeypatch.setattr(record_sweeper, "SWEEP_BLOCKS", 1)
     coordinator, voice = coordinating.serving(*coordinating.above(A, B), promote_loads=1)
     coordinator.voice("b", below=coordinating.below()).join(*coordinating.encoded(A, B))
     for _ in range(2):

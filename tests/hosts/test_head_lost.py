@@ -24,33 +24,46 @@ NETWORKS = [] if missing() or not all(map(shutil.which, ("redis-server", "faketi
 """None where the machine gives us none, or lacks a program: then nothing here runs."""
 
 
-@contextmanager
-def redis(cluster: Cluster) -> Iterator[None]:
-    """A Redis with a password on the worker's host, which is not lost."""
-    command = ["redis-server", "--bind", cluster.network.addresses["worker"], "--requirepass", "redis-password"]
-    command += ["--save", "", "--appendonly", "no", "--dir", str(cluster.folder)]
-    process = subprocess.Popen(cluster.network.command("worker", command), stdout=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        process.terminate()
-        process.wait()
+class Redis:
+    """A Redis with a password on the worker's host, which is not lost, and its data on a disk. Use as a context
+    manager."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        command = ["redis-server", "--bind", cluster.network.addresses["worker"], "--requirepass", "redis-password"]
+        command += ["--save", "", "--appendonly", "yes", "--dir", str(cluster.folder)]
+        self._command = cluster.network.command("worker", command)
+
+    def __enter__(self) -> Redis:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Starts it with the data that it had."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._process.kill()
+        self._process.wait()
 
 
 @contextmanager
-def running(more: str = "") -> Iterator[Cluster]:
-    """A cluster of two nodes whose head has an address that can move."""
+def running(more: str = "") -> Iterator[tuple[Cluster, Redis]]:
+    """A cluster of two nodes whose head has an address that can move, and a Redis beside it."""
     changes = {'host = "0.0.0.0"': f'host = "0.0.0.0"\nadvertise = "{ADDRESS}"'}
     with Cluster(more, changes, address=ADDRESS) as cluster:
         cluster.network.move(ADDRESS, "head")
-        with redis(cluster):
+        with Redis(cluster) as redis:
             (cluster.folder / "redis-password").write_text("redis-password\n", encoding="ascii")
             (cluster.folder / "redis-password").chmod(0o600)
             cluster.up("head", "--node-ip", cluster.network.addresses["head"])
             cluster.join("one")
             cluster.join("two")
             cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"])
-            yield cluster
+            yield cluster, redis
 
 
 def with_redis() -> str:
@@ -63,7 +76,7 @@ redis_password_file = "/etc/kvcluster/redis-password"
 
 @pytest.mark.parametrize("on", NETWORKS)
 def test_with_redis_the_shards_go_on_whatever_the_next_clock_says(on: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with running(with_redis()) as cluster:
+    with running(with_redis()) as (cluster, _):
         assert cluster.worker("worker", "store", 0, 6)["stored"] == 96
         epoch = cluster.status()["epoch"]
         cluster.kill("head")
@@ -83,8 +96,22 @@ def test_with_redis_the_shards_go_on_whatever_the_next_clock_says(on: str, capsy
 
 
 @pytest.mark.parametrize("on", NETWORKS)
+def test_the_head_ends_with_its_redis_and_comes_back_with_it(on: str) -> None:
+    with running(with_redis()) as (cluster, redis):
+        assert cluster.worker("worker", "store", 0, 6)["stored"] == 96
+        redis.kill()
+        assert cluster.processes["head"].wait(60) == 1
+        assert "Ray has ended on this node; start this command again" in cluster.said("head")
+        redis.start()
+        cluster.up("head", "--node-ip", cluster.network.addresses["head"])
+        cluster.wait_shards(lambda shards: sorted(shards.values()) == ["one", "two"])
+        assert eventually(lambda: _whole(cluster, 6))["wrong"] == 0
+        assert all(cluster.said(host).count("joined ") == 1 for host in ("one", "two"))
+
+
+@pytest.mark.parametrize("on", NETWORKS)
 def test_without_redis_every_node_joins_the_next_head_empty(on: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with running() as cluster:
+    with running() as (cluster, _):
         assert cluster.worker("worker", "store", 0, 2)["stored"] == 32
         cluster.kill("head")
         began = time.monotonic()

@@ -12,15 +12,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvcluster.pages import codec_triton
+from kvcluster.pages import triton_kernels
 
 TARGET = GPUTarget("cuda", 90, 32)
 KERNELS = (
-    codec_triton._encode_rows,
-    codec_triton._decode_rows,
-    codec_triton._encode_channels,
-    codec_triton._encode_groups,
-    codec_triton._decode_nibbles,
+    triton_kernels.encode_rows,
+    triton_kernels.decode_rows,
+    triton_kernels.encode_channels,
+    triton_kernels.encode_groups,
+    triton_kernels.decode_nibbles,
 )
 STORED = ("i16", "fp16", "fp32")
 TYPES = {

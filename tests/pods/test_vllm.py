@@ -39,6 +39,18 @@ HEALTHY_S = 300.0
 EXTRA = {"token_file": "/etc/kvcluster-token/token", "report": True, "prefill_tokens_per_s": 1}
 """Such a small model computes faster than anything is loaded, if it is not said otherwise."""
 
+BLOCK_TOKENS, BLOCKS = 32, 20
+SPEC = kvcluster.KVSpec.uniform(
+    model="another",
+    weights="sha256:0",
+    num_layers=1,
+    num_kv_heads=1,
+    head_dim=8,
+    dtype="float32",
+    block_tokens=BLOCK_TOKENS,
+)
+"""Of the client that only asks how many blocks the cluster holds."""
+
 Object = dict[str, Any]
 
 
@@ -131,14 +143,13 @@ def is_healthy(container: Container, port: int) -> bool:
         return False
 
 
-def answer(port: int) -> Object:
-    """What the engine tells of a prompt of 640 tokens."""
+def loaded_tokens(port: int) -> int:
+    """How many tokens of a prompt of 640 the engine loads from the cluster."""
     asked = {"model": "it", "prompt": "It was a dark and stormy night. " * 20, "max_tokens": 8}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(asked).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as said:
-        found: Object = json.load(said)
-    return found
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return int(json.load(answer)["kv_transfer_params"]["kvcluster"]["loaded_tokens"])
 
 
 @pytest.mark.parametrize("machine", MACHINE)
@@ -157,8 +168,9 @@ def test_the_second_engine_loads_what_the_first_computed(
         eventually(lambda: all(is_healthy(container, port) for container, port in started), HEALTHY_S)
         assert containers[0].pod.uid == 10_001
         check_unprivileged(containers[0])
-        first = answer(ports["first"])
-        loaded = eventually(lambda: answer(ports["second"])["kv_transfer_params"]["kvcluster"]["loaded_tokens"])
-        assert first["kv_transfer_params"]["kvcluster"]["loaded_tokens"] == 0
-        assert loaded == 608
+        assert loaded_tokens(ports["first"]) == 0
+        with kvcluster.connect(address, SPEC, token=token.decode()) as client:
+            # The second is asked once: afterwards it finds the prompt in its own memory.
+            eventually(lambda: client.status()["blocks"] >= BLOCKS)
+        assert loaded_tokens(ports["second"]) == (BLOCKS - 1) * BLOCK_TOKENS
         assert [each.stop() for each in containers] == [0, 0]

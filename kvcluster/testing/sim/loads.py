@@ -6,21 +6,21 @@ arrives meanwhile takes effect when they are done, and an exchange that waits fo
 
 from __future__ import annotations
 
-from kvcluster.client.load_plan import (
+from kvcluster.client.load_plan import LoadPlan
+from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.pieces import Piece, each, plan_pieces
+from kvcluster.client.plan_messages import (
     Answered,
     AskElsewhere,
     FinishLoad,
     LoadEffect,
     LoadEvent,
-    LoadPlan,
     ReadEnded,
     ReadStopped,
     ReportCorrupt,
     StartRead,
     StopRead,
 )
-from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.pieces import Piece, each, plan_pieces
 from kvcluster.core.messages import Explain, Explained, ReadRequest, Suspect, TicketBody
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.pages import checksum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
-from kvcluster.client.load_plan import Begin, Cancel, PlanTick
+from kvcluster.client.plan_messages import Begin, Cancel, PlanTick
 from kvcluster.client.plan_runner import Plan
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.testing.kernel import Process, Promise

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
-from kvcluster.core import event_emitter, evictor, limits, report_handler
+from kvcluster.core import event_emitter, evictor, limits, record_sweeper
 from kvcluster.testing.sim import bugs, journal, phases
 from kvcluster.testing.sim.world import SimulatedWorld
 
@@ -172,7 +172,7 @@ def _commit() -> str:
         return "unknown"
 
 
-_OWNERS: dict[str, ModuleType] = {"SWEEP_BLOCKS": report_handler, "BATCH": evictor, "RETOLD_BLOCKS": event_emitter}
+_OWNERS: dict[str, ModuleType] = {"SWEEP_BLOCKS": record_sweeper, "BATCH": evictor, "RETOLD_BLOCKS": event_emitter}
 """The modules of the bounds that are not in core/limits.py."""
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcluster.client.results import Stored
-from kvcluster.client.store_executor import prepare_store
-from kvcluster.client.store_plan import (
+from kvcluster.client.plan_messages import (
     AskStore,
     CloseTicket,
     FinishStore,
@@ -19,12 +17,14 @@ from kvcluster.client.store_plan import (
     StoreEvent,
     StoreGranted,
     StoreOver,
-    StorePlan,
-    StoreTerms,
     TicketEnded,
     WriteEnded,
     WriteStopped,
 )
+from kvcluster.client.results import Stored
+from kvcluster.client.store_executor import prepare_store
+from kvcluster.client.store_pages import StoreTerms
+from kvcluster.client.store_plan import StorePlan
 from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core import messages
 from kvcluster.core.ids import Attempt, BlockHash

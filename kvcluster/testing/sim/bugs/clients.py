@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvcluster.client.load_plan import FinishLoad, LoadPlan, ReadStopped, StartRead
+from kvcluster.client.load_plan import LoadPlan
 from kvcluster.client.load_progress import LoadProgress
+from kvcluster.client.plan_messages import FinishLoad, FreeSource, ReadStopped, SourceDrained, StartRead
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
-from kvcluster.client.store_plan import FreeSource, SourceDrained, StorePlan
+from kvcluster.client.store_plan import StorePlan
 from kvcluster.core.miss import Loss
 from kvcluster.testing.sim.bugs.planting import planted
 from kvcluster.transport.page_session import PageSession

@@ -15,6 +15,7 @@ from kvcluster.core.namespaces import NamespaceTable
 from kvcluster.core.order_executor import OrderExecutor
 from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.prepare_handler import PrepareHandler
+from kvcluster.core.record_sweeper import RecordSweeper
 from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.report_handler import ReportHandler
@@ -141,11 +142,11 @@ def repeat_treated_as_new(original: Any, self: PrepareHandler, attempt: Any, spa
         self._release(ticket)
 
 
-@planted(ReportHandler, "sweep_some")
-def swept_in_part(original: Any, self: ReportHandler, now: int) -> None:
+@planted(RecordSweeper, "sweep_some")
+def swept_in_part(original: Any, self: RecordSweeper, now: int) -> None:
     """The records of a lost shard that one step has no time for are never swept."""
     original(self, now)
-    self._sweep.clear()
+    self._slots.clear()
 
 
 @planted(EventEmitter, "changed")
