@@ -32,6 +32,7 @@ from kvcluster.client.sequences.opener import SequenceOpener
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resources import sequence_resources
 from kvcluster.client.sequences.sequence import Sequence as KVSequence
+from kvcluster.client.sequences.shipment import ShippedCounts
 from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.client.shard_connections import OpenTransport, ShardConnections
 from kvcluster.client.status import status_dict
@@ -110,12 +111,10 @@ class Client:
         self._control = CoordinatorClient(port)
         lock = threading.RLock()  # guards the decisions of plans and policy: never held during I/O or copies
         policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
-        self._shards = ShardConnections(open_transport, policy, lock)
-        self._attempt = own_attempts()
+        self._shards, self._attempt = ShardConnections(open_transport, policy, lock), own_attempts()
         self._tickets = Tickets(self._control, self._attempt, TicketSeal(token))
-        self._transfers = TransferQueue(
-            self._control, self._shards, policy, lock, self.parts, next_attempt=self._attempt, config=self._config
-        )
+        asked = self._control, self._shards, policy, lock, self.parts
+        self._transfers = TransferQueue(*asked, next_attempt=self._attempt, config=self._config)
         ask_by = partial(self._deadline, default_ms=QUESTION_MS)
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=ask_by)
         # Without a decoder, the coordinator must not promise this client an encoded page.
@@ -389,14 +388,16 @@ class Client:
         groups, or planes that no tensor holds, or without torch; Unreachable as `hashes`.
         """
         check_tokens("max_tokens", max_tokens)
-        deadline = self._call(deadline_ms)
-        opened = as_prompt(prompt), max_tokens, policy or WindowPolicy(), deadline
+        opened = as_prompt(prompt), max_tokens, policy or WindowPolicy(), self._call(deadline_ms)
         return self._sequences.open(*opened, drop_oldest=drop_oldest)
 
     def prewarm_resident(self, tokens: int, *, deadline_ms: float | None = None) -> None:
-        """Has the operating system provide memory for `tokens` tokens of open sequences now, within `resident_bytes`.
-        Then the first steps do not wait for it. Raises as `sequence`."""
+        """Takes memory for `tokens` tokens of sequences now, so that the first steps are fast. Raises as `sequence`."""
         self._sequences.prewarm(check_tokens("tokens", tokens), self._call(deadline_ms))
+
+    def shipped(self) -> ShippedCounts:
+        """Returns what the remote attention of this client has sent and received so far."""
+        return self._sequences.shipped()
 
     def resident(self) -> ResidentUse:
         """Returns what the open sequences of this client take of its memory."""
@@ -480,9 +481,8 @@ class Client:
         return self._deadline(deadline_ms, default_ms)
 
     def _deadline(self, deadline_ms: float | None, default_ms: float = OTHER_MS) -> Deadline:
-        if deadline_ms is None:
-            return Deadline.after_ms(self._config.deadline_ms or default_ms)
-        return Deadline.after_ms(check_deadline_ms(deadline_ms))
+        default_ms = self._config.deadline_ms or default_ms
+        return Deadline.after_ms(default_ms if deadline_ms is None else check_deadline_ms(deadline_ms))
 
 
 class AsyncClient:

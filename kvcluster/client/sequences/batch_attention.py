@@ -35,13 +35,14 @@ from kvcluster.client.sequences.absent_blocks import BlockFetch
 from kvcluster.client.sequences.attend_planner import AttendPlanner
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.page_map import PageMap
-from kvcluster.client.sequences.remote_attention import LayerQuery
+from kvcluster.client.sequences.remote_attention import LayerQuery, may_ship
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
 from kvcluster.client.sequences.ship_plan import SeenBlocks, ShipPlan, ship_plan, shippable_cuts
 from kvcluster.client.sequences.shipment import Shipment
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.streamed_attention import StreamedAttention, StreamedCall
+from kvcluster.core import limits
 from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
 from kvcluster.transport.base import Deadline
@@ -122,12 +123,13 @@ class BatchAttention:
         attended to here. So is the whole if there is no room for the rest of a plan. Raises LostTokens if a shard is
         lost, and what it had finds no room here."""
         tries, lost, busy = 0, None, False
+        sent = self._layer_query(rows, query, step) if planner is not None else None
         while True:
-            plan = self._plan(rows, planner, step.deadline) if planner is not None and tries < _TRIES else None
+            plan = self._plan(rows, planner, step.deadline) if planner is not None and sent is not None else None
             try:
-                if plan is not None and (plan.asks or plan.fetched):
+                if plan is not None and sent is not None and (plan.asks or plan.fetched) and tries < _TRIES:
                     with suppress(ResidentSetFull):
-                        result, shipment = self._shipped(rows, plan, query, step)
+                        result, shipment = self._shipped(rows, plan, query, sent, step)
                         if result is not None:
                             return result
                         tries, busy = tries + 1, shipment.busy
@@ -182,28 +184,11 @@ class BatchAttention:
         return self._streamed.attend(call, lambda: self._ready(step.layer))
 
     def _shipped(
-        self, rows: Sequence[SeenBlocks], plan: ShipPlan, query: Tensor, step: _Step
+        self, rows: Sequence[SeenBlocks], plan: ShipPlan, query: Tensor, sent: LayerQuery, step: _Step
     ) -> tuple[Partial | None, Shipment]:
         """Attends as planned. Returns None in place of the result if a shard did not do its part; then the plan is
         another next time."""
-        starts = [0, *itertools.accumulate(row.queries for row in rows)]
-        dtype, data = pack_query(query)
-        shipment = self._remote.ship(
-            plan,
-            LayerQuery(
-                step.layer,
-                data,
-                query.shape[1],
-                query.shape[2],
-                step.layout.value_dim,
-                dtype,
-                starts,
-                [row.visible - row.queries for row in rows],
-                step.scoring,
-                step.layout.latent_values or 0,
-            ),
-            step.deadline,
-        )
+        shipment = self._remote.ship(plan, sent, step.deadline)
         left = [row._replace(depths=local.depths) for row, local in zip(rows, plan.local, strict=True)]
 
         def compute(made: Sequence[QueryRow]) -> list[list[Partial]]:
@@ -222,6 +207,27 @@ class BatchAttention:
             for row in shipment.results:
                 self._states[row].loss = max(self._states[row].loss, shipment.loss)
         return merge_rows(results, step.layout.value_dim, query.shape[1]), shipment
+
+    def _layer_query(self, rows: Sequence[SeenBlocks], query: Tensor, step: _Step) -> LayerQuery | None:
+        """Returns the query as it is sent; None if it does not fit the pages or the limits. Then attention here says
+        what is wrong with it, or does it."""
+        fits = query.dim() == 3 and query.is_floating_point() and query.shape[2] == step.layout.key.dim
+        if not fits or not query.shape[1] or query.shape[1] % step.layout.heads or len(query) > limits.ATTEND_TOKENS:
+            return None
+        dtype, data = pack_query(query)
+        made = LayerQuery(
+            step.layer,
+            data,
+            query.shape[1],
+            query.shape[2],
+            step.layout.value_dim,
+            dtype,
+            [0, *itertools.accumulate(row.queries for row in rows)],
+            [row.visible - row.queries for row in rows],
+            step.scoring,
+            step.layout.latent_values or 0,
+        )
+        return made if may_ship(made) else None
 
     def _plan(self, rows: Sequence[SeenBlocks], planner: AttendPlanner, deadline: Deadline) -> ShipPlan:
         """Returns the plan of this step: that of the last call if nothing has changed."""

@@ -10,6 +10,7 @@ from kvcluster.client.prompt import Prompt
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.sequence import Sequence, random_name
+from kvcluster.client.sequences.shipment import ShippedCounts
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import ResidentUse, resident_use
 from kvcluster.client.validation import check_open
@@ -86,6 +87,10 @@ class SequenceOpener:
         runner, loads = self._resources.runner, self._resources.loads
         with runner.lock:
             return resident_use(runner.machine, len(loads.absent.lent), runner.stores_pending)
+
+    def shipped(self) -> ShippedCounts:
+        """Returns what was sent to shards and came back; nothing before the first sequence."""
+        return ShippedCounts() if self._resources is None else self._resources.remote.counted()
 
     def close(self) -> None:
         """Closes all sequences, and ends their thread."""

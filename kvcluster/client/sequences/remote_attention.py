@@ -9,8 +9,8 @@ is counted twice.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcluster.attention import Partial, uses_fused
@@ -19,7 +19,7 @@ from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.sequences.block_places import BlockPlaces
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import AskedRow, ShipPlan
-from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment
+from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment, ShippedCounts
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.core import limits
@@ -83,18 +83,6 @@ class LayerQuery(NamedTuple):
         return memoryview(b"".join(self.data[each * self.starts[row] : each * self.starts[row + 1]] for row in rows))
 
 
-@dataclass
-class ShippedCounts:
-    """What one client's remote attention has done since it began: messages, spans that rows named in them, bytes of
-    queries and of results, and messages that brought none."""
-
-    messages: int = 0
-    spans: int = 0
-    query_bytes: int = 0
-    result_bytes: int = 0
-    failed: int = 0
-
-
 class RemoteAttention:
     """The queries that one client ships, to pages of `part` of the spec's only group that have lost at most `accept`.
     Thread-safe."""
@@ -110,7 +98,7 @@ class RemoteAttention:
         next_attempt: Callable[[], Attempt],
     ) -> None:
         self.places = BlockPlaces(spec, part, accept, control)
-        self.counts = ShippedCounts()
+        self._counts = ShippedCounts()
         self._spec = spec
         self._specs = {False: spec, True: replace(spec, private=True)}
         self._spans = RemoteSpans(next_attempt().holder, part, accept)
@@ -126,6 +114,11 @@ class RemoteAttention:
         for shard, rows in plan.asks.items():
             self._pool.submit(self._work(shipment, shard, rows, query, deadline.share(_SHARE)))
         return shipment
+
+    def counted(self) -> ShippedCounts:
+        """Returns what was sent and has come back so far."""
+        with self._lock:
+            return replace(self._counts)
 
     def pause(self) -> None:
         """Waits a moment, after which shards that were busy may be asked again."""
@@ -158,7 +151,7 @@ class RemoteAttention:
             except Exception as error:  # a bug, raised where the step is
                 shipment.error = error
             with self._lock:
-                self.counts.failed += isinstance(answer, ShardFailure)
+                self._counts.failed += isinstance(answer, ShardFailure)
             shipment.take(answer)
 
         return work
@@ -184,9 +177,9 @@ class RemoteAttention:
             request = self._request(shard, rows, named, query)
             data = query.of_rows([row.row for row in rows])
             with self._lock:
-                self.counts.messages += 1
-                self.counts.spans += sum(len(row.spans) for row in request.rows)
-                self.counts.query_bytes += data.nbytes
+                self._counts.messages += 1
+                self._counts.spans += sum(len(row.spans) for row in request.rows)
+                self._counts.query_bytes += data.nbytes
             try:
                 answer, results = self._shards.attend(shard, self._spec, namespace, request, data, deadline)
             except PathLost:
@@ -195,7 +188,7 @@ class RemoteAttention:
                 wanted = [(query.tokens(row.row), row.subtrees) for row in rows]
                 unpacked = unpack_results(results, wanted, query.heads, query.value_dim)
                 with self._lock:
-                    self.counts.result_bytes += results.nbytes
+                    self._counts.result_bytes += results.nbytes
                 return ShardResults([(row.row, mine) for row, mine in zip(rows, unpacked, strict=True)], answer.loss)
             if isinstance(answer, AttendDeclined):
                 self.places.avoid(shard)
@@ -273,18 +266,29 @@ class RemoteAttention:
         )
 
 
+def may_ship(query: LayerQuery) -> bool:
+    """Whether a query of this size may be sent at all: it, and the smallest result of any of its rows, are within the
+    limits."""
+    rows = range(len(query.starts) - 1)
+    most = max((query.tokens(row) for row in rows), default=0)
+    return (
+        query.data.nbytes <= limits.ATTEND_BYTES
+        and result_bytes(most, query.heads, query.value_dim) <= limits.ATTEND_BYTES
+        and CUT_TOKENS * most * query.heads * (query.dim + query.value_dim) <= limits.ATTEND_WORK
+    )
+
+
 def _messages(rows: Sequence[AskedRow], query: LayerQuery) -> list[list[AskedRow]]:
     """Divides what is asked of one shard into messages that are within the limits: one, but for long prompts."""
     if _fits(rows, query):
         return [list(rows)]
     parts: list[list[AskedRow]] = []
     for row in rows:
-        for subtree in row.subtrees:
-            cuts = tuple(cut for cut in row.cuts if subtree.contains(Subtree(0, cut.cut)))
-            mine = AskedRow(row.row, cuts, (subtree,))
+        for mine in _pieces(row, query):
             last = parts[-1] if parts else []
             if last and last[-1].row == row.row:
-                grown = [*last[:-1], AskedRow(row.row, last[-1].cuts + cuts, (*last[-1].subtrees, subtree))]
+                before = last[-1]
+                grown = [*last[:-1], AskedRow(row.row, before.cuts + mine.cuts, before.subtrees + mine.subtrees)]
             else:
                 grown = [*last, mine]
             if last and _fits(grown, query):
@@ -292,6 +296,20 @@ def _messages(rows: Sequence[AskedRow], query: LayerQuery) -> list[list[AskedRow
             else:
                 parts.append([mine])
     return parts
+
+
+def _pieces(row: AskedRow, query: LayerQuery) -> Iterator[AskedRow]:
+    """Yields what a row wants, a subtree at a time; one that is too much for a message, by halves."""
+    left = list(reversed(row.subtrees))
+    while left:
+        subtree = left.pop()
+        cuts = tuple(cut for cut in row.cuts if subtree.contains(Subtree(0, cut.cut)))
+        mine = AskedRow(row.row, cuts, (subtree,))
+        if subtree.level and not _fits([mine], query):
+            first = Subtree(subtree.level - 1, 2 * subtree.index)
+            left += [Subtree(first.level, first.index + 1), first]
+        else:
+            yield mine
 
 
 def _fits(rows: Sequence[AskedRow], query: LayerQuery) -> bool:

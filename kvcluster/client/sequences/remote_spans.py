@@ -75,12 +75,14 @@ class RemoteSpans:
 
     def registered(self, shard: ShardAddress, message: RegisterSpans) -> None:
         """A shard has answered a message: it knows these spans, and that others have ended."""
-        at = self._shards[shard]
+        at = self._shards.get(shard)
+        if at is None:  # forgotten since
+            return
         for blocks in message.spans:
             at.new.pop(blocks.span, None)
             at.private.pop(blocks.span, None)
-        if message.ended:
-            at.ended = at.ended[len(message.ended) :]
+        told = dict.fromkeys(message.ended)
+        at.ended = [span for span in at.ended if span not in told]
 
     def forget(self, shard: ShardAddress) -> None:
         """A shard knows no span of this worker any more: all are registered again when they are named."""

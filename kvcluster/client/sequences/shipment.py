@@ -65,3 +65,15 @@ class Shipment:
         if self.error is not None:
             raise self.error
         return not self.failed
+
+
+@dataclass
+class ShippedCounts:
+    """What one client's remote attention has done since it began: messages, spans that rows named in them, bytes of
+    queries and of results, and messages that brought none."""
+
+    messages: int = 0
+    spans: int = 0
+    query_bytes: int = 0
+    result_bytes: int = 0
+    failed: int = 0

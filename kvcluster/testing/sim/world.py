@@ -47,7 +47,7 @@ class SimulatedWorld:
         without_stops = scenario.with_sequences(
             scenario.draw(rng, self.later), self.sequence_rng, random.Random(f"{seed}, windows")
         )
-        self.attention_rng = random.Random(f"{seed}, attention")
+        self.attention_rng = random.Random(f"{seed}, attends")
         with_attention = scenario.with_attention(without_stops, self.attention_rng)
         self.scenario = drawn = scenario.with_stops(with_attention, random.Random(f"{seed}, stops"))
         self.kernel = Kernel()

@@ -18,6 +18,7 @@ from torch import Tensor
 import kvcluster
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, merge, partial
 from kvcluster.client.client import Client
+from kvcluster.client.sequences import block_places
 from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, SpanFacts
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
@@ -32,9 +33,9 @@ from kvcluster.core.messages import (
     RegisterSpans,
     ShardAddress,
 )
-from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.position_tree import CUT_TOKENS
-from kvcluster.errors import LimitError, LostTokens
+from kvcluster.errors import CallerError, LimitError, LostTokens
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.split_transport import SplitTransport
@@ -135,6 +136,7 @@ class Wire:
 
     attends: list[tuple[ShardId, AttendRequest]] = field(default_factory=list)
     registered: list[tuple[ShardId, RegisterSpans]] = field(default_factory=list)
+    namespaces: list[NamespaceId] = field(default_factory=list)
     before: Callable[[ShardId, AttendRequest], SpanResults | None] = lambda shard, request: None
 
 
@@ -146,6 +148,7 @@ class WatchedTransport(MemoryTransport):
 
     def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
         self._wire.registered.append((self._shard, message))
+        self._wire.namespaces.append(namespace)
         super().register_spans(namespace, message, deadline)
 
     def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
@@ -184,8 +187,8 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[MemoryCluster]:
-    """Four shards."""
-    with MemoryCluster(shards=4, device_bytes="16MiB") as cluster:
+    """Four shards, on which each cut is placed by itself."""
+    with MemoryCluster(shards=4, device_bytes="16MiB", config={"coordinator": {"run_blocks": 32}}) as cluster:
         yield cluster
         settle(cluster)
 
@@ -210,7 +213,7 @@ def test_a_context_many_times_the_resident_set_is_attended_to_where_it_lies(
         one.check(ShipAbsent(), queries=2, softcap=3.0, scale=0.4, sinks=torch.arange(4.0))
         one.check(ShipAbsent(), window=CUT_TOKENS // 4)
         assert reader.client.resident().pages_peak <= 24
-        assert {shard for shard, _ in reader.wire.attends} == set(cluster.shards), "all four have some of it"
+        assert len({shard for shard, _ in reader.wire.attends}) > 1
         with pytest.raises(LimitError):
             one.sequence.attend(0, asked(1))
 
@@ -222,6 +225,7 @@ def test_a_step_sends_one_message_to_each_shard_and_layer(cluster: MemoryCluster
         for at, row in enumerate(rows):
             row.append(ids(3, at), 60 + at)
         batch = kvcluster.SequenceBatch([row.sequence for row in rows])
+        sent, shards = 0, set[ShardId]()
         for step in range(3):
             reader.wire.attends.clear()
             for layer in range(LAYERS):
@@ -230,11 +234,18 @@ def test_a_step_sends_one_message_to_each_shard_and_layer(cluster: MemoryCluster
                 for at, row in enumerate(rows):
                     assert torch.equal(out[at : at + 1], row.expected(layer, query[at : at + 1]))
             counted = Counter((shard, request.layer) for shard, request in reader.wire.attends)
-            assert set(counted.values()) == {1} and len(counted) == LAYERS * len(cluster.shards)
+            assert set(counted.values()) == {1}
+            sent += len(counted)
+            shards |= {shard for shard, _ in counted}
+            assert set(counted) == {(shard, layer) for shard in shards for layer in range(LAYERS)}
             assert all(len(request.rows) == 3 for _, request in reader.wire.attends)
             for at, row in enumerate(rows):
                 row.append([step], 70 + 10 * step + 2 * at)
-        assert len(reader.wire.registered) == len(cluster.shards), "spans are registered once"
+        assert sorted(shard for shard, _ in reader.wire.registered) == sorted(shards), "spans are registered once"
+        shipped = reader.client.shipped()
+        assert shipped.messages == sent and not shipped.failed
+        assert shipped.query_bytes == shipped.messages * 3 * HEADS * GROUP * DIM * 4
+        assert shipped.result_bytes > 0 and not shipped.result_bytes % (HEADS * GROUP * (DIM + 1) * 4)
 
 
 def test_forks_and_truncated_sequences_name_the_spans_that_they_have(cluster: MemoryCluster, stored: Text) -> None:
@@ -299,6 +310,30 @@ def test_any_mixture_over_four_shards_has_the_bits_of_one_memory(
                 assert torch.equal(out, torch.cat([row.expected(layer, part, window=window) for row, part in each]))
 
 
+def test_what_is_too_much_for_a_message_is_divided(
+    cluster: MemoryCluster, stored: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = HEADS * GROUP * 2 * DIM * CUT_TOKENS  # of one query token and one cut
+    monkeypatch.setattr(limits, "ATTEND_WORK", 3 * work)
+    with Reader(cluster, 900) as reader:
+        one = reader.open(stored, ids(LONG))
+        one.check(Choosing(1, [SpanChoice.SHIP]), queries=3)
+        asked_for = [row for _, request in reader.wire.attends for row in request.rows]
+        assert all(len(row.spans) == 1 for row in asked_for) and len(asked_for) == 12 * LAYERS
+        reader.wire.attends.clear()
+        one.check(Choosing(1, [SpanChoice.SHIP]), queries=4)
+        assert not reader.wire.attends, "a query of which not even one cut may be asked stays here"
+
+
+@pytest.mark.parametrize("shape", [(1, HEADS * GROUP, DIM + 1), (1, HEADS + 1, DIM), (1, HEADS * GROUP * DIM)])
+def test_a_query_that_does_not_fit_is_not_sent(cluster: MemoryCluster, stored: Text, shape: tuple[int, ...]) -> None:
+    with Reader(cluster, 900) as reader:
+        one = reader.open(stored, ids(LONG))
+        with pytest.raises(CallerError, match="quer"):
+            one.sequence.attend(0, torch.zeros(shape), planner=Choosing(1, [SpanChoice.SHIP]))
+        assert not reader.wire.attends
+
+
 def test_private_blocks_are_shipped_beside_public_ones(start: Start) -> None:
     cluster = start(shards=2, device_bytes="8MiB")
     with Reader(cluster, 260) as reader:
@@ -309,7 +344,7 @@ def test_private_blocks_are_shipped_beside_public_ones(start: Start) -> None:
         one.check(Choosing(1, [SpanChoice.SHIP]))
         named = [message.spans for _, message in reader.wire.registered]
         assert sum(map(len, named)) == 7
-        assert len(reader.wire.registered) > len(cluster.shards), "each namespace has a message of its own"
+        assert len(dict.fromkeys(reader.wire.namespaces)) == 2, "each namespace has messages of its own"
 
 
 def test_a_worker_learns_that_it_was_forgotten_and_registers_again(
@@ -322,8 +357,7 @@ def test_a_worker_learns_that_it_was_forgotten_and_registers_again(
         for host in cluster.shards.values():
             host.inspect(lambda host=host: host.core.spans.registry.expire(2**62))
         one.check(ShipAbsent())
-        assert len(reader.wire.registered) == before + len(cluster.shards)
-        assert limits.SPAN_IDLE_NS > 0
+        assert before and len(reader.wire.registered) == 2 * before
 
 
 def test_a_busy_shard_is_asked_again_if_there_is_no_room_to_load(cluster: MemoryCluster, stored: Text) -> None:
@@ -342,19 +376,22 @@ def test_a_busy_shard_is_asked_again_if_there_is_no_room_to_load(cluster: Memory
 
 
 @pytest.mark.parametrize("reason", list(DeclineReason))
-def test_what_a_shard_declines_is_loaded(cluster: MemoryCluster, stored: Text, reason: DeclineReason) -> None:
+def test_what_a_shard_declines_is_loaded(
+    cluster: MemoryCluster, stored: Text, reason: DeclineReason, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_places, "_AGAIN_NS", 10**15)
     with Reader(cluster, 900) as reader:
         one = reader.open(stored, ids(LONG))
         declined = SpanResults(AttendDeclined(reason), memoryview(b""))
-        reader.wire.before = lambda shard, request: declined if shard in ("shard-0", "shard-2") else None
+        reader.wire.before = lambda shard, request: declined if shard == reader.wire.attends[0][0] else None
         one.check(Choosing(1, [SpanChoice.SHIP]))
         answered = [shard for shard, _ in reader.wire.attends]
-        assert answered.count(ShardId("shard-0")) == 1, "who has declined is left alone for a while"
+        assert answered.count(answered[0]) == 1, "a shard that has declined is left alone for a while"
 
 
 def test_a_shard_that_breaks_off_is_replaced_by_loading(cluster: MemoryCluster, stored: Text) -> None:
     def fail(shard: ShardId, request: AttendRequest) -> None:
-        if shard == "shard-1":
+        if shard == reader.wire.attends[0][0]:
             raise Unavailable(Miss(MissReason.SHARD_LOST, "gone"))
 
     with Reader(cluster, 900) as reader:
@@ -365,9 +402,9 @@ def test_a_shard_that_breaks_off_is_replaced_by_loading(cluster: MemoryCluster, 
 
 def test_results_of_another_size_are_not_merged(cluster: MemoryCluster, stored: Text) -> None:
     def shorten(shard: ShardId, request: AttendRequest) -> SpanResults | None:
-        return SpanResults(Attended(8, request_loss), memoryview(bytes(8))) if shard == "shard-3" else None
-
-    from kvcluster.core.miss import Loss
+        return (
+            SpanResults(Attended(8, request_loss), memoryview(bytes(8))) if shard == reader.wire.attends[0][0] else None
+        )
 
     request_loss = Loss.EXACT
     with Reader(cluster, 900) as reader:
@@ -411,7 +448,7 @@ def test_a_lost_shard_without_a_replica_names_the_first_lost_token(start: Start)
         lost = min(level_index[1] << level_index[0] for level_index in request.rows[0].subtrees) * CUT_TOKENS
         cluster.stop_shard(shard)
         with pytest.raises(LostTokens) as raised:
-            one.sequence.attend(0, asked(1), planner=ShipAbsent(), deadline_ms=3_000)
+            one.sequence.attend(0, asked(1), planner=ShipAbsent())
         assert raised.value.position == lost
         one.truncate(lost)
         if lost:
@@ -429,7 +466,7 @@ def test_with_two_replicas_a_lost_shard_is_not_noticed(start: Start) -> None:
         def copied() -> bool:
             return sum(host.core.info().pages for host in cluster.shards.values()) >= 2 * len(tokens) // BLOCK
 
-        cluster.wait_until(copied)
+        cluster.wait_until(copied, 60.0)
         one = reader.open(first, tokens)
         one.check(ShipAbsent())
         shard = reader.wire.attends[0][0]

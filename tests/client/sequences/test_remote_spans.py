@@ -117,6 +117,16 @@ def test_a_shard_that_has_forgotten_is_told_anew_under_other_numbers() -> None:
     assert len(tell(spans)) == 1
 
 
+def test_an_answer_that_comes_after_all_was_forgotten_changes_nothing() -> None:
+    spans, (one, *_) = spans_of(), cuts()
+    spans.named(HERE, one)
+    ((_, message),) = spans.messages(HERE)
+    spans.forget(HERE)
+    spans.registered(HERE, message)
+    spans.named(HERE, one)
+    assert len(tell(spans)) == 1
+
+
 def test_the_span_named_longest_ago_ends_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_spans, "_MOST", 2)
     spans, (one, two, three, four) = spans_of(), cuts()

@@ -13,6 +13,11 @@ from kvcluster.testing.sim.faults import Faults
 from kvcluster.testing.sim.world import SimulatedWorld
 
 SEEDS = {
+    "stale-generation-read": 128,
+    "spans-not-pinned": 10,
+    "truncated-page-attended": 10,
+    "span-attended-twice": 10,
+    "merged-in-part": 10,
     "handed-over-before-stopped": 5,
     "reroute-not-counted": 228,
     "told-before-stopped": 5,
@@ -30,7 +35,7 @@ SEEDS = {
     "evicts-while-rebuilding": 25,
     "judged-after-a-stall": 2,
     "forgotten-tombstone": 1,
-    "purged-writers-go-on": 356,
+    "purged-writers-go-on": 21,
     "drained-too-early": 16,
     "evicts-what-is-promised": 1,
     "order-number-used-again": 1,
@@ -46,7 +51,7 @@ SEEDS = {
     "truncated-brought-back": 30,
     "private-pages-stay": 0,
     "no-grace": 0,
-    "repeat-applied-again": 22,
+    "repeat-applied-again": 30,
     "no-epoch-fence": 4,
     "no-coordinator-fence": 2,
     "acknowledged-before-accepted": 1,
@@ -122,6 +127,7 @@ def test_seeds_are_clean_and_have_seen_trouble() -> None:
         "tables: forgotten",
         "tables: reopened",
         "tables: refused",
+        "attend: merged",
     ):
         assert tally.operations[outcome], f"{outcome} was never seen"
 

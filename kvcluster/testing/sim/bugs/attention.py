@@ -31,7 +31,8 @@ def spans_not_pinned(original: Any, self: SpanHandler, request: Any, now: int) -
     for lease in self._leases.all():
         if lease.attempt == request.question.attempt:
             for page in lease.pages:
-                self._pool.unpin(page)
+                if page is not None:
+                    self._pool.unpin(page)
             lease.pages = []
     return effects
 
