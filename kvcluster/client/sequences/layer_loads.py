@@ -17,6 +17,7 @@ from kvcluster.client.sequences.scratch_pages import ScratchPages
 from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.transfer_queue import TransferQueue
+from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import LostTokens
@@ -53,7 +54,8 @@ class LayerLoads:
         """Held by a call from when it takes scratch pages until it has freed them: there need not be room for those of
         two calls, and their loads would only wait for one another."""
         self._lock = threading.Lock()
-        self._runs: dict[tuple[SequenceBlock, ...], list[BlockRun]] = {}  # those used last are the last
+        # By the names of blocks, since one that is written again gets another; those used last are the last.
+        self._runs: dict[tuple[BlockHash | None, ...], list[BlockRun]] = {}
 
     def begin(
         self, blocks: Sequence[SequenceBlock], layer: int, into: ScratchPages, buffer: int, deadline: Deadline
@@ -64,18 +66,19 @@ class LayerLoads:
 
     def runs(self, blocks: tuple[SequenceBlock, ...], deadline: Deadline) -> list[BlockRun]:
         """Returns where these blocks lie. Raises LostTokens."""
+        names = tuple(block.name for block in blocks)
         with self._lock:
-            known = self._runs.pop(blocks, None)
+            known = self._runs.pop(names, None)
         runs = self._find(blocks, deadline) if known is None else known
         with self._lock:
-            kept = [(key, of_key) for key, of_key in self._runs.items() if key[0].references]
-            self._runs = dict([*kept[-_TICKETS + 1 :], (blocks, runs)])
+            kept = [(key, of_key) for key, of_key in self._runs.items() if of_key[0][1][0].references]
+            self._runs = dict([*kept[-_TICKETS + 1 :], (names, runs)])
         return runs
 
     def forget(self, blocks: tuple[SequenceBlock, ...]) -> None:
         """Has the coordinator asked again where these blocks lie."""
         with self._lock:
-            self._runs.pop(blocks, None)
+            self._runs.pop(tuple(block.name for block in blocks), None)
 
     def transfer(
         self, run: BlockRun, layer: int, into: ScratchPages, buffer: int, first: int, deadline: Deadline

@@ -16,8 +16,9 @@ from kvcluster.core.messages import RegisterSpans, ShardAddress, SpanBlocks
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import Part
 
-_Key = tuple[SequenceBlock, int, Loss]
-"""The last block of a span, its cut, and the loss that is accepted."""
+_Key = tuple[BlockHash | None, int, Loss]
+"""The name of the last block of a span, its cut, and the loss that is accepted. The name, since a block that is written
+again gets another one."""
 
 _MOST = limits.SPANS_PER_HOLDER // 2
 """Spans kept at one shard; the rest of what it allows is for those that are not told to have ended yet."""
@@ -27,7 +28,7 @@ class _AtShard:
     """The spans of one shard incarnation. Of `known`, the last named comes last."""
 
     def __init__(self) -> None:
-        self.known: dict[_Key, SpanId] = {}
+        self.known: dict[_Key, tuple[SpanId, SequenceBlock]] = {}
         self.new: dict[SpanId, SpanBlocks] = {}
         self.private: dict[SpanId, bool] = {}
         self.ended: list[SpanId] = []
@@ -46,15 +47,15 @@ class RemoteSpans:
     def named(self, shard: ShardAddress, cut: CutBlocks) -> SpanId:
         """Returns the number of a cut's span at a shard. If it is new, `messages` registers it."""
         at = self._shards.setdefault(shard, _AtShard())
-        key = cut.last, cut.cut, self._accepts(cut)
-        span = at.known.pop(key, None)
+        key = cut.last.name, cut.cut, self._accepts(cut)
+        span, _ = at.known.pop(key, (None, None))
         if span is None:
             self._number += 1
             span = SpanId(self._number)
             hashes = tuple(BlockHash(block.name) for block in cut.blocks if block.name is not None)
             at.new[span] = SpanBlocks(span, 0, self._part, cut.blocks[0].depth, hashes, key[2])
             at.private[span] = cut.private
-        at.known[key] = span
+        at.known[key] = span, cut.last
         if len(at.known) > _MOST:
             self._end(at, next(iter(at.known)))
         return span
@@ -89,9 +90,10 @@ class RemoteSpans:
         self._shards.pop(shard, None)
 
     def sweep(self) -> None:
-        """Ends spans whose blocks no sequence refers to, and forgets shards without spans."""
+        """Ends spans whose blocks no sequence has any more, and forgets shards without spans."""
         for shard, at in list(self._shards.items()):
-            for key in [key for key in at.known if not key[0].references]:
+            over = [key for key, (_, last) in at.known.items() if not last.references or last.name != key[0]]
+            for key in over:
                 self._end(at, key)
             if not at.known:
                 del self._shards[shard]  # its spans end there when they have not been named for a while
@@ -106,7 +108,7 @@ class RemoteSpans:
 
     @staticmethod
     def _end(at: _AtShard, key: _Key) -> None:
-        span = at.known.pop(key)
+        span, _ = at.known.pop(key)
         at.private.pop(span, None)
         if at.new.pop(span, None) is None:
             at.ended.append(span)

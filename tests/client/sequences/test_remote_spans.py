@@ -94,9 +94,23 @@ def test_spans_without_sequences_end_with_the_next_message() -> None:
     spans.named(HERE, fresh)
     (message,) = tell(spans)
     assert message.ended == (ended,)
-    spans.named(HERE, cuts()[1])
+    spans.named(HERE, cuts()[2])
     assert tell(spans)[0].ended == ()
     assert spans.named(HERE, other) == kept
+
+
+def test_a_block_that_is_written_again_is_of_another_span() -> None:
+    spans, (one, other, *_) = spans_of(), cuts()
+    one.last.references = 1
+    before = spans.named(HERE, one)
+    tell(spans)
+    one.last.name = BlockHash(b"n" * 32)  # as when a sequence takes back its last block and seals it again
+    assert spans.named(HERE, one) != before
+    (message,) = tell(spans)
+    assert message.spans[0].hashes[-1] == one.last.name
+    spans.sweep()
+    spans.named(HERE, other)
+    assert tell(spans)[0].ended == (before,)
 
 
 def test_a_span_that_was_never_told_need_not_end() -> None:
