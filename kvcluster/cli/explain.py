@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
 from kvcluster.cli.namespace_diff import read_namespaces
 from kvcluster.cli.prompt_args import add_prompt_args, chosen, read_prompt, spec_in
 from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted
+from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.client.results import BlockExplanation, Lookup
 from kvcluster.config.sections import LOSSES
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import KVSpec
+
+R = TypeVar("R")
 
 _LOOKUP = """
 Shows how many tokens of a prompt an engine could load instead of computing them, and why the next block is a miss. It
@@ -75,27 +78,28 @@ def add(commands: Any) -> None:
 
 
 def _lookup(options: argparse.Namespace) -> int:
-    prompt, spec = read_prompt(options), _spec(options)
-    with connect(address_of(options), spec, token=options.token) as client:
-        found = client.lookup(prompt, accept=Loss[options.accept.upper()])
-    if options.json:
-        print(json.dumps(lookup_dict(found, spec, len(prompt.token_ids)), indent=2))
-    else:
-        page = TextPage.of_terminal()
-        add_lookup(page, found, spec, len(prompt.token_ids))
-        page.print()
-    return 0
+    return _ask(options, Client.lookup, lookup_dict, add_lookup)
 
 
 def _explain(options: argparse.Namespace) -> int:
+    return _ask(options, Client.explain, explain_dict, add_explanation)
+
+
+def _ask(
+    options: argparse.Namespace,
+    ask: Callable[..., R],
+    as_dict: Callable[[R, KVSpec, int], dict[str, Any]],
+    add_to: Callable[[TextPage, R, KVSpec, int], None],
+) -> int:
+    """Asks the cluster about the prompt by a call of the client, and prints the answer."""
     prompt, spec = read_prompt(options), _spec(options)
     with connect(address_of(options), spec, token=options.token) as client:
-        blocks = client.explain(prompt, accept=Loss[options.accept.upper()])
+        found = ask(client, prompt, accept=Loss[options.accept.upper()])
     if options.json:
-        print(json.dumps(explain_dict(blocks, spec, len(prompt.token_ids)), indent=2))
+        print(json.dumps(as_dict(found, spec, len(prompt.token_ids)), indent=2))
     else:
         page = TextPage.of_terminal()
-        add_explanation(page, blocks, spec, len(prompt.token_ids))
+        add_to(page, found, spec, len(prompt.token_ids))
         page.print()
     return 0
 

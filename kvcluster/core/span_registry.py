@@ -1,7 +1,7 @@
 """The spans that workers have registered at a shard, and the pages that each stands for.
 
-A span is consecutive blocks of one namespace, group and part, named by hash. It never changes, so whoever attends to it
-cannot attend to half of a change. It pins nothing: a page may be evicted, demoted or purged at any time. When a span is
+A span is consecutive blocks of one namespace, group and part, named by hash. It never changes, so a request attends
+to all of it as it was registered. It pins nothing: a page may be evicted, demoted or purged at any time. When a span is
 used, its pages are found: those that were found before, as long as each of them is READY, or else the pages that the
 pool has for the hashes now. A page object stands for one generation and is never READY again once it was condemned, so
 a page that was reused for another block is never returned.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 
 from kvcluster.core.ids import Attempt, SpanId, Tenant
 from kvcluster.core.messages import (
@@ -106,14 +105,6 @@ class AttendSession(ExchangeSession):
         if self.lacking:
             self.spans = {}
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._end()
-        finally:
-            self._tell(error)
 
     def exclude(self, corrupt: Mapping[SpanId, Sequence[PageKey]]) -> None:
         """Some spans have corrupt pages: nothing is computed, and the shard is told."""

@@ -91,6 +91,14 @@ class ExchangeSession:
         self._lock = threading.Lock()  # guards the session: a lease is revoked from another thread
         self._pages: Sequence[GrantedItem] = ()
 
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._end()
+        finally:
+            self._tell(error)
+
     def _open(self) -> None:
         try:
             self._watch.enter_context(self._host.on_revoke(self._attempt, self._revoked))
@@ -192,14 +200,6 @@ class ReadSession(ExchangeSession):
         self._open()
         self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._end()
-        finally:
-            self._tell(error)
 
     def _operation(self) -> Operation:
         return Operation.REPLICATE_OUT if self._tenant == CLUSTER else Operation.LOAD

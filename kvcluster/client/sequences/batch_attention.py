@@ -125,9 +125,11 @@ class BatchAttention:
         tries, lost, busy = 0, None, False
         sent = self._layer_query(rows, query, step) if planner is not None else None
         while True:
-            plan = self._plan(rows, planner, step.deadline) if planner is not None and sent is not None else None
+            plan = None
+            if planner is not None and sent is not None and tries < _TRIES:
+                plan = self._plan(rows, planner, step.deadline)
             try:
-                if plan is not None and sent is not None and (plan.asks or plan.fetched) and tries < _TRIES:
+                if plan is not None and sent is not None and (plan.asks or plan.fetched):
                     with suppress(ResidentSetFull):
                         result, shipment = self._shipped(rows, plan, query, sent, step)
                         if result is not None:
@@ -173,12 +175,10 @@ class BatchAttention:
         """Attends. Returns None if a page was taken away meanwhile. What the resident set has no room for is
         streamed."""
         time_ms = step.deadline.remaining_s() * 1e3
-        with self._runner.lock:
-            missing = self._missing(rows)
-        blocks = self._blocks(rows) if missing else []
+        blocks = self._needed(rows)
         if len(blocks) <= self._runner.machine.pages.capacity:
-            with suppress(ResidentSetFull), self._runner.holding(blocks) if blocks else nullcontext():
-                return self._read(rows, {}, step, compute)
+            with suppress(ResidentSetFull):
+                return self._held(rows, blocks, {}, step, compute)
         self._wait(step.layer, step.deadline)
         call = StreamedCall(rows, step.layout, step.layer, query, step.scoring, step.threads, time_ms)
         return self._streamed.attend(call, lambda: self._ready(step.layer))
@@ -198,7 +198,7 @@ class BatchAttention:
             ]
             return subtree_partials(query, mine, step.layout, step.layer, step.scoring, threads=step.threads)
 
-        results = self._repeated(lambda: self._held(left, plan.fetched, step, compute))
+        results = self._repeated(lambda: self._held(left, self._needed(left), plan.fetched, step, compute))
         if not shipment.wait():
             return None, shipment
         for row, partials in shipment.results.items():
@@ -255,16 +255,22 @@ class BatchAttention:
     def _held(
         self,
         rows: Sequence[SeenBlocks],
+        blocks: Sequence[SequenceBlock],
         fetched: Mapping[SequenceBlock, None],
         step: _Step,
         compute: Callable[[Sequence[QueryRow]], R],
     ) -> R | None:
-        """Returns `compute` of the rows, whose blocks stay where they are while it runs; those of `fetched` are loaded,
+        """Returns `compute` of the rows; these blocks stay where they are while it runs. Those of `fetched` are loaded,
         and not lent. Returns None if a page was taken away meanwhile."""
+        with self._runner.holding(blocks) if blocks else nullcontext():
+            return self._read(rows, fetched, step, compute)
+
+    def _needed(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
+        """Returns the blocks that have to be in the resident set together: all that the rows see, or none if none of
+        them is absent."""
         with self._runner.lock:
             missing = self._missing(rows)
-        with self._runner.holding(self._blocks(rows)) if missing else nullcontext():
-            return self._read(rows, fetched, step, compute)
+        return self._blocks(rows) if missing else []
 
     def _read(
         self,
