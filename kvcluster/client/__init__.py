@@ -7,11 +7,13 @@ from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.sequences import (
     AttendPlanner,
+    CostPlanner,
     Sequence,
     SequenceBatch,
     ShipAbsent,
     SpanChoice,
     SpanFacts,
+    StepFacts,
     WindowPolicy,
 )
 from kvcluster.client.tickets import Ticket
@@ -23,6 +25,7 @@ __all__ = [
     "BlockExplanation",
     "BorrowedBlocks",
     "Client",
+    "CostPlanner",
     "Loaded",
     "Lookup",
     "Pinned",
@@ -32,6 +35,7 @@ __all__ = [
     "ShipAbsent",
     "SpanChoice",
     "SpanFacts",
+    "StepFacts",
     "Stored",
     "Ticket",
     "Transfer",

@@ -377,6 +377,7 @@ class Client:
         max_tokens: int = limits.TOKENS_PER_SEQUENCE,
         drop_oldest: bool = False,
         policy: WindowPolicy | None = None,
+        prefetch: bool = True,
         deadline_ms: float | None = None,
     ) -> KVSequence:
         """Opens a sequence, which begins with the cached prefix of `prompt`: its `length` tokens need not be computed.
@@ -384,12 +385,12 @@ class Client:
         Its KV is kept in this client's resident set (`ClientConfig.resident_bytes`), and by `policy` leaves it for the
         cluster; None means WindowPolicy(). It takes at most `max_tokens` tokens; with `drop_oldest` it takes more, and
         keeps that many: the oldest behind the policy's sinks are dropped, positions stay, and what is made from then on
-        is its own. If the coordinator does not answer, it begins empty. Raises CallerError if the spec has several
-        groups, or planes that no tensor holds, or without torch; Unreachable as `hashes`.
+        is its own. The prefix is borrowed or begins to be loaded as far as there is room, unless `prefetch=False`: then
+        the planner of `attend` decides. If the coordinator does not answer, it begins empty. Raises CallerError if the
+        spec has several groups, or planes that no tensor holds, or without torch; Unreachable as `hashes`.
         """
-        check_tokens("max_tokens", max_tokens)
-        opened = as_prompt(prompt), max_tokens, policy or WindowPolicy(), self._call(deadline_ms)
-        return self._sequences.open(*opened, drop_oldest=drop_oldest)
+        opened = as_prompt(prompt), check_tokens("max_tokens", max_tokens), policy or WindowPolicy()
+        return self._sequences.open(*opened, self._call(deadline_ms), drop_oldest=drop_oldest, prefetch=prefetch)
 
     def prewarm_resident(self, tokens: int, *, deadline_ms: float | None = None) -> None:
         """Takes memory for `tokens` tokens of sequences now, so that the first steps are fast. Raises as `sequence`."""

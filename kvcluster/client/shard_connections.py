@@ -130,6 +130,12 @@ class ShardConnections:
 
         return self._until_attached(shard, spec, request.namespace, deadline, borrow)
 
+    def lends(self, shard: ShardAddress) -> bool:
+        """Whether the connection to a shard, if there is one, lends its pages."""
+        with self._lock:
+            connection = self._known(shard)
+            return connection is not None and isinstance(connection.transport, Lends)
+
     def register_spans(
         self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline
     ) -> None:

@@ -38,6 +38,7 @@ from kvcluster.client.validation import check_open
 from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
+from kvcluster.core.breakeven import LinkRate
 from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.messages import TicketBody
 from kvcluster.core.miss import Loss, Miss, MissReason
@@ -209,6 +210,10 @@ class TransferQueue:
             else:
                 transfer.finish(progress.so_far(full))
         return transfer
+
+    def link(self) -> LinkRate | None:
+        """Returns the speed of the loads so far; None before the first."""
+        return self._bandwidth.last_estimate()
 
     def load_seconds(self, blocks: int, spec: KVSpec) -> float | None:
         """Returns how long a load of this many blocks would take by the loads so far; None before the first."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvcluster.core.ids import Attempt, SpanId, Tenant
@@ -46,12 +47,15 @@ def serve_attend(
     not fit, Unavailable at the deadline."""
     began = time.monotonic()
     try:
-        return host.compute(tenant, lambda: _attend(host, tenant, request, query, deadline, path), deadline)
+        answer, data = host.compute(tenant, lambda: _attend(host, tenant, request, query, deadline, path), deadline)
     except ComputeBusy as busy:
         named = Operation.ATTEND, path, tenant, request.attempt
         seconds, missed = time.monotonic() - began, {DeclineReason.BUSY.value: len(request.spans)}
         host.exchange_ended(ExchangeSummary(*named, ExchangeResult.DONE, seconds, missed=missed))
         return SpanResults(AttendDeclined(DeclineReason.BUSY, str(busy)), _NOTHING)
+    if isinstance(answer, Attended):
+        answer = replace(answer, time_us=round((time.monotonic() - began) * 1e6))
+    return SpanResults(answer, data)
 
 
 def _attend(

@@ -52,6 +52,7 @@ QUERY_DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes in which a query travels. It is widened to float32, which changes no value."""
 
 _LEVELS = 63
+_TIME_US = 1 << 40  # twelve days
 _SPAN_IDS: Values[SpanId] = amounts("a span")  # type: ignore[assignment] # ids are numbers
 _MISS: EnumField[SpanMiss] = EnumField(SpanMiss, pb.SpanMiss, "SPAN_MISS_")
 _REASON: EnumField[DeclineReason] = EnumField(DeclineReason, pb.DeclineReason, "DECLINE_REASON_")
@@ -154,7 +155,13 @@ _LACKING: Columns[tuple[SpanId, SpanMiss]] = Columns(pb.LackingList, None, span=
 _REPLY = OneOf(
     pb.AttendReply,
     "the answer to an Attend",
-    attended=Struct(pb.Attended, Attended, nbytes=amount("bytes of results", limits.ATTEND_BYTES), loss=LOSS),
+    attended=Struct(
+        pb.Attended,
+        Attended,
+        nbytes=amount("bytes of results", limits.ATTEND_BYTES),
+        loss=LOSS,
+        time_us=amount("microseconds", _TIME_US),
+    ),
     lacking=Struct(
         pb.SpansLacking, SpansLacking, spans=Rows(_LACKING, limits.SPANS_PER_CALL, "spans that are lacking")
     ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
+from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.sequence import Sequence, checked_ids
 from kvcluster.errors import CallerError
 
@@ -103,6 +104,12 @@ class SequenceBatch:
         scores = Scores(scale, softcap, window, sinks, latent_values)
         deadline = self._resources.deadline(deadline_ms)
         return self._attention.attend(layer, query, counts, scores, threads, deadline, planner)
+
+    def explain_attention(self) -> AttendExplanation:
+        """As Sequence.explain_attention, for all rows."""
+        if self._attention is None:
+            return AttendExplanation((), "")
+        return self._attention.explain()
 
     def _counts(self, total: int, tokens: Tokens[int] | None) -> list[int]:
         rows = len(self.sequences)

@@ -12,6 +12,7 @@ while this process attends to the rest.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import NamedTuple, TypeVar
@@ -30,17 +31,19 @@ from kvcluster.attention import (
     partial,
     subtree_partials,
 )
-from kvcluster.attention.span_results import pack_query
+from kvcluster.attention.span_results import pack_query, result_bytes
 from kvcluster.client.sequences.absent_blocks import BlockFetch
+from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.attend_planner import AttendPlanner
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.page_map import PageMap
 from kvcluster.client.sequences.remote_attention import LayerQuery, may_ship
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
-from kvcluster.client.sequences.ship_plan import SeenBlocks, ShipPlan, ship_plan, shippable_cuts
+from kvcluster.client.sequences.ship_plan import SeenBlocks, ShipPlan
 from kvcluster.client.sequences.shipment import Shipment
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.step_planner import StepPlanner
 from kvcluster.client.sequences.streamed_attention import StreamedAttention, StreamedCall
 from kvcluster.core import limits
 from kvcluster.core.miss import Loss
@@ -86,7 +89,7 @@ class BatchAttention:
         self._streamed = StreamedAttention(states, self._maps, resources)
         self._remote = resources.remote
         self._made: tuple[Hashable, list[QueryRow]] = ((), [])
-        self._planned: tuple[Hashable, ShipPlan | None] = ((), None)
+        self._planner = StepPlanner(states, resources)
 
     def attend(
         self,
@@ -114,6 +117,10 @@ class BatchAttention:
         out = result if scores.sinks is None else merge([result], sinks=scores.sinks)
         return out.out.to(query.dtype)
 
+    def explain(self) -> AttendExplanation:
+        """Returns where the spans of the last step that had a planner were attended to, and why."""
+        return self._planner.explain()
+
     # ------------------------------------------------------------------------------------------- helpers
 
     def _attended(
@@ -127,7 +134,9 @@ class BatchAttention:
         while True:
             plan = None
             if planner is not None and sent is not None and tries < _TRIES:
-                plan = self._plan(rows, planner, step.deadline)
+                each = sent.data.nbytes // max(1, len(query))
+                results = result_bytes(1, sent.heads, sent.value_dim)
+                plan = self._planner.plan(rows, planner, each, results, step.deadline)
             try:
                 if plan is not None and sent is not None and (plan.asks or plan.fetched):
                     with suppress(ResidentSetFull):
@@ -151,8 +160,8 @@ class BatchAttention:
         """Attends to everything here."""
 
         def compute(made: Sequence[QueryRow]) -> Partial:
-            scoring = step.scoring
-            return partial(
+            start, scoring = time.monotonic(), step.scoring
+            found = partial(
                 query,
                 made,
                 step.layout,
@@ -162,6 +171,8 @@ class BatchAttention:
                 window=scoring.window,
                 threads=step.threads,
             )
+            self._computed(made, start)
+            return found
 
         return self._repeated(lambda: self._read_or_streamed(rows, query, step, compute))
 
@@ -188,15 +199,23 @@ class BatchAttention:
     ) -> tuple[Partial | None, Shipment]:
         """Attends as planned. Returns None in place of the result if a shard did not do its part; then the plan is
         another next time."""
+        began = time.monotonic()
         shipment = self._remote.ship(plan, sent, step.deadline)
+        if plan.behind:
+            self._loads.fetch_behind(plan.behind, step.deadline)
         left = [row._replace(depths=local.depths) for row, local in zip(rows, plan.local, strict=True)]
+        computing_s = 0.0
 
         def compute(made: Sequence[QueryRow]) -> list[list[Partial]]:
+            nonlocal computing_s
             mine = [
                 SubtreeRow(range(row.visible - row.queries, row.visible), one.spans, local.subtrees)
                 for row, one, local in zip(rows, made, plan.local, strict=True)
             ]
-            return subtree_partials(query, mine, step.layout, step.layer, step.scoring, threads=step.threads)
+            start = time.monotonic()
+            found = subtree_partials(query, mine, step.layout, step.layer, step.scoring, threads=step.threads)
+            computing_s = self._computed(made, start)
+            return found
 
         results = self._repeated(lambda: self._held(left, self._needed(left), plan.fetched, step, compute))
         if not shipment.wait():
@@ -206,7 +225,24 @@ class BatchAttention:
         with self._runner.lock:
             for row in shipment.results:
                 self._states[row].loss = max(self._states[row].loss, shipment.loss)
-        return merge_rows(results, step.layout.value_dim, query.shape[1]), shipment
+        merged = merge_rows(results, step.layout.value_dim, query.shape[1])
+        here_s = self._remote.here_s(plan, sent)
+        self._planner.account.add(time.monotonic() - began - computing_s - here_s)
+        return merged, shipment
+
+    def _computed(self, made: Sequence[QueryRow], start: float) -> float:
+        """Records how long a compute of these rows, which began at `start`, took. Returns that."""
+        seconds = time.monotonic() - start
+        spans = {id(span): span for row in made for span in row.spans}
+        queries = dict.fromkeys(spans, 0)
+        for row in made:
+            for span in row.spans:
+                queries[id(span)] += len(row.positions)
+        keys = sum(span.tokens for span in spans.values())
+        if keys:
+            weighed = sum(spans[at].tokens * count for at, count in queries.items())
+            self._remote.computed(weighed / keys, keys, seconds)
+        return seconds
 
     def _layer_query(self, rows: Sequence[SeenBlocks], query: Tensor, step: _Step) -> LayerQuery | None:
         """Returns the query as it is sent; None if it does not fit the pages or the limits. Then attention here says
@@ -228,20 +264,6 @@ class BatchAttention:
             step.layout.latent_values or 0,
         )
         return made if may_ship(made) else None
-
-    def _plan(self, rows: Sequence[SeenBlocks], planner: AttendPlanner, deadline: Deadline) -> ShipPlan:
-        """Returns the plan of this step: that of the last call if nothing has changed."""
-        with self._runner.lock:
-            key = (planner, *rows, *(state.table.version for state in self._states))
-            if self._planned[0] == (self._remote.places.version, *key) and self._planned[1] is not None:
-                return self._planned[1]
-            cuts = [list(shippable_cuts(row)) for row in rows]
-        self._remote.places.locate(itertools.chain(*cuts), deadline)
-        version = self._remote.places.version
-        with self._runner.lock:
-            plan = ship_plan(rows, cuts, self._remote.places.place_of, planner)
-        self._planned = (version, *key), plan
-        return plan
 
     def _repeated(self, attempt: Callable[[], R | None]) -> R:
         """Returns what `attempt` returns, which is None if pages were taken away meanwhile. Raises LostTokens if they

@@ -10,7 +10,8 @@ Loads are begun and awaited by the threads that need them. The lock of the runne
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -24,11 +25,12 @@ from kvcluster.client.tickets import Ticket, Tickets
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.core import limits
+from kvcluster.core.breakeven import LinkRate
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Need
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import KVClusterError, LostTokens
+from kvcluster.errors import KVClusterError, LostTokens, ResidentSetFull
 from kvcluster.transport.base import Deadline
 
 _LEND_AGAIN_S = 5.0
@@ -111,6 +113,19 @@ class SequenceLoads:
         are needed with them. Returns the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them
         cannot be had."""
         return self._provide(blocks, deadline, lend=lend)
+
+    def fetch_behind(self, blocks: Iterable[SequenceBlock], deadline: Deadline) -> None:
+        """Begins to load those of these blocks that are absent and not on their way, and waits for none. What finds no
+        room, or cannot be had, is left."""
+        with self._runner.lock:
+            missing = [block for block in blocks if block.page is None and block not in self.absent.fetched]
+        if missing:
+            with suppress(ResidentSetFull, LostTokens):
+                self._provide(missing, deadline, lend=False)
+
+    def link(self) -> LinkRate | None:
+        """Returns the speed of the loads of this client so far; None before the first."""
+        return self._transfers.link()
 
     def lend(self, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Loss:
         """Borrows those of these absent blocks that can be borrowed; loads none. Returns their worst loss. If none can,

@@ -37,7 +37,14 @@ class SequenceOpener:
         self._closed = False
 
     def open(
-        self, prompt: Prompt, max_tokens: int, policy: WindowPolicy, deadline: Deadline, *, drop_oldest: bool
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        policy: WindowPolicy,
+        deadline: Deadline,
+        *,
+        drop_oldest: bool,
+        prefetch: bool,
     ) -> Sequence:
         """As Client.sequence."""
         spec = self._spec
@@ -69,7 +76,8 @@ class SequenceOpener:
             runner.wake()
         sequence = Sequence(resources, state)
         try:
-            loads.provide_prefix(state, deadline)
+            if prefetch:
+                loads.provide_prefix(state, deadline)
         except LostTokens as lost:  # since they were found
             sequence.truncate(lost.position)
         return sequence

@@ -9,14 +9,19 @@ is counted twice.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvcluster.attention import Partial, uses_fused
 from kvcluster.attention.span_results import result_bytes, unpack_results
 from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.sequences.attend_planner import SpanChoice
+from kvcluster.client.sequences.attend_speeds import AttendSpeeds
 from kvcluster.client.sequences.block_places import BlockPlaces
+from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import AskedRow, ShipPlan
 from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment, ShippedCounts
@@ -98,6 +103,7 @@ class RemoteAttention:
         next_attempt: Callable[[], Attempt],
     ) -> None:
         self.places = BlockPlaces(spec, part, accept, control)
+        self.speeds = AttendSpeeds(_products(spec, part))
         self._counts = ShippedCounts()
         self._spec = spec
         self._specs = {False: spec, True: replace(spec, private=True)}
@@ -115,10 +121,29 @@ class RemoteAttention:
             self._pool.submit(self._work(shipment, shard, rows, query, deadline.share(_SHARE)))
         return shipment
 
+    def lends(self, shard: ShardAddress) -> bool:
+        """Whether a shard lends its pages to this process, as far as that is known."""
+        return self._shards.lends(shard)
+
+    def computed(self, queries: float, keys: int, seconds: float) -> None:
+        """Records how long a compute of one layer took in this process: AttendSpeeds.computed."""
+        self.speeds.computed(queries, keys, seconds, time.monotonic_ns())
+
+    def here_s(self, plan: ShipPlan, query: LayerQuery) -> float:
+        """Returns the seconds that what the plan ships would have taken in this process, by what was measured."""
+        rows = (row for rows in plan.asks.values() for row in rows)
+        return sum(self.speeds.here_s(queries, keys) for queries, keys in _keys_of(rows, query).items())
+
+    def count_choices(self, choices: Sequence[SpanChoice]) -> None:
+        """Counts what was chosen for the spans of a step."""
+        with self._lock:
+            for choice, count in Counter(choices).items():
+                self._counts.chosen[choice.value] = self._counts.chosen.get(choice.value, 0) + count
+
     def counted(self) -> ShippedCounts:
         """Returns what was sent and has come back so far."""
         with self._lock:
-            return replace(self._counts)
+            return replace(self._counts, chosen=dict(self._counts.chosen))
 
     def pause(self) -> None:
         """Waits a moment, after which shards that were busy may be asked again."""
@@ -180,11 +205,13 @@ class RemoteAttention:
                 self._counts.messages += 1
                 self._counts.spans += sum(len(row.spans) for row in request.rows)
                 self._counts.query_bytes += data.nbytes
+            began = time.monotonic()
             try:
                 answer, results = self._shards.attend(shard, self._spec, namespace, request, data, deadline)
             except PathLost:
                 continue
             if isinstance(answer, Attended):
+                self._measured(shard, rows, query, data.nbytes + results.nbytes, answer, time.monotonic() - began)
                 wanted = [(query.tokens(row.row), row.subtrees) for row in rows]
                 unpacked = unpack_results(results, wanted, query.heads, query.value_dim)
                 with self._lock:
@@ -204,6 +231,23 @@ class RemoteAttention:
                 return ShardFailure(lost=min(cuts, default=None))
         self.places.avoid(shard)
         return ShardFailure()
+
+    def _measured(
+        self,
+        shard: ShardAddress,
+        rows: Sequence[AskedRow],
+        query: LayerQuery,
+        nbytes: int,
+        answer: Attended,
+        seconds: float,
+    ) -> None:
+        """Records how long a message took, of which the shard says how much was its own."""
+        own = min(seconds, answer.time_us / 1e6)
+        self.speeds.shipped(shard.shard, nbytes, seconds - own)
+        keys = _keys_of(rows, query)
+        count = sum(keys.values())
+        weighed = sum(queries * mine for queries, mine in keys.items())
+        self.speeds.computed_at(shard.shard, weighed / max(1, count), count, own, time.monotonic_ns())
 
     def _again(
         self,
@@ -276,6 +320,24 @@ def may_ship(query: LayerQuery) -> bool:
         and result_bytes(most, query.heads, query.value_dim) <= limits.ATTEND_BYTES
         and CUT_TOKENS * most * query.heads * (query.dim + query.value_dim) <= limits.ATTEND_WORK
     )
+
+
+def _products(spec: KVSpec, part: Part) -> int:
+    """Returns the multiplications of one query token with a key and its value, for a head of the pages."""
+    return max(1, part.heads) * sum(plane.dim for plane in spec.groups[0].planes)
+
+
+def _keys_of(rows: Iterable[AskedRow], query: LayerQuery) -> dict[int, int]:
+    """Returns how many keys are asked for, by the number of query tokens that attend to them together."""
+    together: dict[tuple[int, SequenceBlock], int] = {}
+    for row in rows:
+        for cut in row.cuts:
+            key = cut.cut, cut.last
+            together[key] = together.get(key, 0) + query.tokens(row.row)
+    keys: dict[int, int] = {}
+    for queries in together.values():
+        keys[queries] = keys.get(queries, 0) + CUT_TOKENS
+    return keys
 
 
 def _messages(rows: Sequence[AskedRow], query: LayerQuery) -> list[list[AskedRow]]:

@@ -24,6 +24,7 @@ from collections.abc import Sequence as Tokens
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
@@ -252,9 +253,9 @@ class Sequence:
         is streamed: only this layer of it is loaded, in parts, each by a deadline of its own, and none is kept. The
         bits of the result do not depend on where pages lie (docs/attention.md).
 
-        With a `planner`, spans that a shard has may be attended to there: the query goes to it, and results come back,
-        so they need no room here. The bits are the same. A shard that does not do its part is replaced by another that
-        has the pages, or they are loaded.
+        With a `planner` (CostPlanner), spans that a shard has may be attended to there: the query goes to it, and
+        results come back, so they need no room here. The bits are the same. A shard that does not do its part is
+        replaced by another that has the pages, or they are loaded.
 
         `scale` defaults to head_dim ** -0.5; `softcap`, `window` and learned `sinks`, `[heads]`, are explained there.
         Of a latent plane (MLA) the first `latent_values` channels are the values, so the result has as many.
@@ -272,6 +273,12 @@ class Sequence:
         counts = [len(query)] if query.shape else [0]
         scores = Scores(scale, softcap, window, sinks, latent_values)
         return self._attention.attend(layer, query, counts, scores, threads, self._deadline(deadline_ms), planner)
+
+    def explain_attention(self) -> AttendExplanation:
+        """Returns where the spans of the last step that had a planner were attended to, and why: printable."""
+        if self._attention is None:
+            return AttendExplanation((), "")
+        return self._attention.explain()
 
     # ------------------------------------------------------------------------------------ cutting and sharing
 

@@ -1,5 +1,5 @@
 """Which parts of a step are attended to where: a pure function of what rows see, where blocks lie, and what a planner
-chooses.
+has chosen.
 
 The unit is a cut of positions (core/position_tree.py). A cut may be shipped if every position of it is attended to, and
 lies in blocks that the cluster has exactly as the sequence has them: named, stored, and not encoded in the resident
@@ -10,16 +10,21 @@ call.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvcluster.client.sequences.attend_planner import AttendPlanner, SpanChoice, SpanFacts
+from kvcluster.client.sequences.attend_planner import SpanChoice, SpanFacts
 from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.blocks import SequenceBlock, StoreState
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.messages import ShardAddress
 from kvcluster.core.position_tree import CUT_TOKENS, ROOT, Subtree, subtrees_beside, subtrees_of
+
+SPAN_CUTS = 8
+"""A span that is chosen as a whole has at most so many cuts, the first of which is a multiple of it: a subtree. So a
+context is fetched in parts while the rest is shipped."""
 
 
 class SeenBlocks(NamedTuple):
@@ -69,11 +74,49 @@ class LocalRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ShipPlan:
-    """A step's plan: what each shard is asked, what is left of each row, and which blocks are loaded and not lent."""
+    """A step's plan: what each shard is asked, what is left of each row, which blocks are loaded and not lent, and
+    which are loaded while they are shipped."""
 
     asks: Mapping[ShardAddress, Sequence[AskedRow]]
     local: Sequence[LocalRow]
     fetched: Mapping[SequenceBlock, None] = field(default_factory=dict)
+    behind: Mapping[SequenceBlock, None] = field(default_factory=dict)
+
+
+class ShardSpan(NamedTuple):
+    """Consecutive cuts that one shard has, and the rows that attend to them: what a planner chooses for."""
+
+    shard: ShardAddress
+    rows: tuple[int, ...]
+    cuts: tuple[CutBlocks, ...]
+
+    @property
+    def start(self) -> int:
+        """Its first position."""
+        return self.cuts[0].cut * CUT_TOKENS
+
+    @property
+    def blocks(self) -> Mapping[SequenceBlock, None]:
+        """The blocks of all cuts, each once."""
+        return {block: None for cut in self.cuts for block in cut.blocks}
+
+    def facts(
+        self, queries: Sequence[int], page_bytes: int, *, fetching: bool = False, lent: bool = False
+    ) -> SpanFacts:
+        """Returns what a planner is told. `queries` are those of each row of the step."""
+        absent = sum(block.page is None for block in self.blocks)
+        return SpanFacts(
+            self.start,
+            (self.cuts[-1].cut + 1) * CUT_TOKENS,
+            self.rows,
+            sum(queries[row] for row in self.rows),
+            len(subtrees_of(cut.cut for cut in self.cuts)),
+            absent * page_bytes,
+            self.shard.shard,
+            self.shard.host,
+            fetching,
+            lent,
+        )
 
 
 def shippable_cuts(row: SeenBlocks) -> Iterator[CutBlocks]:
@@ -91,32 +134,27 @@ def shippable_cuts(row: SeenBlocks) -> Iterator[CutBlocks]:
                 yield CutBlocks(cut, tuple(blocks))
 
 
-def ship_plan(
-    rows: Sequence[SeenBlocks],
-    cuts: Sequence[Iterable[CutBlocks]],
-    place_of: Callable[[CutBlocks], ShardAddress | None],
-    planner: AttendPlanner,
-) -> ShipPlan:
-    """Returns the plan of a step. `cuts` are those of each row that may be shipped; `place_of` returns the shard that
-    has a cut whole, None if there is none."""
+def shard_spans(
+    cuts: Sequence[Iterable[CutBlocks]], place_of: Callable[[CutBlocks], ShardAddress | None]
+) -> list[ShardSpan]:
+    """Returns the spans that a planner chooses for, ordered by their positions. `cuts` are those of each row that may
+    be shipped; `place_of` returns the shard that has a cut whole, None if there is none."""
+    return sorted(_runs(cuts, place_of), key=lambda span: (span.start, span.rows))
+
+
+def ship_plan(rows: Sequence[SeenBlocks], spans: Sequence[ShardSpan], choices: Sequence[SpanChoice]) -> ShipPlan:
+    """Returns the plan of a step from the choice that was made for each span."""
     asked: dict[ShardAddress, dict[int, list[CutBlocks]]] = {}
     fetched: dict[SequenceBlock, None] = {}
-    for shard, of_rows, run in _runs(cuts, place_of):
-        facts = SpanFacts(
-            run[0].cut * CUT_TOKENS,
-            (run[-1].cut + 1) * CUT_TOKENS,
-            of_rows,
-            sum(rows[row].queries for row in of_rows),
-            run[0].resident,
-            shard.shard,
-            shard.host,
-        )
-        choice = planner.choose(facts)
-        if choice is SpanChoice.SHIP:
-            for row in of_rows:
-                asked.setdefault(shard, {}).setdefault(row, []).extend(run)
-        elif choice is SpanChoice.FETCH:
-            fetched.update((block, None) for cut in run for block in cut.blocks)
+    behind: dict[SequenceBlock, None] = {}
+    for span, choice in zip(spans, choices, strict=True):
+        if choice in (SpanChoice.SHIP, SpanChoice.SHIP_AND_FETCH):
+            for row in span.rows:
+                asked.setdefault(span.shard, {}).setdefault(row, []).extend(span.cuts)
+        if choice is SpanChoice.FETCH:
+            fetched.update(span.blocks)
+        elif choice is SpanChoice.SHIP_AND_FETCH:
+            behind.update(span.blocks)
     taken: list[dict[int, None]] = [{} for _ in rows]
     subtrees: list[list[Subtree]] = [[] for _ in rows]
     asks: dict[ShardAddress, list[AskedRow]] = {}
@@ -128,7 +166,7 @@ def ship_plan(
             taken[row].update((cut.cut, None) for cut in mine)
             subtrees[row] += wanted
     local = [_local(row, sorted(taken[at]), subtrees[at]) for at, row in enumerate(rows)]
-    return ShipPlan(asks, local, fetched)
+    return ShipPlan(asks, local, fetched, behind)
 
 
 # ------------------------------------------------------------------------------------------- helpers
@@ -149,9 +187,9 @@ def _is_stored(blocks: Sequence[SequenceBlock]) -> bool:
 
 def _runs(
     cuts: Sequence[Iterable[CutBlocks]], place_of: Callable[[CutBlocks], ShardAddress | None]
-) -> Iterator[tuple[ShardAddress, tuple[int, ...], list[CutBlocks]]]:
+) -> Iterator[ShardSpan]:
     """Yields runs of consecutive cuts that the same rows see, on one shard, all of them resident or none of them as a
-    whole."""
+    whole, at most SPAN_CUTS."""
     seen: dict[tuple[int, SequenceBlock], tuple[CutBlocks, list[int]]] = {}
     for row, of_row in enumerate(cuts):
         for cut in of_row:
@@ -159,19 +197,13 @@ def _runs(
     together: dict[tuple[int, ...], list[CutBlocks]] = {}
     for cut, of_rows in seen.values():
         together.setdefault(tuple(of_rows), []).append(cut)
-    for of_rows_, alike in together.items():
-        run: list[CutBlocks] = []
-        kind: tuple[ShardAddress | None, bool] = None, False
-        for cut in sorted(alike, key=lambda one: one.cut):
-            its = place_of(cut), cut.resident
-            if run and (its != kind or cut.cut != run[-1].cut + 1):
-                if kind[0] is not None:
-                    yield kind[0], of_rows_, run
-                run = []
-            run.append(cut)
-            kind = its
-        if run and kind[0] is not None:
-            yield kind[0], of_rows_, run
+    for rows, alike in together.items():
+        ordered = enumerate(sorted(alike, key=lambda one: one.cut))
+        for (shard, *_), run in itertools.groupby(
+            ordered, lambda at: (place_of(at[1]), at[1].resident, at[1].cut // SPAN_CUTS, at[1].cut - at[0])
+        ):
+            if shard is not None:
+                yield ShardSpan(shard, rows, tuple(cut for _, cut in run))
 
 
 def _local(row: SeenBlocks, shipped: Sequence[int], taken: Sequence[Subtree]) -> LocalRow:

@@ -70,10 +70,12 @@ class Shipment:
 @dataclass
 class ShippedCounts:
     """What one client's remote attention has done since it began: messages, spans that rows named in them, bytes of
-    queries and of results, and messages that brought none."""
+    queries and of results, and messages that brought none. `chosen`: how many spans of how many steps were attended to
+    in each way (SpanChoice), by its name."""
 
     messages: int = 0
     spans: int = 0
     query_bytes: int = 0
     result_bytes: int = 0
     failed: int = 0
+    chosen: dict[str, int] = field(default_factory=dict)

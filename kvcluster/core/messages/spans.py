@@ -120,10 +120,12 @@ class AttendRequest:
 @dataclass(frozen=True, slots=True)
 class Attended:
     """The results come beside it, `nbytes` of them: float32, for each row and each of its subtrees `out`
-    `[tokens, heads, value_dim]` and `lse` `[tokens, heads]`. `loss`: the worst of the pages."""
+    `[tokens, heads, value_dim]` and `lse` `[tokens, heads]`. `loss`: the worst of the pages. `time_us`: how long the
+    shard took, from the request to this answer, in microseconds; 0 if it does not say."""
 
     nbytes: int
     loss: Loss
+    time_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)

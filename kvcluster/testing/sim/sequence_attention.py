@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
-from kvcluster.client.sequences.attend_planner import ShipAbsent, SpanChoice, SpanFacts
+from kvcluster.client.sequences.attend_planner import SpanChoice
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import (
     AskedRow,
     CutBlocks,
     SeenBlocks,
+    ShardSpan,
     ShipPlan,
+    shard_spans,
     ship_plan,
     shippable_cuts,
 )
@@ -80,13 +82,6 @@ class SpanResult(NamedTuple):
     pages: list[SpanRead]
 
 
-class _ShipAll:
-    """Ships whatever may be shipped."""
-
-    def choose(self, span: SpanFacts) -> SpanChoice:
-        return SpanChoice.SHIP
-
-
 class Attender:
     """The remote attention of one worker."""
 
@@ -109,8 +104,8 @@ class Attender:
         for _ in range(MOST_TRIES):
             cuts = list(shippable_cuts(seen))
             places = yield from self._places(cuts, avoided)
-            planner = ShipAbsent() if self._rng.random() < 0.2 else _ShipAll()
-            plan = ship_plan([seen], [cuts], partial(_place_of, places), planner)
+            spans = shard_spans([cuts], partial(_place_of, places))
+            plan = ship_plan([seen], spans, self._choices(spans))
             if not plan.asks:
                 self._world.count("attend", "all local")
                 return
@@ -127,6 +122,11 @@ class Attender:
         self._world.count("attend", "given up")
 
     # ------------------------------------------------------------------------------------------- helpers
+
+    def _choices(self, spans: Sequence[ShardSpan]) -> list[SpanChoice]:
+        """Ships whatever may be shipped, or what is not resident."""
+        keep = self._rng.random() < 0.2
+        return [SpanChoice.LOCAL if keep and span.cuts[0].resident else SpanChoice.SHIP for span in spans]
 
     def _places(self, cuts: Sequence[CutBlocks], avoided: dict[ShardAddress, None]) -> Script:
         """Returns where blocks lie, as the coordinator says."""

@@ -268,12 +268,14 @@ class AttendReply(_message.Message):
     def __init__(self, attended: _Optional[_Union[Attended, _Mapping]] = ..., lacking: _Optional[_Union[SpansLacking, _Mapping]] = ..., declined: _Optional[_Union[AttendDeclined, _Mapping]] = ...) -> None: ...
 
 class Attended(_message.Message):
-    __slots__ = ("nbytes", "loss")
+    __slots__ = ("nbytes", "loss", "time_us")
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
+    TIME_US_FIELD_NUMBER: _ClassVar[int]
     nbytes: int
     loss: _common_pb2.Loss
-    def __init__(self, nbytes: _Optional[int] = ..., loss: _Optional[_Union[_common_pb2.Loss, str]] = ...) -> None: ...
+    time_us: int
+    def __init__(self, nbytes: _Optional[int] = ..., loss: _Optional[_Union[_common_pb2.Loss, str]] = ..., time_us: _Optional[int] = ...) -> None: ...
 
 class SpansLacking(_message.Message):
     __slots__ = ("spans",)

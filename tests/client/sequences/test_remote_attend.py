@@ -19,7 +19,7 @@ import kvcluster
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, merge, partial
 from kvcluster.client.client import Client
 from kvcluster.client.sequences import block_places
-from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, SpanFacts
+from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, StepFacts
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId, ShardId, Tenant
@@ -270,8 +270,8 @@ class Choosing:
         self._seed = seed
         self._choices = choices
 
-    def choose(self, span: SpanFacts) -> SpanChoice:
-        return random.Random(f"{self._seed} {span.start} {span.rows}").choice(self._choices)
+    def choose(self, step: StepFacts) -> list[SpanChoice]:
+        return [random.Random(f"{self._seed} {span.start} {span.rows}").choice(self._choices) for span in step.spans]
 
 
 @settings(max_examples=25, deadline=None)

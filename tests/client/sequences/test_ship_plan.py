@@ -8,13 +8,14 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcluster.client.sequences.attend_planner import ShipAbsent, SpanChoice, SpanFacts
+from kvcluster.client.sequences.attend_planner import SpanChoice, SpanFacts
 from kvcluster.client.sequences.blocks import SequenceBlock, StoreState
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.ship_plan import (
     CutBlocks,
     SeenBlocks,
     ShipPlan,
+    shard_spans,
     ship_plan,
     shippable_cuts,
 )
@@ -24,7 +25,7 @@ from kvcluster.core.ids import BlockHash, Epoch, SequenceId, ShardId
 from kvcluster.core.messages import ShardAddress
 from kvcluster.core.position_tree import CUT_TOKENS, ROOT, Subtree, subtrees, subtrees_beside, subtrees_of
 
-SHIP_ABSENT = ShipAbsent().choose
+PAGE_BYTES = 1024
 SHARDS = [ShardAddress(ShardId(f"shard-{number}"), Epoch(1), f"host:{number}", "here") for number in range(4)]
 
 
@@ -56,16 +57,18 @@ def seen(state: SequenceState, *, first: int = 0, queries: int = 1) -> SeenBlock
     return SeenBlocks(state, (range(first, len(state.blocks)),), state.length, queries)
 
 
+def ship_absent(span: SpanFacts) -> SpanChoice:
+    return SpanChoice.LOCAL if span.resident else SpanChoice.SHIP
+
+
 def planned(
     rows: list[SeenBlocks],
     place: Callable[[CutBlocks], ShardAddress | None] = lambda cut: SHARDS[cut.cut % 4],
-    choose: Callable[[SpanFacts], SpanChoice] = SHIP_ABSENT,
+    choose: Callable[[SpanFacts], SpanChoice] = ship_absent,
 ) -> ShipPlan:
-    class Planner:
-        def choose(self, span: SpanFacts) -> SpanChoice:
-            return choose(span)
-
-    return ship_plan(rows, [list(shippable_cuts(row)) for row in rows], place, Planner())
+    spans = shard_spans([list(shippable_cuts(row)) for row in rows], place)
+    queries = [row.queries for row in rows]
+    return ship_plan(rows, spans, [choose(span.facts(queries, PAGE_BYTES)) for span in spans])
 
 
 def cuts_of(row: SeenBlocks) -> list[int]:

@@ -1,0 +1,137 @@
+"""How long attention takes, as measured: here, at each shard, and on the way there.
+
+Computing is a line over the number of keys, for each size of query: a few query tokens are limited by reading keys,
+many by arithmetic. A message takes a round trip, and the time of its bytes at the rate of loads. What was not measured
+is taken from what is alike: another size of query, another shard, and before the first measurement a guess, which the
+first step replaces.
+
+It reads no clock. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvcluster.client.bandwidth import BandwidthEstimator
+from kvcluster.core.breakeven import LinkRate
+
+GUESSED_LINK = LinkRate(fixed_ns=200_000, bytes_per_s=1_000_000_000)
+"""A link of which nothing is known."""
+
+GUESSED_PRODUCTS_PER_S = 10_000_000_000
+"""The speed of a processor of which nothing is known: multiplications of a query with keys and values a second."""
+
+_DECAY = 0.8
+"""The weight of a message falls by a fifth with every one that follows."""
+
+_SECOND_NS = 1_000_000_000
+
+
+class ComputeSpeed:
+    """Of one place: how long attention of so many query tokens to so many keys takes."""
+
+    def __init__(self) -> None:
+        self._lines: dict[int, tuple[BandwidthEstimator, int]] = {}  # by bits of the number of query tokens; most keys
+
+    def record(self, queries: float, keys: int, seconds: float, now: int) -> None:
+        """Records a compute of one layer. `queries` is the mean number of query tokens that attended to a key."""
+        if keys <= 0 or queries < 1:
+            return
+        size = round(queries).bit_length()
+        line, most = self._lines.get(size, (BandwidthEstimator(), 0))
+        line.record(keys, round(seconds * _SECOND_NS), now)
+        self._lines[size] = line, max(most, keys)
+
+    def seconds(self, queries: int, keys: int) -> float | None:
+        """Returns how long each compute of this size takes beyond its fixed part, by those of at least half as many
+        keys; None if there was none."""
+        size, found = queries.bit_length(), list[tuple[int, float]]()
+        for other, (line, most) in self._lines.items():
+            rate = line.last_estimate()
+            if rate is not None and 2 * most >= keys:
+                # More queries take more time in proportion; fewer may be limited by reading the keys.
+                found.append((abs(other - size), keys / rate.bytes_per_s * 2.0 ** max(0, size - other)))
+        return min(found)[1] if found else None
+
+
+class _Message(NamedTuple):
+    """What messages to a shard take on the way, and the bytes of them and their answers: means of the last ones."""
+
+    seconds: float
+    nbytes: float
+
+
+class AttendSpeeds:
+    """Of one client. `products` is the number of multiplications of one query token with one key and its value."""
+
+    def __init__(self, products: int = 1) -> None:
+        self.link: LinkRate | None = None
+        """The speed of loads so far; None before the first."""
+        self._lock = threading.RLock()
+        self._guess_s = products / GUESSED_PRODUCTS_PER_S
+        self._here = ComputeSpeed()
+        self._shards: dict[str, ComputeSpeed] = {}
+        self._messages: dict[str, _Message] = {}
+
+    def computed(self, queries: float, keys: int, seconds: float, now: int) -> None:
+        """Records a compute of one layer in this process."""
+        with self._lock:
+            self._here.record(queries, keys, seconds, now)
+
+    def shipped(self, shard: str, nbytes: int, seconds: float) -> None:
+        """Records a message to a shard that brought `nbytes`, its query's included, and took so long without the
+        shard's own time."""
+        with self._lock:
+            known = self._messages.get(shard)
+            if known is None:
+                self._messages[shard] = _Message(seconds, nbytes)
+            else:
+                kept = _DECAY
+                self._messages[shard] = _Message(
+                    kept * known.seconds + (1 - kept) * seconds, kept * known.nbytes + (1 - kept) * nbytes
+                )
+
+    def computed_at(self, shard: str, queries: float, keys: int, seconds: float, now: int) -> None:
+        """Records the time that a shard took for one message."""
+        with self._lock:
+            self._shards.setdefault(shard, ComputeSpeed()).record(queries, keys, seconds, now)
+
+    def here_s(self, queries: int, keys: int) -> float:
+        """Returns the seconds that attention of one layer takes in this process, its fixed part left out."""
+        with self._lock:
+            known = self._here.seconds(queries, keys)
+            return known if known is not None else self._alike(self._shards.values(), queries, keys)
+
+    def shard_s(self, shard: str, queries: int, keys: int) -> float:
+        """Returns the same for a shard."""
+        with self._lock:
+            own = self._shards.get(shard)
+            known = own.seconds(queries, keys) if own is not None else None
+            return known if known is not None else self._alike([*self._shards.values(), self._here], queries, keys)
+
+    def message_s(self, shard: str, nbytes: int) -> float:
+        """Returns the seconds that a message takes on its way to a shard and back."""
+        with self._lock:
+            known = self._messages.get(shard)
+            if known is None:
+                return (self.link or GUESSED_LINK).load_ns(nbytes) / _SECOND_NS
+            if self.link is None:
+                return known.seconds * max(1.0, nbytes / max(1.0, known.nbytes))
+            rate = self.link.bytes_per_s
+            return max(0.0, known.seconds - known.nbytes / rate) + nbytes / rate
+
+    def load_s(self, nbytes: int) -> float:
+        """Returns the seconds that a load takes. Before the first, messages tell the least speed of the link."""
+        if not nbytes:
+            return 0.0
+        if self.link is not None:
+            return self.link.load_ns(nbytes) / _SECOND_NS
+        with self._lock:
+            rates = [known.nbytes / known.seconds for known in self._messages.values() if known.seconds > 0]
+        return nbytes / max(rates) if rates else GUESSED_LINK.load_ns(nbytes) / _SECOND_NS
+
+    def _alike(self, places: Iterable[ComputeSpeed], queries: int, keys: int) -> float:
+        known = [seconds for place in places if (seconds := place.seconds(queries, keys)) is not None]
+        return min(known) if known else self._guess_s * queries * keys

@@ -1,0 +1,176 @@
+"""The planner that compares what local attention, fetching and shipping take, by what was measured.
+
+For a step over L layers, with the spans that are not at hand:
+
+    ship  = L * max(here(at hand), for each shard: message(queries and results) + shard(its spans))
+    here  = L * here(all spans)
+    fetch = load(bytes that are not at hand)
+    now   = the longer of fetch and here, and one layer of the shorter, since a layer is loaded while another computes
+
+If `now` is less than `ship`, this very step is faster with the pages here: it fetches them, or streams them where the
+resident set has no room. That is how a prompt's chunk of many query tokens differs from a decode step.
+
+Otherwise it ships. How many steps follow is unknown, so whether to fetch for them is the ski-rental problem: shipping
+is the rent, fetching the price. What shipping took longer than attending here is added up, and once it is a quarter of
+the price, the pages are fetched while queries are shipped still. A generation that ends before has lost nothing. One
+that goes on has lost at most a quarter of the price against one that had fetched at once, if the link has room for
+both. Where shards compute faster than this process would, the rent is negative, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvcluster.client.sequences.attend_planner import SpanChoice, SpanFacts, StepFacts
+
+_PRICE_SHARE = 4
+"""Spans are fetched once shipping them has cost 1/4 of what fetching costs: see the module."""
+
+_LEAST_GAIN = 0.05
+"""Nothing is fetched for a smaller part of a step's time: measured times vary as much."""
+
+
+_STEPS_AHEAD = 2
+"""Loads under way take as long as so many steps."""
+
+
+class StepCosts(NamedTuple):
+    """Seconds: a step that ships, one with all pages here, and the loads of those that are not."""
+
+    ship_s: float
+    here_s: float
+    fetch_s: float
+
+    def now_s(self, layers: int) -> float:
+        """Returns the seconds of a step that loads the pages and attends here."""
+        computing = self.here_s
+        return max(self.fetch_s, computing) + min(self.fetch_s, computing) / layers
+
+
+class CostPlanner:
+    """Chooses what takes the least time, by the speeds measured so far.
+
+        planner = kvcluster.CostPlanner()
+        sequence = client.sequence(token_ids, prefetch=False)
+        out = sequence.attend(0, query, planner=planner)
+
+    docs/attention.md has the formula. One planner may serve many sequences.
+    """
+
+    def choose(self, step: StepFacts) -> Sequence[SpanChoice]:
+        """Returns where each span is attended to."""
+        away = [span for span in step.spans if not _at_hand(span)]
+        if not away:
+            return [SpanChoice.LOCAL] * len(step.spans)
+        costs = step_costs(step)
+        kept = _kept(away, step.room_bytes)
+        if costs.now_s(step.layers) < costs.ship_s:
+            choice = SpanChoice.FETCH if len(kept) == len(away) else SpanChoice.LOCAL
+            return [SpanChoice.LOCAL if _at_hand(span) else choice for span in step.spans]
+        begun = self._to_fetch(step, costs, kept)
+        return [
+            SpanChoice.LOCAL
+            if _at_hand(span)
+            else SpanChoice.SHIP_AND_FETCH
+            if span.start in begun
+            else SpanChoice.SHIP
+            for span in step.spans
+        ]
+
+    def explain(self, step: StepFacts) -> str:
+        """Returns the costs that decide a step, in one line."""
+        costs, away = step_costs(step), [span for span in step.spans if not _at_hand(span)]
+        return (
+            f"a step takes {_ms(costs.ship_s)} by shipping, and {_ms(costs.here_s)} here after {_ms(costs.fetch_s)} of "
+            f"fetching; shipping has taken {_ms(step.account.seconds)} longer so far, and fetching begins once that is "
+            f"1/{_PRICE_SHARE} of its time; there is room for {len(_kept(away, step.room_bytes))} of {len(away)} spans"
+        )
+
+    def _to_fetch(self, step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> dict[int, None]:
+        """Returns the first positions of the spans whose loads begin with this step. Those under way are kept at what
+        the link takes in some steps: that keeps it busy, and a query waits for little."""
+        waiting = [span for span in kept if not span.fetching]
+        if not waiting or _gain(step, costs, kept) < _LEAST_GAIN * costs.ship_s:
+            return {}
+        price_s = step.speeds.load_s(sum(span.absent_bytes for span in waiting))
+        if step.account.seconds * _PRICE_SHARE < price_s:
+            return {}
+        under_way_s = step.speeds.load_s(sum(span.absent_bytes for span in kept if span.fetching))
+        begun: dict[int, None] = {}
+        for span in waiting:
+            if under_way_s >= _STEPS_AHEAD * costs.ship_s:
+                break
+            load_s = step.speeds.load_s(span.absent_bytes)
+            under_way_s += load_s
+            begun[span.start] = None
+            step.account.spend(load_s / _PRICE_SHARE)
+        return begun
+
+
+def step_costs(step: StepFacts) -> StepCosts:
+    """Returns what a step takes by the speeds measured so far."""
+    away = [span for span in step.spans if not _at_hand(span)]
+    fetch_s = step.speeds.load_s(sum(span.absent_bytes for span in away if not span.fetching))
+    return StepCosts(step.layers * _shipped_s(step, away), step.layers * _here_s(step, step.spans), fetch_s)
+
+
+# ------------------------------------------------------------------------------------------- helpers
+
+
+def _at_hand(span: SpanFacts) -> bool:
+    return span.resident or span.lent
+
+
+def _here_s(step: StepFacts, spans: Sequence[SpanFacts]) -> float:
+    """Returns the seconds of one layer of these spans in this process."""
+    tokens: dict[int, int] = {}
+    for span in spans:
+        tokens[span.queries] = tokens.get(span.queries, 0) + span.tokens
+    return sum(step.speeds.here_s(queries, keys) for queries, keys in tokens.items())
+
+
+def _shipped_s(step: StepFacts, away: Sequence[SpanFacts]) -> float:
+    """Returns the seconds of one layer of a step that ships these spans."""
+    slowest = _here_s(step, [span for span in step.spans if _at_hand(span)])
+    by_shard: dict[str, list[SpanFacts]] = {}
+    for span in away:
+        by_shard.setdefault(span.shard, []).append(span)
+    for shard, spans in by_shard.items():
+        rows = dict.fromkeys(row for span in spans for row in span.rows)
+        nbytes = step.query_bytes * sum(step.queries[row] for row in rows)
+        nbytes += step.result_bytes * sum(span.results * span.queries for span in spans)
+        keys: dict[int, int] = {}
+        for span in spans:
+            keys[span.queries] = keys.get(span.queries, 0) + span.tokens
+        computing = sum(step.speeds.shard_s(shard, queries, count) for queries, count in keys.items())
+        slowest = max(slowest, step.speeds.message_s(shard, nbytes) + computing)
+    return slowest
+
+
+def _kept(away: Sequence[SpanFacts], room_bytes: int) -> list[SpanFacts]:
+    """Returns the spans, from the first, for which there is room. Those that are being loaded have theirs."""
+    kept: list[SpanFacts] = []
+    for span in away:
+        if not span.fetching:
+            room_bytes -= span.absent_bytes
+        if room_bytes >= 0 or span.fetching:
+            kept.append(span)
+    return kept
+
+
+def _gain(step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> float:
+    """Returns the seconds that a step takes less once these spans are here."""
+    starts = dict.fromkeys(span.start for span in kept)
+    after = step._replace(
+        spans=tuple(span._replace(absent_bytes=0) if span.start in starts else span for span in step.spans)
+    )
+    return costs.ship_s - max(step_costs(after).ship_s, step_costs(after).here_s if _all_here(after) else 0.0)
+
+
+def _all_here(step: StepFacts) -> bool:
+    return all(_at_hand(span) for span in step.spans)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
