@@ -48,15 +48,16 @@ class BlockPlaces:
         self._control = control
         self._clock = clock
         self._lock = threading.Lock()
-        self._places: dict[SequenceBlock, ShardAddress] = {}
-        self._nowhere: dict[SequenceBlock, int] = {}  # until when they are not looked for
+        # By the names of blocks, since one that is written again gets another.
+        self._places: dict[BlockHash | None, tuple[SequenceBlock, ShardAddress]] = {}
+        self._nowhere: dict[BlockHash | None, tuple[SequenceBlock, int]] = {}  # until when they are not looked for
         self._avoided: dict[ShardAddress, int] = {}  # until when they are not asked
         self.version = 0
         """Counts the changes of what `place_of` returns."""
 
     def place_of(self, cut: CutBlocks) -> ShardAddress | None:
         """Returns the shard that has a cut whole, if one is known."""
-        places = {self._places.get(block): None for block in cut.blocks}
+        places = {self._shard_at(block): None for block in cut.blocks}
         shard = next(iter(places)) if len(places) == 1 else None
         return None if shard in self._avoided else shard
 
@@ -65,12 +66,12 @@ class BlockPlaces:
         now = self._clock()
         with self._lock:
             self._pass(now)
-            known, useless = self._places, [None, *self._avoided]
+            useless = [None, *self._avoided]
             unknown = dict.fromkeys(
                 block
                 for cut in cuts
                 for block in cut.blocks
-                if known.get(block) in useless and block not in self._nowhere
+                if self._shard_at(block) in useless and block.name not in self._nowhere
             )
             avoid = tuple(dict.fromkeys(shard.shard for shard in self._avoided))[: limits.AVOIDED_SHARDS]
         for private in (False, True):
@@ -83,8 +84,8 @@ class BlockPlaces:
         until = self._clock() + _AGAIN_NS
         with self._lock:
             for block in cut.blocks:
-                self._places.pop(block, None)
-                self._nowhere[block] = until
+                self._places.pop(block.name, None)
+                self._nowhere[block.name] = block, until
             self.version += 1
 
     def avoid(self, shard: ShardAddress) -> None:
@@ -101,21 +102,20 @@ class BlockPlaces:
             self.version += 1
 
     def sweep(self) -> None:
-        """Forgets blocks that no sequence refers to."""
+        """Forgets blocks that no sequence refers to, and names that are no block's any more."""
         with self._lock:
-            for block in [block for block in self._places if not block.references]:
-                del self._places[block]
-            for block in [block for block in self._nowhere if not block.references]:
-                del self._nowhere[block]
+            for known in (self._places, self._nowhere):
+                for name in [name for name, (block, _) in known.items() if not block.references or block.name != name]:
+                    del known[name]
 
     # ------------------------------------------------------------------------------------------- helpers
 
     def _pass(self, now: int) -> None:
         """Forgets what has been long enough ago."""
-        over = [block for block, until in self._nowhere.items() if until <= now]
+        over = [name for name, (_, until) in self._nowhere.items() if until <= now]
         again = [shard for shard, until in self._avoided.items() if until <= now]
-        for block in over:
-            del self._nowhere[block]
+        for name in over:
+            del self._nowhere[name]
         for shard in again:
             del self._avoided[shard]
         self.version += bool(over or again)
@@ -136,10 +136,14 @@ class BlockPlaces:
             for at, block in enumerate(blocks):
                 shard = self._shard_of(plans[at] if at < len(plans) else None)
                 if shard is None:
-                    self._nowhere[block] = until
+                    self._nowhere[block.name] = block, until
                 else:
-                    self._places[block] = shard
+                    self._places[block.name] = block, shard
             self.version += 1
+
+    def _shard_at(self, block: SequenceBlock) -> ShardAddress | None:
+        known = self._places.get(block.name)
+        return known[1] if known is not None else None
 
     def _shard_of(self, plan: Plan | None) -> ShardAddress | None:
         sources = plan[0] if plan else None

@@ -46,6 +46,7 @@ from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpServer
 from tests.client.conftest import Start, settle
+from tests.waiting import eventually
 
 LAYERS, HEADS, DIM, BLOCK, GROUP = 2, 2, 8, 16, 2
 SPEC = kvcluster.KVSpec.uniform(
@@ -308,6 +309,64 @@ def test_any_mixture_over_four_shards_has_the_bits_of_one_memory(
                 out = batch.attend(layer, query, window=window, planner=planner)
                 each = zip(rows, query.split(queries), strict=True)
                 assert torch.equal(out, torch.cat([row.expected(layer, part, window=window) for row, part in each]))
+
+
+def test_spans_are_loaded_behind_the_queries_that_are_shipped(cluster: MemoryCluster, stored: Text) -> None:
+    with Reader(cluster, 900) as reader:
+        sequence = reader.client.sequence(ids(LONG), prefetch=False)
+        one = Text(sequence, stored.k[:, : sequence.length], stored.v[:, : sequence.length])
+        assert sequence.statistics().resident == 0, "nothing is loaded before it is attended to"
+        one.check(Choosing(1, [SpanChoice.SHIP_AND_FETCH]))
+        assert len(reader.wire.attends) >= LAYERS
+        assert {place.choice for place in sequence.explain_attention().places} == {SpanChoice.SHIP_AND_FETCH}
+
+        def all_here() -> bool:
+            one.check(ShipAbsent())
+            return sequence.statistics().resident == sequence.length
+
+        eventually(all_here)
+        reader.wire.attends.clear()
+        one.check(ShipAbsent())
+        assert not reader.wire.attends
+        assert reader.client.shipped().chosen["ship_and_fetch"] and reader.client.shipped().chosen["local"]
+
+
+def test_what_is_to_be_loaded_behind_and_finds_no_room_is_shipped(cluster: MemoryCluster, stored: Text) -> None:
+    with Reader(cluster, 40) as reader:
+        sequence = reader.client.sequence(ids(LONG), prefetch=False)
+        one = Text(sequence, stored.k[:, : sequence.length], stored.v[:, : sequence.length])
+        for _ in range(3):
+            one.check(Choosing(1, [SpanChoice.SHIP_AND_FETCH]))
+        one.append(ids(40, 3), 50)
+        one.check(Choosing(1, [SpanChoice.SHIP_AND_FETCH]))
+
+
+def test_the_planner_of_costs_learns_and_says_why(cluster: MemoryCluster, stored: Text) -> None:
+    with Reader(cluster, 900) as reader:
+        sequence = reader.client.sequence(ids(LONG), prefetch=False)
+        one = Text(sequence, stored.k[:, : sequence.length], stored.v[:, : sequence.length])
+        planner = kvcluster.CostPlanner()
+        assert sequence.explain_attention().places == ()
+        one.check(planner)
+        told = str(sequence.explain_attention())
+        assert "tokens 0-" in told and "shard-" in told and "a step takes " in told
+        for queries in (1, 5, 300):
+            one.check(planner, queries=queries)
+        assert sum(reader.client.shipped().chosen.values()) >= 4
+
+
+class Mute:
+    """Chooses for no span."""
+
+    def choose(self, step: StepFacts) -> list[SpanChoice]:
+        return []
+
+
+def test_a_planner_that_forgets_spans_is_told(cluster: MemoryCluster, stored: Text) -> None:
+    with Reader(cluster, 900) as reader:
+        one = reader.open(stored, ids(LONG))
+        with pytest.raises(CallerError, match="Mute chose for 0 spans; this step has"):
+            one.check(Mute())
 
 
 def test_what_is_too_much_for_a_message_is_divided(
