@@ -5,10 +5,10 @@
 Each run is a process of its own with one thread, and a random Llama in float32. "in memory" is `model.generate`; the
 others are `generate(offload=True)` over a cluster of two shards in other processes, with `--times` less resident memory
 than the KV of the context takes: streamed over tcp, or borrowed from shared memory, with shards that keep pages raw or,
-below a small device tier, in q8 or q4. It prints how far each process's own memory grew above what it had after a
-warm-up of the same kind, at most, prefill included; the seconds to the first token, and the median of the others; how
-many of the new ids are those in memory; and the greatest difference of their logits, as a part of the greatest logit,
-up to the first id that differs.
+below a small device tier, in q8 or q4; or over tcp as the planner chooses, which may attend at the shards. It prints
+how far each process's own memory grew above what it had after a warm-up of the same kind, at most, prefill included;
+the seconds to the first token, and the median of the others; how many of the new ids are those in memory; and the
+greatest difference of their logits, as a part of the greatest logit, up to the first id that differs.
 """
 
 from __future__ import annotations
@@ -42,14 +42,18 @@ EAGER = {"low_free": 0.9, "high_free": 0.9}  # all goes down a tier as soon as i
 
 @dataclass(frozen=True)
 class Run:
-    """One process. `transport`: None without a cluster. `codec`: of the shards' pages."""
+    """One process. `transport`: None without a cluster. `codec`: of the shards' pages. `planned`: whether the planner
+    chooses; nothing is attended to at shards else."""
 
     transport: str | None = None
     codec: str = "raw"
+    planned: bool = False
 
     @property
     def title(self) -> str:
-        return "in memory" if self.transport is None else f"{self.transport}, {self.codec}"
+        if self.transport is None:
+            return "in memory"
+        return f"{self.transport}, {self.codec}" + (", planned" if self.planned else "")
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Outcome:
     grown_bytes: int
 
 
-RUNS = [Run(), Run("tcp"), Run("shm"), Run("tcp", "q8"), Run("shm", "q8"), Run("tcp", "q4")]
+RUNS = [Run(), Run("tcp"), Run("tcp", planned=True), Run("shm"), Run("tcp", "q8"), Run("shm", "q8"), Run("tcp", "q4")]
 
 
 def model_of(layers: int) -> Any:
@@ -145,7 +149,8 @@ def work(run: Run, address: str, spec: kvcluster.KVSpec, times: int, new: int, t
         client = connect(address, spec, config=config)
 
         def call(prompt: torch.Tensor, **given: Any) -> Any:
-            return generate(client, model, prompt, offload=True, **given)
+            planner = kvcluster.CostPlanner() if run.planned else None
+            return generate(client, model, prompt, offload=True, planner=planner, **given)
 
     call(others, max_new_tokens=2, **settings)
     before, watch = _own_bytes(), TokenTimes()
@@ -207,7 +212,7 @@ def main() -> None:
     print(
         f"{options.tokens:,} tokens, {context / 2**20:,.0f} MiB of KV; resident {context / options.times / 2**20:,.1f}"
     )
-    print(f"{'':12} {'grown MiB':>10} {'first s':>10} {'next ms':>10} {'same ids':>10} {'logits off':>11}")
+    print(f"{'':18} {'grown MiB':>10} {'first s':>10} {'next ms':>10} {'same ids':>10} {'logits off':>11}")
     right = measure(RUNS[0], spec, options)
     for run in [run for run in RUNS if run.title in options.runs]:
         try:
@@ -217,7 +222,7 @@ def main() -> None:
             continue
         equal, off = difference(outcome, right)
         print(
-            f"{run.title:12} {outcome.grown_bytes / 2**20:>10.1f} {outcome.first_s:>10.1f} "
+            f"{run.title:18} {outcome.grown_bytes / 2**20:>10.1f} {outcome.first_s:>10.1f} "
             f"{outcome.next_s * 1e3:>10.1f} {f'{equal} of {len(right.ids)}':>10} {off:>11.1e}",
             flush=True,
         )

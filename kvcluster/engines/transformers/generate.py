@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcluster.client.client import Client
-from kvcluster.client.sequences import WindowPolicy
+from kvcluster.client.sequences import AttendPlanner, WindowPolicy
 from kvcluster.engines.transformers.cache import DEADLINE_MS, PrefixCache
 from kvcluster.engines.transformers.compat import Generation
-from kvcluster.engines.transformers.sequence_cache import SequenceCache
+from kvcluster.engines.transformers.sequence_cache import PLANNER, SequenceCache
 from kvcluster.errors import CallerError
 
 
@@ -24,6 +24,7 @@ def generate(
     *,
     salt: bytes = b"",
     offload: bool | WindowPolicy = False,
+    planner: AttendPlanner | None = PLANNER,
     deadline_ms: float = DEADLINE_MS,
     **generate_kwargs: Any,
 ) -> Any:
@@ -36,7 +37,8 @@ def generate(
     bounds loading and storing separately; a failure of the cluster costs time, never the answer.
 
     With `offload` the KV lies in sequences of the cluster, and this process keeps `ClientConfig.resident_bytes` of it,
-    so the context may be many times larger; True is the default WindowPolicy. What is returned has no
+    so the context may be many times larger; True is the default WindowPolicy. `planner` decides which of the rest is
+    loaded and which attended to at its shards, by default by what takes less time; None loads. What is returned has no
     `past_key_values`, and `output_attentions` is refused, as are models whose attention is not computed over sequences
     (docs/transformers.md). A failure of the cluster may then cost the answer: raises LostTokens if it has lost KV that
     is needed (call again: what it still has is not computed again), ResidentSetFull if `resident_bytes` is too small,
@@ -52,7 +54,8 @@ def generate(
         policy = offload if isinstance(offload, WindowPolicy) else None
         if generation.option("output_attentions"):
             raise CallerError("generate() cannot take output_attentions with offload: attention weights are not kept")
-        with SequenceCache.from_inputs(*given, salt=salt, policy=policy, deadline_ms=deadline_ms) as over:
+        how: dict[str, Any] = {"policy": policy, "planner": planner, "deadline_ms": deadline_ms}
+        with SequenceCache.from_inputs(*given, salt=salt, **how) as over:
             return _generate_over(over, model, input_ids, attention_mask, generation, generate_kwargs, deadline_ms)
     cache = PrefixCache.from_inputs(*given, salt=salt, deadline_ms=deadline_ms)
     if generation.repeats > 1:

@@ -39,6 +39,9 @@ PREFILL_TOKENS = 512
 """Tokens of a row that one forward pass of a prefill computes at most. More would take more memory, and save little:
 each token's attention takes the same time, and the context is streamed once for so many."""
 
+PLANNER = kv.CostPlanner()
+"""Decides what is attended to where, unless the caller gives another."""
+
 _PREFILL_SHARE = 4
 """A forward pass of a prefill makes at most this part of what the resident set holds: it stays there until the pass is
 over, while the context is streamed through the rest."""
@@ -49,11 +52,17 @@ class SequenceCache(SteppedCache):
     inputs the number of its tokens that need not be computed."""
 
     def __init__(
-        self, client: Client, model: PreTrainedModel, rows: Sequence[tuple[kv.Sequence, int]], deadline_ms: float
+        self,
+        client: Client,
+        model: PreTrainedModel,
+        rows: Sequence[tuple[kv.Sequence, int]],
+        planner: kv.AttendPlanner | None,
+        deadline_ms: float,
     ) -> None:
         super().__init__(model)
         self.cached_tokens = [sequence.length for sequence, _ in rows]
         self._client = client
+        self._planner = planner
         self._deadline_ms = deadline_ms
         self._rows = list(rows)  # each with its columns of padding
         self._batch = kv.SequenceBatch([sequence for sequence, _ in rows])
@@ -69,14 +78,15 @@ class SequenceCache(SteppedCache):
         *,
         salt: bytes = b"",
         policy: kv.WindowPolicy | None = None,
+        planner: kv.AttendPlanner | None = PLANNER,
         deadline_ms: float = DEADLINE_MS,
     ) -> SequenceCache:
         """Opens a sequence for every row, which begins with its cached prefix; at least one token of each is left to
         compute. Rows continue from one column, so the row with the shortest prefix, padding counted, decides for all.
 
         `input_ids` and `attention_mask` are as for PrefixCache.from_inputs. `policy` says what of the sequences stays
-        in the resident set, and how. `deadline_ms` bounds this call, and each load of a later one. Requests share KV
-        only under the same `salt`.
+        in the resident set, and how; `planner` what is attended to at its shards, None for nothing. `deadline_ms`
+        bounds this call, and each load of a later one. Requests share KV only under the same `salt`.
 
         Raises CallerError, before anything moves, if the model, its inputs or the client's spec are not supported;
         Unreachable if the coordinator has never answered this client.
@@ -91,12 +101,13 @@ class SequenceCache(SteppedCache):
             rows: list[tuple[kv.Sequence, int]] = []
             for ids, padding in zip(input_ids.tolist(), paddings, strict=True):
                 prompt = Prompt(ids[padding:], salt)
-                opened = client.sequence(prompt, policy=policy, deadline_ms=deadline.remaining_s() * 1e3)
+                time_ms, prefetch = deadline.remaining_s() * 1e3, planner is None
+                opened = client.sequence(prompt, policy=policy, prefetch=prefetch, deadline_ms=time_ms)
                 rows.append((stack.enter_context(opened), padding))
             columns = min(input_ids.shape[1] - 1, *(padding + sequence.length for sequence, padding in rows))
             for sequence, padding in rows:
                 sequence.truncate(max(0, columns - padding), deadline_ms=deadline.remaining_s() * 1e3)
-            cache = cls(client, model, rows, deadline_ms)
+            cache = cls(client, model, rows, planner, deadline_ms)
             cache.columns = columns
             stack.pop_all()
         return cache
@@ -175,6 +186,7 @@ class SequenceCache(SteppedCache):
             window=rule.window,
             sinks=None if scores.sinks is None else scores.sinks.cpu(),
             threads=torch.get_num_threads(),
+            planner=self._planner,
             deadline_ms=self._deadline_ms,
         )
         if sum(counts) == rows * columns:
