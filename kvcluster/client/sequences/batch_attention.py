@@ -90,6 +90,7 @@ class BatchAttention:
         self._remote = resources.remote
         self._made: tuple[Hashable, list[QueryRow]] = ((), [])
         self._planner = StepPlanner(states, resources)
+        self._failures: list[LostTokens] = []  # why loads of this call failed
 
     def attend(
         self,
@@ -190,9 +191,9 @@ class BatchAttention:
         if len(blocks) <= self._runner.machine.pages.capacity:
             with suppress(ResidentSetFull):
                 return self._held(rows, blocks, {}, step, compute)
-        self._wait(step.layer, step.deadline)
+        self._wait(rows, step.layer, step.deadline)
         call = StreamedCall(rows, step.layout, step.layer, query, step.scoring, step.threads, time_ms)
-        return self._streamed.attend(call, lambda: self._ready(step.layer))
+        return self._streamed.attend(call, lambda: self._ready(rows, step.layer))
 
     def _shipped(
         self, rows: Sequence[SeenBlocks], plan: ShipPlan, query: Tensor, sent: LayerQuery, step: _Step
@@ -266,13 +267,15 @@ class BatchAttention:
         return made if may_ship(made) else None
 
     def _repeated(self, attempt: Callable[[], R | None]) -> R:
-        """Returns what `attempt` returns, which is None if pages were taken away meanwhile. Raises LostTokens if they
-        are taken away again and again."""
+        """Returns what `attempt` returns, which is None if pages were taken away meanwhile, or did not come. Raises
+        LostTokens if that happens again and again."""
+        self._failures.clear()
         for _ in range(_TRIES):
             result = attempt()
             if result is not None:
                 return result
-        raise LostTokens(0, "the pages of this sequence are taken away again and again while attention reads them")
+        why = "the pages of this sequence are taken away again and again while attention reads them"
+        raise self._failures[-1] if self._failures else LostTokens(0, why)
 
     def _held(
         self,
@@ -305,7 +308,7 @@ class BatchAttention:
         self._provide(rows, fetched, step.layer, step.deadline)
         with self._runner.reading():
             with self._runner.lock:
-                ready = not self._missing(rows) and self._ready(step.layer)
+                ready = not self._missing(rows) and self._ready(rows, step.layer)
                 made = self._query_rows(step.layout, rows, step.scoring.window) if ready else []
                 loans = {loan: None for each in self._maps for loan in each.loans}
             if not ready:
@@ -349,15 +352,16 @@ class BatchAttention:
                 self._missing(rows)
                 for state in self._states:
                     state.loss = max(state.loss, loss)
-        self._wait(layer, deadline)
+        self._wait(rows, layer, deadline)
 
-    def _wait(self, layer: int, deadline: Deadline) -> None:
-        """Waits until what is being loaded into the resident set has this layer."""
+    def _wait(self, rows: Sequence[SeenBlocks], layer: int, deadline: Deadline) -> None:
+        """Waits until what the rows see of what is being loaded into the resident set has this layer."""
         with self._runner.lock:
-            fetches = self._fetches()
+            fetches = self._fetches(rows)
         for fetch in fetches:
             if not fetch.transfer.wait_layer(self._model_layer(layer), deadline.remaining_s() * 1e3):
-                self._loads.finish(fetch, deadline)
+                why = self._loads.finish(fetch, deadline)
+                self._failures += [why] if why is not None else []
 
     def _missing(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
@@ -373,11 +377,14 @@ class BatchAttention:
                 found.update(dict.fromkeys(state.blocks[depths.start : depths.stop]))
         return [*found]
 
-    def _fetches(self) -> list[BlockFetch]:
-        return [*{fetch: None for pages in self._maps for fetch in pages.fetches}]
+    def _fetches(self, rows: Sequence[SeenBlocks]) -> list[BlockFetch]:
+        found: dict[BlockFetch, None] = {}
+        for pages, row in zip(self._maps, rows, strict=True):
+            found.update(dict.fromkeys(pages.fetches(row.depths)))
+        return [*found]
 
-    def _ready(self, layer: int) -> bool:
-        return all(fetch.transfer.layer_done(self._model_layer(layer)) for fetch in self._fetches())
+    def _ready(self, rows: Sequence[SeenBlocks], layer: int) -> bool:
+        return all(fetch.transfer.layer_done(self._model_layer(layer)) for fetch in self._fetches(rows))
 
     def _model_layer(self, layer: int) -> int:
         return self._group.layers[self._part.layer_start + layer]

@@ -86,7 +86,7 @@ class SequenceLoads:
         """Loads those of these blocks of a sequence that are absent into the resident set, and waits for them. The
         caller holds all of them (SequenceRunner.holding). Raises ResidentSetFull, or LostTokens if one of them cannot
         be had."""
-        failed = 0
+        failed: list[LostTokens] = []
         while True:
             with self._runner.lock:
                 absent = [state.blocks[depth] for depth in state.absent(depths)]
@@ -99,9 +99,10 @@ class SequenceLoads:
                 with self._runner.lock:
                     state.loss = max(state.loss, loss)
             for fetch in begun:
-                failed += not self.finish(fetch, deadline)
-            if failed >= _TRIES:
-                raise self._lost(absent[0], Miss(MissReason.DEADLINE, "its loads failed"))
+                why = self.finish(fetch, deadline)
+                failed += [why] if why is not None else []
+            if len(failed) >= _TRIES:
+                raise failed[-1]
 
     def provide_prefix(self, state: SequenceState, deadline: Deadline) -> None:
         """As `provide` for all blocks of a sequence that was just opened, but takes no page that holds a block: what
@@ -141,18 +142,21 @@ class SequenceLoads:
         self._lend_at = 0.0 if lent else time.monotonic() + _LEND_AGAIN_S
         return loss
 
-    def finish(self, fetch: BlockFetch, deadline: Deadline) -> bool:
-        """Waits for a load to end, at most until the deadline. What was loaded is in the resident set then. Returns
-        whether all was loaded. Raises as Transfer.result."""
+    def finish(self, fetch: BlockFetch, deadline: Deadline) -> LostTokens | None:
+        """Waits for a load to end, at most until the deadline. What was loaded is in the resident set then. Returns why
+        not all was loaded, if so. Raises as Transfer.result."""
         if not fetch.transfer.wait_ended(deadline):
-            return False
+            return self._lost(fetch.blocks[0], Miss(MissReason.DEADLINE, "its load takes too long"))
         loaded = _loaded_blocks(fetch)
         with self._runner.lock:
             if loaded < len(fetch.blocks):
                 self._runner.wait_for_readers()
             if fetch in self.absent.fetches:
                 self._settle(fetch, loaded)
-        return fetch.transfer.result().blocks == len(fetch.blocks)
+        came = fetch.transfer.result()
+        if came.blocks == len(fetch.blocks):
+            return None
+        return self._lost(fetch.blocks[came.blocks], came.miss or Miss(MissReason.DEADLINE, "its load failed"))
 
     def valid(self, loan: BorrowedBlocks) -> bool:
         """Whether what was read of a loan counts. If not, its blocks are absent."""

@@ -5,7 +5,7 @@ Only what has changed in the table is written again, so a step costs the same at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -27,7 +27,6 @@ class PageMap:
         self.version = 0
         """Counts the changes of addresses."""
         self.loans: tuple[BorrowedBlocks, ...] = ()
-        self.fetches: tuple[BlockFetch, ...] = ()
         self._state = state
         self._memory = memory
         self._absent = absent
@@ -58,6 +57,12 @@ class PageMap:
         if len(absent) < len(holes):
             self._changed()
         return [state.blocks[depth] for depth in absent]
+
+    def fetches(self, ranges: Sequence[range]) -> Iterator[BlockFetch]:
+        """Yields the loads of blocks of these ranges of depths, some of them several times."""
+        for depth, block in self._fetched.items():
+            if any(depth in depths for depths in ranges):
+                yield self._absent.fetched[block][1]
 
     def resident(self, first: int, stop: int) -> list[SequenceBlock]:
         """Returns the blocks from depth `first` up to `stop` that have a page of the resident set."""
@@ -129,9 +134,8 @@ class PageMap:
 
     def _changed(self) -> None:
         self.version += 1
-        if not (self._lent or self._fetched or self.loans or self.fetches):
+        if not (self._lent or self.loans):
             return
         lent = [self._absent.lent[block] for block in self._lent.values()]
         self.loans = tuple({page.loan: None for page in lent})
-        self.fetches = tuple({self._absent.fetched[block][1]: None for block in self._fetched.values()})
         self._keeps = (self._memory.tensor, *(page.memory for page in lent))

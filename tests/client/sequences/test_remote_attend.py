@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from kvcluster.core.messages import (
     DeclineReason,
     Offer,
     Offers,
+    ReadRequest,
     RegisterSpans,
     ShardAddress,
 )
@@ -41,7 +43,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
-from kvcluster.transport.base import Deadline, Transport, Unavailable
+from kvcluster.transport.base import Deadline, PageSink, Transport, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpServer
@@ -133,12 +135,16 @@ def text(client: Client, tokens: int, seed: int = 0) -> Text:
 @dataclass
 class Wire:
     """What clients of a cluster have sent to its shards, and what befalls it: `before` is called with each Attend, and
-    may answer it or raise."""
+    may answer it or raise; reads wait for `readable`."""
 
     attends: list[tuple[ShardId, AttendRequest]] = field(default_factory=list)
     registered: list[tuple[ShardId, RegisterSpans]] = field(default_factory=list)
     namespaces: list[NamespaceId] = field(default_factory=list)
     before: Callable[[ShardId, AttendRequest], SpanResults | None] = lambda shard, request: None
+    readable: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.readable.set()
 
 
 class WatchedTransport(MemoryTransport):
@@ -151,6 +157,12 @@ class WatchedTransport(MemoryTransport):
         self._wire.registered.append((self._shard, message))
         self._wire.namespaces.append(namespace)
         super().register_spans(namespace, message, deadline)
+
+    def read(
+        self, request: ReadRequest, sink: PageSink, deadline: Deadline
+    ) -> Generator[None, None, list[Miss | None]]:
+        assert self._wire.readable.wait(60)
+        return (yield from super().read(request, sink, deadline))
 
     def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
         self._wire.attends.append((self._shard, request))
@@ -316,7 +328,12 @@ def test_spans_are_loaded_behind_the_queries_that_are_shipped(cluster: MemoryClu
         sequence = reader.client.sequence(ids(LONG), prefetch=False)
         one = Text(sequence, stored.k[:, : sequence.length], stored.v[:, : sequence.length])
         assert sequence.statistics().resident == 0, "nothing is loaded before it is attended to"
+        one.check(ShipAbsent())
+        reader.wire.attends.clear()
+        reader.wire.readable.clear()
         one.check(Choosing(1, [SpanChoice.SHIP_AND_FETCH]))
+        one.check(Choosing(2, [SpanChoice.SHIP_AND_FETCH]))
+        reader.wire.readable.set()
         assert len(reader.wire.attends) >= LAYERS
         assert {place.choice for place in sequence.explain_attention().places} == {SpanChoice.SHIP_AND_FETCH}
 
