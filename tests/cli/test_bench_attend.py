@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvcluster
-from kvcluster.cli.bench.attend import baselines, table
+from kvcluster.cli.bench.attend import baselines, generations_table, table
 from kvcluster.cli.bench.attend.contexts import filled, model
+from kvcluster.cli.bench.attend.links import Direction, LinkProcess, link
 from kvcluster.cli.main import main
 from kvcluster.testing import MemoryCluster
 
@@ -61,3 +65,51 @@ def test_wrong_options_are_refused_by_name(option: list[str], named: str, capsys
     with pytest.raises(SystemExit) as ended:
         raise SystemExit(main(["bench", "attend", *option]))
     assert ended.value.code and named in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ over links
+
+
+def test_generations_over_a_link_are_measured_in_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = tmp_path / "picture.png"
+    arguments = ["--links", "1gbit/200us", "--tokens", "2048", "--new", "2", "1", "--batch", "2", "--plot", str(drawn)]
+    assert main(["bench", "attend", "--json", *arguments]) == 0
+    assert drawn.read_bytes().startswith(PNG)
+    figures = json.loads(capsys.readouterr().out)
+    assert [(row["batch"], row["new"]) for row in figures["rows"]] == [(2, 1), (2, 2)] * 2
+    llama, deepseek = figures["rows"][1], figures["rows"][3]
+    for row, context_bytes in ((llama, 2_048 * 1_024), (deepseek, 2_048 * 2_304)):
+        assert row["fetch_bytes"] > context_bytes, "all of it has passed the link"
+        assert row["ship_bytes"] > 0 and row["ship_seconds"] > 0 and row["of_better"] > 0
+    assert any("deepseek-v3" in line for line in generations_table.lines(figures))
+
+
+@pytest.mark.parametrize("text", ["1gbit", "fast/1ms", "0mbit/1ms", "1gbit/1s"])
+def test_a_link_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "attend", "--links", text]) != 0
+    assert f"--links {text}: expected a speed and a round trip" in capsys.readouterr().err
+
+
+def test_a_link_passes_bytes_on_and_counts_them() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening, LinkProcess(link("800mbit/2ms")) as through:
+        address = through.through(f"127.0.0.1:{listening.getsockname()[1]}")
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port))) as near:
+            far, _ = listening.accept()
+            with far:
+                near.sendall(b"x" * 100_000)
+                near.shutdown(socket.SHUT_WR)
+                assert far.makefile("rb").read() == b"x" * 100_000
+                far.sendall(b"answer")
+                far.shutdown(socket.SHUT_WR)
+                assert near.makefile("rb").read() == b"answer"
+        assert through.counted() == 100_006
+
+
+@given(sizes=st.lists(st.integers(1, 10**6), min_size=1, max_size=20))
+def test_bytes_leave_one_after_the_other_and_arrive_after_the_delay(sizes: list[int]) -> None:
+    direction = Direction(1e6, 0.5)
+    times = [direction.arrival(size) for size in sizes]
+    for (left, arrives), (after, _), size in zip(times, times[1:], sizes[1:], strict=False):
+        assert arrives == pytest.approx(left + 0.5) and after >= left + size / 1e6 * 0.999
+    assert direction.nbytes == sum(sizes)

@@ -139,6 +139,15 @@ def _add_attend(option: Callable[..., object]) -> None:
         help="forks of a sequence where several attend together (default 8)",
     )
     option("--prefill", type=positive, metavar="N", help="tokens of the measured prefill (default 512)")
+    option(
+        "--links",
+        nargs="+",
+        default=[],
+        metavar="LINK",
+        help="measure whole generations instead, over links of a speed and a round trip, as in 1gbit/2ms (default none)",
+    )
+    option("--new", type=positive, nargs="+", metavar="N", help="new tokens of a generation (default 1 64 1024)")
+    option("--batch", type=positive, nargs="+", metavar="N", help="rows of a generation (default 1 8)")
 
 
 def _add_sequences(option: Callable[..., object]) -> None:
@@ -250,6 +259,8 @@ def _attend(options: argparse.Namespace) -> int:
     if options.model not in MODELS:
         raise ConfigError(f"--model {options.model}: expected one of {', '.join(MODELS)}")
     quick = options.quick
+    if options.links:
+        return _generations(options)
     return _report(
         options,
         table,
@@ -260,6 +271,21 @@ def _attend(options: argparse.Namespace) -> int:
         threads=options.threads,
         forks=options.forks,
         prefill=options.prefill or (64 if quick else 512),
+    )
+
+
+def _generations(options: argparse.Namespace) -> int:
+    from kvcluster.cli.bench.attend import generations, generations_table, links
+
+    quick = options.quick
+    return _report(
+        options,
+        generations_table,
+        generations.measure,
+        links=[links.link(text) for text in options.links],
+        tokens=max(options.tokens or [4_096 if quick else 32_768]),
+        lengths=sorted(set(options.new or ([1, 4] if quick else [1, 64, 1_024]))),
+        batches=sorted(set(options.batch or ([1, 2] if quick else [1, 8]))),
     )
 
 
@@ -373,7 +399,8 @@ _KINDS = {
         _add_attend,
         "measure attention over the pages of sequences",
         "Measures one layer of a decode step, and of a prefill, over pages as they lie, beside torch's attention over "
-        "dense tensors. Needs Ray and torch.",
+        "dense tensors; with --links whole generations over a context on four shards, which are fetched, attended to "
+        "there, or what the planner chooses. Needs Ray and torch.",
         "--quick --tokens 4096",
         quick="3 rounds over 1,024 tokens, prefill of 64",
         plots=True,

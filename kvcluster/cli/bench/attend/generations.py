@@ -61,27 +61,32 @@ def _layers(spec: KVSpec, *, heads: int) -> KVSpec:
     return replace(spec, groups=(replace(group, layers=tuple(range(LAYERS)), planes=planes),))
 
 
-def measure_links(
-    *, links: Sequence[Link], tokens: int, lengths: Sequence[int], batches: Sequence[int]
-) -> list[dict[str, Any]]:
-    """Returns a row for each model, link, batch and number of new tokens: seconds and bytes of each way."""
+def measure(*, links: Sequence[Link], tokens: int, lengths: Sequence[int], batches: Sequence[int]) -> dict[str, Any]:
+    """Returns the figures: for each model, link, batch and number of new tokens a row with the seconds and bytes of
+    each way, and the planner's time by that of the better way."""
+    torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for of in ranks():
-        nbytes = tokens * of.token_bytes
-        with kvcluster.local(shards=SHARDS, device_bytes=SHARDS * nbytes + 2**28) as cluster:
+        with kvcluster.local(shards=SHARDS, device_bytes=SHARDS * tokens * of.token_bytes + 2**28) as cluster:
             ids = list(range(tokens))
             _store(cluster, of, ids)
             for through in links:
                 with LinkProcess(through) as process:
                     for batch in batches:
+                        progress(f"{of.name}, {through.name}, batch {batch}")
                         found = {way: _generate(cluster, process, of, ids, way, lengths, batch) for way in WAYS}
                         rows += [
-                            {"model": of.name, "link": through.name, "batch": batch, "new": new}
-                            | {way: found[way][at] for way in WAYS}
+                            _row(of, through, batch, new, {way: found[way][at] for way in WAYS})
                             for at, new in enumerate(lengths)
                         ]
-                        progress(f"{of.name}, {through.name}, batch {batch}")
-    return rows
+    return {"tokens": tokens, "layers": LAYERS, "shards": SHARDS, "question": QUESTION_TOKENS, "rows": rows}
+
+
+def _row(of: ModelLayer, through: Link, batch: int, new: int, found: dict[str, dict[str, float]]) -> dict[str, Any]:
+    better = min(found[way]["seconds"] for way in WAYS if way != "planner")
+    figures = {f"{way}_{what}": found[way][what] for way in WAYS for what in ("seconds", "bytes")}
+    about = {"model": of.name, "link": through.name, "batch": batch, "new": new}
+    return about | figures | {"of_better": found["planner"]["seconds"] / better}
 
 
 def _store(cluster: Any, of: ModelLayer, ids: Sequence[int]) -> None:

@@ -46,7 +46,7 @@ def link(text: str) -> Link:
     return Link(text, float(speed) * _UNITS[unit] / 8, float(delay) * _UNITS[of])
 
 
-class _Direction:
+class Direction:
     """One direction of a link."""
 
     def __init__(self, bytes_per_s: float, delay_s: float) -> None:
@@ -67,7 +67,7 @@ class _Direction:
 class _Pump:
     """Moves what comes from one socket to another, by way of one direction of the link."""
 
-    def __init__(self, source: socket.socket, target: socket.socket, way: _Direction) -> None:
+    def __init__(self, source: socket.socket, target: socket.socket, way: Direction) -> None:
         self._source = source
         self._target = target
         self._way = way
@@ -110,8 +110,8 @@ class LinkServer:
     """What the process of a link does: it listens on a port for each address, and forwards to that over the link."""
 
     def __init__(self, bytes_per_s: float, round_trip_s: float) -> None:
-        self._out = _Direction(bytes_per_s, round_trip_s / 2)
-        self._back = _Direction(bytes_per_s, round_trip_s / 2)
+        self._out = Direction(bytes_per_s, round_trip_s / 2)
+        self._back = Direction(bytes_per_s, round_trip_s / 2)
         self._ports: dict[str, str] = {}
 
     def through(self, address: str) -> str:
