@@ -98,6 +98,8 @@ class TransferQueue:
         next_attempt: Callable[[], Attempt],
         config: ClientConfig,
     ) -> None:
+        self.loaded_bytes = 0
+        """KV that all loads have brought."""
         self._bandwidth = BandwidthEstimator()  # updated when a load ends, one at a time
         self._control = control
         self._shards = shards
@@ -259,6 +261,7 @@ class TransferQueue:
     ) -> None:
         if loaded is not None:
             self._bandwidth.record(loaded.nbytes, loaded.took_ns, time.monotonic_ns())
+            self.loaded_bytes += loaded.nbytes
         del self._loads[transfer]
         transfer.finish(loaded, error)
         self._load_line.over(runner)

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import kvcluster.cli
 from kvcluster.cli import demo
 from kvcluster.cli.child_process import ChildError, ChildProcess
+from kvcluster.cli.demo import far as fourth_act
 from kvcluster.cli.demo import screen as screens
 from kvcluster.cli.demo import tiers
 from kvcluster.cli.demo.engine import Engine
@@ -72,6 +73,40 @@ def in_tiers(*loaded: dict[str, Any]) -> dict[str, Any]:
     return tiers.assess(read, list(loaded or (document(host=15), document(device=15))), status, 3 << 20)
 
 
+def far(digest: str = "a", loaded: int = 900 << 20, shipped: int = 0) -> dict[str, Any]:
+    return {
+        "digest": digest,
+        "resident_bytes": 2 << 20,
+        "context_bytes": 33 << 20,
+        "loaded_bytes": loaded,
+        "shipped_bytes": shipped,
+    }
+
+
+def far_away(**other: Any) -> dict[str, Any]:
+    """The fourth act."""
+    lost = {"error": "LostTokens: the block at token 1024 of this sequence is lost"}
+    replies = {"streamed": far(), "shipped": far(loaded=1 << 20, shipped=9 << 20), "cut_off": lost}
+    return fourth_act.assess(**{**replies, **other}, right="a")
+
+
+def test_a_long_context_is_a_success_if_ids_are_the_same_and_queries_move_less() -> None:
+    assert far_away()["ok"] and far_away(cut_off=far(shipped=1 << 20))["ok"]
+    assert not far_away(streamed=far("b"))["ok"] and not far_away(shipped=far("b", 1, 1))["ok"]
+    assert not far_away(shipped=far(loaded=901 << 20, shipped=1))["ok"], "it moved as much"
+    assert not far_away(shipped=far())["ok"], "nothing was shipped"
+    assert not far_away(cut_off=far("b"))["ok"], "another answer"
+    assert not far_away(shipped={"error": "ResidentSetFull: x"})["ok"]
+
+
+@pytest.mark.parametrize("of", [{}, {"shipped": {"error": "E: x"}}, {"cut_off": far("a", 0, 1 << 20)}])
+def test_the_fourth_act_fits_eighty_columns(of: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with screens.Screen(silent=False) as screen:
+        screen.show(assess() | {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers(), "far": far_away(**of)})
+    shown = capsys.readouterr().out
+    assert "Act 4" in shown and max(map(len, shown.splitlines())) <= 80
+
+
 def test_a_working_set_that_comes_back_out_of_the_host_tier_is_a_success() -> None:
     figures = in_tiers()
     assert figures["ok"] and figures["blocks"] == {"host": 15, "device": 15}
@@ -118,7 +153,7 @@ def test_the_control_counts_where_only_logits_move() -> None:
 @pytest.mark.parametrize("replies", [{}, {"stored": answer("x"), "explained": {"tokens": 4096, "misses": ["x"]}}])
 def test_the_screen_fits_eighty_columns(replies: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with screens.Screen(silent=False) as screen:
-        screen.show(assess(**replies) | {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers()})
+        screen.show(assess(**replies) | {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers(), "far": far_away()})
     shown = capsys.readouterr().out
     assert "second replica" in shown
     assert ("DIFFERENT" in shown) == bool(replies)
@@ -129,7 +164,7 @@ def test_a_silent_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> N
     with screens.Screen(silent=True) as screen:
         with screen.step("a step") as progress:
             progress(1, 2)
-        screen.show(assess() | {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers()})
+        screen.show(assess() | {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers(), "far": far_away()})
     assert capsys.readouterr().out == ""
 
 

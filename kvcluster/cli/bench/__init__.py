@@ -144,7 +144,7 @@ def _add_attend(option: Callable[..., object]) -> None:
         nargs="+",
         default=[],
         metavar="LINK",
-        help="measure whole generations instead, over links of a speed and a round trip, as in 1gbit/2ms (default none)",
+        help="measure whole generations instead, over links of a speed and round trip, as in 1gbit/2ms (default none)",
     )
     option("--new", type=positive, nargs="+", metavar="N", help="new tokens of a generation (default 1 64 1024)")
     option("--batch", type=positive, nargs="+", metavar="N", help="rows of a generation (default 1 8)")

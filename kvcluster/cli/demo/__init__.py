@@ -3,8 +3,9 @@
 The conductor starts an embedded Ray cluster and two replicas, each in its own process with the same model, and lets one
 compute at a time: all questions without the cache, the first one through the cache (stored), all of them on the other
 replica (loaded). Then a replica changes its weights, and must find nothing; and one reads more than a device tier
-holds, twice (tiers.py). It checks its results: the exit status is 1 if the cache changed an answer, or if the checks
-could not have noticed that. `DEMO_MODEL=path` replaces the model.
+holds, twice (tiers.py), or answers with a sixteenth of the memory that the KV takes (far.py). It checks its results:
+the exit status is 1 if the cache changed an answer, or if the checks could not have noticed that. `DEMO_MODEL=path`
+replaces the model.
 
 Nothing outlives it: everything it starts is a context manager, and a replica ends by itself when its conductor is gone.
 """
@@ -17,13 +18,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import kvcluster
 from kvcluster.cli.child_process import ChildProcess
+from kvcluster.cli.demo import far as fourth_act
 from kvcluster.cli.demo import text
 from kvcluster.cli.demo import tiers as third_act
 from kvcluster.cli.demo.replica import engine_replica
@@ -45,11 +47,19 @@ def run(arguments: Sequence[str] = ()) -> int:
     """Runs the demo. With `--json` prints the figures as one JSON object and nothing else. Returns the exit status."""
     as_json = "--json" in arguments
     with Signals() as signals, Screen(silent=as_json) as screen:
-        figures = conduct(screen, signals)
+        with _nobody_else_prints():
+            figures = conduct(screen, signals)
         screen.show(figures)
     if as_json:
         print(json.dumps(figures, indent=2))
     return 0 if figures["ok"] else 1
+
+
+@contextmanager
+def _nobody_else_prints() -> Iterator[None]:
+    """Within it what is printed to standard output is lost: Ray prints there what becomes of its workers."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def conduct(screen: Screen, signals: Signals) -> Figures:
@@ -85,10 +95,11 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
         with screen.step("second replica: other weights"):
             trained = second.ask("train", address=cluster.address)
             explained = second.ask("explain", question=text.QUESTIONS[0])
+        far = fourth_act.conduct(first, screen, cluster, text.QUESTIONS[0], computed[0]["digest"])
         acts.close()
         tiers = third_act.conduct(first, screen, signals)
     figures = assess(computed, stored, loaded, spoiled, trained, explained)
-    figures |= {"tiers": tiers, "ok": figures["ok"] and tiers["ok"]}
+    figures |= {"tiers": tiers, "far": far, "ok": figures["ok"] and tiers["ok"] and far["ok"]}
     return about | figures | {"hit_rate": status["hit_rate"], "seconds": time.monotonic() - began}
 
 

@@ -21,8 +21,10 @@ import kvcluster
 from kvcluster.cli.bench.transfer.worker import answer_requests, inherited_connection
 from kvcluster.cli.demo import text
 from kvcluster.cli.demo_model import document, encode, llama
-from kvcluster.engines.transformers import PrefixCache, spec_of
+from kvcluster.config import ClientConfig
+from kvcluster.engines.transformers import PrefixCache, generate, spec_of
 from kvcluster.engines.transformers.compat import layers, planes
+from kvcluster.errors import KVClusterError
 
 PREFIX_TOKENS = 4096
 QUESTION_TOKENS = 200  # more than any question has
@@ -126,7 +128,7 @@ class Engine:
             "first_token_ns": watch.first_token_ns - began_ns,
             "prompt_tokens": ids.shape[1],
             "cached_tokens": 0,
-            "digest": hashlib.sha256(repr(out.sequences[0, ids.shape[1] :].tolist()).encode()).hexdigest()[:12],
+            "digest": _digest(out.sequences[0, ids.shape[1] :]),
             "logits": out.logits[0][0].tolist(),
         }
         if cache is not None:
@@ -137,6 +139,39 @@ class Engine:
                 reply["stored_bytes"] = cache.save(out.sequences).nbytes
                 self._connected().flush()
         return reply
+
+    def answer_far(self, question: str, address: str, times: int, ship: bool) -> dict[str, Any]:
+        """Answers a question about the document, whose KV lies on shards, with resident memory for a part of it: 1 /
+        `times`. The rest is streamed over tcp for each token, or attended to at the shards. Returns what that moved, or
+        why there is no answer."""
+        ids = torch.tensor([self._prefix + self._encode(text.ask(question))])
+        spec = spec_of(self._model, block_tokens=BLOCK_TOKENS)
+        resident = int(spec.token_bytes) * len(self._prefix) // times
+        config = ClientConfig(resident_bytes=resident, transports=("tcp", "grpc"))
+        planner = kvcluster.ShipAbsent() if ship else None
+        watch = Watch(self._model, self._progress)
+        with kvcluster.connect(address, spec, config=config) as client:
+            try:
+                out = generate(
+                    client,
+                    self._model,
+                    ids,
+                    offload=True,
+                    planner=planner,
+                    streamer=watch,
+                    max_new_tokens=NEW_TOKENS,
+                    do_sample=False,
+                )
+            except KVClusterError as error:
+                return {"error": f"{type(error).__name__}: {error}"}
+            moved = client.shipped()
+        return {
+            "digest": _digest(out[0, ids.shape[1] :]),
+            "resident_bytes": resident,
+            "context_bytes": int(spec.token_bytes) * ids.shape[1],
+            "loaded_bytes": moved.loaded_bytes,
+            "shipped_bytes": moved.query_bytes + moved.result_bytes,
+        }
 
     def read(self, number: int, tokens: int) -> dict[str, Any]:
         """Reads one of many documents through the cache: loads its cached prefix and stores the rest. Returns the tiers
@@ -198,6 +233,10 @@ class Engine:
     def _connected(self) -> kvcluster.Client:
         assert self._client is not None, "the conductor connects first"
         return self._client
+
+
+def _digest(ids: torch.Tensor) -> str:
+    return hashlib.sha256(repr(ids.tolist()).encode()).hexdigest()[:12]
 
 
 def main() -> None:

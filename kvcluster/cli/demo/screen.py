@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +21,7 @@ class Screen:
     """A screen within a `with` block; a silent one shows nothing."""
 
     def __init__(self, *, silent: bool) -> None:
-        self._console = Console(quiet=silent, highlight=False, soft_wrap=True)
+        self._console = Console(file=sys.stdout, quiet=silent, highlight=False, soft_wrap=True)
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓[/]"),
             TextColumn("{task.description:<46}"),
@@ -47,7 +49,7 @@ class Screen:
         """Prints all acts, from the figures that `--json` prints."""
         self._progress.stop()
         acts = (*_sharing(figures), *_safety(figures["other_weights"]), *_tiers(figures["tiers"]))
-        for line in (*acts, *_end(figures)):
+        for line in (*acts, *_far(figures["far"]), *_end(figures)):
             self._console.print(line)
 
 
@@ -104,6 +106,31 @@ def _tiers(tiers: dict[str, Any]) -> Iterator[str]:
         f"  logits         at most {tiers['logit_difference']:.1e} off those of exact KV "
         f"(they go up to {tiers['logit_scale']:.1f})"
     )
+
+
+def _far(far: dict[str, Any]) -> Iterator[str]:
+    given = next((far[name] for name in ("streamed", "shipped") if "digest" in far[name]), None)
+    if given is None:
+        yield "\n[bold]Act 4: long contexts.[/]"
+    else:
+        times = given["context_bytes"] / given["resident_bytes"]
+        yield f"\n[bold]Act 4: long contexts.[/] {times:.0f} times the memory that the replica has for KV"
+        yield f"  KV             {size_text(given['context_bytes'])}; resident {size_text(given['resident_bytes'])}"
+    yield from _way(far, "streamed", "loaded_bytes", "of KV loaded")
+    yield from _way(far, "shipped", "shipped_bytes", "of queries and results")
+    yield from _way(far, "cut_off", "shipped_bytes", "of queries and results, the rest computed again")
+
+
+def _way(far: dict[str, Any], name: str, moved: str, what: str) -> Iterator[str]:
+    """Yields the line of a way of the fourth act; several for an error, which only a shard that is cut off excuses."""
+    way, title = far[name], name if name != "cut_off" else "a shard killed"
+    if "digest" in way:
+        same = "[green]the same ids[/]" if way["digest"] == far["right"] else "[red]OTHER IDS[/]"
+        yield f"  {title:<14} {size_text(way[moved])} {what}; {same}"
+        return
+    first, *rest = textwrap.wrap(way["error"], 62)
+    for line in (f"  {title:<14} {escape(first)}", *(f"{'':17}{escape(each)}" for each in rest)):
+        yield line if name == "cut_off" else f"[red]{line}[/]"
 
 
 def _end(figures: dict[str, Any]) -> Iterator[str]:

@@ -128,6 +128,11 @@ class SequenceLoads:
         """Returns the speed of the loads of this client so far; None before the first."""
         return self._transfers.link()
 
+    @property
+    def loaded_bytes(self) -> int:
+        """KV that this client has loaded, by whatever call."""
+        return self._transfers.loaded_bytes
+
     def lend(self, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Loss:
         """Borrows those of these absent blocks that can be borrowed; loads none. Returns their worst loss. If none can,
         none is asked for again for a while: they lie on other hosts. Raises LostTokens."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.prompt import Prompt
@@ -98,7 +99,9 @@ class SequenceOpener:
 
     def shipped(self) -> ShippedCounts:
         """Returns what was sent to shards and came back; nothing before the first sequence."""
-        return ShippedCounts() if self._resources is None else self._resources.remote.counted()
+        if self._resources is None:
+            return ShippedCounts()
+        return replace(self._resources.remote.counted(), loaded_bytes=self._resources.loads.loaded_bytes)
 
     def close(self) -> None:
         """Closes all sequences, and ends their thread."""
