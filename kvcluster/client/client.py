@@ -382,12 +382,11 @@ class Client:
     ) -> KVSequence:
         """Opens a sequence, which begins with the cached prefix of `prompt`: its `length` tokens need not be computed.
 
-        Its KV is kept in this client's resident set (`ClientConfig.resident_bytes`), and by `policy` leaves it for the
-        cluster; None means WindowPolicy(). It takes at most `max_tokens` tokens; with `drop_oldest` it takes more, and
-        keeps that many: the oldest behind the policy's sinks are dropped, positions stay, and what is made from then on
-        is its own. The prefix is borrowed or begins to be loaded as far as there is room, unless `prefetch=False`: then
-        the planner of `attend` decides. If the coordinator does not answer, it begins empty. Raises CallerError if the
-        spec has several groups, or planes that no tensor holds, or without torch; Unreachable as `hashes`.
+        Its KV is kept in the resident set (`ClientConfig.resident_bytes`), and leaves it for the cluster by `policy`.
+        It takes at most `max_tokens` tokens; with `drop_oldest` it takes more, and keeps that many: the oldest behind
+        the policy's sinks are dropped, positions stay, and what is made from then on is its own. The prefix is loaded
+        as far as there is room, or with `prefetch=False` when it is needed. It begins empty if the coordinator does not
+        answer. Raises CallerError for a spec of several groups or unlike planes, or without torch; as `hashes`.
         """
         opened = as_prompt(prompt), check_tokens("max_tokens", max_tokens), policy or WindowPolicy()
         return self._sequences.open(*opened, self._call(deadline_ms), drop_oldest=drop_oldest, prefetch=prefetch)
@@ -397,7 +396,7 @@ class Client:
         self._sequences.prewarm(check_tokens("tokens", tokens), self._call(deadline_ms))
 
     def shipped(self) -> ShippedCounts:
-        """Returns what the remote attention of this client has sent and received so far."""
+        """Returns what attention of this client's sequences has chosen, sent and received so far."""
         return self._sequences.shipped()
 
     def resident(self) -> ResidentUse:

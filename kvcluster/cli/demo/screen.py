@@ -118,7 +118,7 @@ def _far(far: dict[str, Any]) -> Iterator[str]:
         yield f"  KV             {size_text(given['context_bytes'])}; resident {size_text(given['resident_bytes'])}"
     yield from _way(far, "streamed", "loaded_bytes", "of KV loaded")
     yield from _way(far, "shipped", "shipped_bytes", "of queries and results")
-    yield from _way(far, "cut_off", "shipped_bytes", "of queries and results, the rest computed again")
+    yield from _way(far, "cut_off", "shipped_bytes", "of queries, the rest computed again")
 
 
 def _way(far: dict[str, Any], name: str, moved: str, what: str) -> Iterator[str]:

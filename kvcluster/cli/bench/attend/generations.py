@@ -20,7 +20,7 @@ import torch
 
 import kvcluster
 from kvcluster.cli.bench.attend.contexts import ModelLayer
-from kvcluster.cli.bench.attend.links import Link, LinkProcess
+from kvcluster.cli.bench.attend.links import EmulatedLink, LinkProcess
 from kvcluster.cli.bench.report import progress
 from kvcluster.cli.bench.specs import CALL_MS, MODELS
 from kvcluster.client.client import Client
@@ -61,7 +61,9 @@ def _layers(spec: KVSpec, *, heads: int) -> KVSpec:
     return replace(spec, groups=(replace(group, layers=tuple(range(LAYERS)), planes=planes),))
 
 
-def measure(*, links: Sequence[Link], tokens: int, lengths: Sequence[int], batches: Sequence[int]) -> dict[str, Any]:
+def measure(
+    *, links: Sequence[EmulatedLink], tokens: int, lengths: Sequence[int], batches: Sequence[int]
+) -> dict[str, Any]:
     """Returns the figures: for each model, link, batch and number of new tokens a row with the seconds and bytes of
     each way, and the planner's time by that of the better way."""
     torch.set_num_threads(1)
@@ -82,7 +84,9 @@ def measure(*, links: Sequence[Link], tokens: int, lengths: Sequence[int], batch
     return {"tokens": tokens, "layers": LAYERS, "shards": SHARDS, "question": QUESTION_TOKENS, "rows": rows}
 
 
-def _row(of: ModelLayer, through: Link, batch: int, new: int, found: dict[str, dict[str, float]]) -> dict[str, Any]:
+def _row(
+    of: ModelLayer, through: EmulatedLink, batch: int, new: int, found: dict[str, dict[str, float]]
+) -> dict[str, Any]:
     better = min(found[way]["seconds"] for way in WAYS if way != "planner")
     figures = {f"{way}_{what}": found[way][what] for way in WAYS for what in ("seconds", "bytes")}
     about = {"model": of.name, "link": through.name, "batch": batch, "new": new}

@@ -29,7 +29,7 @@ _UNITS = {"mbit": 1e6, "gbit": 1e9, "us": 1e-6, "ms": 1e-3}
 
 
 @dataclass(frozen=True)
-class Link:
+class EmulatedLink:
     """`round_trip_s`: twice the delay of one direction."""
 
     name: str
@@ -37,13 +37,13 @@ class Link:
     round_trip_s: float
 
 
-def link(text: str) -> Link:
+def link(text: str) -> EmulatedLink:
     """Returns the link that "1gbit/2ms" means: its speed, and its round trip. Raises ConfigError."""
     found = _FORM.fullmatch(text)
     if found is None or not float(found[1]):
         raise ConfigError(f"--links {text}: expected a speed and a round trip, as in 1gbit/2ms or 100mbit/500us")
     speed, unit, delay, of = found.groups()
-    return Link(text, float(speed) * _UNITS[unit] / 8, float(delay) * _UNITS[of])
+    return EmulatedLink(text, float(speed) * _UNITS[unit] / 8, float(delay) * _UNITS[of])
 
 
 class Direction:
@@ -144,7 +144,7 @@ class LinkServer:
 class LinkProcess:
     """A link in a process of its own. A context manager."""
 
-    def __init__(self, of: Link) -> None:
+    def __init__(self, of: EmulatedLink) -> None:
         command = [sys.executable, "-m", "kvcluster.cli.bench.attend.links", str(of.bytes_per_s), str(of.round_trip_s)]
         self._child = ChildProcess(command, name="the link")
         self._lock = threading.Lock()
