@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 from kvcluster.client.sequences.attend_explanation import AttendExplanation, SpanPlace
 from kvcluster.client.sequences.attend_planner import AttendPlanner, SpanChoice, SpanFacts, StepFacts
@@ -22,11 +23,21 @@ from kvcluster.client.sequences.ship_plan import (
 )
 from kvcluster.client.sequences.shipping_account import ShippingAccount
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline
 
 _RESERVE = 16
 """1/16 of the resident set is not counted as room: sequences grow."""
+
+
+class _KnownSpans(NamedTuple):
+    """The spans of a batch, and what is told of each, as long as no page has moved: `key` says for when."""
+
+    key: Hashable
+    spans: tuple[ShardSpan, ...]
+    facts: tuple[SpanFacts, ...]
+    room_bytes: int
 
 
 class StepPlanner:
@@ -40,8 +51,10 @@ class StepPlanner:
         self._remote = resources.remote
         self._layers = resources.part.layers
         self._key: Hashable = None
+        self._planner: AttendPlanner | None = None
         self._plan = ShipPlan({}, [])
-        self._facts: StepFacts | None = None
+        self._known = _KnownSpans(None, (), (), 0)
+        self._facts: tuple[SpanFacts, ...] = ()
         self._choices: Sequence[SpanChoice] = ()
         self._why = ""
 
@@ -56,63 +69,81 @@ class StepPlanner:
         """Returns the plan of this step: that of the last call if nothing has changed. A query token of a layer has
         `query_bytes`, and each result of it `result_bytes`. Raises CallerError if the planner does not choose for each
         span."""
-        places = self._remote.places
-        with self._runner.lock:
-            if not self._runner.readers:
-                self._loads.settle()
-            key = (planner, query_bytes, *rows, *(state.table.version for state in self._states))
-            if self._key == (places.version, *key):
-                return self._plan
-            cuts = [list(shippable_cuts(row)) for row in rows]
-        places.locate(itertools.chain(*cuts), deadline)
-        version = places.version
-        with self._runner.lock:
-            spans = shard_spans(cuts, places.place_of)
-            facts = self._told(rows, spans, query_bytes, result_bytes)
-        why = getattr(planner, "explain", None)
-        self._why = str(why(facts)) if why is not None and facts.spans else ""
-        choices = planner.choose(facts)
-        if len(choices) != len(spans):
-            raise CallerError(f"{type(planner).__name__} chose for {len(choices)} spans; this step has {len(spans)}")
-        self._key, self._plan = (version, *key), ship_plan(rows, spans, choices)
+        known = self._spans(rows, deadline)
+        key = (query_bytes, known.key, *((row.depths, row.visible, row.queries) for row in rows))
+        if self._key == key and self._planner is planner:
+            return self._plan
+        facts = tuple(
+            fact._replace(lent=True) if not fact.resident and self._remote.lends(span.shard) else fact
+            for span, fact in zip(known.spans, known.facts, strict=True)
+        )
+        speeds = self._remote.speeds
+        speeds.link = self._loads.link()
+        queries = tuple(row.queries for row in rows)
+        sizes = self._layers, queries, query_bytes, result_bytes, known.room_bytes
+        step = StepFacts(facts, *sizes, speeds, self.account)
+        explain = getattr(planner, "explain", None)
+        self._why = str(explain(step)) if explain is not None and facts else ""
+        choices = planner.choose(step)
+        if len(choices) != len(facts):
+            raise CallerError(f"{type(planner).__name__} chose for {len(choices)} spans; this step has {len(facts)}")
+        self._key, self._planner, self._plan = key, planner, ship_plan(rows, known.spans, choices)
         self._facts, self._choices = facts, choices
         self._remote.count_choices(choices)
         return self._plan
 
     def explain(self) -> AttendExplanation:
         """Returns where the spans of the last step were attended to, and why."""
-        spans = () if self._facts is None else self._facts.spans
-        places = [_place(span, choice) for span, choice in zip(spans, self._choices, strict=True)]
-        return AttendExplanation(tuple(places), self._why)
+        return AttendExplanation(tuple(map(_place, self._facts, self._choices)), self._why)
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _told(
-        self, rows: Sequence[SeenBlocks], spans: Sequence[ShardSpan], query_bytes: int, result_bytes: int
-    ) -> StepFacts:
-        """Returns what the planner is told. Called in the lock."""
-        absent, queries = self._loads.absent, tuple(row.queries for row in rows)
+    def _spans(self, rows: Sequence[SeenBlocks], deadline: Deadline) -> _KnownSpans:
+        """Returns the spans of these rows: those of the last step if no page has moved and no cut was filled. What has
+        been stored meanwhile is noticed with the next block."""
+        places, absent = self._remote.places, self._loads.absent
+        with self._runner.lock:
+            if not self._runner.readers:
+                self._loads.settle()
+            moved = absent.generation, len(absent.fetches), len(absent.lent)
+            key = (*moved, *(state.table.version for state in self._states), *map(_cuts_key, rows))
+            if self._known.key == (places.version, *key):
+                return self._known
+            cuts = [list(shippable_cuts(row)) for row in rows]
+        places.locate(itertools.chain(*cuts), deadline)
+        version = places.version
+        with self._runner.lock:
+            spans = tuple(shard_spans(cuts, places.place_of))
+            facts = self._told(rows, spans)
+            room = self._room_bytes() if any(fact.absent_bytes for fact in facts) else 0
+        self._known = _KnownSpans((version, *key), spans, facts, room)
+        return self._known
+
+    def _told(self, rows: Sequence[SeenBlocks], spans: Sequence[ShardSpan]) -> tuple[SpanFacts, ...]:
+        """Returns what a planner is told of each span. Called in the lock."""
+        absent, queries = self._loads.absent, [row.queries for row in rows]
         page_bytes = self._runner.machine.pages.page_bytes
-        facts = [
+        return tuple(
             span.facts(
                 queries,
                 page_bytes,
                 fetching=any(block in absent.fetched for block in span.blocks),
-                lent=any(block in absent.lent for block in span.blocks) or self._remote.lends(span.shard),
+                lent=any(block in absent.lent for block in span.blocks),
             )
             for span in spans
-        ]
-        room = self._room_bytes() if any(fact.absent_bytes for fact in facts) else 0
-        speeds = self._remote.speeds
-        speeds.link = self._loads.link()
-        return StepFacts(tuple(facts), self._layers, queries, query_bytes, result_bytes, room, speeds, self.account)
+        )
 
     def _room_bytes(self) -> int:
-        """Returns the bytes that can be taken without a page of this batch."""
+        """Returns the bytes that can be taken without a page of this batch. Called in the lock."""
         pages = self._runner.machine.pages
         blocks = dict.fromkeys(block for state in self._states for block in state.blocks)
         mine = sum(pages.may_go(block) for block in blocks) * pages.page_bytes
         return max(0, pages.available_bytes - mine - pages.capacity * pages.page_bytes // _RESERVE)
+
+
+def _cuts_key(row: SeenBlocks) -> Hashable:
+    """Returns what the cuts of a row depend on, beside its table."""
+    return row.depths[0].start if row.depths else 0, row.state.dropped, row.visible // CUT_TOKENS, row.queries
 
 
 def _place(span: SpanFacts, choice: SpanChoice) -> SpanPlace:
