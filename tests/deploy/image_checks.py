@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 from collections.abc import Iterator
@@ -67,10 +68,14 @@ ALL = {"stored": 4, "tokens": 64, "equal": True, "codec": "native", "torch": Fal
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with the root and the settings of each image."""
     folder = tmp_path_factory.mktemp("images")
+    building = subprocess.Popen([ROOT / "tools/image.sh", "--keep", folder, *TARGETS], start_new_session=True)
     try:
-        subprocess.run([ROOT / "tools/image.sh", "--keep", folder, *TARGETS], check=True)
+        assert building.wait() == 0, "the images could not be built"
         yield folder
     finally:
+        with suppress(ProcessLookupError):  # a build that took too long would go on, and write into the folder
+            os.killpg(building.pid, signal.SIGKILL)
+        building.wait()
         shutil.rmtree(folder)
 
 

@@ -37,6 +37,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.position_tree import CUT_TOKENS
+from kvcluster.core.spec import Group, Plane
 from kvcluster.errors import CallerError, LimitError, LostTokens
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
@@ -173,7 +174,7 @@ class WatchedTransport(MemoryTransport):
 class Reader:
     """A client of a cluster, with a resident set of so many pages, whose messages to shards are watched."""
 
-    def __init__(self, cluster: MemoryCluster, pages: int, **config: Any) -> None:
+    def __init__(self, cluster: MemoryCluster, pages: int, spec: kvcluster.KVSpec = SPEC, **config: Any) -> None:
         self.wire = Wire()
 
         def opener(shard: ShardAddress) -> Transport:
@@ -182,8 +183,8 @@ class Reader:
                 raise Unavailable(Miss(MissReason.SHARD_LOST, "not running"))
             return WatchedTransport(self.wire, shard.shard, host, TENANT)
 
-        given = {"resident_bytes": pages * PAGE, "deadline_ms": 20_000, **config}
-        self.client = Client(cluster.port(), opener, SPEC, config=ClientConfig(**given))
+        given = {"resident_bytes": pages * spec.page_bytes(0, spec.whole(0)), "deadline_ms": 20_000, **config}
+        self.client = Client(cluster.port(), opener, spec, config=ClientConfig(**given))
 
     def open(self, of: Text, tokens: list[int]) -> Text:
         """Opens the sequence of these tokens, which another client has stored."""
@@ -370,6 +371,26 @@ def test_the_planner_of_costs_learns_and_says_why(cluster: MemoryCluster, stored
         for queries in (1, 5, 300):
             one.check(planner, queries=queries)
         assert sum(reader.client.shipped().chosen.values()) >= 4
+
+
+def test_latent_pages_are_shipped_and_streamed_with_the_same_bits(cluster: MemoryCluster) -> None:
+    latent = Group(layers=(0, 1), planes=(Plane("latent", 1, 40, "bfloat16"),))
+    spec = kvcluster.KVSpec(model="mla", weights="sha256:1", block_tokens=BLOCK, groups=(latent,))
+    tokens, query = ids(4 * CUT_TOKENS + 20, 9), torch.randn(3, 6, 40, generator=torch.Generator().manual_seed(8))
+    with Reader(cluster, 400, spec) as writer, Reader(cluster, 40, spec) as reader:
+        sequence = writer.client.sequence()
+        for layer in range(LAYERS):
+            generator = torch.Generator().manual_seed(layer)
+            sequence.append(layer, torch.randn(len(tokens), 1, 40, generator=generator).bfloat16())
+        sequence.advance(tokens)
+        assert sequence.flush()
+        sequence.truncate(len(tokens) // BLOCK * BLOCK)
+        far = reader.client.sequence(tokens, prefetch=False)
+        for layer in range(LAYERS):
+            right = sequence.attend(layer, query, latent_values=32)
+            for planner in (kvcluster.ShipAbsent(), kvcluster.CostPlanner(), None):
+                assert torch.equal(far.attend(layer, query, latent_values=32, planner=planner), right)
+        assert reader.wire.attends and right.shape == (3, 6, 32)
 
 
 class Mute:
