@@ -33,7 +33,6 @@ Say = Callable[[str], object]
 """Prints a line for the operator."""
 
 UNAUTHENTICATED, TENANTS = "unauthenticated-ray", "several-tenants"
-ALLOWED = (UNAUTHENTICATED, TENANTS)
 """What `--allow` names: a Ray that asks for no token, and several tenants on a Ray that others use, too."""
 
 _PASS_S = 2.0

@@ -68,7 +68,7 @@ class MemoryTransport:
         with ReadSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
             views = {item: self._host.view(slot) for item, slot in session.granted.items()}
             records = granted_records(request.wants, _places(session.granted, views, request.wants))
-            copies = open_load(sink, records, HostMemory(may_change=True), views)
+            copies = open_load(sink, records, HostMemory(), views)
             for start, stop in records.slices(limits.FRAME_BYTES):
                 session.alive()
                 deadline.check()

@@ -30,7 +30,7 @@ from kvcluster.wire.shm_frames import Places
 PAGES, LAYERS, LAYER_BYTES = 3, 4, 8
 ATTEMPT = Attempt(Holder(b"h" * 16), 1)
 MEMORY = bytearray(range(PAGES * LAYERS * LAYER_BYTES))
-SOURCE = HostMemory(may_change=True)
+SOURCE = HostMemory()
 
 
 def request(pages: int = PAGES) -> ReadRequest:
