@@ -29,7 +29,7 @@ from kvcluster.release import __version__
 from kvcluster.runtime.auth import Authenticator, authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.json_log import set_up_log
-from kvcluster.runtime.metrics import CallMetrics
+from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import MetricsServer, serve_metrics
 from kvcluster.runtime.peer_probe import PeerProbe
 from kvcluster.runtime.server import GrpcServer, unary_handlers
