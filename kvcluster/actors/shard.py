@@ -38,9 +38,9 @@ from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Transport, Unavailable
-from kvcluster.transport.first_free import first_free
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.here import here
+from kvcluster.transport.listening import first_free
 from kvcluster.transport.rpc import RpcHandler
 from kvcluster.wire.methods import SHARD
 

@@ -22,7 +22,7 @@ from kvcluster.errors import ConfigError
 from kvcluster.pages.arena import memory_limit_bytes
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
 from kvcluster.runtime.metrics import METRICS, MetricKind
-from kvcluster.transport.first_free import first_free
+from kvcluster.transport.listening import first_free
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import AttendRequest, Offer, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
+from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
@@ -33,9 +33,9 @@ from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
-from kvcluster.transport.first_free import first_free
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.listener import Listener, TenantNow, TenantOf, bounded, serve_exchanges
+from kvcluster.transport.listening import bound_socket, first_free
 from kvcluster.transport.rpc import check_address, host_and_port
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
@@ -209,14 +209,7 @@ class TcpServer:
 
     def __init__(self, host: PageHost, tenant_of: TenantOf, listen_host: str, port: int = 0) -> None:
         self._host = host
-        family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((listen_host, port))
-        except OSError as error:
-            listening.close()
-            raise ConfigError(f"cannot listen on {listen_host}:{port}: {error.strerror or error}") from None
+        listening = bound_socket(listen_host, port, "server.shard_ports")
         self.address = host_and_port(listen_host, listening.getsockname()[1])
         refused = partial(host.connection_refused, TcpPages.name)
         self._listener = Listener(listening, tenant_of, self._serve, name=TcpPages.name, refused=refused)
