@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from typing import TypeVar
 
 import grpc
@@ -175,9 +174,8 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
         try:
             opening = next(messages, b"")
             request = frames.decode_write_request(opening, frames.version_of(opening, oldest=1, newest=version))
-            # The server must not wait for room longer than the worker does: a server thread would be busy for nothing.
-            request = replace(request, wait_ns=int(min(request.wait_ns, context.time_remaining() * 1e9)))
-            with WriteSession(host, caller.tenant, request, stop=context.cancel, path=GrpcPages.name) as session:
+            deadline = Deadline.after_ms(context.time_remaining() * 1e3)
+            with WriteSession(host, caller.tenant, request, context.cancel, deadline, path=GrpcPages.name) as session:
                 yield frames.encode_write_head(session.outcome, version)
                 for message in messages:
                     session.alive()

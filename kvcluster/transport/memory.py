@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId, Tenant
@@ -62,7 +61,6 @@ class MemoryTransport(ShardQuestions):
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         deadline.check()
-        request = replace(request, wait_ns=min(request.wait_ns, int(deadline.remaining_s() * 1e9)))
         with WriteSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
             views = {item: self._host.view(slot) for item, slot in session.granted.items()}
             records = reserved_records(request.pages, _places(session.granted, views))

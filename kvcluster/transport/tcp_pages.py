@@ -15,7 +15,6 @@ import os
 import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -239,7 +238,6 @@ class TcpServer:
     def _write(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_write(body)
         deadline = bounded(remaining_ns)
-        request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
         with WriteSession(
             self._host, tenant, request, stop=link.shut, deadline=deadline, path=TcpPages.name
         ) as session:
