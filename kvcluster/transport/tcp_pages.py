@@ -202,7 +202,7 @@ def serve(host: PageHost, tenant_of: TenantOf, listen_host: str, ports: range) -
 
 
 class TcpServer:
-    """The shard's side. Listens on `listen_host`; port 0 takes a free port, and `address` says which."""
+    """The shard's side. It listens on that port of `listen_host`, on any free one if `port` is 0. `address`: both."""
 
     details = b""
 
