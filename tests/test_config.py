@@ -289,6 +289,27 @@ def test_a_size_may_have_a_fraction_and_is_whole_bytes() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1_023, "1023 B"),
+        (1_536, "1.5 KiB"),
+        (2**21, "2 MiB"),
+        (1_124_352, "1.07 MiB"),
+        (1_000 * 2**30, "1000 GiB"),
+        (3 * 2**50, "3072 TiB"),
+    ],
+)
+def test_a_size_as_text_has_three_digits_and_a_unit_that_is_read_again(nbytes: int, text: str) -> None:
+    assert config.size_text(nbytes) == text
+    assert abs(config.size(text) - nbytes) <= nbytes / 200
+
+
+def test_a_size_as_text_may_have_more_digits() -> None:
+    assert (config.size_text(14.406 * 2**30, 4), config.size_text(2**30, 4)) == ("14.41 GiB", "1 GiB")
+
+
+@pytest.mark.parametrize(
     "text", ["", "GiB", "1 PiB", "-1", "-1GiB", "1e3", "1 GiB 2", ".5GiB", "nan", -1, True, 1.5, None]
 )
 def test_what_is_no_size_is_refused_by_name(text: Any) -> None:

@@ -50,6 +50,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "report_handler": ("test_report_handler", "test_drain", "test_replicator"),
     "index": ("test_index", "test_event_emitter"),
     "members": MACHINES,
+    "page_moves": ("test_tier_mover", "test_disk_moves", "test_promotion", "test_tier_faults", "test_shutdown_saver"),
     "tier_mover": ("test_tier_mover", "test_disk_moves", "test_promotion", "test_tier_faults"),
     "page": ("test_pool", "test_withdrawal"),
     "pool": ("test_pool", "test_withdrawal"),

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcluster.actors import settings
-from kvcluster.actors.listening import bound_socket
 from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.config import Config
 from kvcluster.core.ids import Epoch
@@ -22,6 +21,7 @@ from kvcluster.core.shard_scheduler import Schedule
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import publisher_of
+from kvcluster.transport.listening import bound_socket
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from kvcluster.actors import background, cluster, settings
 from kvcluster.actors.coordinator import with_state_dir
 from kvcluster.actors.gcs import answers, asks_for_a_token
-from kvcluster.actors.listening import bound_socket
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import own_ray, ray_of_nodes, redis_password
 from kvcluster.actors.ray_node import HEAD_OPTIONS, RayNode, fixed_ports, running_node
@@ -28,12 +27,12 @@ from kvcluster.config import Config, differences
 from kvcluster.core.shard_scheduler import Schedule
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.token_file import read_token_file
+from kvcluster.transport.listening import bound_socket
 
 Say = Callable[[str], object]
 """Prints a line for the operator."""
 
 UNAUTHENTICATED, TENANTS = "unauthenticated-ray", "several-tenants"
-ALLOWED = (UNAUTHENTICATED, TENANTS)
 """What `--allow` names: a Ray that asks for no token, and several tenants on a Ray that others use, too."""
 
 _PASS_S = 2.0

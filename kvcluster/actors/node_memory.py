@@ -6,7 +6,7 @@ ours, so the sum is compared with the machine's memory, or its container's limit
 
 from __future__ import annotations
 
-from kvcluster.config import Config
+from kvcluster.config import Config, size_text
 from kvcluster.core.shard_scheduler import pool_bytes
 from kvcluster.errors import ConfigError
 from kvcluster.pages.arena import memory_limit_bytes
@@ -43,8 +43,9 @@ def check_fits_beside(config: Config, taken: int, room: int) -> None:
     pools = pools_of(config)
     if taken + pools > room:
         raise ConfigError(
-            f"{_gib(pools)} of pools do not fit beside the clusters that this process runs already, which have "
-            f"{_gib(taken)} of the {_gib(room)} for pools: close one, or give smaller device_bytes and host_bytes"
+            f"{size_text(pools, 4)} of pools do not fit beside the clusters that this process runs already, which have "
+            f"{size_text(taken, 4)} of the {size_text(room, 4)} for pools: close one, or give smaller device_bytes and "
+            "host_bytes"
         )
 
 
@@ -57,12 +58,8 @@ def checked_bytes_for_pools(config: Config, limit: int | None = None) -> int:
     room = bytes_for_pools(limit, shards=shards)
     if pools > room:
         raise ConfigError(
-            f"{shards} shard(s) with {_gib(pools)} of pools in all do not fit: of the {_gib(limit)} that this machine "
-            f"or container has, {_gib(room)} are for pools (all but a tenth, less what the processes take). Give fewer "
-            "shards, or smaller device_bytes and host_bytes"
+            f"{shards} shard(s) with {size_text(pools, 4)} of pools in all do not fit: of the {size_text(limit, 4)} "
+            f"that this machine or container has, {size_text(room, 4)} are for pools (all but a tenth, less what the "
+            "processes take). Give fewer shards, or smaller device_bytes and host_bytes"
         )
     return room
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"

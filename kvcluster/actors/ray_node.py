@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcluster.actors.listening import bound_socket
 from kvcluster.actors.node_folder import node_folder
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
 from kvcluster.actors.stopping import end_shards
 from kvcluster.config import RayConfig
 from kvcluster.config.ports import parse_ports
 from kvcluster.errors import KVClusterError
+from kvcluster.transport.listening import bound_socket
 
 START_S = 60.0
 _GRACE_S = 1.0

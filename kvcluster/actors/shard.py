@@ -29,7 +29,7 @@ from kvcluster.release import __version__
 from kvcluster.runtime.auth import Authenticator, authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.json_log import set_up_log
-from kvcluster.runtime.metrics import CallMetrics
+from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import MetricsServer, serve_metrics
 from kvcluster.runtime.peer_probe import PeerProbe
 from kvcluster.runtime.server import GrpcServer, unary_handlers
@@ -38,9 +38,9 @@ from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Transport, Unavailable
-from kvcluster.transport.first_free import first_free
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.here import here
+from kvcluster.transport.listening import first_free
 from kvcluster.transport.rpc import RpcHandler
 from kvcluster.wire.methods import SHARD
 

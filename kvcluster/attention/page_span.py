@@ -49,7 +49,8 @@ class PageLayout:
         if len(planes) != (2 if self.latent_values is None else 1):
             raise CallerError("a group needs planes of keys and values, or one latent plane and latent_values")
         if len({plane.dtype for plane in planes}) > 1 or planes[0].dtype not in DTYPES:
-            raise CallerError(f"the planes must have one dtype out of {', '.join(DTYPES)}")
+            given = ", ".join(dict.fromkeys(plane.dtype for plane in planes))
+            raise CallerError(f"the planes have dtype {given}; expected one for all of them, of {', '.join(DTYPES)}")
         if self.latent_values is not None and not 1 <= self.latent_values <= planes[0].dim:
             raise CallerError(f"latent_values is {self.latent_values}; the latent has {planes[0].dim} channels")
         if min(self.block_tokens, self.layers) < 1 or not 1 <= self.heads <= self.group.heads:
@@ -99,7 +100,8 @@ class PageAddresses:
         if pool.device.type != "cpu" or not pool.is_contiguous():
             raise CallerError("the pool must be contiguous memory of the CPU")
         if page_ids.dtype != torch.int32 or page_ids.dim() != 1 or page_ids.device.type != "cpu":
-            raise CallerError("page_ids must be an int32 tensor [pages] of the CPU")
+            given = f"{page_ids.dtype} {list(page_ids.shape)} on {page_ids.device}"
+            raise CallerError(f"page_ids is {given}; expected torch.int32 [pages] on cpu")
         ids = page_ids.long()
         if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < len(pool)):
             raise CallerError(f"a page id is outside the pool of {len(pool)} pages")

@@ -281,7 +281,10 @@ def _settings(options: argparse.Namespace) -> Config:
 def _join(options: argparse.Namespace) -> int:
     config = load(options.config)
     if not config.server.secret_file:
-        raise CallerError(f"{options.config} has no server.secret_file: only nodes with the cluster's secret may join")
+        raise CallerError(
+            f"{options.config} has no server.secret_file: only nodes with the cluster's secret may join. Copy the file "
+            "of the head to this machine, and name it there"
+        )
     with needs("cluster", "ray"):
         from kvcluster.actors.joining import Joining, join
     head = options.head if ":" in options.head else f"{options.head}:{config.ray.port}"

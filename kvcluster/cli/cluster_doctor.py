@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvcluster.client.coordinator_client import GrpcPort, expect
+from kvcluster.config import size_text
 from kvcluster.config.ports import parse_ports
 from kvcluster.core.locality import may_share_memory, name_of
 from kvcluster.core.messages import Findings, Probe, Probed, ProcessFacts
@@ -217,7 +218,8 @@ def _memory(living: Sequence[Mapping[str, Any]], found: Mapping[Any, Findings]) 
         pools = sum(found[s["shard"]].facts.pool_bytes for s in shards)
         if limit and pools > _SAME_MEMORY_SHARE * limit:
             names = ", ".join(s["shard"] for s in shards)
-            what = f"the pools of {names} on {name_of(shards[0]['host'])} take {gib(pools)} of {gib(limit)} of memory"
+            share = f"{size_text(pools, 4)} of {size_text(limit, 4)} of memory"
+            what = f"the pools of {names} on {name_of(shards[0]['host'])} take {share}"
             advice = "lower shard.device_bytes or host_bytes: a machine that runs out of memory kills a process"
             problems.append(_problem(what, advice, severe=False))
     return problems
@@ -242,11 +244,6 @@ def _within(port: int, allowed: str) -> bool:
     except ConfigError:
         return True  # a newer release words it otherwise
     return ports == range(1) or port in ports
-
-
-def gib(nbytes: int) -> str:
-    """3 * 2**29 -> "1.50 GiB"."""
-    return f"{nbytes / 2**30:.2f} GiB"
 
 
 def duration_text(ms: float) -> str:

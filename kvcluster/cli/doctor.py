@@ -40,7 +40,7 @@ from kvcluster.transport.here import here as this_place
 from kvcluster.transport.path_selector import Opener, not_offered, not_taken, offer_of, said, try_path
 from kvcluster.transport.rpc import Connection
 from kvcluster.transports import BESIDE_GRPC, BY_NAME
-from kvcluster.wire.methods import version_question
+from kvcluster.wire.methods import VersionQuestion
 
 PATIENCE_MS = 3_000
 """Deadline of each check: a person waits for it, and anything slower is of no use to an engine."""
@@ -154,7 +154,7 @@ def _examine_coordinator(address: str, token: str | None) -> tuple[dict[str, Any
             connection.wait_ready(Deadline.after_ms(PATIENCE_MS))
             found["reachable"] = True
             with suppress(CallerError):  # the coordinator accepted the version and refused the empty request
-                connection.ask(version_question(), None, Deadline.after_ms(PATIENCE_MS))
+                connection.ask(VersionQuestion(), None, Deadline.after_ms(PATIENCE_MS))
             found |= {"protocol_version": connection.version, "credential": "accepted"}
             status = read_status(GrpcPort(connection), PATIENCE_MS)
             port = GrpcPort(connection)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvcluster.cli.cluster_doctor import CLOCK_MS, duration_text
-from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted, size_text
+from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted
+from kvcluster.config import size_text
 
 _TO_DO = "what to do: "
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, bar_text, counted, nonzero, size_text
+from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, bar_text, counted, nonzero
+from kvcluster.config import size_text
 
 _APART = 5
 """Number of lines about namespaces that cannot share; `--json` has them all."""

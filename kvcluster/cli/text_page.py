@@ -144,15 +144,6 @@ def nonzero(*parts: tuple[int, str]) -> str:
     return ", ".join(phrase.format(number) for number, phrase in parts if number)
 
 
-def size_text(nbytes: float) -> str:
-    """1536 -> "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
 def bar_text(share: float) -> str:
     """0.3 -> "███·······"."""
     filled = round(share * _BAR_COLUMNS)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvcluster.client.array_views import ArrayView, array_view
-from kvcluster.client.layouts import type_name
+from kvcluster.client.validation import kind_of
 from kvcluster.core.spec import DTYPE_BYTES
 from kvcluster.errors import CallerError
 from kvcluster.pages.region import bytes_at
@@ -27,7 +27,7 @@ def as_tensor(value: Any, name: str, *, dtype: str = "", writable: bool = False)
         return value
     view = array_view(value, name)
     if view is None:
-        raise CallerError(f"{name} is {type_name(value)}; expected a torch tensor, a numpy array, or one with DLPack")
+        raise CallerError(f"{name} is {kind_of(value)}; expected a torch tensor, a numpy array, or one with DLPack")
     if writable and view.readonly:
         raise CallerError(f"{name} is read-only; expected an array that can be written")
     tensor = _alias(view, _dtype(view, name, dtype), name)

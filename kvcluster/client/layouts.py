@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Union
 
+from kvcluster.client.validation import kind_of
 from kvcluster.errors import CallerError
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _permuted(cache: Tensor, *dims: int) -> Tensor:
     """Returns a tensor's dimensions in this order; a numpy array's by its own name for that, so that it stays one."""
     cache = _with_dims(len(dims), cache)
     if not hasattr(cache, "permute") and not hasattr(cache, "transpose"):
-        raise CallerError(f"a layer's cache is {type_name(cache)}; expected a torch tensor or a numpy array")
+        raise CallerError(f"a layer's cache is {kind_of(cache)}; expected a torch tensor or a numpy array")
     permuted: Tensor = cache.permute(*dims) if hasattr(cache, "permute") else cache.transpose(*dims)
     return permuted
 
@@ -138,7 +139,7 @@ def _permuted(cache: Tensor, *dims: int) -> Tensor:
 def _with_dims(dims: int, cache: Tensor) -> Tensor:
     shape = getattr(cache, "shape", None)
     if shape is None or len(shape) != dims:
-        given = type_name(cache) if shape is None else f"of shape {list(shape)}"
+        given = kind_of(cache) if shape is None else f"of shape {list(shape)}"
         raise CallerError(f"a layer's cache is {given}; expected a tensor of {dims} dimensions in the layout named")
     return cache
 
@@ -147,10 +148,5 @@ def _of_shape(array: object) -> str:
     """Returns an array's shape and dtype, for a repr: never its values."""
     shape = getattr(array, "shape", None)
     if shape is None:
-        return type_name(array)
+        return kind_of(array)
     return f"{list(shape)} {str(getattr(array, 'dtype', '')).removeprefix('torch.')}".rstrip()
-
-
-def type_name(value: object) -> str:
-    """Returns how an error names the given value."""
-    return "None" if value is None else f"a {type(value).__name__}"

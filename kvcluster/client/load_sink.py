@@ -34,12 +34,12 @@ from kvcluster.pages.copy_batch import (
     CopyStatus,
     encoded_layer_bytes,
 )
-from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
 from kvcluster.transport.base import Payload, read_whole
-from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
+from kvcluster.transport.exchange_copies import ExchangeCopies
 
 _TARGET = HostMemory()
 _DONE = int(CopyStatus.DONE)
@@ -73,7 +73,7 @@ class LoadSink:
 
     # ------------------------------------------------------------------------------------ batches of copies
 
-    def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
+    def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
         """As CopySink. Records that cannot be decoded here, or whose length does not fit their codec, are not copied
         and count as not matching. Raises ProtocolError for layers that were not requested."""
         wants, status = self._ranges.pieces.wants, bytearray(len(records))

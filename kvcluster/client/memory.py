@@ -16,8 +16,9 @@ from itertools import pairwise
 from math import prod
 
 from kvcluster.client.array_views import array_view
-from kvcluster.client.layouts import Buffers, Dense, Memory, type_name
+from kvcluster.client.layouts import Buffers, Dense, Memory
 from kvcluster.client.part_memory import Ask, Pages, PartMemory
+from kvcluster.client.validation import kind_of
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.pages.copy_geometry import BlockGeometry
@@ -52,7 +53,7 @@ def bind(
     for index, (one, part) in enumerate(zip(given, parts, strict=True)):
         if (one is None) != (part is None):
             raise CallerError(
-                f"memory for group {index} is {type_name(one)}, but the part to be moved is {part}: "
+                f"memory for group {index} is {kind_of(one)}, but the part to be moved is {part}: "
                 "give memory for exactly the groups that are moved, and None for the others"
             )
         if part is None:
@@ -140,7 +141,7 @@ def _bind_packed(ask: Ask, array: object) -> PartMemory:
     alike = all((each.dim, each.dtype) == (plane.dim, plane.dtype) for each in ask.planes)
     if view is None or not (view.packed and view.shape[1:] == shape and alike and view.holds(plane.dtype)):
         raise CallerError(
-            f"{ask.name} is {type_name(array)}; without torch installed only Buffers, bytes, and contiguous arrays of "
+            f"{ask.name} is {kind_of(array)}; without torch installed only Buffers, bytes, and contiguous arrays of "
             f"shape [blocks, {', '.join(map(str, shape))}] and dtype {plane.dtype} are supported"
         )
     flat = bytes_at(view.address, prod(view.shape) * view.itemsize)
@@ -168,9 +169,7 @@ def _bind_buffers(ask: Ask, buffers: Buffers, keeps: object = None) -> Pages:
     expected = ask.spec.page_bytes(ask.index, ask.part)
     given: object = buffers.pages
     if not isinstance(given, (list, tuple)):
-        raise CallerError(
-            f"{ask.name} has pages that are {type_name(given)}; expected a list with one buffer per block"
-        )
+        raise CallerError(f"{ask.name} has pages that are {kind_of(given)}; expected a list with one buffer per block")
     ask.check_count(len(given))
     pages: list[memoryview] = []
     for number, buffer in enumerate(given[: ask.blocks]):
@@ -178,9 +177,7 @@ def _bind_buffers(ask: Ask, buffers: Buffers, keeps: object = None) -> Pages:
         try:
             page = memoryview(buffer).cast("B")
         except (TypeError, ValueError) as error:
-            raise CallerError(
-                f"{name} is {type_name(buffer)}; expected a contiguous buffer of bytes ({error})"
-            ) from None
+            raise CallerError(f"{name} is {kind_of(buffer)}; expected a contiguous buffer of bytes ({error})") from None
         if len(page) != expected:
             raise CallerError(f"{name} has {len(page)} bytes; expected the {expected} of a page of {ask.part}")
         if ask.writable and page.readonly:

@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from kvcluster.client.breaker import BreakerState
 from kvcluster.client.client import Client
-from kvcluster.runtime.metrics import Sample, labelled
+from kvcluster.runtime.metric_samples import Sample, labelled
 from kvcluster.runtime.metrics_server import metric_families
 from kvcluster.transports import NAMES
 

@@ -21,7 +21,6 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.spec import Part
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
-from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.staging import Staging
 
@@ -69,19 +68,13 @@ class PythonCopies:
         """As RunRecords."""
         loads, status, records = batch.direction is CopyDirection.LOAD, batch.status, batch.records
         pages = batch.source if loads else batch.target
-        assert isinstance(pages, MappedMemory | HostMemory)
         copy = self._load if loads else self._store
-        if start == 0 and not all(event.wait(batch.deadline_ns) for event in batch.waits):
-            status[start:stop] = bytes([CopyStatus.STOPPED]) * (stop - start)
         for at in range(start, stop):
             if status[at] == CopyStatus.PENDING:
                 if batch.is_stopped(at, time.monotonic_ns()):
                     status[at] = CopyStatus.STOPPED
                 else:
                     status[at] = copy(batch, at, pages.view(records.offsets[at], records.nbytes[at]))
-        if stop == len(batch.records):
-            for event in batch.signals:
-                event.signal()
 
     def place(self, items: CopyItems, item: int) -> PagePlace:
         """Where that page's layers go."""

@@ -22,11 +22,11 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
 from kvcluster.transport.base import Cancelled, Deadline
-from kvcluster.transport.exchange_copies import ExchangeCopies, PageMemory
+from kvcluster.transport.exchange_copies import ExchangeCopies
 
 _SOURCE = HostMemory()
 _DONE = int(CopyStatus.DONE)
@@ -75,7 +75,7 @@ class StoreSource:
 
     # ------------------------------------------------------------------------------------ batches of copies
 
-    def copies(self, records: CopyRecords, target: PageMemory, keeps: object) -> ExchangeCopies:
+    def copies(self, records: CopyRecords, target: CopyEndpoint, keeps: object) -> ExchangeCopies:
         """As CopySource."""
         batch = CopyBatch(
             CopyDirection.STORE,

@@ -3,7 +3,7 @@
 `load` is the only way in. Nothing else reads settings; no environment variable changes behaviour.
 """
 
-from kvcluster.config.loading import as_values, differences, load, size
+from kvcluster.config.loading import as_values, differences, load, size, size_text
 from kvcluster.config.sections import (
     CODECS,
     LOG_FORMATS,
@@ -42,4 +42,5 @@ __all__ = [
     "differences",
     "load",
     "size",
+    "size_text",
 ]

@@ -83,6 +83,15 @@ def size(text: str | int, name: str = "size") -> int:
     return int(Fraction(match[1]) * unit)
 
 
+def size_text(nbytes: float, digits: int = 3) -> str:
+    """The inverse of `size`, rounded to so many digits: 1536 -> "1.5 KiB", 2**21 -> "2 MiB"."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if nbytes >= 1024:
+            nbytes, unit = nbytes / 1024, larger
+    return f"{nbytes:.0f} {unit}" if nbytes >= 1000 else f"{nbytes:.{digits}g} {unit}"
+
+
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(values)
     for key, value in overrides.items():

@@ -2,8 +2,8 @@
 
 A member is *joining* until its inventory is complete: the blocks that it has reported so far may be loaded, but nothing
 new is placed on it. It is *up* until the coordinator has heard nothing from it for the membership term; then it is
-*lost*, and its slot dies (replica_sets.py). One that is *draining* is up, but nothing new is placed on it; once it has
-been dismissed, every further message of that incarnation is answered with `leave`. So is a report of an older
+*lost*, and its slot is killed (replica_sets.py). One that is *draining* is up, but nothing new is placed on it; once it
+has been dismissed, every further message of that incarnation is answered with `leave`. So is a report of an older
 incarnation. One that is *stopping* saves its pages and ends soon: nothing new is placed on it, and it gets no orders.
 """
 

@@ -23,11 +23,11 @@ from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
 from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Request, Stage, Staged
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page, PageState
+from kvcluster.core.page_moves import page_move
 from kvcluster.core.pool import PagePool
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.shard_namespaces import ShardNamespace
 from kvcluster.core.shares import Shares
-from kvcluster.core.tier_mover import page_move
 from kvcluster.core.tiers import STAGING
 from kvcluster.core.withdrawal import Withdrawal
 

@@ -69,6 +69,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.order_executor import OrderExecutor
 from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.page import PageState
+from kvcluster.core.page_moves import PageMoves
 from kvcluster.core.pin_handler import PinHandler
 from kvcluster.core.pool import PagePool
 from kvcluster.core.probes import ProbeTaker
@@ -110,12 +111,10 @@ class Shard:
     ) -> None:
         """`found`: what recovery found in the store of each configured tier that has one."""
         found = found or {}
-        self._shard = shard
+        self._shard, self._address, self._host = shard, address, host
         self.epoch = epoch
         self.offers = Offers(epoch)
         """The transports that the shell serves. The shell sets it before the first step; the core only passes it on."""
-        self._address = address
-        self._host = host
         self._process = process or ProcessInfo()
         self._pool = pool = PagePool.of(config, found)
         self._leases = leases = LeaseBook(config.lease_ttl_ms * 1_000_000, pool.allocator.capacity_bytes)
@@ -131,14 +130,14 @@ class Shard:
         self._puller = Puller(*shared, cursor, counters)
         handlers = sender, self._scrubber, self._puller, withdraw, counters
         self._writes = WriteHandler(pool, leases, self._namespaces, queue, *handlers)
-        self._tier_mover = TierMover(*shared, self._writes.committed, cursor, counters, sampled=config.q4_sampled)
-        self._saver = ShutdownSaver(*shared, self._writes.committed, counters)
-        self._pins = PinHandler(pool, leases, own, sender, withdraw, counters)
-        self._orders = OrderExecutor(
-            *(pool, leases, self._namespaces, queue, sender),
-            *(withdraw, cursor, self._tier_mover, self._puller, counters),
-            Tombstones(carried_out(found.values())),
+        self._moves = moves = PageMoves(*shared, self._writes.committed, counters)
+        self._tier_mover = TierMover(
+            pool, self._namespaces, moves, withdraw, cursor, counters, sampled=config.q4_sampled
         )
+        self._saver = ShutdownSaver(pool, self._namespaces, moves)
+        self._pins = PinHandler(pool, leases, own, sender, withdraw, counters)
+        orders = cursor, self._tier_mover, self._puller, counters, Tombstones(carried_out(found.values()))
+        self._orders = OrderExecutor(pool, leases, self._namespaces, queue, sender, withdraw, *orders)
         for tier in pool.stores:
             self._namespaces.adopt(tier, found[tier], pool)
         self._inventoried: tuple[Tombstone, ...] = ()  # tombstones carried out before the inventory under way began
@@ -191,7 +190,7 @@ class Shard:
             *self._pins.serve(now, may_grant=self.member(now)),
         ]
         effects += [] if self._over else self._scrubber.begin(now)
-        effects += self._saver.serve(now, mover_busy=bool(self._tier_mover.attempts))
+        effects += self._saver.serve(now)
         if self._pressed and not self._queue:  # otherwise it counts as full until its next heartbeat
             self._pressed = False
             self._sender.say_soon()
@@ -252,8 +251,7 @@ class Shard:
         attempts = (
             self._scrubber.attempt,
             self._puller.attempt,
-            *self._tier_mover.attempts,
-            *self._saver.attempts,
+            *self._moves.attempts,
             *self._pins.attempts,
         )
         return [attempt for attempt in attempts if attempt is not None]
@@ -358,7 +356,7 @@ class Shard:
         return self._tier_mover.begin(now) if self.member(now) and not self.stopping else []
 
     def _moved(self, m: Moved, now: int) -> list[Effect]:
-        if m.attempt in self._saver.attempts:
+        if self._saver.saving:
             self._saver.moved(m)
             return []
         self._tier_mover.end(m, may_commit=self.member(now))

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from kvcluster.config import GroupConfig
+from kvcluster.config import GroupConfig, size_text
 from kvcluster.core.ids import ShardId
 
 MEMORY = "memory"
@@ -192,7 +192,7 @@ def _home(shard: ShardId, group: GroupConfig, room: Mapping[str, Node], placed: 
         largest = max(node.total.get(MEMORY, 0.0) for node in room.values())
         return (
             f"a shard of group {group_of(shard)} waits for a node with {needs(group)}: "
-            f"none is large enough; the largest has {_gib(largest)} of memory for pools"
+            f"none is large enough; the largest has {size_text(largest, 4)} of memory for pools"
         )
     return f"a shard of group {group_of(shard)} waits for a node with {needs(group)}"
 
@@ -212,7 +212,7 @@ def needs(group: GroupConfig) -> str:
     """Returns in words what a node must have for a shard of this group."""
     resources = "".join(f"{name} {amount:g}, " for name, amount in group.resources.items())
     labels = "".join(f", label {name}={value}" for name, value in group.labels.items())
-    return f"{resources}{_gib(pool_bytes(group))} of memory free{labels}"
+    return f"{resources}{size_text(pool_bytes(group), 4)} of memory free{labels}"
 
 
 def _offers(node: Node, group: GroupConfig) -> bool:
@@ -248,7 +248,3 @@ def _orphans(nodes: Iterable[Node], known: Collection[ShardId]) -> Iterator[tupl
 def _number(shard: ShardId) -> tuple[str, int]:
     group, _, number = shard.rpartition("-")
     return group, int(number) if number.isdigit() else -1
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.3g} GiB"

@@ -5,67 +5,40 @@ The shard decides alone, since its coordinator may be gone: save_list.py orders 
 shell writes one batch after another (MovePages), encoded as the tier policy says unless they are encoded already. A
 page stays where it lies, for readers, and gets a twin in the store. Where the store is full, colder pages give way.
 
-A batch holds a read lease and a write lease of the shard's own, so that whatever revokes leases revokes it too: the
-pages of a purge that comes meanwhile are aborted, and the others are tried again. What does not verify is withdrawn.
-Nothing is saved twice: a second request gets the result of the first. When all is saved or time is up, the shard goes
-on to serve loads until its process ends.
+If the leases of a batch (page_moves.py) are revoked, by a purge that comes meanwhile, the pages that the purge left are
+tried again. Nothing is saved twice: a second request gets the result of the first. When all is saved or time is up, the
+shard goes on to serve loads until its process ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.file_allocator import Shape
-from kvcluster.core.ids import Attempt, BlockHash, CallId, NamespaceId
-from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
-from kvcluster.core.messages import Answer, Effect, Moved, MovePages, PageMove, PagesSaved, SavePages, Tier
+from kvcluster.core.ids import BlockHash, CallId, NamespaceId
+from kvcluster.core.messages import Answer, Effect, Moved, PagesSaved, SavePages, Tier
 from kvcluster.core.page import Page, PageState
+from kvcluster.core.page_moves import BATCH_BYTES, PageMoves
 from kvcluster.core.pool import PagePool
 from kvcluster.core.save_list import LISTED_PAGES, ListedBlock, SaveList
 from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
-from kvcluster.core.tier_mover import BATCH_BYTES, page_move
 from kvcluster.core.tiers import FASTEST
-from kvcluster.core.withdrawal import Withdrawal
-
-
-@dataclass(frozen=True, slots=True)
-class _SaveBatch:
-    reading: Attempt
-    writing: Attempt
-    pairs: list[tuple[Page, Page]]  # source and target
-    blocks: list[ListedBlock]  # by pair
 
 
 class ShutdownSaver:
-    """Saves once, from `start` on. `committed` is called with each page that is READY in the store."""
+    """Saves once, from `start` on."""
 
-    def __init__(
-        self,
-        pool: PagePool,
-        leases: LeaseBook,
-        spaces: ShardNamespaces,
-        own: OwnAttempts,
-        withdraw: Withdrawal,
-        committed: Callable[[Page], None],
-        counters: dict[str, int],
-    ) -> None:
+    def __init__(self, pool: PagePool, spaces: ShardNamespaces, moves: PageMoves) -> None:
         self._pool = pool
-        self._leases = leases
         self._namespaces = spaces
-        self._own = own
-        self._withdraw = withdraw
-        self._committed = committed
-        self._counters = counters
+        self._moves = moves
         self._into: Tier | None = next((tier for tier in pool.stores if tier.spec.durable), None)
         self._calls: list[CallId] = []
         self._until: int | None = None
         self._codec = Codec.RAW
         self._raw_blocks = 0
         self._list: SaveList | None = None
-        self._batch: _SaveBatch | None = None
+        self._blocks: list[ListedBlock] = []  # of the moves under way, if they are its own
         self._file_tried = False  # a file of another kind was looked at for the batch being built
         self._saved_pages = self._saved_bytes = 0
         self._lost_pages = self._lost_bytes = 0
@@ -77,16 +50,16 @@ class ShutdownSaver:
         return self._until is not None
 
     @property
-    def attempts(self) -> list[Attempt]:
-        """The attempts of the two leases of the batch under way."""
-        return [self._batch.reading, self._batch.writing] if self._batch is not None else []
+    def saving(self) -> bool:
+        """Whether the batch of moves under way, if there is one, is its own."""
+        return bool(self._blocks)
 
     @property
     def next_deadline(self) -> int | None:
         """When the next step is due: at once while pages are listed or searched, else when time is up."""
         if self._until is None or self._result is not None:
             return None
-        return 0 if self._list is not None and self._batch is None else self._until
+        return 0 if self._list is not None and not self.saving else self._until
 
     def start(self, m: SavePages) -> None:
         """Begins to save; or joins a caller to what has begun, for as long as the shorter deadline allows."""
@@ -95,16 +68,16 @@ class ShutdownSaver:
             self._codec, self._raw_blocks = m.codec, m.raw_blocks
         self._until = m.until if self._until is None else min(self._until, m.until)
 
-    def serve(self, now: int, *, mover_busy: bool) -> list[Effect]:
+    def serve(self, now: int) -> list[Effect]:
         """Does the next step of the work, if there is any: lists some pages, begins a batch, or answers the callers at
-        the end. Lists nothing while another move is under way, whose pages have not arrived."""
+        the end. Lists nothing while other moves are under way, whose pages have not arrived."""
         if self._until is None:
             return []
         if self._result is None and (self._into is None or now >= self._until):
             return self.end()
         if self._result is not None:
             return self._answers(self._result)
-        if self._batch is not None or mover_busy:
+        if self._moves.attempts:
             return []
         if self._list is None:
             self._list = SaveList(list(self._pool.ready()), self._is_private)
@@ -115,27 +88,20 @@ class ShutdownSaver:
 
     def moved(self, m: Moved) -> None:
         """Ends the batch: commits the pages that were written, and aborts the others."""
-        batch, self._batch = self._batch, None
-        assert batch is not None and batch.writing == m.attempt, "the end of a batch that is not under way"
-        revoked = not self._leases.running(batch.writing)
-        self._leases.end(batch.reading)
-        self._leases.end(batch.writing)
+        revoked = self._moves.revoked
         again: dict[tuple[NamespaceId, BlockHash], ListedBlock] = {}
-        for index, ((source, target), sums) in enumerate(zip(batch.pairs, m.sums, strict=True)):
-            alive, corrupt, block = source.state is PageState.READY, index in m.corrupt, batch.blocks[index]
-            if alive and not revoked and not corrupt and sums is not None:
-                self._arrived(source, target, sums, block)
+        for at, source, target, arrived in self._moves.end(m):
+            block = self._blocks[at]
+            if arrived:
+                block.pages.append(target)
+                self._saved_pages += 1
+                self._saved_bytes += target.nbytes
+            elif revoked or target.codec is not source.codec:
+                source.stays_raw = not revoked  # it cannot be encoded: the next batch saves it raw
+                again[block.space, block.hash] = block
             else:
-                self._pool.abort(target)
-                if alive and corrupt:
-                    self._counters["corrupt"] += 1
-                    self._withdraw(source, corrupt=True)
-                elif alive and (revoked or target.codec is not source.codec):
-                    source.stays_raw = not revoked  # it cannot be encoded: the next batch saves it raw
-                    again[block.space, block.hash] = block
-                elif alive:
-                    self._lose(source, block)
-            self._pool.unpin(source)
+                self._lose(source, block)
+        self._blocks = []
         assert self._list is not None
         for block in again.values() if self._result is None else ():
             self._list.put_back(block)
@@ -148,7 +114,7 @@ class ShutdownSaver:
         if self._result is None:
             pages = self._list or SaveList(list(self._pool.ready()), self._is_private)
             left_pages, left_bytes = pages.left()
-            under_way = [source for source, _ in self._batch.pairs] if self._batch is not None else []
+            under_way = self._moves.sources if self.saving else []
             self._result = PagesSaved(
                 *(self._saved_pages, self._saved_bytes),
                 self._lost_pages + left_pages + len(under_way),
@@ -167,9 +133,8 @@ class ShutdownSaver:
     def _begin(self, pages: SaveList, now: int) -> list[Effect]:
         """Begins the next batch; ends the work if nothing is left to save."""
         pairs: list[tuple[Page, Page]] = []
-        blocks: list[ListedBlock] = []
         nbytes, looked_at = 0, 0
-        self._file_tried = False
+        self._blocks, self._file_tried = [], False
         while nbytes < BATCH_BYTES and len(pairs) < limits.MOVED_PAGES and looked_at < LISTED_PAGES:
             block = pages.pop()
             if block is None:
@@ -177,16 +142,11 @@ class ShutdownSaver:
             looked_at += 1
             found = self._pairs(block, pages)
             pairs += found
-            blocks += [block] * len(found)
+            self._blocks += [block] * len(found)
             nbytes += sum(source.nbytes for source, _ in found)
         if not pairs:
             return [] if looked_at == LISTED_PAGES else self.end()
-        batch = self._batch = _SaveBatch(self._own.next(), self._own.next(), pairs, blocks)
-        for source, _ in pairs:
-            self._pool.pin(source)
-        self._leases.grant(batch.reading, LeaseKind.READ, [source for source, _ in pairs], now)
-        self._leases.grant(batch.writing, LeaseKind.WRITE, [target for _, target in pairs], now)
-        return [MovePages(batch.writing, tuple(map(self._page_move, pairs)))]
+        return self._moves.begin(pairs, now)
 
     def _pairs(self, block: ListedBlock, pages: SaveList) -> list[tuple[Page, Page]]:
         """Returns the pages of the block that are to be saved, each with its reserved target: all of them or none."""
@@ -204,12 +164,13 @@ class ShutdownSaver:
         return pairs
 
     def _reserve(self, source: Page, space: ShardNamespace, block: ListedBlock, pages: SaveList) -> Page | None:
+        assert self._into is not None
         for codec in self._codecs(source, space):
             fitting = space.fitting(source.key.group, source.key.part, codec)
             nbytes = space.page_bytes(source.key.group, source.key.part, fitting)
-            target = self._reserve_once(source, nbytes, fitting)
+            target = self._moves.reserve(source, self._into, fitting, nbytes)
             if target is None and self._make_room(source, nbytes, block, pages):
-                target = self._reserve_once(source, nbytes, fitting)
+                target = self._moves.reserve(source, self._into, fitting, nbytes)
             if target is not None:
                 return target
         return None
@@ -222,25 +183,12 @@ class ShutdownSaver:
         codec = Codec.RAW if source.depth < self._raw_blocks else space.ordered_codec or self._codec
         return list(dict.fromkeys((codec, Codec.Q8)))
 
-    def _reserve_once(self, source: Page, nbytes: int, codec: Codec) -> Page | None:
-        assert self._into is not None
-        return self._pool.reserve(
-            source.space,
-            source.key,
-            nbytes,
-            parent=source.parent,
-            depth=source.depth,
-            loss=max(source.loss, codec.loss),
-            tier=self._into,
-            codec=codec,
-        )
-
     def _make_room(self, source: Page, nbytes: int, block: ListedBlock, pages: SaveList) -> bool:
         """Evicts a page of the same kind that is colder than the block; if there is none, all pages of the file of the
         coldest page, if all are colder. Looks at one such file a batch. Returns whether anything was evicted."""
         page = pages.colder(block, (source.space, Shape(nbytes, source.key.part.layers)))
         if page is not None:
-            self._evict(page)
+            self._moves.evict(page)
             return True
         coldest = pages.coldest() if not self._file_tried else None
         if coldest is None or self._into is None:
@@ -252,28 +200,10 @@ class ShutdownSaver:
         if not free or len(free) < len(owners):
             return False
         for page in free:
-            self._evict(page)
+            self._moves.evict(page)
         return True
-
-    def _evict(self, page: Page) -> None:
-        self._counters["evicted"] += 1
-        self._withdraw(page)
-
-    def _arrived(self, source: Page, target: Page, sums: bytes, block: ListedBlock) -> None:
-        self._pool.commit(target, sums)
-        target.used, target.stays_raw = source.used, source.stays_raw
-        block.pages.append(target)
-        self._committed(target)
-        self._saved_pages += 1
-        self._saved_bytes += target.nbytes
 
     def _lose(self, page: Page, block: ListedBlock) -> None:
         block.skipped = True
         self._lost_pages += 1
         self._lost_bytes += page.nbytes
-
-    def _page_move(self, pair: tuple[Page, Page]) -> PageMove:
-        source, target = pair
-        space = self._namespaces.known(source.space)
-        assert space is not None, "a page of a namespace that is not known"
-        return page_move(space, source, target)

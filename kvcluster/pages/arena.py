@@ -28,7 +28,7 @@ _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.
 
 
 class Arena(HostRegion):
-    """`nbytes` of zeroed memory: SHARED and mappable if it is a memory file, otherwise HOST. Raises ConfigError if the
+    """`nbytes` of zeroed memory: SHARED if it is a memory file, otherwise HOST. Raises ConfigError if the
     machine or container does not have that much.
 
     After `close`, or after leaving the `with` block, `view` raises ValueError. Earlier views stay valid, and the
@@ -48,13 +48,8 @@ class Arena(HostRegion):
         except OSError as error:
             self._close_file()
             raise ConfigError(_refusal(nbytes, error.strerror or str(error))) from error
-        whole, shared = memoryview(self._map), self._file is not None
-        kind = RegionKind.SHARED if shared else RegionKind.HOST
-        super().__init__(whole, address_of(whole), kind, mappable=shared)
-
-    def read_only_view(self, offset: int, nbytes: int) -> memoryview:
-        """As `view`, but read-only."""
-        return self.view(offset, nbytes).toreadonly()
+        whole = memoryview(self._map)
+        super().__init__(whole, address_of(whole), RegionKind.HOST if self._file is None else RegionKind.SHARED)
 
     def open(self, *, writable: bool) -> int:
         """Returns a new descriptor by which another process can map this memory; the caller closes it.

@@ -68,7 +68,7 @@ def identities(
 
 @lru_cache(maxsize=1_024)
 def _rest(group: int, part: Part, codec: int) -> bytes:
-    """Packed, and remembered: thousands of pages share one."""
+    """Returns the packed end of an identity. Cached, since thousands of pages have the same one."""
     return _REST.pack(group, *part, codec)
 
 

@@ -20,7 +20,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Protocol
 
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.spec import Part
@@ -47,17 +46,6 @@ class CopyStatus(IntEnum):
     MISMATCH = 2  # the bytes that were written do not match the expected sums
     UNREADABLE = 3  # this process cannot decode it, or the source cannot be read
     STOPPED = 4  # not begun: cancelled, dropped, or past the deadline
-
-
-class CopyEvent(Protocol):
-    """Orders a batch against other work: a CUDA event, an eventfd, a condition."""
-
-    def wait(self, deadline_ns: int) -> bool:
-        """Waits until it is signalled. Returns False if the deadline comes first."""
-        ...
-
-    def signal(self) -> None:
-        """Releases all waiters."""
 
 
 # ----------------------------------------------------------------------------------------------- the batch
@@ -182,9 +170,8 @@ class CopyBatch:
     """Records between two endpoints. `identities` has for each record the identity of its page in its codec
     (checksum.py).
 
-    The owner stops records that have not begun: all by `cancel[0]`, those of one item by `dropped[item]`. The executor
-    waits for `waits` before the first record, and signals `signals` after the last one; never if the batch is not run
-    to its end. `keeps` holds references to all memory that the endpoints and the geometries address.
+    The owner stops records that have not begun: all by `cancel[0]`, those of one item by `dropped[item]`. `keeps` holds
+    references to all memory that the endpoints and the geometries address.
     """
 
     direction: CopyDirection
@@ -197,8 +184,6 @@ class CopyBatch:
     cancel: array[int]
     dropped: bytearray
     deadline_ns: int
-    waits: Sequence[CopyEvent] = ()
-    signals: Sequence[CopyEvent] = ()
     keeps: Sequence[object] = ()
 
     def is_stopped(self, at: int, now: int) -> bool:

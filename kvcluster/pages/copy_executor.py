@@ -14,7 +14,7 @@ RunRecords = Callable[[int, int], None]
 When it returns or raises, none of them is in flight: it no longer writes to the target or reads from the source, except
 memory of its own. Before each record it checks whether the record is stopped (`CopyBatch.is_stopped`). A record is DONE
 only if its sums were made of the bytes that were written to the target, or of a private copy from which those were
-made. It waits for the batch's `waits` before record 0, and signals its `signals` after the last one.
+made.
 """
 
 

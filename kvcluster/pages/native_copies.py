@@ -31,9 +31,7 @@ class NativeCopies:
         """As CopyExecutor."""
         loads = batch.direction is CopyDirection.LOAD
         pages, blocks = (batch.source, batch.target) if loads else (batch.target, batch.source)
-        if native.KERNELS is None or batch.waits or batch.signals or not isinstance(blocks, HostMemory):
-            return None
-        if not isinstance(pages, MappedMemory | HostMemory) or not len(batch.records):
+        if native.KERNELS is None or not len(batch.records) or not isinstance(blocks, HostMemory):
             return None
         if _read_only(batch.items):
             return None

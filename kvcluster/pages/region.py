@@ -18,7 +18,6 @@ nothing of pages and leases: the core (core/pool.py, core/leases.py) decides whi
 from __future__ import annotations
 
 import ctypes
-import mmap
 from enum import Enum
 from typing import Protocol
 
@@ -50,14 +49,6 @@ class Region(Protocol):
     def address(self) -> int:
         """The address of the first byte: a virtual address of this process, or for DEVICE a pointer of that device."""
 
-    @property
-    def alignment(self) -> int:
-        """A power of two that divides `address`: any multiple of it as an offset is an address with that alignment."""
-
-    @property
-    def mappable(self) -> bool:
-        """Whether other processes of this host can map it by a descriptor."""
-
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Returns a view of that range, which must lie within the region. Raises ValueError once it is closed, and
         BufferError for DEVICE."""
@@ -71,20 +62,12 @@ class HostRegion:
     """A region that the CPU addresses: `whole`, which begins at `address`. It keeps `whole` alive, and each view keeps
     the memory alive; views are writable if `whole` is. After `close`, `view` raises ValueError."""
 
-    def __init__(
-        self, whole: memoryview, address: int, kind: RegionKind = RegionKind.HOST, *, mappable: bool = False
-    ) -> None:
+    def __init__(self, whole: memoryview, address: int, kind: RegionKind = RegionKind.HOST) -> None:
         assert kind.host_addressable, "a region without host addresses has no views"
         self._whole = whole
         self.kind = kind
         self.nbytes = whole.nbytes
         self.address = address
-        self.mappable = mappable
-
-    @property
-    def alignment(self) -> int:
-        """As in `Region`: at most the system's page size, which is enough for an arena."""
-        return min(self.address & -self.address, mmap.PAGESIZE)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """As in `Region`."""

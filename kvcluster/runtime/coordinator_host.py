@@ -28,7 +28,7 @@ from kvcluster.errors import ConfigError
 from kvcluster.runtime import decisions
 from kvcluster.runtime.decisions import decided, warned
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.metrics import CoordinatorFigures, Histogram, Sample, coordinator_samples
+from kvcluster.runtime.metric_samples import CoordinatorFigures, Histogram, Sample, coordinator_samples
 from kvcluster.runtime.settings_file import read_settings, write_settings
 from kvcluster.runtime.tombstones import Keeping, NotKept, TombstoneFile
 from kvcluster.transport.base import Unavailable

@@ -20,8 +20,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from kvcluster.config import MetricsConfig
 from kvcluster.errors import ConfigError
 from kvcluster.pages.arena import memory_limit_bytes
-from kvcluster.runtime.metrics import METRICS, CallMetrics, Histogram, MetricKind, Sample
-from kvcluster.transport.first_free import first_free
+from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
+from kvcluster.runtime.metrics import METRICS, MetricKind
+from kvcluster.transport.listening import first_free
 
 log = logging.getLogger(__name__)
 

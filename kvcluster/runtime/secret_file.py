@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import os
 import stat
-from pathlib import Path
 
 from kvcluster.errors import ConfigError
 
@@ -23,15 +22,6 @@ def derived_key(path: str, purpose: bytes) -> str:
     """Returns the key for `purpose`, ACTORS or RAY, in hex. Raises ConfigError if the file cannot be read, is too short
     or can be read by every user of the machine."""
     return hmac.new(_read(path), purpose, hashlib.sha256).hexdigest()
-
-
-def write_secret(path: Path, secret: str) -> None:
-    """Writes a new secret file that only this user can read. Raises ConfigError if it cannot be written."""
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
-            file.write(secret + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write the secret file {path}: {error.strerror}") from None
 
 
 def _read(path: str) -> bytes:

@@ -27,7 +27,7 @@ from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.decisions import decided
-from kvcluster.runtime.metrics import CallMetrics, Refusal
+from kvcluster.runtime.metric_samples import CallMetrics, Refusal
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.rpc import RpcHandler, host_and_port, identity, server_options, status_of
 from kvcluster.wire.methods import Method

@@ -58,7 +58,7 @@ from kvcluster.runtime import decisions, tier_io
 from kvcluster.runtime.compute_pool import ComputePool
 from kvcluster.runtime.decisions import AckReader, decided, warned
 from kvcluster.runtime.driver import Driver
-from kvcluster.runtime.metrics import Histogram, Refusal, Sample, shard_samples
+from kvcluster.runtime.metric_samples import Histogram, Refusal, Sample, shard_samples
 from kvcluster.runtime.replica_pull import OpenSource, ReplicaPuller
 from kvcluster.runtime.scrub import NICENESS, verify
 from kvcluster.runtime.shard_metrics import ShardMetrics

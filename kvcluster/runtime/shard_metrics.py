@@ -14,7 +14,7 @@ from kvcluster.core.messages import DeclineReason, Moved, MovePages, SpanMiss, S
 from kvcluster.core.miss import MissReason
 from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Tier
 from kvcluster.errors import KVClusterError
-from kvcluster.runtime.metrics import Histogram, HistogramSet, Refusal, Sample
+from kvcluster.runtime.metric_samples import Histogram, HistogramSet, Refusal, Sample
 from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation
 from kvcluster.transports import NAMES
 

@@ -17,14 +17,11 @@ from kvcluster.core.messages import NewPage, NewPages, PageWant, PageWants
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
+from kvcluster.pages.copy_endpoints import CopyEndpoint
 from kvcluster.transport.base import BytesPayload, PageSink, PageSource
 from kvcluster.transport.sessions import in_order_of_use, runs_of
 from kvcluster.wire.frames import RecordHead
 from kvcluster.wire.shm_frames import Places
-
-PageMemory = MappedMemory | HostMemory
-"""Memory of pages that the CPU can read and write."""
 
 
 class ExchangeCopies(Protocol):
@@ -38,7 +35,7 @@ class ExchangeCopies(Protocol):
 class CopySink(PageSink, Protocol):
     """A sink that takes batches too. It verifies their bytes at their destination."""
 
-    def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
+    def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
         """Prepares to copy these records from `source`, which lives as long as `keeps`. Raises ProtocolError, and
         has written nothing, if they do not match the request."""
         ...
@@ -48,7 +45,7 @@ class CopySink(PageSink, Protocol):
 class CopySource(PageSource, Protocol):
     """A source that fills pages by batches too."""
 
-    def copies(self, records: CopyRecords, target: PageMemory, keeps: object) -> ExchangeCopies:
+    def copies(self, records: CopyRecords, target: CopyEndpoint, keeps: object) -> ExchangeCopies:
         """Prepares to copy these records into `target`, which lives as long as `keeps`; `run` sets their sums. Their
         lengths were checked (`open_store`). Raises ProtocolError, and has written nothing, if they do not match the
         source otherwise."""
@@ -140,7 +137,7 @@ def _sum_starts(counts: Sequence[int]) -> array[int]:
 def open_load(
     sink: PageSink,
     records: CopyRecords,
-    source: PageMemory,
+    source: CopyEndpoint,
     keeps: object,
     between: Callable[[], object] = lambda: None,
 ) -> ExchangeCopies:
@@ -159,7 +156,7 @@ def open_load(
 def open_store(
     source: PageSource,
     records: CopyRecords,
-    target: PageMemory,
+    target: CopyEndpoint,
     keeps: object,
     between: Callable[[], object] = lambda: None,
 ) -> ExchangeCopies:

@@ -8,31 +8,23 @@ frames of about 1 MiB (wire/frames.py); gRPC requires them as `bytes`, so each s
 from __future__ import annotations
 
 import queue
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterator
 from typing import TypeVar
 
 import grpc
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Caller, Epoch, NamespaceId
+from kvcluster.core.ids import Caller, NamespaceId
 from kvcluster.core.messages import (
-    AttachedShard,
     AttachShard,
-    Done,
-    Flush,
-    GetOffers,
-    Offers,
-    PageKey,
     ReadRequest,
     Refused,
-    RegisterSpans,
-    Suspect,
+    Reply,
+    ShardQuestion,
     WriteRequest,
     Written,
 )
 from kvcluster.core.miss import Miss
-from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
@@ -50,6 +42,7 @@ from kvcluster.transport.base import (
 from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
 from kvcluster.transport.rpc import Connection, RpcHandler, status_of
 from kvcluster.transport.sessions import ReadSession, WriteSession
+from kvcluster.transport.shard_questions import ShardQuestions
 from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
 from kvcluster.wire import frames
 from kvcluster.wire.methods import SHARD
@@ -59,7 +52,7 @@ READ = "/kvcluster.v1.Shard/Read"
 WRITE = "/kvcluster.v1.Shard/Write"
 
 
-class GrpcPages:
+class GrpcPages(ShardQuestions):
     """A worker's transport to a shard over gRPC."""
 
     name = "grpc"
@@ -67,13 +60,6 @@ class GrpcPages:
 
     def __init__(self, address: str, token: str | None) -> None:
         self._connection = Connection(address, token)
-
-    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
-        answer = self._connection.ask(SHARD["Attach"], AttachShard(spec), deadline)
-        if isinstance(answer, Refused):
-            raise RefusedByShard(answer)
-        assert isinstance(answer, AttachedShard)
-        return answer
 
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
@@ -145,31 +131,12 @@ class GrpcPages:
             granted.put(None)
             stream.cancel()
 
-    def offers(self, deadline: Deadline) -> Offers:
-        """Which data paths the shard serves beside this one. Raises Unavailable, or RefusedByShard."""
-        answer = self._connection.ask(SHARD["GetOffers"], GetOffers(), deadline)
-        if isinstance(answer, Refused):
-            raise RefusedByShard(answer)
-        assert isinstance(answer, Offers)
-        return answer
-
-    def flush(self, deadline: Deadline) -> bool:
-        wait_ns = int(deadline.remaining_s() * 0.9e9)
-        return self._connection.ask(SHARD["Flush"], Flush(wait_ns), deadline) == Done(True)
-
-    def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
-        answer = self._connection.ask(SHARD["Suspect"], Suspect(epoch, tuple(keys)), deadline, namespace)
-        if isinstance(answer, Refused):
-            raise RefusedByShard(answer)
-
-    def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
-        """As RegistersSpans."""
-        answer = self._connection.ask(SHARD["RegisterSpans"], message, deadline, namespace)
-        if isinstance(answer, Refused):
-            raise RefusedByShard(answer)
-
     def close(self) -> None:
         self._connection.close()
+
+    def _ask(self, question: ShardQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
+        method = "Attach" if isinstance(question, AttachShard) else type(question).__name__
+        return self._connection.ask(SHARD[method], question, deadline, namespace)
 
 
 def _unless_refused(answer: T | Refused) -> T:
@@ -207,9 +174,8 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
         try:
             opening = next(messages, b"")
             request = frames.decode_write_request(opening, frames.version_of(opening, oldest=1, newest=version))
-            # The server must not wait for room longer than the worker does: a server thread would be busy for nothing.
-            request = replace(request, wait_ns=int(min(request.wait_ns, context.time_remaining() * 1e9)))
-            with WriteSession(host, caller.tenant, request, stop=context.cancel, path=GrpcPages.name) as session:
+            deadline = Deadline.after_ms(context.time_remaining() * 1e3)
+            with WriteSession(host, caller.tenant, request, context.cancel, deadline, path=GrpcPages.name) as session:
                 yield frames.encode_write_head(session.outcome, version)
                 for message in messages:
                     session.alive()

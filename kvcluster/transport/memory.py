@@ -7,43 +7,34 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import replace
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Epoch, NamespaceId, Tenant
+from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.core.messages import (
-    AttachedShard,
-    AttachShard,
     AttendRequest,
-    Done,
-    Flush,
-    PageKey,
     PageSlot,
     PageWant,
     ReadRequest,
-    Refused,
-    RegisterSpans,
     Reply,
     Request,
     ShardQuestion,
-    Suspect,
     WriteRequest,
     Written,
 )
 from kvcluster.core.miss import Miss
-from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.transport.attend_session import serve_attend
 from kvcluster.transport.attending import SpanResults
-from kvcluster.transport.base import ONE_STREAM, Deadline, PageHost, PageSink, PageSource, RefusedByShard
+from kvcluster.transport.base import ONE_STREAM, Deadline, PageHost, PageSink, PageSource
 from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
 from kvcluster.transport.sessions import ReadSession, WriteSession
+from kvcluster.transport.shard_questions import ShardQuestions
 from kvcluster.wire.shm_frames import Places
 
 
-class MemoryTransport:
+class MemoryTransport(ShardQuestions):
     """A worker's transport to a shard of the same process."""
 
     name = "memory"
@@ -53,14 +44,6 @@ class MemoryTransport:
         self._host = host
         self._tenant = tenant
 
-    def attach(self, spec: KVSpec, deadline: Deadline) -> AttachedShard:
-        deadline.check()
-        answer = self._ask(AttachShard(spec), deadline)
-        if isinstance(answer, Refused):
-            raise RefusedByShard(answer)
-        assert isinstance(answer, AttachedShard)
-        return answer
-
     def read(
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
@@ -68,7 +51,7 @@ class MemoryTransport:
         with ReadSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
             views = {item: self._host.view(slot) for item, slot in session.granted.items()}
             records = granted_records(request.wants, _places(session.granted, views, request.wants))
-            copies = open_load(sink, records, HostMemory(may_change=True), views)
+            copies = open_load(sink, records, HostMemory(), views)
             for start, stop in records.slices(limits.FRAME_BYTES):
                 session.alive()
                 deadline.check()
@@ -78,7 +61,6 @@ class MemoryTransport:
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         deadline.check()
-        request = replace(request, wait_ns=min(request.wait_ns, int(deadline.remaining_s() * 1e9)))
         with WriteSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
             views = {item: self._host.view(slot) for item, slot in session.granted.items()}
             records = reserved_records(request.pages, _places(session.granted, views))
@@ -92,24 +74,6 @@ class MemoryTransport:
             deadline.check()
             return session.finish()
 
-    def flush(self, deadline: Deadline) -> bool:
-        deadline.check()
-        wait_ns = int(deadline.remaining_s() * 0.9e9)  # leaves time for the shard's answer if it waits in vain
-        return self._ask(Flush(wait_ns), deadline) == Done(True)
-
-    def suspect(self, namespace: NamespaceId, epoch: Epoch, keys: Sequence[PageKey], deadline: Deadline) -> None:
-        deadline.check()
-        answer = self._ask(Suspect(epoch, tuple(keys)), deadline, namespace)
-        if isinstance(answer, Refused):
-            raise RefusedByShard(answer)
-
-    def register_spans(self, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline) -> None:
-        """As RegistersSpans."""
-        deadline.check()
-        answer = self._ask(message, deadline, namespace)
-        if isinstance(answer, Refused):
-            raise RefusedByShard(answer)
-
     def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
         """As Attends."""
         deadline.check()
@@ -119,6 +83,7 @@ class MemoryTransport:
         """Does nothing: there is nothing to release."""
 
     def _ask(self, question: ShardQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
+        deadline.check()
         return self._host.ask(lambda call: Request(call, self._tenant, namespace, question), deadline.remaining_s())
 
 

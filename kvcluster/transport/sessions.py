@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import itemgetter
 from types import TracebackType
 
@@ -278,6 +279,8 @@ class WriteSession(ExchangeSession):
         *,
         path: str,
     ) -> None:
+        if deadline is not None:  # waiting for room longer than the worker would keep a thread busy for nothing
+            request = replace(request, wait_ns=min(request.wait_ns, deadline.remaining_ns()))
         super().__init__(host, tenant, request, stop, deadline, path=path)
         self._namespace = request.namespace
         self._asked = request.pages

@@ -18,7 +18,6 @@ import contextlib
 import os
 import secrets
 import socket
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -117,7 +116,6 @@ class ShmServer:
     def _write(self, link: FramedSocket, tenant: Tenant, body: bytes, *, first: bool) -> None:
         request, remaining_ns = streams.decode_write(body)
         deadline = bounded(remaining_ns)
-        request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
         with WriteSession(self._host, tenant, request, deadline=deadline, path=NAME) as session:
             try:
                 grant = shm_frames.encode_write_grant(session.outcome, session.granted)

@@ -15,7 +15,6 @@ import os
 import socket
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -23,7 +22,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import AttendRequest, Offer, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.errors import ConfigError, KVClusterError, ProtocolError
+from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
@@ -33,9 +32,9 @@ from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
-from kvcluster.transport.first_free import first_free
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.listener import Listener, TenantNow, TenantOf, bounded, serve_exchanges
+from kvcluster.transport.listening import bound_socket, first_free
 from kvcluster.transport.rpc import check_address, host_and_port
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
@@ -203,20 +202,13 @@ def serve(host: PageHost, tenant_of: TenantOf, listen_host: str, ports: range) -
 
 
 class TcpServer:
-    """The shard's side. Listens on `listen_host`; port 0 takes a free port, and `address` says which."""
+    """The shard's side. It listens on that port of `listen_host`, on any free one if `port` is 0. `address`: both."""
 
     details = b""
 
     def __init__(self, host: PageHost, tenant_of: TenantOf, listen_host: str, port: int = 0) -> None:
         self._host = host
-        family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((listen_host, port))
-        except OSError as error:
-            listening.close()
-            raise ConfigError(f"cannot listen on {listen_host}:{port}: {error.strerror or error}") from None
+        listening = bound_socket(listen_host, port, "server.shard_ports")
         self.address = host_and_port(listen_host, listening.getsockname()[1])
         refused = partial(host.connection_refused, TcpPages.name)
         self._listener = Listener(listening, tenant_of, self._serve, name=TcpPages.name, refused=refused)
@@ -246,7 +238,6 @@ class TcpServer:
     def _write(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = streams.decode_write(body)
         deadline = bounded(remaining_ns)
-        request = replace(request, wait_ns=min(request.wait_ns, remaining_ns))
         with WriteSession(
             self._host, tenant, request, stop=link.shut, deadline=deadline, path=TcpPages.name
         ) as session:

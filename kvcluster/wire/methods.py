@@ -15,8 +15,7 @@ may come instead of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.message import Message
@@ -60,25 +59,46 @@ COORDINATOR_SERVICE = "kvcluster.v1.Coordinator"
 SHARD_SERVICE = "kvcluster.v1.Shard"
 
 
-@dataclass(frozen=True, slots=True)
 class Method:
-    """One RPC. Every decode raises ProtocolError, LimitError or SpecError for malformed input.
+    """One RPC, whose question is `asked` and which is answered by `answer`, one of `replies`, or Refused. It is about
+    one namespace if the message of its question has a field for that. Every decode raises ProtocolError, LimitError or
+    SpecError for malformed input.
 
     Only `Ping` has no question: its question is None, and the server answers Done.
     """
 
-    name: str
-    path: str
-    encode_question: Callable[[Question | None, NamespaceId | None, int], bytes]
-    decode_question: Callable[[bytes, int], tuple[NamespaceId | None, Question | None]]
-    encode_answer: Callable[[Reply, int], bytes]
-    decode_answer: Callable[[bytes, int], Reply]
+    def __init__(self, path: str, asked: Struct[Any], answer: type[Reply], replies: OneOf) -> None:
+        self.path = path
+        self.name = path.rpartition("/")[2]
+        self._asked = asked
+        self._answer = answer
+        self._replies = replies
+        self._in_namespace = "namespace" in asked.message.DESCRIPTOR.fields_by_name
+        self._asked_versioned = _is_versioned(asked.message)
+        self._answered = replies.field_of(answer)
+        self._answer_versioned = _is_versioned(type(getattr(replies.message(), self._answered)))
 
     def encode_request(
         self, question: Question | None, namespace: NamespaceId | None = None, version: int = PROTOCOL_VERSION
     ) -> bytes:
         """Returns the bytes that a client sends. A namespace is given if and only if the question is about one."""
-        return self.encode_question(question, namespace, version)
+        assert isinstance(question, self._asked.kind), f"{self.name} does not ask {question}"
+        about = f"{self.name} is {'' if self._in_namespace else 'not '}about a namespace"
+        assert (namespace is not None) == self._in_namespace, about
+        m: Any = self._asked.encode(question)
+        if namespace is not None:
+            m.namespace = namespace
+        if self._asked_versioned:
+            m.protocol_version = version
+        data: bytes = m.SerializeToString()
+        return data
+
+    def decode_question(self, data: bytes, version: int) -> tuple[NamespaceId | None, Question | None]:
+        """Returns the namespace that a question is about, if its method has one, and the question."""
+        m: Any = parse(self._asked.message, data)
+        if self._asked_versioned:  # before its first answer, a caller says its oldest version, maybe not spoken here
+            check_version(m.protocol_version, oldest=1, newest=version, of=f"a question ({self.name})")
+        return NAMESPACE.decode(m.namespace) if self._in_namespace else None, self._asked.decode(m)
 
     def decode_request(self, data: bytes, call: CallId, caller: Caller) -> Request[Question | None]:
         """Returns the request for the core, from that caller."""
@@ -87,64 +107,31 @@ class Method:
 
     def encode_reply(self, reply: Reply, version: int = PROTOCOL_VERSION) -> bytes:
         """Returns the bytes that a server answers."""
-        return self.encode_answer(reply, version)
+        assert isinstance(reply, (self._answer, Refused)), f"{self.name} is answered by {self._answer.__name__}"
+        m: Any = self._replies.encode(reply)
+        if self._answer_versioned and isinstance(reply, self._answer):
+            getattr(m, self._answered).protocol_version = version
+        data: bytes = m.SerializeToString()
+        return data
 
     def decode_reply(self, data: bytes, version: int = PROTOCOL_VERSION) -> Reply:
         """The inverse."""
-        return self.decode_answer(data, version)
-
-
-def _table(service: str, reply: OneOf, methods: Mapping[str, tuple[Struct[Any], type[Reply]]]) -> Mapping[str, Method]:
-    return {name: _method(f"/{service}/{name}", name, *row, reply) for name, row in methods.items()}
-
-
-def _method(path: str, name: str, asked: Struct[Any], answer: type[Reply], replies: OneOf) -> Method:
-    """Returns the method of a question. It is about one namespace if its message has a field for that."""
-    in_namespace = "namespace" in asked.message.DESCRIPTOR.fields_by_name
-    asked_versioned = _is_versioned(asked.message)
-    answered = replies.field_of(answer)
-    answer_versioned = _is_versioned(type(getattr(replies.message(), answered)))
-
-    def encode_question(question: Question | None, namespace: NamespaceId | None, version: int) -> bytes:
-        assert isinstance(question, asked.kind), f"{name} does not ask {question}"
-        assert (namespace is not None) == in_namespace, f"{name} is {'' if in_namespace else 'not '}about a namespace"
-        m: Any = asked.encode(question)
-        if namespace is not None:
-            m.namespace = namespace
-        if asked_versioned:
-            m.protocol_version = version
-        data: bytes = m.SerializeToString()
-        return data
-
-    def decode_question(data: bytes, version: int) -> tuple[NamespaceId | None, Question | None]:
-        m: Any = parse(asked.message, data)
-        if asked_versioned:  # before its first answer, a caller says its oldest version, which may not be spoken here
-            check_version(m.protocol_version, oldest=1, newest=version, of=f"a question ({name})")
-        return NAMESPACE.decode(m.namespace) if in_namespace else None, asked.decode(m)
-
-    def encode_answer(reply: Reply, version: int) -> bytes:
-        assert isinstance(reply, (answer, Refused)), f"{name} is answered by {answer.__name__}"
-        m: Any = replies.encode(reply)
-        if answer_versioned and isinstance(reply, answer):
-            getattr(m, answered).protocol_version = version
-        data: bytes = m.SerializeToString()
-        return data
-
-    def decode_answer(data: bytes, version: int) -> Reply:
-        m: Any = parse(replies.message, data)
-        if answer_versioned and m.HasField(answered):
-            theirs = getattr(m, answered).protocol_version
-            check_version(theirs, newest=version, oldest=version, of=f"an answer ({name})")
-        reply: Reply = replies.decode(m)
-        if not isinstance(reply, (answer, Refused)):
-            raise ProtocolError(f"{name} was answered by {type(reply).__name__}, not {answer.__name__}")
+        m: Any = parse(self._replies.message, data)
+        if self._answer_versioned and m.HasField(self._answered):
+            theirs = getattr(m, self._answered).protocol_version
+            check_version(theirs, newest=version, oldest=version, of=f"an answer ({self.name})")
+        reply: Reply = self._replies.decode(m)
+        if not isinstance(reply, (self._answer, Refused)):
+            raise ProtocolError(f"{self.name} was answered by {type(reply).__name__}, not {self._answer.__name__}")
         return reply
-
-    return Method(name, path, encode_question, decode_question, encode_answer, decode_answer)
 
 
 def _is_versioned(message: type[Message]) -> bool:
     return "protocol_version" in message.DESCRIPTOR.fields_by_name
+
+
+def _table(service: str, reply: OneOf, methods: Mapping[str, tuple[Struct[Any], type[Reply]]]) -> Mapping[str, Method]:
+    return {name: Method(f"/{service}/{name}", *row, reply) for name, row in methods.items()}
 
 
 _PING = Struct(pb.PingRequest, type(None)), Done
@@ -195,13 +182,17 @@ SHARD: Mapping[str, Method] = _table(
 """The methods of a shard, by name, besides Read and Write."""
 
 
-def version_question() -> Method:
-    """Returns an Attach without a spec, to check the protocol version. A coordinator with a version in common answers
+class VersionQuestion(Method):
+    """An Attach without a spec, to check the protocol version. A coordinator with a version in common answers
     CallerError, any other VersionError, since versions are compared before anything else is read. The coordinator
     keeps no state of it."""
 
-    def encode(question: Question | None, namespace: NamespaceId | None, version: int) -> bytes:
+    def __init__(self) -> None:
+        super().__init__(COORDINATOR["Attach"].path, coordinator.ATTACH, Attached, answers.REPLY)
+
+    def encode_request(
+        self, question: Question | None, namespace: NamespaceId | None = None, version: int = PROTOCOL_VERSION
+    ) -> bytes:
+        """As Method, whatever the question."""
         data: bytes = pb.AttachRequest(protocol_version=version).SerializeToString()
         return data
-
-    return replace(COORDINATOR["Attach"], encode_question=encode)

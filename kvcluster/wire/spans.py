@@ -108,9 +108,7 @@ _ROWS: Columns[AttendRow] = Columns(
     AttendRow,
     position=amounts("a position", limits.TOKENS_PER_SEQUENCE),
     tokens=amounts("query tokens", limits.ATTEND_TOKENS),
-    spans=Ragged(
-        pb.NumberLists, _capped(_SPAN_IDS, limits.SPANS_PER_CALL * 8), limits.SPANS_PER_CALL, "spans of a row"
-    ),
+    spans=Ragged(pb.NumberLists, _capped(_SPAN_IDS, limits.ATTEND_NAMES), limits.SPANS_PER_CALL, "spans of a row"),
     subtrees=Ragged(
         pb.SubtreeLists, _capped(_SUBTREES, limits.ATTEND_SUBTREES), limits.ATTEND_SUBTREES, "results of a row"
     ),

@@ -16,9 +16,7 @@ def config(shards: int, **shard: object) -> Config:
 
 
 def test_a_hundred_pools_of_a_gib_do_not_fit_in_24() -> None:
-    with pytest.raises(
-        ConfigError, match=r"100 shard\(s\) with 100\.00 GiB of pools in all do not fit: of the 24\.00 GiB"
-    ):
+    with pytest.raises(ConfigError, match=r"100 shard\(s\) with 100 GiB of pools in all do not fit: of the 24 GiB"):
         checked_bytes_for_pools(config(100, device_bytes=GIB), 24 * GIB)
 
 

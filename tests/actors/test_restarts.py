@@ -6,7 +6,7 @@ import pytest
 
 from kvcluster.actors.restarts import waited_for
 from kvcluster.errors import ConfigError
-from kvcluster.runtime.metrics import CallMetrics
+from kvcluster.runtime.metric_samples import CallMetrics
 
 
 class Port:

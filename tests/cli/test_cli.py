@@ -73,7 +73,7 @@ def test_an_unknown_command_or_option_is_named_with_the_usage_of_its_command_and
     [
         (["--device-bytes", "1Gig"], "shard.device_bytes: '1Gig' is no size; write bytes, or a number with KiB, MiB"),
         (["--device-bytes", "1KiB"], "shard.device_bytes must be at least 4KiB"),
-        (["--device-bytes", "1024TiB"], "1 shard(s) with 1048576.00 GiB of pools in all do not fit"),
+        (["--device-bytes", "1024TiB"], "1 shard(s) with 1024 TiB of pools in all do not fit"),
         (["--shards", "0"], "shards must be at least 1"),
         (["--port", "0"], "needs a fixed port, so that later commands find it: give --port"),
         (["--port", "70000"], "server.port must be between 0 and 65535"),

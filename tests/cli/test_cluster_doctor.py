@@ -142,7 +142,7 @@ def test_pools_that_do_not_fit_their_machine_are_named_together() -> None:
     assert judge(found)["problems"] == []  # on machines of their own
     together = status(info(A, 1), replace(info(B, 2), host="n1@m1/1"))
     problem = the_problem(judge(found, together))
-    assert "the pools of shard-0, shard-1 on n1 take 8.00 GiB of 8.00 GiB of memory" in problem["what"]
+    assert "the pools of shard-0, shard-1 on n1 take 8 GiB of 8 GiB of memory" in problem["what"]
 
 
 def test_a_port_outside_its_range_is_named() -> None:

@@ -3,16 +3,13 @@ sums."""
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from kvcluster.client import batch_copies
 from kvcluster.client.load_sink import LoadSink
-from kvcluster.client.python_copies import PythonCopies
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.messages import PageKey
@@ -28,7 +25,7 @@ from kvcluster.transport.base import BytesPayload, Cancelled
 from kvcluster.transport.exchange_copies import ExchangeCopies
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same, unwritten
 from tests.client.interrupted import Interrupted
-from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, NEVER, WHOLE, Bench, gathered, nhd
+from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, WHOLE, Bench, gathered, nhd
 
 
 class Grant:
@@ -55,7 +52,7 @@ class Grant:
                 self.records.add(item, layer, address_of(data), data.nbytes, coded, sums)
 
     def open(self, sink: LoadSink | None = None) -> ExchangeCopies:
-        return (sink or self.bench.sink).copies(self.records, HostMemory(may_change=True), self.pages)
+        return (sink or self.bench.sink).copies(self.records, HostMemory(), self.pages)
 
     def load(self) -> None:
         self.open().run(0, len(self.records))
@@ -190,65 +187,6 @@ def test_nothing_is_written_after_the_deadline() -> None:
     assert unwritten(into)
 
 
-# ------------------------------------------------------------------------------------------------- events
-
-
-class Event:
-    def __init__(self, log: list[str], *, comes: bool = True) -> None:
-        self.log = log
-        self.comes = comes
-
-    def wait(self, deadline_ns: int) -> bool:
-        self.log.append("waited")
-        return self.comes
-
-    def signal(self) -> None:
-        self.log.append("signalled")
-
-
-def batch_with(bench: Bench, **events: Any) -> CopyBatch:
-    grant = Grant(bench)
-    count, ranges = len(grant.records), bench.ranges
-    identities = array("Q")
-    for item in grant.records.items:
-        identities.append(checksum.identity(NAMESPACE, PageKey(bench.hashes[item], 0, WHOLE), codec.RAW))
-    return CopyBatch(
-        CopyDirection.LOAD,
-        HostMemory(may_change=True),
-        HostMemory(),
-        grant.records,
-        bench.sink._items,
-        identities,
-        bytearray(count),
-        ranges.cancel,
-        ranges.dropped,
-        NEVER,
-        keeps=[grant.pages],
-        **events,
-    )
-
-
-def test_a_batch_waits_once_before_its_first_record_and_signals_after_its_last() -> None:
-    log: list[str] = []
-    bench = Bench(room(BLOCKS))
-    batch = batch_with(bench, waits=[Event(log)], signals=[Event(log)])
-    python = PythonCopies(bench.into)
-    python.run(batch, 0, 2)
-    assert log == ["waited"]
-    python.run(batch, 2, len(batch.records))
-    assert log == ["waited", "signalled"]
-    assert set(batch.status) == {CopyStatus.DONE}
-
-
-def test_what_it_waits_for_in_vain_stops_a_batch() -> None:
-    into = room(BLOCKS)
-    bench = Bench(into)
-    batch = batch_with(bench, waits=[Event([], comes=False)])
-    PythonCopies(bench.into).run(batch, 0, len(batch.records))
-    assert set(batch.status) == {CopyStatus.STOPPED}
-    assert unwritten(into)
-
-
 # --------------------------------------------------------------------------------------------- whole loads
 
 
@@ -267,4 +205,4 @@ def test_a_load_of_a_client_is_offered_to_executors_before_the_one_in_python(mon
         monkeypatch.setattr(batch_copies, "EXECUTORS", (Refuses(),))
         assert client.load(tokens, into) == len(tokens)
     assert same(into, kv(BLOCKS))
-    assert offered == [(CopyDirection.LOAD, HostMemory(may_change=True), HostMemory())]
+    assert offered == [(CopyDirection.LOAD, HostMemory(), HostMemory())]

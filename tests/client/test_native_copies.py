@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import threading
 from array import array
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -360,7 +359,6 @@ def encoded(raw: Pages, coded: Codec) -> Pages:
 def test_what_it_cannot_do_is_left_to_the_executor_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, bound, pages = cache()
     batch = pages.batch(bound, CopyDirection.LOAD)
-    assert NativeCopies().open(replace(batch, waits=[object()])) is None  # type: ignore[list-item]
     short = Pages(*short_layers())
     assert (
         NativeCopies().open(short.batch(short.case.bind(short_memory(short), writable=True), CopyDirection.LOAD))

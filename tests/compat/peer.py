@@ -72,8 +72,7 @@ def settings(shards: int) -> Any:
 def coordinator(shards: str) -> None:
     from kvcluster.runtime.auth import Authenticator
     from kvcluster.runtime.coordinator_host import CoordinatorHost
-    from kvcluster.runtime.metrics import CallMetrics
-    from kvcluster.runtime.server import GrpcServer, unary_handlers
+    from kvcluster.runtime.server import CallMetrics, GrpcServer, unary_handlers
     from kvcluster.wire.methods import COORDINATOR
 
     config = settings(int(shards))
@@ -108,8 +107,7 @@ def coordinator(shards: str) -> None:
 
 def shard(name: str, reports_to: str) -> None:
     from kvcluster.runtime.auth import authenticator
-    from kvcluster.runtime.metrics import CallMetrics
-    from kvcluster.runtime.server import GrpcServer, unary_handlers
+    from kvcluster.runtime.server import CallMetrics, GrpcServer, unary_handlers
     from kvcluster.runtime.shard_host import ShardHost
     from kvcluster.runtime.transport_servers import serve_paths
     from kvcluster.transport.auto import choose, own_attempts

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from kvcluster.core.messages import Tier
-from kvcluster.runtime.metrics import METRICS, MetricKind, Refusal
+from kvcluster.runtime.metric_samples import Refusal
+from kvcluster.runtime.metrics import METRICS, MetricKind
 from tests.deploy.programs import programs
 
 ROOT = Path(__file__).parents[2]

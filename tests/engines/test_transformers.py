@@ -697,7 +697,7 @@ def test_rows_that_are_not_those_of_the_prompts_are_refused(cluster: MemoryClust
         ([[1, 0, 1, 1], [1, 1, 1, 1]], "holes"),
         ([[0, 0, 0, 0], [1, 1, 1, 1]], "at least one 1"),
         ([[2, 1, 1, 1], [1, 1, 1, 1]], "must be 0 and 1"),
-        ([[1, 1, 1]], r"attention_mask is \[1, 3\]"),
+        ([[1, 1, 1]], r"attention_mask has shape \[1, 3\]; expected that of input_ids"),
     ],
 )
 def test_masks_that_are_no_left_padding_are_refused(cluster: MemoryCluster, mask: list[list[int]], named: str) -> None:

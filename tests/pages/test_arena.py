@@ -18,16 +18,7 @@ def test_memory_begins_as_zeros_and_keeps_what_is_written() -> None:
         assert memory.nbytes == 10_000
         assert bytes(memory.view(0, 10_000)) == bytes(10_000)
         memory.view(100, 4)[:] = b"page"
-        assert bytes(memory.read_only_view(98, 8)) == b"\0\0page\0\0"
-
-
-def test_a_read_only_view_shows_writes_and_takes_none() -> None:
-    with Arena(64) as memory:
-        view = memory.read_only_view(0, 4)
-        memory.view(0, 4)[:] = b"seen"
-        assert bytes(view) == b"seen"
-        with pytest.raises(TypeError, match="read-only"):
-            view[0] = 1
+        assert bytes(memory.view(98, 8)) == b"\0\0page\0\0"
 
 
 def test_every_page_is_resident_before_it_is_used() -> None:
@@ -132,7 +123,7 @@ def test_where_the_system_has_no_memory_files_the_memory_is_this_processs_own(mo
         hide()
         with Arena(10_000) as memory:
             memory.view(9_996, 4)[:] = b"page"
-            assert bytes(memory.read_only_view(9_994, 6)) == b"\0\0page"
+            assert bytes(memory.view(9_994, 6)) == b"\0\0page"
             with pytest.raises(ConfigError, match="cannot be shared"):
                 memory.open(writable=False)
 

@@ -42,7 +42,8 @@ from kvcluster.errors import CredentialError
 from kvcluster.pages import codec
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.coordinator_host import figures_of
-from kvcluster.runtime.metrics import METRICS, CallMetrics, Histogram, Sample, coordinator_samples, shard_samples
+from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample, coordinator_samples, shard_samples
+from kvcluster.runtime.metrics import METRICS
 from kvcluster.runtime.metrics_server import ProcessSamples
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost

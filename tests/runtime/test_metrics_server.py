@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvcluster.config import MetricsConfig
 from kvcluster.errors import ConfigError
 from kvcluster.runtime import metrics_server
-from kvcluster.runtime.metrics import CallMetrics, Sample
+from kvcluster.runtime.metric_samples import CallMetrics, Sample
 from kvcluster.runtime.metrics_server import MetricsServer, serve_metrics
 from tests.waiting import eventually
 

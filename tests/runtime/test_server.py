@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +51,7 @@ from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection, RpcHandler, identity
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from kvcluster.wire.versions import METADATA
+from tests.transport.peers import altered
 
 HOST = "127.0.0.1"
 BOUND_S = 20.0
@@ -141,7 +141,7 @@ def test_a_question_waits_no_longer_than_its_asker() -> None:
 def test_a_ping_is_answered_without_asking_the_core() -> None:
     with connected(shard_methods(fails(AssertionError("not the core")))) as connection:
         assert connection.ask(SHARD["Ping"], None, soon()) == Done()
-        fat = replace(SHARD["Ping"], encode_question=lambda *_: b"?")
+        fat = altered(SHARD["Ping"], encode_request=lambda *_: b"?")
         with pytest.raises(ProtocolError, match="not a valid PingRequest"):
             connection.ask(fat, None, soon())
 
@@ -245,20 +245,20 @@ def test_a_question_that_is_malformed_never_comes_near_the_core() -> None:
         build(CALL)
         raise AssertionError("nothing was built")
 
-    malformed = replace(SHARD["Attach"], encode_question=lambda *_: b"\xff\xff\xff")
+    malformed = altered(SHARD["Attach"], encode_request=lambda *_: b"\xff\xff\xff")
     with connected(shard_methods(ask)) as connection, pytest.raises(ProtocolError, match="not a valid AttachRequest"):
         connection.ask(malformed, None, soon())
 
 
 def test_an_answer_that_is_malformed_is_a_protocol_error() -> None:
-    method = replace(SHARD["Flush"], encode_answer=lambda *_: b"\xff\xff\xff")
+    method = altered(SHARD["Flush"], encode_reply=lambda *_: b"\xff\xff\xff")
     handlers = unary_handlers({"Flush": method}, lambda build, wait_s: Done())
     with connected(handlers) as connection, pytest.raises(ProtocolError):
         connection.ask(SHARD["Flush"], FLUSH, soon())
 
 
 def test_an_answer_of_another_kind_is_a_protocol_error() -> None:
-    method = replace(SHARD["Flush"], encode_answer=lambda *_: SHARD["Attach"].encode_reply(attached))
+    method = altered(SHARD["Flush"], encode_reply=lambda *_: SHARD["Attach"].encode_reply(attached))
     attached = AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
     handlers = unary_handlers({"Flush": method}, lambda build, wait_s: attached)
     with connected(handlers) as connection, pytest.raises(ProtocolError, match="AttachedShard"):
@@ -274,13 +274,13 @@ def test_a_method_that_the_server_does_not_have_is_a_protocol_error() -> None:
 
 
 def test_a_message_that_is_too_large_is_refused_by_the_server_that_gets_it() -> None:
-    huge = replace(SHARD["Flush"], encode_question=lambda *_: bytes(limits.MESSAGE_BYTES + 1))
+    huge = altered(SHARD["Flush"], encode_request=lambda *_: bytes(limits.MESSAGE_BYTES + 1))
     with connected(shard_methods(fails(AssertionError()))) as connection, pytest.raises(LimitError):
         connection.ask(huge, None, soon())
 
 
 def test_a_server_may_accept_shorter_messages_than_others() -> None:
-    long, longer = (replace(SHARD["Ping"], encode_question=lambda *_, n=n: b"?" * n) for n in (1_000, 1_001))
+    long, longer = (altered(SHARD["Ping"], encode_request=lambda *_, n=n: b"?" * n) for n in (1_000, 1_001))
     with connected(shard_methods(fails(AssertionError())), message_bytes=1_000) as connection:
         with pytest.raises(ProtocolError, match="not a valid PingRequest"):
             connection.ask(long, None, soon())

@@ -38,7 +38,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError, VersionError
 from kvcluster.release import OLDEST_VERSION, PROTOCOL_VERSION, __version__
 from kvcluster.runtime.auth import DEFAULT_TENANT, Authenticator
-from kvcluster.runtime.metrics import CallMetrics, Sample
+from kvcluster.runtime.metric_samples import CallMetrics, Sample
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.base import DataPath, RefusedByShard, run_to_completion

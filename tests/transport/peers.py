@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import socket
 import struct
+from collections.abc import Callable
 
 from typing_extensions import Self
 
@@ -16,6 +18,7 @@ from kvcluster.testing.conformance.world import ONE, TWO
 from kvcluster.transport.base import PageHost
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.wire import streams
+from kvcluster.wire.methods import Method
 from kvcluster.wire.streams import HEADER, Kind
 
 SECRET = "between the actors"
@@ -41,6 +44,13 @@ def token(tenant: Tenant) -> str:
 def authenticator() -> Authenticator:
     """With a token for each tenant."""
     return Authenticator({digest(token(tenant)): tenant for tenant in (ONE, TWO)}, SECRET)
+
+
+def altered(method: Method, **functions: Callable[..., object]) -> Method:
+    """The method, with these functions in place of its own."""
+    other = copy.copy(method)
+    vars(other).update(functions)
+    return other
 
 
 class InProcess:

@@ -14,12 +14,11 @@ from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.transport.base import Payload
 from kvcluster.transport.exchange_copies import (
     ExchangeCopies,
-    PageMemory,
     granted_records,
     open_load,
     open_store,
@@ -30,7 +29,7 @@ from kvcluster.wire.shm_frames import Places
 PAGES, LAYERS, LAYER_BYTES = 3, 4, 8
 ATTEMPT = Attempt(Holder(b"h" * 16), 1)
 MEMORY = bytearray(range(PAGES * LAYERS * LAYER_BYTES))
-SOURCE = HostMemory(may_change=True)
+SOURCE = HostMemory()
 
 
 def request(pages: int = PAGES) -> ReadRequest:
@@ -83,7 +82,7 @@ class Batches(Records):
         self.at = at
         self.runs: list[tuple[int, int, int]] = []  # item, first layer, layers
 
-    def copies(self, records: CopyRecords, source: PageMemory, keeps: object) -> ExchangeCopies:
+    def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
         return _Run(self, records)
 
 

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 
 import grpc
 import pytest
@@ -42,7 +41,7 @@ from kvcluster.wire import frames
 from kvcluster.wire.frames import Record
 from kvcluster.wire.methods import SHARD
 from kvcluster.wire.versions import METADATA
-from tests.transport.peers import SECRET, authenticator, token
+from tests.transport.peers import SECRET, altered, authenticator, token
 
 HOST = "127.0.0.1"
 
@@ -196,7 +195,7 @@ def cut_store(request: pytest.FixtureRequest) -> CutStore:
 
 def test_what_this_side_cannot_send_is_a_limit_error(world: World) -> None:
     connection = Connection(world.served.address, token(ONE))
-    huge = replace(SHARD["Flush"], encode_question=lambda *_: bytes(limits.MESSAGE_BYTES + 1))
+    huge = altered(SHARD["Flush"], encode_request=lambda *_: bytes(limits.MESSAGE_BYTES + 1))
     with pytest.raises(LimitError, match="exceeds a size limit"):
         connection.ask(huge, None, soon())
     connection.close()

@@ -50,7 +50,7 @@ from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, LimitError, ProtocolError, VersionError
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire import answers, common, orders, shard
-from kvcluster.wire.methods import COORDINATOR, SHARD, Method, version_question
+from kvcluster.wire.methods import COORDINATOR, SHARD, Method, VersionQuestion
 from kvcluster.wire.v1 import common_pb2, coordinator_pb2, shard_pb2
 from tests.wire import strategies as of
 
@@ -146,7 +146,7 @@ def test_a_ping_asks_nothing_and_costs_nothing() -> None:
 
 
 def test_versions_are_compared_of_a_question_that_names_nothing() -> None:
-    question, asked = version_question(), COORDINATOR["Attach"]
+    question, asked = VersionQuestion(), COORDINATOR["Attach"]
     with pytest.raises(CallerError, match="model must be named"):
         asked.decode_request(question.encode_request(None), CALL, Caller(TENANT))
     newer = coordinator_pb2.AttachRequest(protocol_version=PROTOCOL_VERSION + 1).SerializeToString()

@@ -325,7 +325,7 @@ def _trace(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace, view: Any, measure: Callable[..., dict[str, Any]], **arguments: Any) -> int:
     """Measures, and prints and draws the figures. `view` is a module with `lines`, and with `panels` for `--plot`."""
     file = getattr(options, "plot", None)
-    draw = _drawing(file) if file else None  # first, so that what is missing is reported before the measurement
+    draw = drawing(file) if file else None  # first, so that what is missing is reported before the measurement
     with redirect_stdout(sys.stderr):  # Ray prints there what happens to its workers; only figures belong on ours
         figures = {"setting": setting(), **measure(**arguments)}
     if draw:
@@ -338,7 +338,7 @@ def _report(options: argparse.Namespace, view: Any, measure: Callable[..., dict[
     return 0
 
 
-def _drawing(file: str) -> Callable[..., None]:
+def drawing(file: str) -> Callable[..., None]:
     """Returns `picture.draw`. Raises KVClusterError if it is missing, or if it could not write that file."""
     with needs("bench", "matplotlib"):
         from kvcluster.cli.bench.picture import draw

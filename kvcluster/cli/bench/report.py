@@ -51,13 +51,6 @@ class Curves:
     linear: bool = False
 
 
-def size_text(nbytes: int) -> str:
-    """65536 -> "64 KiB", 2097152 -> "2 MiB", 1124352 -> "1.07 MiB", 2**31 -> "2 GiB"."""
-    if nbytes >= 2**30:
-        return f"{nbytes / 2**40:.4g} TiB" if nbytes >= 2**40 else f"{nbytes / 2**30:.4g} GiB"
-    return f"{nbytes / 2**20:.3g} MiB" if nbytes >= 2**20 else f"{nbytes >> 10} KiB"
-
-
 class _Cells(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         return "-" if value is None else str(super().format_field(value, format_spec))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvcluster.cli.bench.report import size_text
+from kvcluster.config import size_text
 from kvcluster.core.spec import Group, KVSpec, Plane
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from kvcluster.cli.text_page import size_text
+from kvcluster.config import size_text
 
 BAR_COLUMNS = 28
 

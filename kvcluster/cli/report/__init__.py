@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.cli.argument_types import positive
+from kvcluster.cli.bench import drawing
 from kvcluster.cli.report.figures import LoadLink, ReportOptions, TierSize, figures_of
 from kvcluster.cli.report.view import lines, panels
 from kvcluster.client.trace_file import DEFAULT_FOLDER, read_traces
@@ -19,7 +20,6 @@ from kvcluster.config.loading import size
 from kvcluster.core.breakeven import LinkRate
 from kvcluster.core.tiers import Tier
 from kvcluster.errors import ConfigError
-from kvcluster.extras import needs
 
 _TIERS = {tier.name.lower(): tier for tier in Tier}
 
@@ -92,7 +92,7 @@ def _add_speeds(report: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    draw = _drawing(options.plot) if options.plot else None  # first, so that what is missing is reported at once
+    draw = drawing(options.plot) if options.plot else None  # first, so that what is missing is reported at once
     chosen = ReportOptions(
         link=_link(options),
         tiers=_ordered(options.tier),
@@ -106,14 +106,6 @@ def _run(options: argparse.Namespace) -> int:
     if draw is not None:
         draw(*panels(figures), options.plot)
     return 0 if figures["groups"] else 1
-
-
-def _drawing(file: str) -> Any:
-    with needs("bench", "matplotlib"):
-        from kvcluster.cli.bench.picture import draw
-    if not Path(file).absolute().parent.is_dir():
-        raise ConfigError(f"cannot draw into {file}: its folder does not exist; create it, or give another file")
-    return draw
 
 
 # ------------------------------------------------------------------------------------------------- arguments

@@ -34,7 +34,8 @@ def find_paddings(model: PreTrainedModel, input_ids: torch.Tensor, attention_mas
     if attention_mask is None:
         attention_mask = Generation(model, {}).attention_mask(input_ids)
     if attention_mask.shape != input_ids.shape:
-        raise CallerError(f"attention_mask is {list(attention_mask.shape)}, but input_ids is {list(input_ids.shape)}")
+        given, expected = list(attention_mask.shape), list(input_ids.shape)
+        raise CallerError(f"attention_mask has shape {given}; expected that of input_ids, {expected}")
     mask = attention_mask.cpu().long()
     if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask.any(1).all()):
         raise CallerError("attention_mask must be 0 and 1, with at least one 1 in every row")

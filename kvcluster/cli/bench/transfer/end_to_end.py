@@ -102,7 +102,7 @@ class _Whole(Path):
     def flush(self) -> None:
         """Waits until the shard has reported the stored blocks, so that they can be looked up."""
         if not self._client.flush():
-            raise KVClusterError("the stored blocks cannot be looked up yet")
+            raise KVClusterError(f"the shard did not report the stored blocks within {CALL_MS / 1e3:.0f} s")
 
     def close(self) -> None:
         self._client.close()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvcluster.cli.bench.report import Panel, size_text, table
+from kvcluster.cli.bench.report import Panel, table
 from kvcluster.cli.bench.specs import page_name
 from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, WHOLE
+from kvcluster.config import size_text
 
 RULES = (
     "All paths move the same bytes from and into touched memory outside the CPU caches; loaded bytes are compared.",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
-from kvcluster.cli.bench.report import size_text
+from kvcluster.config import size_text
 
 KIB64, MIB2 = 64 * 2**10, 2 * 2**20
 NHD, DENSE, ANY = "nhd", "dense", "any layout"
