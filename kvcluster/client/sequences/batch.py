@@ -104,6 +104,11 @@ class SequenceBatch:
         deadline = self._resources.deadline(deadline_ms)
         return self._attention.attend(layer, query, counts, scores, threads, deadline, planner)
 
+    def missing(self, *, deadline_ms: float | None = None) -> list[list[range]]:
+        """As Sequence.missing for each row. Blocks that rows share are looked for once."""
+        states = [sequence.checked() for sequence in self.sequences]
+        return self._resources.missing.of(states, self._resources.deadline(deadline_ms))
+
     def _counts(self, total: int, tokens: Tokens[int] | None) -> list[int]:
         rows = len(self.sequences)
         if tokens is None:
