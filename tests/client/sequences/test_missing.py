@@ -109,7 +109,7 @@ def test_a_lost_span_is_computed_again_in_a_fork_and_what_follows_it_stays(clust
         assert sequence.flush()
         never_lost = outputs(sequence)
         shard = holder(client, 0)
-        lost = [each for each in held(client, shard, 64 * BLOCK)]
+        lost = held(client, shard, 64 * BLOCK)
         assert lost and lost[-1].stop < TOKENS
         cluster.stop_shard(shard)
         with pytest.raises(LostTokens) as raised:
