@@ -94,11 +94,9 @@ def sequence_resources(
     )
     loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
     remote = RemoteAttention(spec, part, accept, shards=shards, control=control, next_attempt=next_attempt)
-    missing = MissingTokens(
-        *(spec, part, accept), runner=runner, control=control, shards=shards, next_attempt=next_attempt
-    )
+    search = MissingTokens(spec, part, accept, runner, control=control, shards=shards, next_attempt=next_attempt)
     runner.sweeps, runner.settle = (loads.sweep, remote.sweep), loads.settle
-    return SequenceResources(runner, loads, remote, missing, spec.groups[0], part, deadline)
+    return SequenceResources(runner, loads, remote, search, spec.groups[0], part, deadline)
 
 
 def resident_pages(memory: ResidentMemory) -> ResidentPages:
