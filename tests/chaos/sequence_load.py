@@ -32,8 +32,8 @@ from tests.chaos.known_kv import (
 )
 
 T = TypeVar("T")
-RESIDENT_PAGES = 40
-"""Little more than one context: whatever else is open has to leave."""
+RESIDENT_PAGES = 30
+"""No more than one context: whatever else is open has to leave."""
 
 SEQUENCE_CONFIG = {"resident_bytes": RESIDENT_PAGES * PAGE_BYTES}
 _PROMPTS = 12
@@ -86,7 +86,7 @@ class OpenSequence:
 
 
 class SequenceLoad:
-    """The sequences of one thread. `client` has SEQUENCE_SPEC and little more than one context of memory."""
+    """The sequences of one thread. `client` has SEQUENCE_SPEC and SEQUENCE_CONFIG."""
 
     def __init__(self, client: Client, journal: Journal, call: Caller, seed: int) -> None:
         self._client = client

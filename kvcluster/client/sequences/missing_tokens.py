@@ -40,7 +40,7 @@ from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.path_selector import Nowhere
 
 _PAUSE_S = 0.05
-"""Between two questions to a coordinator that does not know all blocks yet."""
+"""Between two questions to a coordinator that does not answer, or does not know all blocks yet."""
 
 _LAST_S = 4 * _PAUSE_S
 """With less time than this left nothing is asked again: what is known by then is the answer."""
@@ -107,7 +107,13 @@ class MissingTokens:
         search, flushed = _Search(dict.fromkeys(blocks, MissReason.NEVER_SEEN)), False
         while search.lost:
             left = len(search.lost)
-            self._ask(search, deadline)
+            try:
+                self._ask(search, deadline)
+            except Unavailable:
+                if deadline.remaining_s() < _LAST_S:
+                    raise
+                threading.Event().wait(_PAUSE_S)
+                continue
             if len(search.lost) < left:
                 continue  # one answer need not cover all blocks
             undecided = any(reason in _UNDECIDED for reason in search.lost.values())
