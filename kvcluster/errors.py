@@ -72,8 +72,9 @@ class VersionError(ProtocolError):
 
 
 class LostTokens(KVClusterError):
-    """The tokens of a sequence from `position` on cannot be had: the cluster has lost the block that holds it. Truncate
-    the sequence to `position`, and compute its KV again from there."""
+    """The token of a sequence at `position` cannot be had: the cluster has lost the block that holds it. The sequence's
+    `missing()` names all such ranges of tokens: compute their KV again in a fork that is truncated to the start of the
+    first, or truncate the sequence to `position` and go on from there."""
 
     def __init__(self, position: int, message: str) -> None:
         super().__init__(message)

@@ -18,10 +18,10 @@ from typing import Any
 
 from kvcluster.config import TRANSPORTS
 from kvcluster.release import PROTOCOL_VERSION
+from tests.chaos.judge import CALLS
 from tests.chaos.niceness import WORKER, set_niceness
 from tests.chaos.nodes import HEAD, ROOT, WORKERS
 from tests.chaos.sites import Site
-from tests.chaos.worker import CALLS
 from tests.compat.releases import environment, installed
 from tests.waiting import eventually
 

@@ -21,8 +21,9 @@ from kvcluster.client import Client, store_executor
 from kvcluster.client.layouts import Buffers
 from kvcluster.config import TRANSPORTS
 from tests.chaos.content import PAGE_BYTES, SPEC, lonely, right_bytes, wrong
+from tests.chaos.judge import Caller, Journal
 from tests.chaos.stopwatch import Stopwatch
-from tests.chaos.worker import Caller, Journal, connected
+from tests.chaos.worker import connected
 
 BLOCKS = 4
 _CALL_MS = 1_000

@@ -8,17 +8,15 @@ Its prompts are few and known to all workers, so that one loads what another has
 
 from __future__ import annotations
 
-import collections
-import json
 import random
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, TextIO, TypeVar
+from typing import Any, Protocol
 
 import kvcluster
 from kvcluster.client import Client
@@ -26,11 +24,12 @@ from kvcluster.client.layouts import Buffers
 from kvcluster.config import ClientConfig
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Miss
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import Unreachable
 from tests.chaos.content import PAGE_BYTES, SPEC, prompt, right_bytes, wrong
-from tests.chaos.stopwatch import Stopwatch, Taken, allowed_ns
+from tests.chaos.judge import Caller, Journal
+from tests.chaos.stopwatch import Stopwatch
 
-T = TypeVar("T")
 THREADS = 2
 PROMPTS = 80
 BLOCKS = 24
@@ -40,77 +39,14 @@ _DEADLINES_MS = (150, 500, 2_000)
 _PREFILL_S = 0.002
 """A block that missed is computed, and not on a CPU: 8,000 tokens a second."""
 
-CALLS = "calls held to their deadline"
-_MAY_BE_UNREACHABLE = ("status", "clear")
-"""Calls that have no miss to answer with."""
-
 _SAY_S = 0.5
 
 
-class Journal:
-    """Records what was seen: outcomes are counted, violations are recorded in full."""
+class Steps(Protocol):
+    """What a thread of a worker does without pause."""
 
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._lock = threading.Lock()
-
-    def count(self, outcome: str, number: int = 1) -> None:
-        with self._lock:
-            self._counts[outcome] += number
-
-    def late(self, what: str) -> None:
-        """A call passed its deadline."""
-        with self._lock:
-            self._write({"late": what})
-
-    def wrong(self, what: str) -> None:
-        """Something that must not be."""
-        with self._lock:
-            self._write({"wrong": what})
-
-    def say(self, **words: Any) -> None:
-        """Writes down what was counted since the last time."""
-        with self._lock:
-            counts, self._counts = self._counts, collections.Counter()
-            self._write({"counts": counts, **words})
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-
-
-class Caller:
-    """Makes calls, and holds each to its deadline and to what it may raise."""
-
-    def __init__(self, journal: Journal, watch: Stopwatch) -> None:
-        self._journal = journal
-        self._watch = watch
-
-    def __call__(self, name: str, deadline_ms: float, call: Callable[[], T]) -> T | None:
-        """Returns what the call returns; None if it raised, which is a violation."""
-        self._journal.count(CALLS)
-        try:
-            with self._watch.timing() as taken:
-                return call()
-        except Exception as error:
-            if not (isinstance(error, Unreachable) and name in _MAY_BE_UNREACHABLE):
-                self._journal.wrong(f"{name} raised: {traceback.format_exc()}")
-        finally:
-            self._judge(name, deadline_ms, taken)
-        return None
-
-    def _judge(self, name: str, deadline_ms: float, taken: Taken) -> None:
-        deadline_ns, took_ns = int(deadline_ms * 1e6), taken.ended_ns - taken.began_ns
-        late_ns = self._watch.late_ns(deadline_ns, taken)
-        if late_ns:
-            took = (
-                f"took {took_ns / 1e6:.0f} ms, {late_ns / 1e6:.0f} ms more than it may "
-                f"({taken.waited_ns / 1e6:.0f} ms of it its thread waited for a CPU)"
-            )
-            self._journal.late(f"{name} with a deadline of {deadline_ms} ms {took}")
-        elif took_ns > allowed_ns(deadline_ns):
-            self._journal.count("calls that were late only by what does not count")
+    def step(self) -> None:
+        """One call, or a few that belong together."""
 
 
 class Load:
@@ -214,13 +150,20 @@ def _room(blocks: int) -> list[bytearray]:
 
 
 def connected(
-    address: str, token: str | None, transports: Sequence[str], journal: Journal, ended: threading.Event
+    address: str,
+    token: str | None,
+    transports: Sequence[str],
+    journal: Journal,
+    ended: threading.Event,
+    *,
+    spec: KVSpec = SPEC,
+    **settings: Any,
 ) -> Client:
     """A client, as soon as the cluster lets one in."""
-    config = ClientConfig(connect_ms=2_000, deadline_ms=10_000, transports=tuple(transports))
+    config = ClientConfig(connect_ms=2_000, deadline_ms=10_000, transports=tuple(transports), **settings)
     while True:
         try:
-            return kvcluster.connect(address, SPEC, token=token, config=config)
+            return kvcluster.connect(address, spec, token=token, config=config)
         except Unreachable:
             journal.count("connect: unreachable")
             if ended.wait(0.1):
@@ -234,18 +177,26 @@ def main(address: str, token: str, seed: str, transports: str, path: str) -> Non
     with ExitStack() as house:
         journal = Journal(house.enter_context(open(path, "a", encoding="utf-8")))
         house.callback(lambda: journal.say(ended=True))
-        watch = house.enter_context(Stopwatch())
-        client = house.enter_context(connected(address, token or None, transports.split(","), journal, ended))
+        call = Caller(journal, house.enter_context(Stopwatch()))
+        given = address, token or None, transports.split(","), journal, ended
+        client = house.enter_context(connected(*given))
+        seeds = [int(seed) * THREADS + number for number in range(THREADS)]
+        loads: list[Steps] = [Load(client, journal, call, each, ended) for each in seeds]
+        if hasattr(kvcluster, "ShipAbsent"):  # not in an older release
+            from tests.chaos.known_kv import SEQUENCE_SPEC
+            from tests.chaos.sequence_load import SEQUENCE_CONFIG, SequenceLoad
 
-        def work(number: int) -> None:
-            load = Load(client, journal, Caller(journal, watch), int(seed) * THREADS + number, ended)
+            beside = house.enter_context(connected(*given, spec=SEQUENCE_SPEC, **SEQUENCE_CONFIG))
+            loads.append(SequenceLoad(beside, journal, call, int(seed)))
+
+        def work(load: Steps) -> None:
             try:
                 while not ended.is_set():
                     load.step()
             except BaseException:
                 journal.wrong(f"a worker's own thread ended: {traceback.format_exc()}")
 
-        threads = [threading.Thread(target=work, args=(number,), name=f"chaos-{number}") for number in range(THREADS)]
+        threads = [threading.Thread(target=work, args=(load,), name=f"chaos-{at}") for at, load in enumerate(loads)]
         for thread in threads:
             thread.start()
         while not ended.wait(_SAY_S):

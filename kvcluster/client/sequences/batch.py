@@ -111,6 +111,11 @@ class SequenceBatch:
             return AttendExplanation((), "")
         return self._attention.explain()
 
+    def missing(self, *, deadline_ms: float | None = None) -> list[list[range]]:
+        """As Sequence.missing for each row. Blocks that rows share are looked for once."""
+        states = [sequence.checked() for sequence in self.sequences]
+        return self._resources.missing.of(states, self._resources.deadline(deadline_ms))
+
     def _counts(self, total: int, tokens: Tokens[int] | None) -> list[int]:
         rows = len(self.sequences)
         if tokens is None:

@@ -28,6 +28,7 @@ from kvcluster.transport.base import Deadline
 if TYPE_CHECKING:
     from kvcluster.client.sequences.loads import SequenceLoads
     from kvcluster.client.sequences.memory import ResidentMemory
+    from kvcluster.client.sequences.missing_tokens import MissingTokens
     from kvcluster.client.sequences.remote_attention import RemoteAttention
 
 _SYNC_INTERVAL_NS = 500_000_000
@@ -41,6 +42,7 @@ class SequenceResources:
     runner: SequenceRunner
     loads: SequenceLoads
     remote: RemoteAttention
+    missing: MissingTokens
     group: Group
     part: Part
     deadline: Callable[[float | None], Deadline]
@@ -70,6 +72,7 @@ def sequence_resources(
     try:
         from kvcluster.client.sequences.loads import SequenceLoads
         from kvcluster.client.sequences.memory import ResidentMemory
+        from kvcluster.client.sequences.missing_tokens import MissingTokens
         from kvcluster.client.sequences.remote_attention import RemoteAttention
     except ModuleNotFoundError:
         raise CallerError("sequences are kept in torch tensors: install torch") from None
@@ -91,8 +94,9 @@ def sequence_resources(
     )
     loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
     remote = RemoteAttention(spec, part, accept, shards=shards, control=control, next_attempt=next_attempt)
+    search = MissingTokens(spec, part, accept, runner, control=control, shards=shards, next_attempt=next_attempt)
     runner.sweeps, runner.settle = (loads.sweep, remote.sweep), loads.settle
-    return SequenceResources(runner, loads, remote, spec.groups[0], part, deadline)
+    return SequenceResources(runner, loads, remote, search, spec.groups[0], part, deadline)
 
 
 def resident_pages(memory: ResidentMemory) -> ResidentPages:

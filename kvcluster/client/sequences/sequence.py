@@ -13,7 +13,7 @@ blocks come back when they are read. Nothing of a step waits for the cluster, un
 blocks that are not stored yet.
 
 A worker that dies loses what was not sealed. A block that the cluster has lost meanwhile, and that has left the
-resident set, is lost too: LostTokens says from which token on the sequence has to be computed again.
+resident set, is lost too: LostTokens names the first token of it, and `missing` all that has to be computed again.
 """
 
 from __future__ import annotations
@@ -227,6 +227,16 @@ class Sequence:
         tokens = state.length - position if tokens is None else tokens
         self._check_range(0, position, tokens, state.length)
         self._with_blocks(position, tokens, deadline_ms, lambda: None)
+
+    def missing(self, *, deadline_ms: float | None = None) -> list[range]:
+        """Returns the ranges of positions whose tokens are lost, in order: neither the resident set has them, nor a
+        shard that answers. Nothing is loaded. A fork that is truncated to the start of a range may compute it again,
+        with its token ids, and `flush`; then this sequence has it, too. Private tokens have to be truncated.
+
+        Raises Unreachable if the coordinator does not answer by the deadline, or has restarted and does not know all
+        blocks by then.
+        """
+        return self.resources.missing.of([self.checked()], self._deadline(deadline_ms))[0]
 
     # ----------------------------------------------------------------------------------------------- attention
 
