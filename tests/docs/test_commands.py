@@ -27,7 +27,7 @@ NOT_RUN = [
     (r"(\w+=\S+ )?vllm serve ", "needs vLLM: tests/vllm/e2e/smoke.py starts engines with these settings"),
     (
         r"(\w+=\S+ )?python -m sglang",
-        "needs SGLang and a GPU: tests/engines/sglang/test_contract.py reads the settings",
+        "needs SGLang and a GPU: tests/engines/sglang/test_contract.py reads settings",
     ),
     (r"(?s)make install .*tools/vllm_env.sh", "needs vLLM, 4 GB: tests/vllm/e2e/smoke.py does the same"),
     (r"serve run ", "needs vLLM beside Ray Serve: tests/vllm/e2e/serve.py runs this application"),
