@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -14,13 +12,9 @@ import torch
 import kvcluster
 from kvcluster.client.client import Client
 from tests.client.conftest import Start
+from tests.docs.snippets import Snippet, run_twice, snippets_of
 
-TEXT = (Path(__file__).parents[2] / "docs/client.md").read_text(encoding="utf-8")
-EXAMPLES = [
-    (f"{heading} {number}", code)
-    for heading, section in re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
-    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL), 1)
-]
+EXAMPLES = snippets_of("docs/client.md", "python")
 SPEC = kvcluster.KVSpec.uniform(
     model="llama-3-8b",
     weights="sha256:9f1c",
@@ -73,10 +67,10 @@ def names(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
         }
 
 
-@pytest.mark.parametrize(("which", "code"), EXAMPLES, ids=[which for which, _ in EXAMPLES])
-def test_the_example_runs(names: dict[str, Any], which: str, code: str) -> None:
-    exec(compile(code, which, "exec"), names)
+@pytest.mark.parametrize("example", EXAMPLES, ids=str)
+def test_the_example_runs(names: dict[str, Any], example: Snippet) -> None:
+    run_twice(example.code, str(example), names)
 
 
 def test_all_examples_are_found() -> None:
-    assert len(EXAMPLES) == TEXT.count("```python") == 5
+    assert len(EXAMPLES) == 5

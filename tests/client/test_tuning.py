@@ -23,6 +23,7 @@ from kvcluster.core.miss import Miss
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline, PageSink, Transport
 from tests.client.build import BLOCK, PAGE_BYTES, SPEC, Port, Steps, Watched, kv, prompt, room
+from tests.docs.snippets import run_twice, snippets_of
 
 TEXT = (Path(__file__).parents[2] / "docs/tuning.md").read_text(encoding="utf-8")
 TOKENS = prompt(3)
@@ -145,5 +146,5 @@ def test_the_example_runs(cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatc
         return Client(cluster.port(), cluster.opener(), spec, config=config)
 
     monkeypatch.setattr(kvcluster, "connect", connect)
-    (code,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
-    exec(compile(code, "tuning", "exec"), {"kvcluster": kvcluster, "spec": SPEC, "token_ids": TOKENS})
+    (example,) = snippets_of("docs/tuning.md", "python")
+    run_twice(example.code, str(example), {"kvcluster": kvcluster, "spec": SPEC, "token_ids": TOKENS})

@@ -13,6 +13,7 @@ import kvcluster
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.testing import MemoryCluster
 from tests.client.conftest import Start
+from tests.docs.snippets import run_twice
 
 TEXT = (Path(__file__).parents[3] / "docs" / "sequences.md").read_text()
 EXAMPLES = re.findall(r"^#+ ([^\n]*)\n(?:(?!^#).)*?^```python\n(.*?)^```", TEXT, re.M | re.S)
@@ -42,7 +43,7 @@ def test_the_example_runs(cluster: MemoryCluster, heading: str, code: str) -> No
 
     with cluster.client(SPEC) as client:
         names = {"client": client, "spec": SPEC, "kv": kv, "queries": queries, "kvcluster": kvcluster}
-        exec(compile(code, heading, "exec"), names | {"CallerError": CallerError, "LimitError": LimitError})
+        run_twice(code, heading, names | {"CallerError": CallerError, "LimitError": LimitError})
 
 
 def test_all_that_users_know_is_shown() -> None:
