@@ -56,8 +56,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 class ShipAll:
     """Ships every span."""
 
-    def choose(self, span: kvcluster.SpanFacts) -> kvcluster.SpanChoice:
-        return kvcluster.SpanChoice.SHIP
+    def choose(self, step: kvcluster.StepFacts) -> list[kvcluster.SpanChoice]:
+        return [kvcluster.SpanChoice.SHIP for _ in step.spans]
 
 
 class Child:

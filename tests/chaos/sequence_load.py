@@ -61,8 +61,9 @@ class DrawnPlanner:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def choose(self, span: kvcluster.SpanFacts) -> kvcluster.SpanChoice:
-        return random.Random(f"{self._seed} {span.start} {span.rows}").choice(list(kvcluster.SpanChoice))
+    def choose(self, step: kvcluster.StepFacts) -> list[kvcluster.SpanChoice]:
+        choices = list(kvcluster.SpanChoice)
+        return [random.Random(f"{self._seed} {span.start} {span.rows}").choice(choices) for span in step.spans]
 
 
 class OnePlanner:
@@ -72,8 +73,8 @@ class OnePlanner:
         self.name = choice.name.lower()
         self._choice = choice
 
-    def choose(self, span: kvcluster.SpanFacts) -> kvcluster.SpanChoice:
-        return self._choice
+    def choose(self, step: kvcluster.StepFacts) -> list[kvcluster.SpanChoice]:
+        return [self._choice for _ in step.spans]
 
 
 @dataclass(eq=False)
