@@ -10,7 +10,9 @@ It reads no clock. Thread-safe.
 
 from __future__ import annotations
 
+import statistics
 import threading
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -23,8 +25,8 @@ GUESSED_LINK = LinkRate(fixed_ns=200_000, bytes_per_s=1_000_000_000)
 GUESSED_PRODUCTS_PER_S = 10_000_000_000
 """The speed of a processor of which nothing is known: multiplications of a query with keys and values a second."""
 
-_DECAY = 0.8
-"""The weight of a message falls by a fifth with every one that follows."""
+_MESSAGES = 5
+"""So many of the last messages to a shard say how long one takes."""
 
 _SECOND_NS = 1_000_000_000
 
@@ -57,10 +59,10 @@ class ComputeSpeed:
 
 
 class _Message(NamedTuple):
-    """What messages to a shard take on the way, and the bytes of them and their answers: means of the last ones."""
+    """What a message to a shard took on the way, and the bytes of it and its answer."""
 
     seconds: float
-    nbytes: float
+    nbytes: int
 
 
 class AttendSpeeds:
@@ -73,7 +75,7 @@ class AttendSpeeds:
         self._guess_s = products / GUESSED_PRODUCTS_PER_S
         self._here = ComputeSpeed()
         self._shards: dict[str, ComputeSpeed] = {}
-        self._messages: dict[str, _Message] = {}
+        self._messages: dict[str, deque[_Message]] = {}
 
     def computed(self, queries: float, keys: int, seconds: float, now: int) -> None:
         """Records a compute of one layer in this process."""
@@ -84,14 +86,7 @@ class AttendSpeeds:
         """Records a message to a shard that brought `nbytes`, its query's included, and took so long without the
         shard's own time."""
         with self._lock:
-            known = self._messages.get(shard)
-            if known is None:
-                self._messages[shard] = _Message(seconds, nbytes)
-            else:
-                kept = _DECAY
-                self._messages[shard] = _Message(
-                    kept * known.seconds + (1 - kept) * seconds, kept * known.nbytes + (1 - kept) * nbytes
-                )
+            self._messages.setdefault(shard, deque(maxlen=_MESSAGES)).append(_Message(seconds, max(1, nbytes)))
 
     def computed_at(self, shard: str, queries: float, keys: int, seconds: float, now: int) -> None:
         """Records the time that a shard took for one message."""
@@ -112,15 +107,16 @@ class AttendSpeeds:
             return known if known is not None else self._alike([*self._shards.values(), self._here], queries, keys)
 
     def message_s(self, shard: str, nbytes: int) -> float:
-        """Returns the seconds that a message takes on its way to a shard and back."""
+        """Returns the seconds that a message takes on its way to a shard and back: by the median of the last ones,
+        since some wait for a connection."""
         with self._lock:
-            known = self._messages.get(shard)
-            if known is None:
-                return (self.link or GUESSED_LINK).load_ns(nbytes) / _SECOND_NS
-            if self.link is None:
-                return known.seconds * max(1.0, nbytes / max(1.0, known.nbytes))
-            rate = self.link.bytes_per_s
-            return max(0.0, known.seconds - known.nbytes / rate) + nbytes / rate
+            known = list(self._messages.get(shard, ()))
+        if not known:
+            return (self.link or GUESSED_LINK).load_ns(nbytes) / _SECOND_NS
+        if self.link is None:
+            return statistics.median(each.seconds * max(1.0, nbytes / each.nbytes) for each in known)
+        rate = self.link.bytes_per_s
+        return statistics.median(max(0.0, each.seconds - each.nbytes / rate) for each in known) + nbytes / rate
 
     def load_s(self, nbytes: int) -> float:
         """Returns the seconds that a load takes. Before the first, messages tell the least speed of the link."""
@@ -129,7 +125,7 @@ class AttendSpeeds:
         if self.link is not None:
             return self.link.load_ns(nbytes) / _SECOND_NS
         with self._lock:
-            rates = [known.nbytes / known.seconds for known in self._messages.values() if known.seconds > 0]
+            rates = [each.nbytes / each.seconds for last in self._messages.values() for each in last if each.seconds]
         return nbytes / max(rates) if rates else GUESSED_LINK.load_ns(nbytes) / _SECOND_NS
 
     def _alike(self, places: Iterable[ComputeSpeed], queries: int, keys: int) -> float:

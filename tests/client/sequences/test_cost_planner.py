@@ -175,6 +175,18 @@ def test_a_generation_of_unknown_length_takes_at_most_a_third_longer_than_the_be
     assert generation(world, tokens, "cost") <= 4 / 3 * best
 
 
+def test_a_call_that_takes_long_once_counts_as_those_around_it() -> None:
+    account = ShippingAccount()
+    for seconds in (0.001, 5.0, 0.002, 0.001, 0.003):
+        account.add(seconds)
+    assert account.seconds == pytest.approx(0.001 + 0.001 + 0.002 + 0.002 + 0.002)
+    account.spend(0.002)
+    assert account.seconds == pytest.approx(0.006)
+    for _ in range(3):
+        account.add(-1.0)
+    assert account.seconds == 0.0, "shipping is the faster way"
+
+
 @pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
 def test_speeds_of_shards_are_told_apart_from_the_way_there(factor: float) -> None:
     speeds = World(shard_factor=factor).speeds()
