@@ -15,7 +15,7 @@ import pytest
 from tests.docs.snippets import ROOT, commands_of, snippets_of
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]  # eleven processes, one after another
 COMMANDS = next(s for s in snippets_of("README.md", "sh") if s.heading == "Quickstart")
 (PYTHON,) = snippets_of("README.md", "python")
 
