@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcluster.cli.argument_types import positive
 from kvcluster.cli.bench.report import table
+from kvcluster.cli.breakeven_model import MODEL
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, check_listens
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
@@ -36,9 +37,6 @@ from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
     from kvcluster.cli.breakeven_memory import BreakevenMemory
-
-MODEL = "kvcluster-breakeven"
-"""The model name of the stored blocks: always the same, so that purging leaves one tombstone and not one per run."""
 
 _TOKENS = 1_024
 _STORED_BYTES = 256 * 2**20

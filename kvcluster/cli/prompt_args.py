@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvcluster.cli.breakeven_model import MODEL
 from kvcluster.cli.namespace_diff import Known
 from kvcluster.client.prompt import Prompt
 from kvcluster.core.spec import KVSpec, differing_fields
@@ -93,7 +94,8 @@ def spec_in(file: str, known: Known) -> KVSpec:
 def chosen(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
     """Returns the spec that matches; of any model if it is "". Raises CallerError if there is none, or more than
     one."""
-    of_model = [spec for spec, _ in known if model in ("", spec.model) and spec.adapter == adapter]
+    engines = [spec for spec, _ in known if spec.model != MODEL or model == MODEL]
+    of_model = [spec for spec in engines if model in ("", spec.model) and spec.adapter == adapter]
     models = list(dict.fromkeys(spec.model for spec in of_model))
     if not model and len(models) > 1:
         raise CallerError(
@@ -104,7 +106,7 @@ def chosen(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
     if len(found) == 1:
         return found[0]
     if not of_model:
-        models = list(dict.fromkeys(spec.model for spec, _ in known)) or ["none yet"]
+        models = list(dict.fromkeys(spec.model for spec in engines)) or ["none yet"]
         named = f"model {model!r}" if model else "a model"
         raise CallerError(
             f"no engine has registered {named} with adapter {adapter!r}; known models: {', '.join(models)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvcluster import Client
+from kvcluster.cli.breakeven_model import MODEL
 from kvcluster.cli.explain import MEANINGS
 from kvcluster.core.miss import MissReason
 from tests.cli.front import Served
@@ -83,6 +84,16 @@ def test_the_model_is_asked_for_where_there_are_several(
     assert served.run("lookup", "--prompt-file", str(file)) == 1
     assert "give one of them as --model: " in capsys.readouterr().err
     assert served.run("lookup", "--prompt-file", str(file), "--model", "tiny") == 0
+
+
+def test_the_blocks_of_a_measurement_are_no_engines(
+    served: Served, client: Client, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served.cluster.client(spec_of(model=MODEL)).store(prompt(2), kv(2))
+    assert served.run("explain", "--prompt-file", str(file)) == 0
+    assert served.run("explain", "--prompt-file", str(file), "--model", "other") == 1
+    assert "known models: tiny" in capsys.readouterr().err
+    assert served.run("explain", "--prompt-file", str(file), "--model", MODEL) == 0
 
 
 @pytest.fixture
