@@ -188,8 +188,28 @@ def test_a_rate_is_learnt_from_steps_that_are_large_enough() -> None:
     rate.ended(1, S)
     assert rate.known() is None, "its time is not that of computing"
     rate.began(2, 1_000, S)
-    rate.ended(2, 2 * S)
-    assert rate.known() == 1_000
+    rate.ended(2, 6 * S)
+    assert rate.known() == 250, "a second is what any step takes"
+
+
+def test_what_any_step_takes_is_that_of_the_shortest_and_never_most_of_a_large_one() -> None:
+    rate = PrefillRate()
+    rate.began(1, 1_000, 0)
+    rate.ended(1, S)
+    assert rate.known() == 1_000, "before a small step there is nothing to leave out"
+    for step, seconds in enumerate((5, 0.5, 9), 2):
+        rate.began(step, 1, 0)
+        rate.ended(step, round(seconds * S))
+    assert rate.known() == 2_000
+    rate.began(9, 1, 0)
+    rate.ended(9, S // 10)
+    assert rate.known() == 1_111
+    slow = PrefillRate()
+    slow.began(1, 1, 0)
+    slow.ended(1, S)
+    slow.began(2, 1_000, 0)
+    slow.ended(2, S)
+    assert slow.known() == 4_000
 
 
 def test_later_steps_count_for_more() -> None:
