@@ -34,7 +34,7 @@ from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, Copy
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
-from kvcluster.transport.sessions import runs_of
+from kvcluster.transport.record_order import runs_of
 
 MOVED_BYTES = 128 * 2**20
 NEVER = 2**62

@@ -21,7 +21,7 @@ from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import ray_of_nodes
 from kvcluster.actors.ray_node import RayNode, fixed_ports, running_node, session_of
 from kvcluster.actors.stopping import is_shard, longest_save_ms
-from kvcluster.config import Config
+from kvcluster.config import Config, size_text
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
 from kvcluster.runtime.secret_file import RAY, derived_key
 
@@ -59,12 +59,9 @@ def join(config: Config, joining: Joining, say: Say) -> None:
                     wait_for_config(config, notes.published, joining.config_s, say, stop)
                 _run_node(config, joining, say, stop)
                 pause_s, first = _FIRST_S, False
-            except Unreachable as error:
-                say(f"{error}. Next try in {pause_s:g} s")
-            except ConfigError:
-                if first:
-                    raise
             except KVClusterError as error:
+                if first and isinstance(error, ConfigError):
+                    raise
                 say(f"{error}. Next try in {pause_s:g} s")
             stop.wait(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
@@ -82,7 +79,7 @@ def _run_node(config: Config, joining: Joining, say: Say, stop: threading.Event)
         *_labels(joining),
     ]
     with running_node(where, memory, joining.offers, longest_save_ms(config)) as node:
-        say(f"joined {joining.head} as {node_ip}, with {memory / 2**30:.2f} GiB for pools")
+        say(f"joined {joining.head} as {node_ip}, with {size_text(memory, 4)} for pools")
         while node.runs() and not stop.wait(_LOOK_S):
             pass
         if stop.is_set() and node.runs():

@@ -254,19 +254,15 @@ class ShardConnections:
     ) -> R:
         """Returns what `ask` returns of an attached transport; asks once more if the shard has forgotten the namespace.
         Raises Unavailable or CallerError for a refusal, and what `ask` raises."""
-        try:
-            with self._asked(shard, spec, namespace, deadline) as transport:
-                return ask(transport)
-        except RefusedByShard as refused:
-            verdict = refusal(refused.refused, shard, reattached=False)
-        if isinstance(verdict, AskAgain):
+        for reattached in (False, True):
             try:
                 with self._asked(shard, spec, namespace, deadline) as transport:
                     return ask(transport)
             except RefusedByShard as refused:
-                verdict = refusal(refused.refused, shard, reattached=True)
-        assert not isinstance(verdict, AskAgain)
-        raise verdict if isinstance(verdict, Exception) else Unavailable(verdict)
+                verdict = refusal(refused.refused, shard, reattached=reattached)
+            if not isinstance(verdict, AskAgain):
+                raise verdict if isinstance(verdict, Exception) else Unavailable(verdict)
+        raise AssertionError("a shard that was attached to again is not asked once more")
 
     @contextmanager
     def _asked(

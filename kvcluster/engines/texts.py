@@ -1,9 +1,11 @@
-"""Texts that engines make alike: of settings, which must be equal in every process, and of errors."""
+"""Texts that engines make alike: of settings, which must be equal in every process, of errors, and of names."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Mapping
 
 from kvcluster.errors import KVClusterError
@@ -24,3 +26,8 @@ def settings_digest(settings: Mapping[str, object]) -> str:
 def error_text(error: Exception) -> str:
     """Returns the message of an error; of one that is not ours, with the name of its type."""
     return str(error) if isinstance(error, KVClusterError) else f"{type(error).__name__}: {error}"
+
+
+def process_name() -> str:
+    """Returns how operators see this process: host and process id."""
+    return f"{socket.gethostname()}:{os.getpid()}"

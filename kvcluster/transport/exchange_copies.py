@@ -19,7 +19,7 @@ from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import CopyEndpoint
 from kvcluster.transport.base import BytesPayload, PageSink, PageSource
-from kvcluster.transport.sessions import in_order_of_use, runs_of
+from kvcluster.transport.record_order import in_order_of_use, runs_of
 from kvcluster.wire.frames import RecordHead
 from kvcluster.wire.shm_frames import Places
 

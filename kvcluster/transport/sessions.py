@@ -11,14 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from operator import itemgetter
 from types import TracebackType
 
-from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Attempt, Tenant
 from kvcluster.core.messages import (
     PageSlot,
-    PageWant,
     PageWants,
     ReadRequest,
     RefusedKind,
@@ -58,6 +55,7 @@ from kvcluster.transport.page_session import (
     Stopped,
 )
 from kvcluster.transport.page_writer import PageWriter
+from kvcluster.transport.record_order import in_order_of_use
 from kvcluster.wire.frames import Record
 
 
@@ -239,30 +237,6 @@ class ReadSession(ExchangeSession):
         if batch:
             self.alive()
             yield batch
-
-
-def in_order_of_use(wants: Sequence[PageWant], layer_bytes: Sequence[int]) -> Iterator[tuple[int, int, list[int]]]:
-    """Yields runs of records, a record being the unit in which a load moves bytes: the first layer within its page, the
-    number of layers, and the pages of which these are used next, as places in `wants`.
-
-    The first layers of every page come before the second of any.
-    """
-    columns = PageWants.of(wants)
-    alike: dict[tuple[int, int], list[int]] = {}
-    for at, kind in enumerate(zip(columns.kind_of, layer_bytes, strict=True)):
-        alike.setdefault(kind, []).append(at)
-    runs = []
-    for (number, nbytes), pages in alike.items():
-        _, part, start, stop = columns.kinds[number]
-        runs += [(part.layer_start + layer, layer, count, pages) for layer, count in runs_of(start, stop, nbytes)]
-    for _, layer, count, pages in sorted(runs, key=itemgetter(0)):
-        yield layer, count, pages
-
-
-def runs_of(start: int, stop: int, layer_bytes: int) -> list[tuple[int, int]]:
-    """Divides layers of one page into records. Returns the first layer and the number of layers of each."""
-    step = max(1, limits.RECORD_BYTES // layer_bytes)
-    return [(layer, min(step, stop - layer)) for layer in range(start, stop, step)]
 
 
 class WriteSession(ExchangeSession):

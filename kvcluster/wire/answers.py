@@ -29,26 +29,23 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.wire.checks import must
 from kvcluster.wire.common import (
     ADDRESS,
-    COUNTS,
     DONE,
     EPOCH,
     MAYBE_ADDRESSES,
-    MAYBE_PLANS,
     MISS,
     MISSES,
     NAMESPACE,
     NS,
     REFUSED,
-    RUNS,
     SEQUENCES,
     SHARD,
     SPEC,
     TENANT,
-    check_cover,
     pairs,
 )
 from kvcluster.wire.fields import PLAIN, Columns, EnumField, Maybe, OneOf, Rows, Struct, amount, amounts, each, words
 from kvcluster.wire.orders import ACK
+from kvcluster.wire.plans import COUNTS, MAYBE_PLANS, RUNS, check_cover
 from kvcluster.wire.reports import CONFIG_HASH, COUNTERS, FACTS, FINDINGS, INFO, NODE, PROTOCOL, RELEASE, codec_errors
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 

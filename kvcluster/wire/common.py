@@ -1,8 +1,7 @@
-"""The fields that several messages share: hashes, parts, specs, misses, plans (fields.py explains declarations)."""
+"""The fields that several messages share: hashes, parts, specs, misses (fields.py explains declarations)."""
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import itemgetter
@@ -27,12 +26,9 @@ from kvcluster.core.messages import (
     NewPage,
     NewPages,
     PageKey,
-    Plan,
     Refused,
     RefusedKind,
-    Run,
     ShardAddress,
-    Source,
     Tier,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
@@ -46,7 +42,6 @@ from kvcluster.wire.fields import (
     Columns,
     EnumField,
     Interned,
-    Ragged,
     Rows,
     Scalar,
     Struct,
@@ -61,9 +56,6 @@ from kvcluster.wire.v1 import common_pb2 as pb
 
 INDEX_MAX = 65_535
 """Layers and heads of a part: frames count layers in 16 bits, and no model has nearly as many."""
-
-_CHUNK = struct.Struct(f"{HASH_BYTES}s" * 64)
-"""Splits 64 hashes at a time: a fifth of the time of one slice per hash."""
 
 _ATTEMPT = struct.Struct(f"<{HOLDER_BYTES}sQ")
 
@@ -105,25 +97,21 @@ def pairs(key: str, value: str) -> Columns[tuple[str, str]]:
 # ---------------------------------------------------------------------------------- hashes and names
 
 
-def _decode_hashes(packed: bytes, most: int, what: str) -> list[Any]:
-    """Splits 32 * n bytes into n hashes. Raises ProtocolError or LimitError."""
-    count, rest = divmod(len(packed), HASH_BYTES)
-    must(not rest, f"{what} take {HASH_BYTES} bytes each; {len(packed)} bytes came")
-    at_most(count, most, what)
-    hashes: list[bytes] = []
-    whole = len(packed) // _CHUNK.size * _CHUNK.size
-    for at in range(0, whole, _CHUNK.size):
-        hashes += _CHUNK.unpack_from(packed, at)
-    hashes += [packed[at : at + HASH_BYTES] for at in range(whole, len(packed), HASH_BYTES)]
-    return hashes
+def _packed(size: int) -> Values[Any]:
+    """A column of byte strings of that size, one behind the other."""
+    chunk = struct.Struct(f"{size}s" * 64)  # many at a time: a fifth of the time of one slice for each
 
+    def decode(packed: bytes, most: int, what: str) -> list[Any]:
+        count, rest = divmod(len(packed), size)
+        must(not rest, f"{what} take {size} bytes each; {len(packed)} bytes came")
+        at_most(count, most, what)
+        found: list[bytes] = []
+        whole = len(packed) // chunk.size * chunk.size
+        for at in range(0, whole, chunk.size):
+            found += chunk.unpack_from(packed, at)
+        return found + [packed[at : at + size] for at in range(whole, len(packed), size)]
 
-def _decode_sequences(packed: bytes, most: int, what: str) -> list[SequenceId]:
-    """Splits 16 * n bytes into n sequence ids. Raises ProtocolError or LimitError."""
-    count, rest = divmod(len(packed), SEQUENCE_BYTES)
-    must(not rest, f"{what} take {SEQUENCE_BYTES} bytes each; {len(packed)} bytes came")
-    at_most(count, most, what)
-    return [SequenceId(packed[at : at + SEQUENCE_BYTES]) for at in range(0, len(packed), SEQUENCE_BYTES)]
+    return Values(b"".join, decode)
 
 
 def _exactly(length: int, what: str) -> Callable[[bytes], Any]:
@@ -148,10 +136,10 @@ HASH: Scalar[BlockHash] = Scalar(bytes, _exactly(HASH_BYTES, "a block hash"))
 NAMESPACE: Scalar[NamespaceId] = Scalar(bytes, _exactly(HASH_BYTES, "a namespace"))
 HOLDER: Scalar[Holder] = Scalar(bytes, _exactly(HOLDER_BYTES, "a holder"))
 ATTEMPT = Scalar(_encode_attempt, _decode_attempt)
-HASHES: Values[Any] = Values(b"".join, _decode_hashes)
+HASHES = _packed(HASH_BYTES)
 """Packed block hashes, or namespaces."""
 
-SEQUENCES: Values[SequenceId] = Values(b"".join, _decode_sequences)
+SEQUENCES: Values[SequenceId] = _packed(SEQUENCE_BYTES)
 """Packed sequence ids."""
 
 BLOCKS: Rows[BlockHash] = Rows(HASHES, limits.BLOCKS_PER_CALL, "block hashes in a call")
@@ -305,56 +293,3 @@ MISS = Struct(pb.Miss, Miss, reason=REASON, detail=PLAIN)
 MISSES: Interned[Miss | None] = Interned(pb.MissTable, each(MISS), "a miss", absent=True)
 REFUSED = Struct(pb.Refused, Refused, kind=REFUSED_KIND, detail=PLAIN)
 DONE = Struct(pb.Done, Done, ok=PLAIN)
-
-# ---------------------------------------------------------------------------------------------- plans
-
-_SOURCES: Columns[Source] = Columns(
-    pb.Sources,
-    lambda place, *rest: Source(*place, *rest),
-    split=lambda source: ((source.group, source.part), source.shard, source.tier, source.loss),
-    place=PLACES,
-    shard=ADDRESSES,
-    tier=TIER.column,
-    loss=LOSS.column,
-)
-_COVERS: Ragged[Source] = Ragged(
-    pb.Covers,
-    _SOURCES,
-    limits.PARTS_PER_BLOCK,
-    "sources for one group",
-    absent=True,
-)
-_PLANS: Ragged[Any] = Ragged(pb.Plans, _COVERS, limits.PARTS_PER_BLOCK, "groups in a plan")
-
-
-def _decode_plans(m: pb.Plans, most: int, what: str) -> list[Plan]:
-    plans: list[Plan] = _PLANS.decode(m, most, what)
-    covers = itertools.chain.from_iterable(map(enumerate, plans))
-    wrong = next((group for group, cover in covers for source in cover or () if source.group != group), None)
-    if wrong is not None:
-        raise ProtocolError(f"a plan serves group {wrong} from sources that do not belong to it")
-    return plans
-
-
-_PLAN_COLUMN: Values[Plan] = Values(_PLANS.encode, _decode_plans)
-PLANS: Interned[Plan] = Interned(pb.PlanTable, _PLAN_COLUMN, "a plan")
-MAYBE_PLANS: Interned[Plan | None] = Interned(pb.PlanTable, _PLAN_COLUMN, "a plan", absent=True)
-
-
-def _decode_counts(wire: Collection[int], most: int, what: str) -> list[int]:
-    counts = numbers(wire, most, what)
-    must(0 not in counts, "a run must have at least one block")
-    at_most(sum(counts), limits.BLOCKS_PER_CALL, "blocks in the runs of a message")
-    return counts
-
-
-COUNTS: Values[int] = Values(list, _decode_counts)
-"""The number of blocks of each run."""
-
-RUNS = Rows(Columns(pb.Runs, Run, count=COUNTS, plan=PLANS), limits.BLOCKS_PER_CALL, "runs in a message")
-
-
-def check_cover(runs: Iterable[Run], blocks: int) -> None:
-    """Raises ProtocolError unless the runs cover exactly `blocks` blocks."""
-    covered = sum(run.count for run in runs)
-    must(covered == blocks, f"runs cover {covered} blocks instead of {blocks}")

@@ -23,7 +23,7 @@ from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import Refused, TicketBody
 from kvcluster.errors import ProtocolError
 from kvcluster.release import OLDEST_VERSION, PROTOCOL_VERSION
-from kvcluster.wire import common, shard
+from kvcluster.wire import common, plans, shard
 from kvcluster.wire.checks import check_magic, must
 from kvcluster.wire.fields import Struct, in_bytes
 from kvcluster.wire.v1 import common_pb2 as pb
@@ -188,7 +188,7 @@ decode_write_tail = _or_refused(_decode_write_tail)
 
 
 def _check_ticket(ticket: TicketBody) -> None:
-    common.check_cover(ticket.runs, len(ticket.hashes))
+    plans.check_cover(ticket.runs, len(ticket.hashes))
     groups = len(ticket.need.parts)
     must(all(len(run.plan) == groups for run in ticket.runs), "each run of a ticket must have a plan for each group")
 
@@ -203,7 +203,7 @@ _encode_ticket, _decode_ticket = in_bytes(
         attempt=common.ATTEMPT,
         hashes=common.BLOCKS,
         need=common.NEED,
-        runs=common.RUNS,
+        runs=plans.RUNS,
     ),
 )
 

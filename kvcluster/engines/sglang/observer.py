@@ -9,7 +9,6 @@ first that is missing, so of a longer prompt only the first batch is known. It d
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from kvcluster.client.trace_writer import Log, TraceWriter
 from kvcluster.core.reuse_prediction import ObservedRequest
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.engines.sglang.settings import StorageSettings
+from kvcluster.engines.texts import process_name
 
 
 class StorageObserver:
@@ -34,7 +34,7 @@ class StorageObserver:
         log: Log,
         clock: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._engine = f"{socket.gethostname()}:{os.getpid()}"
+        self._engine = process_name()
         self._page_tokens = spec.block_tokens
         self._clock = clock
         every = tuple(parts.get(group) for group in range(len(spec.groups)))

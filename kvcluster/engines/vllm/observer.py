@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from kvcluster.client.trace_writer import Log, TraceWriter, gentle_chain
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.reuse_prediction import ObservedRequest
-from kvcluster.engines.texts import error_text
+from kvcluster.engines.texts import error_text, process_name
 from kvcluster.engines.vllm.idle import IdleScheduler
 from kvcluster.engines.vllm.rates import PrefillRate
 from kvcluster.engines.vllm.registration import spec_of
@@ -42,7 +41,7 @@ _ROOT = NamespaceId(hashlib.sha256(b"kvcluster-observe-v1").digest())
 def observer(settings: ConnectorSettings, config: Any, kv: Any, log: Log) -> IdleScheduler:
     """Returns the side for a VllmConfig and a KVCacheConfig, and begins its trace. An engine that kvcluster does not
     serve is not observed: its trace says why."""
-    name, facts = f"{socket.gethostname()}:{os.getpid()}", {"vllm": compat.release(), "device": compat.device()}
+    name, facts = process_name(), {"vllm": compat.release(), "device": compat.device()}
     header = TraceHeader(os.urandom(8).hex(), name, facts=facts)
     try:
         layout = compat.layout(config, kv)

@@ -11,7 +11,6 @@ it and it receives that name.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable
 from pathlib import PurePath
@@ -25,7 +24,7 @@ from kvcluster.client.metrics import watch
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import EngineInfo
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
-from kvcluster.engines.texts import canonical, error_text, settings_digest
+from kvcluster.engines.texts import canonical, error_text, process_name, settings_digest
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.release import PROTOCOL_VERSION
@@ -172,7 +171,7 @@ class Registration:
     def _info(self, spec: KVSpec) -> EngineInfo:
         return EngineInfo(
             engine=self._id,
-            name=f"{socket.gethostname()}:{os.getpid()}",
+            name=process_name(),
             model=spec.model,
             weights=spec.weights,
             facts=compat.facts(self._config, self._layout),

@@ -39,8 +39,6 @@ def fingerprint(path: str, cache: Path | None = None) -> str:
     if commit is not None:
         return f"commit:{commit}"
     files = _files(Path(path))
-    if not files:
-        raise CallerError(f"{path} holds no files, so its weights have no fingerprint; give weights='sha256:...'")
     cache = cache or _user_cache()
     with _one_at_a_time(cache) as remembered:
         before = _state(files)
@@ -58,8 +56,6 @@ def known_fingerprint(path: str, cache: Path | None = None) -> tuple[str, int]:
     the files. Raises CallerError if there is nothing to read."""
     commit = _snapshot(Path(path))
     files = _files(Path(path))
-    if not files:
-        raise CallerError(f"{path} holds no files, so its weights have no fingerprint; give weights='sha256:...'")
     nbytes = sum(file.stat().st_size for _, file in files)
     if commit is not None:
         return f"commit:{commit}", nbytes
@@ -75,7 +71,8 @@ def _snapshot(path: Path) -> str | None:
 
 
 def _files(path: Path) -> list[tuple[str, Path]]:
-    """Returns the files below a path with their relative names, sorted, without hidden ones."""
+    """Returns the files below a path with their relative names, sorted, without hidden ones. Raises CallerError if
+    there are none."""
     if path.is_file():
         return [(path.name, path)]
     found: list[tuple[str, Path]] = []
@@ -86,6 +83,8 @@ def _files(path: Path) -> list[tuple[str, Path]]:
             for name in names
             if not name.startswith(".")
         ]
+    if not found:
+        raise CallerError(f"{path} holds no files, so its weights have no fingerprint; give weights='sha256:...'")
     return sorted(found)
 
 

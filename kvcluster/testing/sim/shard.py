@@ -51,7 +51,7 @@ from kvcluster.core.shard import Shard
 from kvcluster.core.tiers import STORED
 from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import MS, SECOND, Clock, Process, Script
-from kvcluster.testing.sim import sessions
+from kvcluster.testing.sim import serving
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.disk import Disk
 from kvcluster.testing.sim.driver import SimulatedCore
@@ -145,7 +145,7 @@ class ShardProcess(SimulatedCore):
 
     def serve(self, opening: SessionRequest, up: Pipe, down: Pipe) -> None:
         """Serves a worker's connection."""
-        self.start(sessions.serve(self, opening, up, down))
+        self.start(serving.serve(self, opening, up, down))
 
     def begin(self, session: Session) -> bool:
         """Registers a session for the revocation of its lease. One for each attempt: the end of a second one would end

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcluster.cli.bench.report import Panel, table
+from kvcluster.config import size_text
 
 _COLUMNS = {"ms": "{ms:.2f}", "of the floor": "{of_floor:.2f}", "raw GB/s": "{gb_per_s:.1f}"}
 
@@ -17,7 +18,7 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"medians of {figures['rounds']} rounds, cold caches"
     )
     for context in figures["contexts"]:
-        yield f"\none token decoded over {context['tokens']:,} tokens ({context['raw_bytes'] / 2**20:.1f} MiB raw)"
+        yield f"\none token decoded over {context['tokens']:,} tokens ({size_text(context['raw_bytes'])} raw)"
         yield from table(context["rows"], {"": "{way}"} | _COLUMNS)
     if not any("transformers" in row["way"] for row in figures["contexts"][0]["rows"]):
         yield "\nits caches left out, transformers is missing: pip install 'kvcluster[transformers]'"

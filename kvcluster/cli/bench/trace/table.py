@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvcluster.cli.bench.report import table
+from kvcluster.config import size_text
 
 
 def lines(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -19,8 +20,8 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"{figures['shards']} shard(s); eviction policy {figures['eviction_policy']}"
     )
     yield (
-        f"device tier {figures['device_bytes'] / 2**30:.2f} GiB, {figures['capacity']:.1%} of all blocks raw; "
-        f"host tier {figures['host_bytes'] / 2**30:.2f} GiB, {figures['host']:.1%}"
+        f"device tier {size_text(figures['device_bytes'])}, {figures['capacity']:.1%} of all blocks raw; "
+        f"host tier {size_text(figures['host_bytes'])}, {figures['host']:.1%}"
     )
     yield "\nsaved: of the computing that all prompts take, by the estimate that policies see (core/block_facts.py)"
     yield "blocks and used bytes: means over the second half of the requests; at the end in brackets"

@@ -37,7 +37,7 @@ _COLUMNS = {
 
 def lines(figures: Mapping[str, Any]) -> Iterator[str]:
     """Yields a table for each page size and number of clients, then tokens a second, latencies and verdicts."""
-    yield f"\n{figures['moved_bytes'] >> 20} MiB a client and round, {figures['rounds']} rounds"
+    yield f"\n{size_text(figures['moved_bytes'])} a client and round, {figures['rounds']} rounds"
     yield from RULES
     rows = figures["paths"]
     for page_bytes, clients in _settings(rows):
@@ -116,7 +116,7 @@ def panels(figures: Mapping[str, Any]) -> tuple[str, Sequence[Sequence[Panel]]]:
 
     setting = figures["setting"]
     title = (
-        f"{figures['moved_bytes'] >> 20} MiB a client and round, medians of {figures['rounds']} rounds; "
+        f"{size_text(figures['moved_bytes'])} a client and round, medians of {figures['rounds']} rounds; "
         f"{setting['machine']}, {setting['cores']} cores"
     )
     return title, [[panel(operation, page_bytes) for page_bytes in sizes] for operation in operations]
