@@ -1,7 +1,8 @@
 """The driver: mailbox -> step -> effects, for a core that has neither threads nor a clock.
 
 Any thread may ask. A message goes into the mailbox, and the thread that gets the lock steps every message in it, so
-that a question which the core answers at once costs no thread switch. Tenants take turns (tenant_turns.py).
+that a question which the core answers at once costs no thread switch. Tenants take turns (tenant_turns.py), but for
+what returns a lease: if that were given up because the tenant is busy, its pages would never be free again.
 
 One timer thread steps a Tick when the core's next deadline has come. Messages that have arrived are stepped before a
 deadline is judged; if the timer thread itself woke late by more than `stall_ns`, the process was stalled, and the core
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from kvcluster.core.ids import CLUSTER, CallId, Tenant
-from kvcluster.core.messages import Answer, Effect, Reply, Request, Stalled, Tick
+from kvcluster.core.messages import Abort, Answer, Commit, Effect, Reply, Request, Stalled, Tick, Unpin
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.runtime.tenant_turns import FairLock, TenantTurns
 from kvcluster.transport.base import Unavailable
@@ -56,6 +57,12 @@ class _Waiter:
 def _tenant_of(message: object) -> Tenant:
     """Returns the tenant that asks; that of the cluster for what is no question of a tenant."""
     return message.tenant if isinstance(message, Request) else CLUSTER
+
+
+def _turn_of(message: object) -> Tenant:
+    """Returns the tenant whose turn the message waits for; that of the cluster if for none."""
+    ends_lease = isinstance(message, Request) and isinstance(message.question, Abort | Commit | Unpin)
+    return CLUSTER if ends_lease else _tenant_of(message)
 
 
 class Driver(Generic[M]):
@@ -109,12 +116,13 @@ class Driver(Generic[M]):
     def ask(self, build: Callable[[CallId], M], wait_s: float) -> Reply:
         """Steps the message that `build` makes for a call id and returns the core's answer to it.
 
-        Raises Unavailable(DEADLINE) if the answer takes longer, Unavailable(SHARD_LOST) if this process is ending.
+        Raises Unavailable(DEADLINE) if the answer takes longer, Unavailable(SHARD_LOST) if this process is ending. What
+        returns a lease is stepped even if `wait_s` is over.
         """
         call = CallId(next(self._calls))
         message = build(call)
         give_up = time.monotonic() + wait_s
-        with self._turns.of(_tenant_of(message), wait_s):
+        with self._turns.of(_turn_of(message), wait_s):
             self._mailbox.append(message)
             with self._lock:
                 self._drain()

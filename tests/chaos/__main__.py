@@ -26,8 +26,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left then either
     with Run(options.seed, functools.partial(print, flush=True)) as run:
         give_up = time.monotonic() + options.minutes * 60
-        run.inflict(itertools.takewhile(lambda _: time.monotonic() < give_up, schedule(options.seed, run.stage)))
-        run.drain()
+        try:
+            run.inflict(itertools.takewhile(lambda _: time.monotonic() < give_up, schedule(options.seed, run.stage)))
+            run.drain()
+        except AssertionError as error:  # what was seen until then is told nevertheless
+            run.report.wrong.append(f"the run could not go on: {error}")
         report = run.finish()
     print(report.table())
     if options.json is not None:

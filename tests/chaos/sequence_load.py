@@ -96,6 +96,7 @@ class SequenceLoad:
         self._random = random.Random(seed)
         self._open: list[OpenSequence] = []
         self._lost: dict[OpenSequence, int] = {}
+        self._shipped = 0
         self._last: deque[str] = deque(maxlen=12)
 
     def step(self) -> None:
@@ -113,6 +114,9 @@ class SequenceLoad:
         what(self._random.choice(self._open))
         for one in [*self._lost]:
             self._mend(one)
+        shipped = self._client.shipped().messages
+        self._journal.count("queries sent to shards", shipped - self._shipped)
+        self._shipped = shipped
         for one in self._open:
             if one.sequence.length != len(one.text):
                 self._wrong(f"a sequence of {one.sequence.length} tokens has to have {len(one.text)}")

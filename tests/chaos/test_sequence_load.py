@@ -63,7 +63,7 @@ def test_what_a_cluster_loses_never_shows_as_other_numbers(cluster: MemoryCluste
     assert [line for line in lines(told) if "wrong" in line] == []
     for what in ("open", "append", "advance", "attend, ship", "attend, mixed", "fork", "truncate", "read", "close"):
         assert counts[what], what
-    assert counts["numbers of sequences compared"]
+    assert counts["numbers of sequences compared"] and counts["queries sent to shards"]
 
 
 def test_other_numbers_are_told(cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,24 @@ from typing import Any
 
 import pytest
 
-from kvcluster.core.ids import CallId, Tenant
-from kvcluster.core.messages import Answer, Done, Effect, Flush, Leave, Refused, RefusedKind, Reply, Stalled, Tick
+from kvcluster.core.ids import Attempt, CallId, Holder, Tenant
+from kvcluster.core.messages import (
+    Abort,
+    Answer,
+    Commit,
+    Done,
+    Effect,
+    Flush,
+    Leave,
+    Refused,
+    RefusedKind,
+    Renew,
+    Reply,
+    Request,
+    Stalled,
+    Tick,
+    Unpin,
+)
 from kvcluster.core.miss import MissReason
 from kvcluster.runtime.driver import Driver
 from kvcluster.testing.core_stepper import build_request
@@ -28,6 +44,7 @@ BOUND_S = 20.0
 MS = 1_000_000
 SECOND = 1_000 * MS
 UNASKED = CallId(0)
+ATTEMPT = Attempt(Holder(bytes(16)), 1)
 
 
 def nothing(core: ScriptedCore, now: int) -> list[Effect]:
@@ -176,6 +193,18 @@ def test_the_answer_to_an_abandoned_question_leaves_nothing_behind() -> None:
         run.driver.tell(Message(act=answer_first))
         assert run.left_behind() == 0
         assert run.ask(reply=Done()) == Done(), "and is no other question's answer"
+
+
+@pytest.mark.parametrize("ending", [Abort(ATTEMPT), Commit(ATTEMPT, (), ()), Unpin(ATTEMPT)])
+def test_what_returns_a_lease_is_stepped_although_its_tenant_is_busy_and_its_time_is_over(
+    ending: Abort | Commit | Unpin,
+) -> None:
+    tenant = Tenant("busy")
+    with started() as run, run.driver._turns.of(tenant, BOUND_S):
+        for question in (Renew(ATTEMPT), ending):
+            with pytest.raises(Unavailable):
+                run.driver.ask(build_request(question, tenant), 0.0)  # type: ignore[arg-type]
+    assert [message.question for message in run.core.stepped if isinstance(message, Request)] == [ending]
 
 
 def test_a_question_that_cannot_be_built_is_not_asked() -> None:
