@@ -96,7 +96,11 @@ def locked(names: Sequence[str], lock: str) -> str:
 
 def zig() -> Path:
     """Returns the compiler of .venv-wheels."""
-    (found,) = ENV.glob("lib/python3*/site-packages/ziglang/zig")
+    return _in_env("ziglang/zig")
+
+
+def _in_env(path: str) -> Path:
+    (found,) = ENV.glob(f"lib/python3*/site-packages/{path}")
     return found
 
 
@@ -130,6 +134,9 @@ def environment() -> dict[str, str]:
     return {
         **{name: value for name, value in os.environ.items() if name not in ("CMAKE_ARGS", "CXXFLAGS", "LDFLAGS")},
         "PATH": f"{ENV}/bin{os.pathsep}{os.environ.get('PATH', '')}",
+        "CMAKE_EXECUTABLE": str(
+            _in_env("cmake/data/bin/cmake")
+        ),  # its script in bin starts too slowly on a busy machine
         "CMAKE_GENERATOR": "Unix Makefiles",
         "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1),
         "ZIG_GLOBAL_CACHE_DIR": str(WORK / "zig"),
