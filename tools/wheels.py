@@ -76,8 +76,17 @@ def backend(version: str) -> Path | None:
         subprocess.run([base, "-m", "venv", environment], check=True)
         wanted = environment / "requirements.txt"
         wanted.write_text(locked(BACKEND, (ROOT / "requirements.lock").read_text("utf-8")), "utf-8")
-        pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
-        subprocess.run([*pip, "-r", wanted], check=True)
+        pip = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "-qq",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--require-hashes",
+        ]
+        subprocess.run([*pip, "-r", str(wanted)], check=True)
         (environment / ".installed").touch()
     return python
 

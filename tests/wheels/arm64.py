@@ -103,9 +103,15 @@ def _unpack(folder: Path, root: Path) -> str:
 
 def _apt(folder: Path, *command: str) -> str:
     environment = os.environ | {"APT_CONFIG": str(folder / "apt.conf"), "DEBIAN_FRONTEND": "noninteractive"}
-    shows = command[0] == "apt-cache"  # which fails for a package that is not there
+    asks = command[0] == "apt-cache"  # which fails for a package that is not there
     return subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=not shows
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL if asks else None,
+        text=True,
+        check=not asks,
     ).stdout
 
 
