@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 _FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
-_TARGET = re.compile(
-    r"""(?P<before>(?P<image>!?)\[[^\]]*\]\(|(?:href|(?P<source>src|srcset))=")(?P<path>(?!\#|[a-z]+:)[^)\s"]+)"""
-)
+_TARGET = re.compile(r'(?P<before>\]\(|(?:href|src|srcset)=")(?P<path>(?!\#|[a-z]+:)[^)\s"]+)')
+_PICTURE = re.compile(r"\.(svg|png|jpe?g|gif|webp)$")
 
 
 def with_absolute_links(text: str, repository: str, version: str) -> str:
@@ -24,7 +23,7 @@ def with_absolute_links(text: str, repository: str, version: str) -> str:
     ref = "main" if "dev" in version else f"v{version}"
 
     def absolute(match: re.Match[str]) -> str:
-        kind = "raw" if match["image"] or match["source"] else "blob"
+        kind = "raw" if _PICTURE.search(match["path"]) else "blob"
         return f"{match['before']}{repository}/{kind}/{ref}/{match['path'].removeprefix('./')}"
 
     parts = _FENCE.split(text)  # code blocks are the odd ones

@@ -28,6 +28,8 @@ STEPS: dict[str, tuple[str, ...]] = {
     "alerts": ("make", "alerts"),
     "pods": ("make", "pods"),
     "image": ("make", "image-check"),
+    "wheels": ("make", "wheels-check"),
+    "wheel": ("make", "wheel-vllm"),
     "e2e": ("make", "e2e-vllm"),
     "observe": ("make", "bench-observe"),
     "chaos": ("make", "chaos"),

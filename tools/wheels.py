@@ -76,8 +76,17 @@ def backend(version: str) -> Path | None:
         subprocess.run([base, "-m", "venv", environment], check=True)
         wanted = environment / "requirements.txt"
         wanted.write_text(locked(BACKEND, (ROOT / "requirements.lock").read_text("utf-8")), "utf-8")
-        pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
-        subprocess.run([*pip, "-r", wanted], check=True)
+        pip = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "-qq",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--require-hashes",
+        ]
+        subprocess.run([*pip, "-r", str(wanted)], check=True)
         (environment / ".installed").touch()
     return python
 
@@ -96,7 +105,11 @@ def locked(names: Sequence[str], lock: str) -> str:
 
 def zig() -> Path:
     """Returns the compiler of .venv-wheels."""
-    (found,) = ENV.glob("lib/python3*/site-packages/ziglang/zig")
+    return _in_env("ziglang/zig")
+
+
+def _in_env(path: str) -> Path:
+    (found,) = ENV.glob(f"lib/python3*/site-packages/{path}")
     return found
 
 
@@ -115,6 +128,7 @@ def toolchain(architecture: str) -> Path:
         f"set(CMAKE_CXX_COMPILER_TARGET {architecture}-linux-gnu.{GLIBC[0]}.{GLIBC[1]})",
         f'set(CMAKE_AR "{WORK}/zig-ar")',
         f'set(CMAKE_RANLIB "{WORK}/zig-ranlib")',
+        "set(CMAKE_DEPENDS_USE_COMPILER FALSE)",  # Zig keeps nothing that was compiled with a list of its headers
     ]
     file.write_text("\n".join(lines) + "\n", "utf-8")
     return file
@@ -129,6 +143,11 @@ def environment() -> dict[str, str]:
     return {
         **{name: value for name, value in os.environ.items() if name not in ("CMAKE_ARGS", "CXXFLAGS", "LDFLAGS")},
         "PATH": f"{ENV}/bin{os.pathsep}{os.environ.get('PATH', '')}",
+        "CMAKE_EXECUTABLE": str(
+            _in_env("cmake/data/bin/cmake")
+        ),  # its script in bin starts too slowly on a busy machine
+        "CMAKE_GENERATOR": "Unix Makefiles",
+        "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1),
         "ZIG_GLOBAL_CACHE_DIR": str(WORK / "zig"),
         "ZIG_LOCAL_CACHE_DIR": str(WORK / "zig"),
         **({"SOURCE_DATE_EPOCH": epoch} if epoch else {}),
@@ -169,7 +188,7 @@ def sdist(python: Path, into: Path) -> Path:
 
 def unpacked(archive: Path) -> Path:
     """Unpacks a source distribution where all wheels are built, and returns its folder. The place is the same each
-    time, so that files which have not changed are not compiled again."""
+    time, so that Zig's cache has what has not changed, and for a second Python all that knows nothing of Python."""
     source = WORK / "source"
     shutil.rmtree(source, ignore_errors=True)
     with tarfile.open(archive) as tar:
@@ -195,12 +214,24 @@ def wheel(python: Path, version: str, architecture: str, source: Path, into: Pat
     }
     hook = ("build_wheel", str(folder), {"build-dir": str(build)})
     made = folder / _call(python, source, WORK / f"{name}.log", environment() | cross, *hook)
-    audit = [ENV / "bin" / "auditwheel", "repair", "--plat", tag(architecture), "--only-plat", "-w", folder, made]
-    done = subprocess.run(audit, env=environment(), capture_output=True, text=True, check=False)
+    return _audited(made, architecture, into)
+
+
+def _audited(made: Path, architecture: str, into: Path) -> Path:
+    """Has auditwheel hold a wheel to its tag and give it that name. Its command line knows the tags of this machine's
+    architecture only, and the rest of it those of all: so it is told another machine."""
+    code = (
+        "import sys; from auditwheel.architecture import Architecture; told = Architecture(sys.argv.pop(1)); "
+        "Architecture.detect = staticmethod(lambda **_: told); from auditwheel.main import main; sys.exit(main())"
+    )
+    python = ENV / "bin" / "python"
+    repair = ("repair", "--plat", tag(architecture), "--only-plat", "-w", str(into), str(made))
+    done = subprocess.run(
+        [python, "-c", code, architecture, *repair], env=environment(), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"auditwheel refuses {made.name}:\n{done.stdout}{done.stderr}")
-    (repaired,) = folder.glob(f"*-{tag(architecture)}.whl")
-    return Path(shutil.copy2(repaired, into))
+    return into / made.name.replace(f"linux_{architecture}", tag(architecture))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ ours as far as argparse's differs from one Python to the next, so that the snaps
 from __future__ import annotations
 
 import argparse
+import difflib
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -58,6 +59,14 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As that of argparse, but a command that does not exist gets the name of the nearest, instead of all names."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = difflib.get_close_matches(value, action.choices, n=1)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise argparse.ArgumentError(None, f"there is no command {value!r}{meant}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage, the error and where to read on; ends with status 2."""

@@ -66,9 +66,10 @@ def parser() -> CommandParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status. Without a command, or with a group of commands alone, prints the
-    help."""
+    help; so does `help`, also that of the command behind it."""
     parsed = parser()
-    options = parsed.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parsed.parse_args([*given[1:], "--help"] if given[:1] == ["help"] else given)
     try:
         if not hasattr(options, "run"):
             group = parsed if options.command is None else parsed.subcommands()[options.command]

@@ -69,6 +69,23 @@ def test_an_unknown_command_or_option_is_named_with_the_usage_of_its_command_and
 
 
 @pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["stauts"], "kvcluster: error: there is no command 'stauts'; did you mean 'status'?"),
+        (["xyzzy"], "kvcluster: error: there is no command 'xyzzy'"),
+        (["bench", "transfers"], "kvcluster bench: error: there is no command 'transfers'; did you mean 'transfer'?"),
+    ],
+)
+def test_a_command_that_does_not_exist_gets_the_name_of_the_nearest(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines()[1] == error
+
+
+@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--device-bytes", "1Gig"], "shard.device_bytes: '1Gig' is no size; write bytes, or a number with KiB, MiB"),

@@ -89,6 +89,17 @@ def test_without_a_command_the_help_is_printed(arguments: list[str], capsys: pyt
     assert "examples:" in said.out or "run a cluster:" in said.out
 
 
+@pytest.mark.parametrize("command", [[], ["up"], ["bench", "lookup"]])
+def test_help_of_a_command_is_also_a_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    screens = []
+    for arguments in (["help", *command], [*command, "--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == 0
+        screens.append(capsys.readouterr().out)
+    assert screens[0] == screens[1]
+
+
 def test_the_package_is_a_program() -> None:
     run = [sys.executable, "-m", "kvcluster", "--version"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT, check=True)

@@ -84,7 +84,7 @@ def servers(
     with ExitStack() as stack:
         started = [stack.enter_context(_server(house, model, role, blocks, connector)) for _ in range(count)]
         for one in started:
-            eventually(lambda one=one: _healthy(one), UP_S, f"{one.url} is up: {one.text()[-2000:]}")
+            eventually(lambda one=one: healthy(one), UP_S, f"{one.url} is up: {one.text()[-2000:]}")
         yield started
 
 
@@ -119,7 +119,8 @@ def _server(house: House, model: str, role: str, blocks: int, connector: dict[st
             process.wait()
 
 
-def _healthy(server: Server) -> bool:
+def healthy(server: Server) -> bool:
+    """Is it up? Raises AssertionError with what it said if it has ended."""
     assert server.process.poll() is None, f"the server ended:\n{server.text()[-4000:]}"
     import urllib.request
 
