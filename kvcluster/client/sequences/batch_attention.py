@@ -175,7 +175,7 @@ class BatchAttention:
             self._computed(made, start)
             return found
 
-        return self._repeated(lambda: self._read_or_streamed(rows, query, step, compute))
+        return self._repeated(lambda: self._read_or_streamed(rows, query, step, compute), step.deadline)
 
     def _read_or_streamed(
         self,
@@ -218,7 +218,8 @@ class BatchAttention:
             computing_s = self._computed(made, start)
             return found
 
-        results = self._repeated(lambda: self._held(left, self._needed(left), plan.fetched, step, compute))
+        blocks = self._needed
+        results = self._repeated(lambda: self._held(left, blocks(left), plan.fetched, step, compute), step.deadline)
         if not shipment.wait():
             return None, shipment
         for row, partials in shipment.results.items():
@@ -266,14 +267,16 @@ class BatchAttention:
         )
         return made if may_ship(made) else None
 
-    def _repeated(self, attempt: Callable[[], R | None]) -> R:
+    def _repeated(self, attempt: Callable[[], R | None], deadline: Deadline) -> R:
         """Returns what `attempt` returns, which is None if pages were taken away meanwhile, or did not come. Raises
-        LostTokens if that happens again and again."""
+        LostTokens if that happens again and again, or the deadline has come."""
         self._failures.clear()
         for _ in range(_TRIES):
             result = attempt()
             if result is not None:
                 return result
+            if not deadline.remaining_s():
+                break
         why = "the pages of this sequence are taken away again and again while attention reads them"
         raise self._failures[-1] if self._failures else LostTokens(0, why)
 
