@@ -109,7 +109,8 @@ class PageMoves:
 
     def end(self, m: Moved, *, may_commit: bool = True) -> Iterator[EndedMove]:
         """Ends the batch, and yields the moves of it that arrived or that may be tried again, each as soon as its
-        target is committed or aborted. To be consumed to the end."""
+        target is committed or aborted; its source stays pinned until the next is asked for. To be consumed to the
+        end."""
         commits = may_commit and not self.revoked
         batch, self._batch = self._batch, None
         assert batch is not None and batch.writing == m.attempt, "the end of a batch that is not under way"
@@ -127,9 +128,9 @@ class PageMoves:
                 if alive and corrupt:
                     self._counters["corrupt"] += 1
                     self._withdraw(source, corrupt=True)
-            self._pool.unpin(source)
             if alive and not corrupt:
                 yield EndedMove(index, source, target, arrived)
+            self._pool.unpin(source)
 
     def _page_move(self, source: Page, target: Page, sampled: float) -> PageMove:
         space = self._namespaces.known(source.space)

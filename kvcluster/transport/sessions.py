@@ -114,6 +114,7 @@ class ExchangeSession:
     def _end(self, *, for_good: bool = True) -> None:
         """Returns the lease. The core gets this message even if its answer is late, unless the shard has ended."""
         self._watch.close()
+        self._deadline = None  # with no time left, the message would be dropped while it is not the tenant's turn
         self._drive(Stopped(for_good))
 
     def _tell(self, error: BaseException | None) -> None:

@@ -1,0 +1,68 @@
+"""Sessions on their transport's thread: how long each question waits for the core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+
+from kvcluster.core.ids import Attempt, CallId
+from kvcluster.core.messages import (
+    Abort,
+    Done,
+    Pin,
+    PinGrant,
+    Reply,
+    Request,
+    Reserve,
+    ShardQuestion,
+    Unpin,
+    WriteGrant,
+)
+from kvcluster.transport.base import Deadline
+from kvcluster.transport.exchange_summary import ExchangeSummary
+from kvcluster.transport.page_session import PROMPT_NS
+from kvcluster.transport.sessions import ReadSession, WriteSession
+from tests.transport.test_page_session import CALL, READ, SLOTS, TENANT, WRITE
+
+
+class RecordingHost:
+    """A shard that grants everything, and notes how long each question may wait for its answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[type[ShardQuestion], float]] = []
+        self.room_ns: int | None = None
+
+    def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
+        question = build(CALL).question
+        self.asked.append((type(question), wait_s))
+        if isinstance(question, Reserve):
+            self.room_ns = question.wait_ns
+            return WriteGrant(tuple(SLOTS))
+        return PinGrant(tuple(SLOTS)) if isinstance(question, Pin) else Done()
+
+    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def view(self, slot: object) -> memoryview:
+        return memoryview(bytearray(64))
+
+    def exchange_ended(self, summary: ExchangeSummary) -> None:
+        """Counts nothing."""
+
+
+@pytest.mark.parametrize(("kind", "request_", "ends"), [(ReadSession, READ, Unpin), (WriteSession, WRITE, Abort)])
+def test_a_lease_is_given_back_even_if_the_time_of_its_worker_is_over(kind: type, request_: object, ends: type) -> None:
+    host = RecordingHost()
+    with kind(host, TENANT, request_, deadline=Deadline(0), path="tcp"):
+        assert [wait_s for _, wait_s in host.asked] == [0.0]
+    assert host.asked[1:] == [(ends, PROMPT_NS / 1e9)], "or it is not told while another call of the tenant is stepped"
+
+
+def test_a_store_waits_for_room_no_longer_than_its_worker() -> None:
+    host = RecordingHost()
+    with WriteSession(host, TENANT, WRITE, deadline=Deadline(0), path="tcp"):  # type: ignore[arg-type]
+        assert host.room_ns == 0
+    with WriteSession(host, TENANT, WRITE, path="tcp"):  # type: ignore[arg-type]
+        assert host.room_ns == WRITE.wait_ns
