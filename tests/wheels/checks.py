@@ -73,7 +73,7 @@ def test_there_is_an_sdist_and_a_wheel_for_every_python_on_both_architectures() 
 @pytest.mark.parametrize(("python", "architecture"), BUILT)
 def test_a_wheel_holds_the_package_with_its_native_core_and_nothing_else(python: str, architecture: str) -> None:
     with zipfile.ZipFile(path_of(python, architecture)) as archive:
-        names = set(archive.namelist())
+        names = {name for name in archive.namelist() if not name.endswith("/")}
     about = {f"{INFO}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     assert names == tracked("kvcluster") | {core_of(python, architecture)} | about
     stubs = {f"kvcluster/wire/v1/{name}_pb2.pyi" for name in ("common", "coordinator", "shard")}
