@@ -106,27 +106,35 @@ class AttendSpeeds:
             known = own.seconds(queries, keys) if own is not None else None
             return known if known is not None else self._alike([*self._shards.values(), self._here], queries, keys)
 
-    def message_s(self, shard: str, nbytes: int) -> float:
-        """Returns the seconds that a message takes on its way to a shard and back: by the median of the last ones,
-        since some wait for a connection."""
+    def way_s(self, shard: str) -> float:
+        """Returns the seconds that a message takes on its way to a shard and back, its bytes left out: the median of
+        the last ones, since some wait for a connection."""
         with self._lock:
             known = list(self._messages.get(shard, ()))
         if not known:
-            return (self.link or GUESSED_LINK).load_ns(nbytes) / _SECOND_NS
-        if self.link is None:
-            return statistics.median(each.seconds * max(1.0, nbytes / each.nbytes) for each in known)
-        rate = self.link.bytes_per_s
-        return statistics.median(max(0.0, each.seconds - each.nbytes / rate) for each in known) + nbytes / rate
+            return (self.link or GUESSED_LINK).fixed_ns / _SECOND_NS
+        rate = self._bytes_per_s()
+        return statistics.median(max(0.0, each.seconds - each.nbytes / rate) for each in known)
+
+    def transfer_s(self, nbytes: int) -> float:
+        """Returns the seconds that bytes of messages take, whichever shards they come from: all of them pass the link
+        of this host."""
+        return nbytes / self._bytes_per_s()
 
     def load_s(self, nbytes: int) -> float:
-        """Returns the seconds that a load takes. Before the first, messages tell the least speed of the link."""
+        """Returns the seconds that a load takes."""
         if not nbytes:
             return 0.0
+        fixed_ns = 0 if self.link is None else self.link.fixed_ns
+        return fixed_ns / _SECOND_NS + nbytes / self._bytes_per_s()
+
+    def _bytes_per_s(self) -> float:
+        """The speed of loads; before the first, messages tell the least speed of the link."""
         if self.link is not None:
-            return self.link.load_ns(nbytes) / _SECOND_NS
+            return self.link.bytes_per_s
         with self._lock:
             rates = [each.nbytes / each.seconds for last in self._messages.values() for each in last if each.seconds]
-        return nbytes / max(rates) if rates else GUESSED_LINK.load_ns(nbytes) / _SECOND_NS
+        return max(rates, default=GUESSED_LINK.bytes_per_s)
 
     def _alike(self, places: Iterable[ComputeSpeed], queries: int, keys: int) -> float:
         known = [seconds for place in places if (seconds := place.seconds(queries, keys)) is not None]

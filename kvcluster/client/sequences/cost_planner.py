@@ -2,7 +2,7 @@
 
 For a step over L layers, with the spans that are not at hand:
 
-    ship  = L * max(here(at hand), for each shard: message(queries and results) + shard(its spans))
+    ship  = L * max(here(at hand), transfer(queries and results) + the most of any shard: way + shard(its spans))
     here  = L * here(all spans)
     fetch = load(bytes that are not at hand)
     now   = the longer of fetch and here, and one layer of the shorter, since a layer is loaded while another computes
@@ -132,20 +132,21 @@ def _here_s(step: StepFacts, spans: Sequence[SpanFacts]) -> float:
 
 def _shipped_s(step: StepFacts, away: Sequence[SpanFacts]) -> float:
     """Returns the seconds of one layer of a step that ships these spans."""
-    slowest = _here_s(step, [span for span in step.spans if _at_hand(span)])
+    nbytes, slowest = 0, 0.0
     by_shard: dict[str, list[SpanFacts]] = {}
     for span in away:
         by_shard.setdefault(span.shard, []).append(span)
     for shard, spans in by_shard.items():
         rows = dict.fromkeys(row for span in spans for row in span.rows)
-        nbytes = step.query_bytes * sum(step.queries[row] for row in rows)
+        nbytes += step.query_bytes * sum(step.queries[row] for row in rows)
         nbytes += step.result_bytes * sum(span.results * span.queries for span in spans)
         keys: dict[int, int] = {}
         for span in spans:
             keys[span.queries] = keys.get(span.queries, 0) + span.tokens
         computing = sum(step.speeds.shard_s(shard, queries, count) for queries, count in keys.items())
-        slowest = max(slowest, step.speeds.message_s(shard, nbytes) + computing)
-    return slowest
+        slowest = max(slowest, step.speeds.way_s(shard) + computing)
+    at_hand_s = _here_s(step, [span for span in step.spans if _at_hand(span)])
+    return max(at_hand_s, slowest + step.speeds.transfer_s(nbytes))
 
 
 def _kept(away: Sequence[SpanFacts], room_bytes: int) -> list[SpanFacts]:

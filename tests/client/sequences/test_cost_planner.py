@@ -192,5 +192,14 @@ def test_speeds_of_shards_are_told_apart_from_the_way_there(factor: float) -> No
     speeds = World(shard_factor=factor).speeds()
     assert speeds.shard_s("shard-0", 1, 4 * TOKENS) == pytest.approx(4 * TOKENS * HERE_S_PER_KEY * factor, rel=0.05)
     assert speeds.here_s(1, 4 * TOKENS) == pytest.approx(4 * TOKENS * HERE_S_PER_KEY, rel=0.05)
-    assert speeds.message_s("shard-0", 10_000) == pytest.approx(1e-3 + 1e-4, rel=0.05)
-    assert speeds.message_s("shard-0", 1_010_000) == pytest.approx(1e-3 + 1.01e-2, rel=0.05)
+    assert speeds.way_s("shard-0") == pytest.approx(1e-3, rel=0.05)
+    assert speeds.transfer_s(1_000_000) == pytest.approx(1e-2, rel=0.05)
+
+
+def test_before_a_load_the_fastest_message_tells_the_link() -> None:
+    speeds = AttendSpeeds()
+    assert speeds.load_s(10**9) == pytest.approx(1.0, rel=0.01), "a guess"
+    speeds.shipped("shard-0", 1_000, 0.01)
+    speeds.shipped("shard-0", 50_000_000, 0.5)
+    assert speeds.load_s(10**8) == pytest.approx(1.0)
+    assert speeds.way_s("shard-0") == pytest.approx(0.005, rel=0.01)

@@ -72,6 +72,7 @@ def measure(
         with kvcluster.local(shards=SHARDS, device_bytes=SHARDS * tokens * of.token_bytes + 2**28) as cluster:
             ids = list(range(tokens))
             _store(cluster, of, ids)
+            _warm(cluster, of, ids)
             for through in links:
                 with LinkProcess(through) as process:
                     for batch in batches:
@@ -103,6 +104,16 @@ def _store(cluster: Any, of: ModelLayer, ids: Sequence[int]) -> None:
             sequence.advance(step)
         if not sequence.flush(deadline_ms=CALL_MS):
             raise kvcluster.errors.KVClusterError("the context could not be stored: raise the memory of the shards")
+
+
+def _warm(cluster: Any, of: ModelLayer, ids: Sequence[int]) -> None:
+    """Has every shard attend once: the first time it imports torch."""
+    with cluster.client(of.spec) as client, client.sequence(ids, prefetch=False) as sequence:
+        sequence.append(0, *of.values(1))
+        query = of.query(1)
+        sequence.attend(0, query, planner=kvcluster.ShipAbsent(), latent_values=of.latent_values, deadline_ms=CALL_MS)
+    if not client.shipped().messages:
+        raise kvcluster.errors.KVClusterError("no shard attends: this benchmark needs torch in the shards")
 
 
 def _generate(
