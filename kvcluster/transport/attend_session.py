@@ -1,8 +1,9 @@
 """The shard's side of an Attend, for all transports: waits for a compute thread, pins, computes, unpins.
 
 The lease begins on the compute thread, after the wait, and ends with the compute: between two computes nothing of a
-span is pinned. Between two subtrees the lease is renewed and the deadline is looked at, so a compute that is too long
-for either ends after the subtree that it is in.
+span is pinned. Between two subtrees the deadline is looked at, and the lease is renewed from time to time, so a compute
+that is too long for either ends after the subtree that it is in. What was computed counts only if the lease has lasted:
+pages whose lease has ended may have been written over.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary
 from kvcluster.transport.sessions import ExchangeSession
 
 _NOTHING = memoryview(b"")
+
+_RENEW_S = 0.02
+"""A lease is renewed this often at most. None is shorter than five times that (lease_ttl_ms)."""
 
 _SUSPECT_S = 5.0
 """How long the core may take to note suspects: it answers at once."""
@@ -73,20 +77,26 @@ def _attend(
         if session.lacking:
             return SpanResults(SpansLacking(tuple(session.lacking.items())), _NOTHING)
 
+        renewed = time.monotonic()
+
         def between() -> None:
+            nonlocal renewed
             deadline.check("the compute took until then")
-            session.alive()
+            if time.monotonic() - renewed >= _RENEW_S:
+                session.alive()
+                renewed = time.monotonic()
 
         session.exclude(corrupt_pages(request.layer, session.spans.values(), host.view))
         if session.lacking:
             return SpanResults(SpansLacking(tuple(session.lacking.items())), _NOTHING)
         try:
             data = attend_spans(request, query, session.spans, host.view, between=between)
+            session.alive()
         except LimitError as error:
             raise RefusedByShard(Refused(RefusedKind.LIMIT, str(error))) from None
         except CallerError as error:
             raise RefusedByShard(Refused(RefusedKind.BAD, str(error))) from None
-    loss = max((slot.loss for pages in session.spans.values() for slot in pages.slots), default=Loss.EXACT)
+    loss = max((pages.loss for pages in session.spans.values()), default=Loss.EXACT)
     return SpanResults(Attended(data.nbytes, loss), data)
 
 

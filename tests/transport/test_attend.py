@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial as partial_of
 from typing import Any
 
 import pytest
@@ -13,8 +14,18 @@ import torch
 from torch import Tensor
 
 from kvcluster import KVSpec, Stored
-from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, Subtree, merge, partial, uses_fused
-from kvcluster.attention.span_results import result_bytes, unpack_results
+from kvcluster.attention import (
+    PageAddresses,
+    PageLayout,
+    PageSpan,
+    QueryRow,
+    Subtree,
+    merge,
+    partial,
+    span_results,
+    uses_fused,
+)
+from kvcluster.attention.span_results import attend_spans, result_bytes, unpack_results
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId, SpanId, Tenant
 from kvcluster.core.messages import (
@@ -25,9 +36,11 @@ from kvcluster.core.messages import (
     DeclineReason,
     RefusedKind,
     RegisterSpans,
+    Request,
     SpanBlocks,
     SpanMiss,
     SpansLacking,
+    Unpin,
 )
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.position_tree import CUT_TOKENS
@@ -205,6 +218,24 @@ def test_nothing_is_pinned_before_and_after_a_compute(bench: Bench) -> None:
     bench.attend(bench.request(row(700, 1, [0], Subtree(0, 0))), asked(1))
     bench.host.inspect(lambda: None)
     assert not any(page.pins for page in bench.host.core.pool.everything())
+
+
+def test_what_was_read_under_a_lease_that_has_ended_meanwhile_does_not_count(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = bench.request(row(1500, 1, [0, 1, 2], Subtree(2, 0)))
+
+    def computed(*given: Any, **settings: Any) -> memoryview:
+        data = attend_spans(*given, **settings)
+        bench.host.ask(partial_of(Request, tenant=TENANT, namespace=None, question=Unpin(request.attempt)), 5.0)
+        return data
+
+    monkeypatch.setattr(span_results, "attend_spans", computed)
+    with pytest.raises(Unavailable, match="the lease ended"):
+        bench.attend(request, asked(1))
+    monkeypatch.undo()
+    answer, _ = bench.attend(bench.request(row(1500, 1, [0, 1, 2], Subtree(2, 0))), asked(1))
+    assert isinstance(answer, Attended)
 
 
 def test_spans_that_are_not_there_are_named_and_nothing_is_computed(bench: Bench) -> None:

@@ -106,6 +106,9 @@ class BatchAttention:
         that this layer has attend to all up to themselves. Raises as Sequence.attend."""
         self._runner.memory.check_layer(layer)
         self._check(query, queries)
+        with self._runner.lock:
+            if not self._runner.readers:
+                self._loads.settle()  # what has come is found faster in the resident set
         rows = [
             self._row(layer, state, count, scores.window) for state, count in zip(self._states, queries, strict=True)
         ]
@@ -229,7 +232,8 @@ class BatchAttention:
                 self._states[row].loss = max(self._states[row].loss, shipment.loss)
         merged = merge_rows(results, step.layout.value_dim, query.shape[1])
         here_s = self._remote.here_s(plan, sent)
-        self._planner.account.add(time.monotonic() - began - computing_s - here_s)
+        most = max(row.queries for row in rows)
+        self._planner.account.add(most, time.monotonic() - began - computing_s - here_s)
         return merged, shipment
 
     def _computed(self, made: Sequence[QueryRow], start: float) -> float:

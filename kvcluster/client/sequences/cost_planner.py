@@ -11,10 +11,11 @@ If `now` is less than `ship`, this very step is faster with the pages here: it f
 resident set has no room. That is how a prompt's chunk of many query tokens differs from a decode step.
 
 Otherwise it ships. How many steps follow is unknown, so whether to fetch for them is the ski-rental problem: shipping
-is the rent, fetching the price. What shipping took longer than attending here is added up, and once it is a quarter of
-the price, the pages are fetched while queries are shipped still. A generation that ends before has lost nothing. One
-that goes on has lost at most a quarter of the price against one that had fetched at once, if the link has room for
-both. Where shards compute faster than this process would, the rent is negative, and nothing is fetched.
+is the rent, fetching the price. What shipping took longer than attending here is added up over steps of one size, and
+once it is a quarter of the price, the pages are fetched while queries are shipped still. A generation that ends before
+has lost nothing. One that goes on has lost at most a quarter of the price against one that had fetched at once, if the
+link has room for both. Where shards compute faster than this process would, the rent is negative, and nothing is
+fetched.
 """
 
 from __future__ import annotations
@@ -81,9 +82,10 @@ class CostPlanner:
     def explain(self, step: StepFacts) -> str:
         """Returns the costs that decide a step, in one line."""
         costs, away = step_costs(step), [span for span in step.spans if not _at_hand(span)]
+        longer_s = step.account.seconds(max(step.queries, default=0))
         return (
             f"a step takes {_ms(costs.ship_s)} by shipping, and {_ms(costs.here_s)} here after {_ms(costs.fetch_s)} of "
-            f"fetching; shipping has taken {_ms(step.account.seconds)} longer so far, and fetching begins once that is "
+            f"fetching; shipping has taken {_ms(longer_s)} longer so far, and fetching begins once that is "
             f"1/{_PRICE_SHARE} of its time; there is room for {len(_kept(away, step.room_bytes))} of {len(away)} spans"
         )
 
@@ -94,7 +96,7 @@ class CostPlanner:
         if not waiting or _gain(step, costs, kept) < _LEAST_GAIN * costs.ship_s:
             return {}
         price_s = step.speeds.load_s(sum(span.absent_bytes for span in waiting))
-        if step.account.seconds * _PRICE_SHARE < price_s:
+        if step.account.seconds(max(step.queries)) * _PRICE_SHARE < price_s:
             return {}
         under_way_s = step.speeds.load_s(sum(span.absent_bytes for span in kept if span.fetching))
         begun: dict[int, None] = {}
@@ -104,7 +106,7 @@ class CostPlanner:
             load_s = step.speeds.load_s(span.absent_bytes)
             under_way_s += load_s
             begun[span.start] = None
-            step.account.spend(load_s / _PRICE_SHARE)
+            step.account.spend(max(step.queries), load_s / _PRICE_SHARE)
         return begun
 
 

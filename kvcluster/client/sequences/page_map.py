@@ -5,7 +5,7 @@ Only what has changed in the table is written again, so a step costs the same at
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -34,11 +34,12 @@ class PageMap:
         self._read = 0  # the version of the table up to which the addresses are those of its entries
         self._holes = False  # whether some address may be _NOWHERE
         self._lent: dict[int, SequenceBlock] = {}  # depths whose page is borrowed
-        self._fetched: dict[int, SequenceBlock] = {}  # depths whose page is being loaded
+        self._fetched: dict[int, BlockFetch] = {}  # the load of each depth whose page is on its way
         self._addresses = torch.zeros(0, dtype=torch.int64)
         self._codecs = torch.zeros(0, dtype=torch.int32)
         self._kinds = frozenset({Codec.RAW})
         self._keeps: tuple[object, ...] = (memory.tensor,)
+        self._under_way: tuple[tuple[int, tuple[range, ...]], Sequence[BlockFetch]] = ((-1, ()), ())
         self._span: tuple[tuple[int, PageLayout, int, int], PageAddresses] | None = None
 
     def missing(self, first: int, stop: int) -> list[SequenceBlock]:
@@ -58,11 +59,12 @@ class PageMap:
             self._changed()
         return [state.blocks[depth] for depth in absent]
 
-    def fetches(self, ranges: Sequence[range]) -> Iterator[BlockFetch]:
-        """Yields the loads of blocks of these ranges of depths, some of them several times."""
-        for depth, block in self._fetched.items():
-            if any(depth in depths for depths in ranges):
-                yield self._absent.fetched[block][1]
+    def fetches(self, ranges: tuple[range, ...]) -> Sequence[BlockFetch]:
+        """Returns the loads of blocks of these ranges of depths."""
+        if self._under_way[0] != (self.version, ranges):
+            seen = [fetch for depth, fetch in self._fetched.items() if any(depth in depths for depths in ranges)]
+            self._under_way = (self.version, ranges), [*dict.fromkeys(seen)]
+        return self._under_way[1]
 
     def resident(self, first: int, stop: int) -> list[SequenceBlock]:
         """Returns the blocks from depth `first` up to `stop` that have a page of the resident set."""
@@ -125,9 +127,9 @@ class PageMap:
             self._kinds |= {page.codec}
             self._lent[depth] = block
         elif block in self._absent.fetched:
-            self._addresses[depth] = self._memory.address(self._absent.fetched[block][0])
+            number, self._fetched[depth] = self._absent.fetched[block]
+            self._addresses[depth] = self._memory.address(number)
             self._codecs[depth] = Codec.RAW
-            self._fetched[depth] = block
         else:
             return False
         return True

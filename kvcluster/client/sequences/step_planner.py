@@ -103,8 +103,6 @@ class StepPlanner:
         been stored meanwhile is noticed with the next block."""
         places, absent = self._remote.places, self._loads.absent
         with self._runner.lock:
-            if not self._runner.readers:
-                self._loads.settle()
             moved = absent.generation, len(absent.fetches), len(absent.lent)
             key = (*moved, *(state.table.version for state in self._states), *map(_cuts_key, rows))
             if self._known.key == (places.version, *key):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, SpanId
@@ -65,6 +66,11 @@ class SpanPages:
     part: Part
     depth: int
     slots: tuple[PageSlot, ...]
+
+    @cached_property
+    def loss(self) -> Loss:
+        """The worst of the pages."""
+        return max((slot.loss for slot in self.slots), default=Loss.EXACT)
 
 
 @dataclass(frozen=True, slots=True)

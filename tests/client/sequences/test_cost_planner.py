@@ -59,7 +59,7 @@ class World(NamedTuple):
             for at in range(self.spans)
         )
         account = ShippingAccount()
-        account.add(paid_s)
+        account.add(queries, paid_s)
         return StepFacts(spans, LAYERS, (queries,), 2048, 4128, room_bytes, self.speeds(), account)
 
 
@@ -95,7 +95,7 @@ def test_fetching_begins_once_shipping_has_cost_a_quarter_of_it() -> None:
     begun = chosen(step)
     assert begun[0] is SpanChoice.SHIP_AND_FETCH and SpanChoice.SHIP in begun, "as much as the link takes beside it"
     rest_s = sum(SPAN_BYTES for choice in begun if choice is SpanChoice.SHIP) / world.bytes_per_s
-    assert step.account.seconds * 4 >= rest_s * 0.99, "what is left pays for the rest"
+    assert step.account.seconds(1) * 4 >= rest_s * 0.99, "what is left pays for the rest"
 
 
 def test_loads_under_way_are_few() -> None:
@@ -158,7 +158,7 @@ def generation(world: World, tokens: int, way: str) -> float:
                 begins_s = coming[-1] if coming else total_s
                 coming.append(begins_s + SPAN_BYTES / world.bytes_per_s)
             total_s += costs.ship_s
-            paid_s = max(0.0, step.account.seconds + costs.ship_s - costs.here_s)
+            paid_s = max(0.0, step.account.seconds(1) + costs.ship_s - costs.here_s)
     return total_s
 
 
@@ -178,13 +178,19 @@ def test_a_generation_of_unknown_length_takes_at_most_a_third_longer_than_the_be
 def test_a_call_that_takes_long_once_counts_as_those_around_it() -> None:
     account = ShippingAccount()
     for seconds in (0.001, 5.0, 0.002, 0.001, 0.003):
-        account.add(seconds)
-    assert account.seconds == pytest.approx(0.001 + 0.001 + 0.002 + 0.002 + 0.002)
-    account.spend(0.002)
-    assert account.seconds == pytest.approx(0.006)
+        account.add(1, seconds)
+    assert account.seconds(1) == pytest.approx(0.001 + 0.001 + 0.002 + 0.002 + 0.002)
+    account.spend(1, 0.002)
+    assert account.seconds(1) == pytest.approx(0.006)
     for _ in range(3):
-        account.add(-1.0)
-    assert account.seconds == 0.0, "shipping is the faster way"
+        account.add(1, -1.0)
+    assert account.seconds(1) == 0.0, "shipping is the faster way"
+
+
+def test_what_chunks_of_a_prompt_have_cost_does_not_count_for_the_steps_behind() -> None:
+    account = ShippingAccount()
+    account.add(512, 7.0)
+    assert account.seconds(1) == 0.0 and account.seconds(600) == 7.0
 
 
 @pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
