@@ -45,6 +45,7 @@ from kvcluster.transport.base import (
     run_to_completion,
 )
 from kvcluster.transport.shm_views import BorrowedPages, Lends, NotLent
+from kvcluster.transports import BY_NAME
 
 R = TypeVar("R")
 
@@ -131,10 +132,12 @@ class ShardConnections:
         return self._until_attached(shard, spec, request.namespace, deadline, borrow)
 
     def lends(self, shard: ShardAddress) -> bool:
-        """Whether the connection to a shard, if there is one, lends its pages."""
+        """Whether the path in use to a shard, if there is one, is one that lends its pages."""
         with self._lock:
             connection = self._known(shard)
-            return connection is not None and isinstance(connection.transport, Lends)
+            transport = None if connection is None else connection.transport
+        path = None if transport is None else BY_NAME.get(transport.name)
+        return path is not None and path.same_host and isinstance(transport, Lends)
 
     def register_spans(
         self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, message: RegisterSpans, deadline: Deadline
