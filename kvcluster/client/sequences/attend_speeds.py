@@ -76,6 +76,7 @@ class AttendSpeeds:
         self._here = ComputeSpeed()
         self._shards: dict[str, ComputeSpeed] = {}
         self._messages: dict[str, deque[_Message]] = {}
+        self._fastest = 0.0  # bytes a second of the fastest message
 
     def computed(self, queries: float, keys: int, seconds: float, now: int) -> None:
         """Records a compute of one layer in this process."""
@@ -87,6 +88,7 @@ class AttendSpeeds:
         shard's own time."""
         with self._lock:
             self._messages.setdefault(shard, deque(maxlen=_MESSAGES)).append(_Message(seconds, max(1, nbytes)))
+            self._fastest = max(self._fastest, nbytes / seconds) if seconds else self._fastest
 
     def computed_at(self, shard: str, queries: float, keys: int, seconds: float, now: int) -> None:
         """Records the time that a shard took for one message."""
@@ -129,12 +131,10 @@ class AttendSpeeds:
         return fixed_ns / _SECOND_NS + nbytes / self._bytes_per_s()
 
     def _bytes_per_s(self) -> float:
-        """The speed of loads; before the first, messages tell the least speed of the link."""
-        if self.link is not None:
-            return self.link.bytes_per_s
+        """The speed of the link: that of loads, or of the fastest message, which tells the least speed that it has."""
+        known = 0.0 if self.link is None else self.link.bytes_per_s
         with self._lock:
-            rates = [each.nbytes / each.seconds for last in self._messages.values() for each in last if each.seconds]
-        return max(rates, default=GUESSED_LINK.bytes_per_s)
+            return max(known, self._fastest) or GUESSED_LINK.bytes_per_s
 
     def _alike(self, places: Iterable[ComputeSpeed], queries: int, keys: int) -> float:
         known = [seconds for place in places if (seconds := place.seconds(queries, keys)) is not None]

@@ -206,7 +206,7 @@ class BatchAttention:
         began = time.monotonic()
         shipment = self._remote.ship(plan, sent, step.deadline)
         if plan.behind:
-            self._loads.fetch_behind(plan.behind, step.deadline)
+            self._loads.fetch_behind(plan.behind, step.deadline, self._remote.submit)
         left = [row._replace(depths=local.depths) for row, local in zip(rows, plan.local, strict=True)]
         computing_s = 0.0
 

@@ -95,6 +95,8 @@ class CostPlanner:
         waiting = [span for span in kept if not span.fetching]
         if not waiting or _gain(step, costs, kept) < _LEAST_GAIN * costs.ship_s:
             return {}
+        if step.speeds.link is None:  # one load shows how fast the others will be
+            waiting = [min(waiting, key=lambda span: span.absent_bytes)] if len(waiting) == len(kept) else []
         price_s = step.speeds.load_s(sum(span.absent_bytes for span in waiting))
         if step.account.seconds(max(step.queries)) * _PRICE_SHARE < price_s:
             return {}

@@ -10,7 +10,7 @@ Loads are begun and awaited by the threads that need them. The lock of the runne
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Need
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, Part
-from kvcluster.errors import KVClusterError, LostTokens, ResidentSetFull
+from kvcluster.errors import KVClusterError, LostTokens
 from kvcluster.transport.base import Deadline
 
 _LEND_AGAIN_S = 5.0
@@ -64,6 +64,7 @@ class SequenceLoads:
         self._accept = accept
         self._lend_at = 0.0
         self.absent = AbsentBlocks()  # used under the runner's lock
+        self._beginning: dict[SequenceBlock, None] = {}  # whose loads are about to begin; also under that lock
         (part,) = parts
         assert part is not None, "a client without sequences"
         self.layers = LayerLoads(transfers, part, find=self._find, lost=self._lost)
@@ -115,14 +116,36 @@ class SequenceLoads:
         cannot be had."""
         return self._provide(blocks, deadline, lend=lend)
 
-    def fetch_behind(self, blocks: Iterable[SequenceBlock], deadline: Deadline) -> None:
-        """Begins to load those of these blocks that are absent and not on their way, and waits for none. What finds no
-        room, or cannot be had, is left."""
+    def fetch_behind(
+        self, blocks: Iterable[SequenceBlock], deadline: Deadline, submit: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Has those of these blocks loaded that are absent and not on their way, by a thread that `submit` gives the
+        work to, and returns at once. What finds no room, or cannot be had, is left."""
         with self._runner.lock:
-            missing = [block for block in blocks if block.page is None and block not in self.absent.fetched]
-        if missing:
-            with suppress(ResidentSetFull, LostTokens):
-                self._provide(missing, deadline, lend=False)
+            missing = [block for block in blocks if block.page is None and not self.fetching(block)]
+            self._beginning.update(dict.fromkeys(missing))
+        if not missing:
+            return
+
+        def begin() -> None:
+            try:
+                with suppress(KVClusterError):
+                    self._provide(missing, deadline, lend=False)
+            finally:
+                with self._runner.lock:
+                    for block in missing:
+                        self._beginning.pop(block, None)
+
+        submit(begin)
+
+    @property
+    def beginnings(self) -> int:
+        """The number of blocks whose loads are about to begin."""
+        return len(self._beginning)
+
+    def fetching(self, block: SequenceBlock) -> bool:
+        """Whether a block is on its way into the resident set. Called in the lock."""
+        return block in self.absent.fetched or block in self._beginning
 
     def link(self) -> LinkRate | None:
         """Returns the speed of the loads of this client so far; None before the first."""

@@ -121,6 +121,10 @@ class RemoteAttention:
             self._pool.submit(self._work(shipment, shard, rows, query, deadline.share(_SHARE)))
         return shipment
 
+    def submit(self, work: Callable[[], None]) -> None:
+        """Has a thread do something beside the queries."""
+        self._pool.submit(work)
+
     def lends(self, shard: ShardAddress) -> bool:
         """Whether a shard lends its pages to this process, as far as that is known."""
         return self._shards.lends(shard)

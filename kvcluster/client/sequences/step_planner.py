@@ -103,7 +103,7 @@ class StepPlanner:
         been stored meanwhile is noticed with the next block."""
         places, absent = self._remote.places, self._loads.absent
         with self._runner.lock:
-            moved = absent.generation, len(absent.fetches), len(absent.lent)
+            moved = absent.generation, self._loads.beginnings, len(absent.fetches), len(absent.lent)
             key = (*moved, *(state.table.version for state in self._states), *map(_cuts_key, rows))
             if self._known.key == (places.version, *key):
                 return self._known
@@ -125,7 +125,7 @@ class StepPlanner:
             span.facts(
                 queries,
                 page_bytes,
-                fetching=any(block in absent.fetched for block in span.blocks),
+                fetching=any(map(self._loads.fetching, span.blocks)),
                 lent=any(block in absent.lent for block in span.blocks),
             )
             for span in spans
