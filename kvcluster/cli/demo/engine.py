@@ -22,6 +22,7 @@ from kvcluster.cli.bench.transfer.worker import answer_requests, inherited_conne
 from kvcluster.cli.demo import text
 from kvcluster.cli.demo_model import document, encode, llama
 from kvcluster.config import ClientConfig
+from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.engines.transformers import PrefixCache, generate, spec_of
 from kvcluster.engines.transformers.compat import layers, planes
 from kvcluster.errors import KVClusterError
@@ -30,6 +31,8 @@ PREFIX_TOKENS = 4096
 QUESTION_TOKENS = 200  # more than any question has
 NEW_TOKENS = 24
 BLOCK_TOKENS = 16
+SPARE_BLOCKS = 8
+"""Beside what streaming needs: a tail, and a chunk of the question."""
 
 Progress = Callable[[int, int], None]
 
@@ -142,11 +145,14 @@ class Engine:
 
     def answer_far(self, question: str, address: str, times: int, ship: bool) -> dict[str, Any]:
         """Answers a question about the document, whose KV lies on shards, with resident memory for a part of it: 1 /
-        `times`. The rest is streamed over tcp for each token, or attended to at the shards. Returns what that moved, or
-        why there is no answer."""
+        `times`, or what a model of few layers needs at least. The rest is streamed over tcp for each token, or attended
+        to at the shards. Returns what that moved, or why there is no answer.
+        """
         ids = torch.tensor([self._prefix + self._encode(text.ask(question))])
         spec = spec_of(self._model, block_tokens=BLOCK_TOKENS)
-        resident = int(spec.token_bytes) * len(self._prefix) // times
+        streamed = 2 * (CUT_TOKENS // BLOCK_TOKENS + 1)  # blocks of one layer that have room together, at least
+        blocks = max(len(self._prefix) // BLOCK_TOKENS // times, streamed // len(spec.groups[0].layers) + SPARE_BLOCKS)
+        resident = blocks * int(spec.block_bytes)
         config = ClientConfig(resident_bytes=resident, transports=("tcp", "grpc"))
         planner = kvcluster.ShipAbsent() if ship else None
         watch = Watch(self._model, self._progress)
