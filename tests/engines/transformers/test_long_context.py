@@ -35,7 +35,7 @@ def test_a_context_of_sixteen_resident_sets_prefill_included(start: Any, streame
     ids, mask = batch(prompt(8_200))
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
     client = connect(start(resident_tokens=512, model=model), model, block_tokens=16)
-    out = generate(client, model, ids, mask, offload=True, **GREEDY)
+    out = generate(client, model, ids, mask, offload=True, planner=None, **GREEDY)
     assert torch.equal(out.sequences, expected.sequences)
     assert len(set(out.sequences[0, 8_200:].tolist())) > 3
     assert (logits(out) - logits(expected)).abs().max() <= 1e-4 * logits(expected).abs().max()
@@ -65,7 +65,7 @@ def test_beams_windows_and_padded_samples_over_a_context_that_is_streamed(
     client = connect(start(resident_tokens=800, model=model), model, block_tokens=16)
     for _ in range(2):
         torch.manual_seed(5)
-        out = generate(client, model, ids, mask, offload=True, **settings)
+        out = generate(client, model, ids, mask, offload=True, planner=None, **settings)
         assert torch.equal(out.sequences, expected.sequences)
         assert client.resident().pages_used == 0
     assert max(streamed) > 50
@@ -80,7 +80,7 @@ def test_a_cached_context_is_streamed_without_a_prefill(start: Any, streamed: li
     assert client.flush() and not streamed
     with SequenceCache.from_inputs(client, model, ids, mask) as cache:
         assert cache.cached_tokens == [2_992]
-    out = generate(client, model, ids, mask, offload=True, **GREEDY)
+    out = generate(client, model, ids, mask, offload=True, planner=None, **GREEDY)
     assert torch.equal(out.sequences, expected.sequences) and streamed
 
 
@@ -95,10 +95,10 @@ def test_a_context_that_shards_have_encoded_changes_logits_within_a_bound(
     shard = {"host_bytes": "16MiB"}
     cluster = start(resident_tokens=640, model=model, device="2MiB", coordinator=tiers, shard=shard)
     client = connect(cluster, model, block_tokens=16)
-    out = generate(client, model, ids, mask, offload=True, **GREEDY)
+    out = generate(client, model, ids, mask, offload=True, planner=None, **GREEDY)
     assert streamed
     cluster.wait_until(lambda: [block.tier for block in client.explain(ids[0].tolist())].count("host") > 100)
-    out = generate(client, model, ids, mask, offload=True, **GREEDY)
+    out = generate(client, model, ids, mask, offload=True, planner=None, **GREEDY)
     difference = (logits(out)[0] - logits(expected)[0]).abs().max() / logits(expected)[0].abs().max()
     assert 1e-4 < difference < bound
 
@@ -107,5 +107,5 @@ def test_a_resident_set_that_is_too_small_is_refused_and_nothing_is_left(start: 
     model = model_of(**LONG)
     client = connect(start(resident_tokens=128, model=model), model, block_tokens=16)
     with pytest.raises(ResidentSetFull, match="resident_bytes"):
-        generate(client, model, *batch(prompt(2_000)), offload=True, **GREEDY)
+        generate(client, model, *batch(prompt(2_000)), offload=True, planner=None, **GREEDY)
     assert client.resident().sequences == client.resident().pages_used == 0
