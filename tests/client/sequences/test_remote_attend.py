@@ -628,9 +628,10 @@ def test_queries_go_over_the_servers_of_a_transport(served: Client, stored: Text
             out = batch.attend(layer, query, planner=ShipAbsent() if not step else planner)
             expected = torch.cat([rows[0].expected(layer, query[:3]), rows[1].expected(layer, query[3:])])
             assert torch.equal(out, expected.bfloat16())
-    paths = {path["name"] for path in served.shard_connections.names().values()}
+    paths = {shard: path["name"] for shard, path in served.shard_connections.names().items()}
     shards = [shard for known in served.shard_connections._connections.values() for shard in known]
-    assert len(shards) == 4 and {served.shard_connections.lends(shard) for shard in shards} == {paths == {"shm"}}
+    lending = {shard.shard: served.shard_connections.lends(shard) for shard in shards}
+    assert len(shards) == 4 and lending == {shard: path == "shm" for shard, path in paths.items()}
 
 
 class GrpcLike(SplitTransport):
