@@ -122,7 +122,7 @@ def cluster(shared_ray: None) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def control(cluster: LocalCluster) -> Generation:
-    """A generation that keeps its context, and whose blocks nobody else finds."""
+    """A generation that keeps its context. No other worker finds its blocks."""
     with kvcluster.connect(cluster.address, replace(SPEC, weights="sha256:control"), config=_config(1_024)) as client:
         generation = Generation(client)
         for _ in range(2 * STEPS):

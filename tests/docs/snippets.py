@@ -49,7 +49,7 @@ def snippets_of(page: str, language: str) -> list[Snippet]:
 
 
 def run_twice(code: str, name: str, names: dict[str, Any]) -> None:
-    """Runs Python as somebody would who pastes it into one session twice."""
+    """Runs Python twice in one session, as a reader who pastes it there twice."""
     compiled = compile(code, name, "exec")
     for _ in range(2):
         exec(compiled, names)

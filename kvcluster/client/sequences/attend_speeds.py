@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from kvcluster.client.bandwidth import BandwidthEstimator
@@ -37,14 +37,17 @@ class ComputeSpeed:
     def __init__(self) -> None:
         self._lines: dict[int, tuple[BandwidthEstimator, int]] = {}  # by bits of the number of query tokens; most keys
 
-    def record(self, queries: float, keys: int, seconds: float, now: int) -> None:
-        """Records a compute of one layer. `queries` is the mean number of query tokens that attended to a key."""
-        if keys <= 0 or queries < 1:
+    def record(self, keys: Mapping[int, int], seconds: float, now: int) -> None:
+        """Records a compute of one layer: over so many keys, by the number of query tokens that attended to them. It
+        counts as one of their mean."""
+        count = sum(keys.values())
+        weighed = sum(queries * mine for queries, mine in keys.items())
+        if count <= 0 or weighed < count:
             return
-        size = round(queries).bit_length()
+        size = round(weighed / count).bit_length()
         line, most = self._lines.get(size, (BandwidthEstimator(), 0))
-        line.record(keys, round(seconds * _SECOND_NS), now)
-        self._lines[size] = line, max(most, keys)
+        line.record(count, round(seconds * _SECOND_NS), now)
+        self._lines[size] = line, max(most, count)
 
     def seconds(self, queries: int, keys: int) -> float | None:
         """Returns how long each compute of this size takes beyond its fixed part, by those of at least half as many
@@ -78,10 +81,10 @@ class AttendSpeeds:
         self._messages: dict[str, deque[_Message]] = {}
         self._fastest = 0.0  # bytes a second of the fastest message
 
-    def computed(self, queries: float, keys: int, seconds: float, now: int) -> None:
-        """Records a compute of one layer in this process."""
+    def computed(self, keys: Mapping[int, int], seconds: float, now: int) -> None:
+        """Records a compute of one layer in this process (ComputeSpeed.record)."""
         with self._lock:
-            self._here.record(queries, keys, seconds, now)
+            self._here.record(keys, seconds, now)
 
     def shipped(self, shard: str, nbytes: int, seconds: float) -> None:
         """Records a message to a shard that brought `nbytes`, its query's included, and took so long without the
@@ -90,10 +93,10 @@ class AttendSpeeds:
             self._messages.setdefault(shard, deque(maxlen=_MESSAGES)).append(_Message(seconds, max(1, nbytes)))
             self._fastest = max(self._fastest, nbytes / seconds) if seconds else self._fastest
 
-    def computed_at(self, shard: str, queries: float, keys: int, seconds: float, now: int) -> None:
+    def computed_at(self, shard: str, keys: Mapping[int, int], seconds: float, now: int) -> None:
         """Records the time that a shard took for one message."""
         with self._lock:
-            self._shards.setdefault(shard, ComputeSpeed()).record(queries, keys, seconds, now)
+            self._shards.setdefault(shard, ComputeSpeed()).record(keys, seconds, now)
 
     def here_s(self, queries: int, keys: int) -> float:
         """Returns the seconds that attention of one layer takes in this process, its fixed part left out."""

@@ -244,10 +244,10 @@ class BatchAttention:
         for row in made:
             for span in row.spans:
                 queries[id(span)] += len(row.positions)
-        keys = sum(span.tokens for span in spans.values())
-        if keys:
-            weighed = sum(spans[at].tokens * count for at, count in queries.items())
-            self._remote.computed(weighed / keys, keys, seconds)
+        keys: dict[int, int] = {}
+        for at, count in queries.items():
+            keys[count] = keys.get(count, 0) + spans[at].tokens
+        self._remote.computed(keys, seconds)
         return seconds
 
     def _layer_query(self, rows: Sequence[SeenBlocks], query: Tensor, step: _Step) -> LayerQuery | None:

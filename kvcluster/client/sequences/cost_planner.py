@@ -31,7 +31,6 @@ _PRICE_SHARE = 4
 _LEAST_GAIN = 0.05
 """Nothing is fetched for a smaller part of a step's time: measured times vary as much."""
 
-
 _STEPS_AHEAD = 2
 """Loads under way take as long as so many steps."""
 
@@ -98,7 +97,8 @@ class CostPlanner:
         if step.speeds.link is None:  # one load shows how fast the others will be
             waiting = [min(waiting, key=lambda span: span.absent_bytes)] if len(waiting) == len(kept) else []
         price_s = step.speeds.load_s(sum(span.absent_bytes for span in waiting))
-        if step.account.seconds(max(step.queries)) * _PRICE_SHARE < price_s:
+        size = max(step.queries)
+        if step.account.seconds(size) * _PRICE_SHARE < price_s:
             return {}
         under_way_s = step.speeds.load_s(sum(span.absent_bytes for span in kept if span.fetching))
         begun: dict[int, None] = {}
@@ -108,7 +108,7 @@ class CostPlanner:
             load_s = step.speeds.load_s(span.absent_bytes)
             under_way_s += load_s
             begun[span.start] = None
-            step.account.spend(max(step.queries), load_s / _PRICE_SHARE)
+            step.account.spend(size, load_s / _PRICE_SHARE)
         return begun
 
 
@@ -128,10 +128,15 @@ def _at_hand(span: SpanFacts) -> bool:
 
 def _here_s(step: StepFacts, spans: Sequence[SpanFacts]) -> float:
     """Returns the seconds of one layer of these spans in this process."""
-    tokens: dict[int, int] = {}
+    return sum(step.speeds.here_s(queries, keys) for queries, keys in _keys_of(spans).items())
+
+
+def _keys_of(spans: Sequence[SpanFacts]) -> dict[int, int]:
+    """Returns how many keys these spans have, by the number of query tokens that attend to them."""
+    keys: dict[int, int] = {}
     for span in spans:
-        tokens[span.queries] = tokens.get(span.queries, 0) + span.tokens
-    return sum(step.speeds.here_s(queries, keys) for queries, keys in tokens.items())
+        keys[span.queries] = keys.get(span.queries, 0) + span.tokens
+    return keys
 
 
 def _shipped_s(step: StepFacts, away: Sequence[SpanFacts]) -> float:
@@ -144,10 +149,7 @@ def _shipped_s(step: StepFacts, away: Sequence[SpanFacts]) -> float:
         rows = dict.fromkeys(row for span in spans for row in span.rows)
         nbytes += step.query_bytes * sum(step.queries[row] for row in rows)
         nbytes += step.result_bytes * sum(span.results * span.queries for span in spans)
-        keys: dict[int, int] = {}
-        for span in spans:
-            keys[span.queries] = keys.get(span.queries, 0) + span.tokens
-        computing = sum(step.speeds.shard_s(shard, queries, count) for queries, count in keys.items())
+        computing = sum(step.speeds.shard_s(shard, queries, keys) for queries, keys in _keys_of(spans).items())
         slowest = max(slowest, step.speeds.way_s(shard) + computing)
     at_hand_s = _here_s(step, [span for span in step.spans if _at_hand(span)])
     return max(at_hand_s, slowest + step.speeds.transfer_s(nbytes))
@@ -170,11 +172,7 @@ def _gain(step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> float
     after = step._replace(
         spans=tuple(span._replace(absent_bytes=0) if span.start in starts else span for span in step.spans)
     )
-    return costs.ship_s - max(step_costs(after).ship_s, step_costs(after).here_s if _all_here(after) else 0.0)
-
-
-def _all_here(step: StepFacts) -> bool:
-    return all(_at_hand(span) for span in step.spans)
+    return costs.ship_s - step_costs(after).ship_s
 
 
 def _ms(seconds: float) -> str:

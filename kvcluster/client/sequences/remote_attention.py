@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -129,9 +129,9 @@ class RemoteAttention:
         """Whether a shard lends its pages to this process, as far as that is known."""
         return self._shards.lends(shard)
 
-    def computed(self, queries: float, keys: int, seconds: float) -> None:
+    def computed(self, keys: Mapping[int, int], seconds: float) -> None:
         """Records how long a compute of one layer took in this process: AttendSpeeds.computed."""
-        self.speeds.computed(queries, keys, seconds, time.monotonic_ns())
+        self.speeds.computed(keys, seconds, time.monotonic_ns())
 
     def here_s(self, plan: ShipPlan, query: LayerQuery) -> float:
         """Returns the seconds that what the plan ships would have taken in this process, by what was measured."""
@@ -248,10 +248,7 @@ class RemoteAttention:
         """Records how long a message took, of which the shard says how much was its own."""
         own = min(seconds, answer.time_us / 1e6)
         self.speeds.shipped(shard.shard, nbytes, seconds - own)
-        keys = _keys_of(rows, query)
-        count = sum(keys.values())
-        weighed = sum(queries * mine for queries, mine in keys.items())
-        self.speeds.computed_at(shard.shard, weighed / max(1, count), count, own, time.monotonic_ns())
+        self.speeds.computed_at(shard.shard, _keys_of(rows, query), own, time.monotonic_ns())
 
     def _again(
         self,

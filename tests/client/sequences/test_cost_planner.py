@@ -35,9 +35,9 @@ class World(NamedTuple):
         for queries in (1, 64):
             for keys in (TOKENS, 8 * TOKENS):
                 seconds = keys * max(1.0, queries / 16) * HERE_S_PER_KEY
-                speeds.computed(queries, keys, seconds, 0)
+                speeds.computed({queries: keys}, seconds, 0)
                 for shard in range(SHARDS):
-                    speeds.computed_at(f"shard-{shard}", queries, keys, seconds * self.shard_factor, 0)
+                    speeds.computed_at(f"shard-{shard}", {queries: keys}, seconds * self.shard_factor, 0)
         for shard in range(SHARDS):
             speeds.shipped(f"shard-{shard}", 10_000, self.round_trip_s + 10_000 / self.bytes_per_s)
         speeds.link = LinkRate(0, self.bytes_per_s)

@@ -48,6 +48,15 @@ def grow(sequence: kvcluster.Sequence, tokens: range, *, private: bool = False) 
     sequence.advance(len(tokens) if private else ids(tokens))
 
 
+def stored(client: kvcluster.Client) -> kvcluster.Sequence:
+    """A sequence of TOKENS that the cluster has."""
+    sequence = client.sequence()
+    for first in range(0, TOKENS, 256):
+        grow(sequence, range(first, first + 256))
+    assert sequence.flush()
+    return sequence
+
+
 def outputs(sequence: kvcluster.Sequence) -> list[Tensor]:
     """The attention of the last two tokens, layer by layer, over what lies on shards."""
     query = torch.randn(2, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(2))
@@ -103,10 +112,7 @@ def test_nothing_is_missing_of_a_sequence_that_is_here_or_on_shards(cluster: Mem
 
 def test_a_lost_span_is_computed_again_in_a_fork_and_what_follows_it_stays(cluster: MemoryCluster) -> None:
     with cluster.client(SPEC) as client:
-        sequence = client.sequence()
-        for first in range(0, TOKENS, 256):
-            grow(sequence, range(first, first + 256))
-        assert sequence.flush()
+        sequence = stored(client)
         never_lost = outputs(sequence)
         shard = holder(client, 0)
         lost = held(client, shard, 64 * BLOCK)
@@ -149,10 +155,7 @@ def test_private_tokens_that_are_lost_are_truncated(cluster: MemoryCluster) -> N
 
 def test_what_has_a_second_copy_is_not_missing(cluster: MemoryCluster) -> None:
     with cluster.client(SPEC) as client:
-        sequence = client.sequence()
-        for first in range(0, TOKENS, 256):
-            grow(sequence, range(first, first + 256))
-        assert sequence.flush()
+        sequence = stored(client)
         never_lost = outputs(sequence)
         assert client.pin(ids(range(TOKENS)), 600.0, replicas=2).tokens == TOKENS
         cluster.wait_until(lambda: pages(cluster) >= 2 * TOKENS // BLOCK, 60.0)
@@ -164,10 +167,7 @@ def test_what_has_a_second_copy_is_not_missing(cluster: MemoryCluster) -> None:
 
 def test_a_coordinator_that_does_not_answer_is_no_answer(cluster: MemoryCluster) -> None:
     with cluster.client(SPEC) as client:
-        sequence = client.sequence()
-        for first in range(0, TOKENS, 256):
-            grow(sequence, range(first, first + 256))
-        assert sequence.flush()
+        sequence = stored(client)
         cluster.stop_coordinator()
         with pytest.raises(Unreachable, match="ask again"):
             sequence.missing(deadline_ms=200)
