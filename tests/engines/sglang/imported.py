@@ -114,6 +114,11 @@ def _gather() -> SimpleNamespace:
 
 
 def _forget(*roots: str) -> None:
+    """Removes these packages and all in them. Their parents hold them as attributes, where `import a.b.c as c` would
+    still find them."""
     for name in list(sys.modules):
         if any(name == root or name.startswith(root + ".") for root in roots):
             del sys.modules[name]
+    for parent, _, name in (root.rpartition(".") for root in roots):
+        if parent in sys.modules:
+            vars(sys.modules[parent]).pop(name, None)
