@@ -2,8 +2,8 @@
 
 Computing is a line over the number of keys, for each size of query: a few query tokens are limited by reading keys,
 many by arithmetic. A message takes a round trip, and the time of its bytes at the rate of loads. What was not measured
-is taken from what is alike: another size of query, another shard, and before the first measurement a guess, which the
-first step replaces.
+is taken from what is alike: another size of query, fewer keys, another shard, and before the first measurement a guess,
+which the first step replaces.
 
 It reads no clock. Thread-safe.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvcluster.client.bandwidth import BandwidthEstimator
@@ -25,16 +25,29 @@ GUESSED_LINK = LinkRate(fixed_ns=200_000, bytes_per_s=1_000_000_000)
 GUESSED_PRODUCTS_PER_S = 10_000_000_000
 """The speed of a processor of which nothing is known: multiplications of a query with keys and values a second."""
 
+READ_BYTES_PER_S = 4_000_000_000
+"""How fast keys and values are read where no query of this size was measured. What a compute of more query tokens took
+beyond that was arithmetic, of which fewer take less."""
+
 _MESSAGES = 5
 """So many of the last messages to a shard say how long one takes."""
 
 _SECOND_NS = 1_000_000_000
 
 
-class ComputeSpeed:
-    """Of one place: how long attention of so many query tokens to so many keys takes."""
+class _Estimate(NamedTuple):
+    """How long a compute takes, taken from computes of up to so many keys."""
 
-    def __init__(self) -> None:
+    seconds: float
+    keys: int
+
+
+class ComputeSpeed:
+    """Of one place: how long attention of so many query tokens to so many keys takes, each of which takes `read_s` to
+    be read."""
+
+    def __init__(self, read_s: float) -> None:
+        self._read_s = read_s
         self._lines: dict[int, tuple[BandwidthEstimator, int]] = {}  # by bits of the number of query tokens; most keys
 
     def record(self, keys: Mapping[int, int], seconds: float, now: int) -> None:
@@ -49,16 +62,21 @@ class ComputeSpeed:
         line.record(count, round(seconds * _SECOND_NS), now)
         self._lines[size] = line, max(most, count)
 
-    def seconds(self, queries: int, keys: int) -> float | None:
-        """Returns how long each compute of this size takes beyond its fixed part, by those of at least half as many
-        keys; None if there was none."""
-        size, found = queries.bit_length(), list[tuple[int, float]]()
+    def estimate(self, queries: int, keys: int) -> _Estimate | None:
+        """Returns how long each compute of this size takes beyond its fixed part: by those of the nearest size among
+        those of at least half as many keys, or, if there were none, by those of the most keys. None before the
+        first."""
+        size, found = queries.bit_length(), list[tuple[tuple[int, int], _Estimate]]()
         for other, (line, most) in self._lines.items():
-            rate = line.last_estimate()
-            if rate is not None and 2 * most >= keys:
-                # More queries take more time in proportion; fewer may be limited by reading the keys.
-                found.append((abs(other - size), keys / rate.bytes_per_s * 2.0 ** max(0, size - other)))
-        return min(found)[1] if found else None
+            rate, fit = line.last_estimate(), (min(2 * most, keys), -abs(other - size))
+            if rate is not None:
+                found.append((fit, _Estimate(self._scaled(keys / rate.bytes_per_s, keys, size - other), most)))
+        return max(found)[1] if found else None
+
+    def _scaled(self, seconds: float, keys: int, doublings: int) -> float:
+        """Returns how long a compute takes whose query tokens are doubled so often, or halved where it is negative."""
+        reading = min(seconds, keys * self._read_s) if doublings < 0 else 0.0
+        return reading + (seconds - reading) * 2.0**doublings
 
 
 class _Message(NamedTuple):
@@ -69,14 +87,16 @@ class _Message(NamedTuple):
 
 
 class AttendSpeeds:
-    """Of one client. `products` is the number of multiplications of one query token with one key and its value."""
+    """Of one client. `products` is the number of multiplications of one query token with one key and its value, which
+    have `key_bytes` in a layer."""
 
-    def __init__(self, products: int = 1) -> None:
+    def __init__(self, products: int = 1, key_bytes: int = 0) -> None:
         self.link: LinkRate | None = None
         """The speed of loads so far; None before the first."""
         self._lock = threading.RLock()
         self._guess_s = products / GUESSED_PRODUCTS_PER_S
-        self._here = ComputeSpeed()
+        self._read_s = key_bytes / READ_BYTES_PER_S
+        self._here = ComputeSpeed(self._read_s)
         self._shards: dict[str, ComputeSpeed] = {}
         self._messages: dict[str, deque[_Message]] = {}
         self._fastest = 0.0  # bytes a second of the fastest message
@@ -96,20 +116,17 @@ class AttendSpeeds:
     def computed_at(self, shard: str, keys: Mapping[int, int], seconds: float, now: int) -> None:
         """Records the time that a shard took for one message."""
         with self._lock:
-            self._shards.setdefault(shard, ComputeSpeed()).record(keys, seconds, now)
+            self._shards.setdefault(shard, ComputeSpeed(self._read_s)).record(keys, seconds, now)
 
     def here_s(self, queries: int, keys: int) -> float:
         """Returns the seconds that attention of one layer takes in this process, its fixed part left out."""
         with self._lock:
-            known = self._here.seconds(queries, keys)
-            return known if known is not None else self._alike(self._shards.values(), queries, keys)
+            return self._seconds(self._here, queries, keys)
 
     def shard_s(self, shard: str, queries: int, keys: int) -> float:
         """Returns the same for a shard."""
         with self._lock:
-            own = self._shards.get(shard)
-            known = own.seconds(queries, keys) if own is not None else None
-            return known if known is not None else self._alike([*self._shards.values(), self._here], queries, keys)
+            return self._seconds(self._shards.get(shard), queries, keys)
 
     def way_s(self, shard: str) -> float:
         """Returns the seconds that a message takes on its way to a shard and back, its bytes left out: the median of
@@ -139,6 +156,17 @@ class AttendSpeeds:
         with self._lock:
             return max(known, self._fastest) or GUESSED_LINK.bytes_per_s
 
-    def _alike(self, places: Iterable[ComputeSpeed], queries: int, keys: int) -> float:
-        known = [seconds for place in places if (seconds := place.seconds(queries, keys)) is not None]
-        return min(known) if known else self._guess_s * queries * keys
+    def _seconds(self, own: ComputeSpeed | None, queries: int, keys: int) -> float:
+        """Returns how long a compute takes: by what this place itself, else the fastest, has computed of at least half
+        as many keys; else by whichever has computed the most. Called in the lock."""
+        mine = own.estimate(queries, keys) if own is not None else None
+        if mine is not None and 2 * mine.keys >= keys:
+            return mine.seconds
+        places = (self._here, *self._shards.values())
+        known = [found for place in places if (found := place.estimate(queries, keys)) is not None]
+        enough = [found.seconds for found in known if 2 * found.keys >= keys]
+        if enough:
+            return min(enough)
+        if known:
+            return max(known, key=lambda found: found.keys).seconds
+        return (self._guess_s * queries + self._read_s) * keys

@@ -103,7 +103,7 @@ class RemoteAttention:
         next_attempt: Callable[[], Attempt],
     ) -> None:
         self.places = BlockPlaces(spec, part, accept, control)
-        self.speeds = AttendSpeeds(_products(spec, part))
+        self.speeds = AttendSpeeds(_products(spec, part), _key_bytes(spec, part))
         self._counts = ShippedCounts()
         self._spec = spec
         self._specs = {False: spec, True: replace(spec, private=True)}
@@ -326,6 +326,11 @@ def may_ship(query: LayerQuery) -> bool:
 def _products(spec: KVSpec, part: Part) -> int:
     """Returns the multiplications of one query token with a key and its value, for a head of the pages."""
     return max(1, part.heads) * sum(plane.dim for plane in spec.groups[0].planes)
+
+
+def _key_bytes(spec: KVSpec, part: Part) -> int:
+    """Returns the bytes of a key and its value in one layer, for the heads of the pages."""
+    return spec.layer_bytes(0, part) // spec.block_tokens
 
 
 def _keys_of(rows: Iterable[AskedRow], query: LayerQuery) -> dict[int, int]:
