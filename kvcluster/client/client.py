@@ -32,7 +32,7 @@ from kvcluster.client.sequences.opener import SequenceOpener
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resources import sequence_resources
 from kvcluster.client.sequences.sequence import Sequence as KVSequence
-from kvcluster.client.sequences.shipment import ShippedCounts
+from kvcluster.client.sequences.shipped_counter import ShippedCounts
 from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.client.shard_connections import OpenTransport, ShardConnections
 from kvcluster.client.status import status_dict
@@ -134,6 +134,7 @@ class Client:
             deadline=self._deadline,
         )
         self._sequences = SequenceOpener(spec, self._control, resources)
+        self.shipped_counter = self._sequences.counter
         self._closed = False
 
     def __repr__(self) -> str:
@@ -412,10 +413,8 @@ class Client:
     def close(self) -> None:
         """Ends running transfers and releases every resource. May be called again. In a forked child it leaves the
         parent's client as it is."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._process.forked:
+        before, self._closed = self._closed, True
+        if before or self._process.forked:
             return
         self._sequences.close()
         self._transfers.close(self._shards.close)

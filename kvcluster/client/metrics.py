@@ -15,6 +15,8 @@ from weakref import WeakSet
 
 from kvcluster.client.breaker import BreakerState
 from kvcluster.client.client import Client
+from kvcluster.client.sequences.attend_planner import SpanChoice
+from kvcluster.client.sequences.shipped_counter import ShippedCounter
 from kvcluster.runtime.metric_samples import Sample, labelled
 from kvcluster.runtime.metrics_server import metric_families
 from kvcluster.transports import NAMES
@@ -25,23 +27,37 @@ class WorkerCollector:
     coordinator, and keeps no client alive."""
 
     def __init__(self, *clients: Client) -> None:
-        self._clients: WeakSet[Client] = WeakSet(clients)
+        self._clients: WeakSet[Client] = WeakSet()
+        self._shipped: dict[ShippedCounter, None] = {}
+        """Those of clients that are gone, too: what they have counted stays."""
         self._lock = threading.Lock()
+        for client in clients:
+            self.add(client)
 
     def add(self, client: Client) -> None:
         """Counts this client, too, until it is gone. May be called again with the same one."""
         with self._lock:
             self._clients.add(client)
+            self._shipped[client.shipped_counter] = None
 
     def samples(self) -> list[Sample]:
         """Returns the series of WORKER_METRICS."""
         with self._lock:
             shards = [client.shard_connections for client in self._clients]
+            shipped = [counter.counts() for counter in self._shipped]
         breakers = Counter(_state(breaker) for one in shards for breaker in one.breakers().values())
         paths = Counter(path["name"] for one in shards for path in one.names().values())
+        chosen = {choice.value: sum(each.chosen.get(choice.value, 0) for each in shipped) for choice in SpanChoice}
+        moved = {
+            "query": sum(each.query_bytes for each in shipped),
+            "result": sum(each.result_bytes for each in shipped),
+        }
         return [
             *labelled("kvcluster_worker_breakers", {state.value: breakers[state.value] for state in BreakerState}),
             *labelled("kvcluster_worker_paths", {path: paths[path] for path in (*NAMES, *paths)}),
+            *labelled("kvcluster_worker_attended_spans_total", chosen),
+            *labelled("kvcluster_worker_shipped_bytes_total", moved),
+            Sample("kvcluster_worker_failed_attends_total", (), sum(each.failed for each in shipped)),
         ]
 
     def describe(self) -> Iterable[Any]:

@@ -148,6 +148,15 @@ WORKER_METRICS: Mapping[str, Metric] = {
         ("state",),
     ),
     "kvcluster_worker_paths": Metric(_GAUGE, "Shards that this worker is connected to, by path.", ("path",)),
+    "kvcluster_worker_attended_spans_total": Metric(
+        _COUNTER, "Spans of steps of attention, by where they were attended to.", ("choice",)
+    ),
+    "kvcluster_worker_shipped_bytes_total": Metric(
+        _COUNTER, "Bytes of queries that were sent to shards, and of the results that came back.", ("what",)
+    ),
+    "kvcluster_worker_failed_attends_total": Metric(
+        _COUNTER, "Shards that were asked to attend and brought no results, so that their spans were loaded."
+    ),
 }
 
 METRICS: Mapping[str, Metric] = {**COORDINATOR_METRICS, **SHARD_METRICS, **PROCESS_METRICS, **WORKER_METRICS}

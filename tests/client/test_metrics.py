@@ -13,6 +13,7 @@ from unittest.mock import patch
 from prometheus_client import REGISTRY, CollectorRegistry
 
 from kvcluster.client.metrics import WorkerCollector, watch
+from kvcluster.client.sequences.shipped_counter import ShippedCounter
 from kvcluster.testing import MemoryCluster
 from tests.client.build import SPEC
 
@@ -32,7 +33,11 @@ with MemoryCluster(device_bytes="4MiB") as cluster:
 
 
 class SeenClient:
-    """As much of a client as the collector reads: connected to one shard."""
+    """As much of a client as the collector reads: connected to one shard, to which it has sent 3 bytes."""
+
+    def __init__(self) -> None:
+        self.shipped_counter = ShippedCounter()
+        self.shipped_counter.sent(1, query_bytes=3)
 
     @property
     def shard_connections(self) -> SeenClient:
@@ -45,22 +50,23 @@ class SeenClient:
         return {"shard-0": {"name": "tcp"}}
 
 
-def test_clients_are_summed_and_those_that_are_gone_count_no_more() -> None:
+def test_clients_are_summed_and_of_those_that_are_gone_only_what_they_have_counted_stays() -> None:
     first, second = SeenClient(), SeenClient()
     collector, registry = WorkerCollector(first), CollectorRegistry()  # type: ignore[arg-type]
     registry.register(collector)
 
-    def shown() -> tuple[float | None, float | None]:
+    def shown() -> tuple[float | None, ...]:
         by_path = registry.get_sample_value("kvcluster_worker_paths", {"path": "tcp"})
-        return by_path, registry.get_sample_value("kvcluster_worker_breakers", {"state": "open"})
+        sent = registry.get_sample_value("kvcluster_worker_shipped_bytes_total", {"what": "query"})
+        return by_path, registry.get_sample_value("kvcluster_worker_breakers", {"state": "open"}), sent
 
-    assert shown() == (1, 1)
+    assert shown() == (1, 1, 3)
     collector.add(second)  # type: ignore[arg-type]
     collector.add(second)  # type: ignore[arg-type]
-    assert shown() == (2, 2)
+    assert shown() == (2, 2, 6)
     del second
     gc.collect()
-    assert shown() == (1, 1)
+    assert shown() == (1, 1, 6)
     assert first.names()
 
 

@@ -101,6 +101,19 @@ def prompts_are_stored_and_loaded(world: MeteredCluster) -> Iterator[None]:
     yield
 
 
+@cause(
+    *('worker_attended_spans_total{choice="ship"}', 'worker_shipped_bytes_total{what="query"}'),
+    'worker_shipped_bytes_total{what="result"}',
+)
+def a_query_goes_to_the_shards_that_have_the_pages(world: MeteredCluster) -> Iterator[None]:
+    with world.held_worker("two") as far:
+        assert far("store_long", 60) == 2 * BLOCKS
+    assert world.worker("open", 60) == 2 * BLOCKS * 16
+    assert world.worker("attend") == {"messages": 1, "failed": 0}
+    yield
+    world.worker("end")
+
+
 @cause("sequences", "claimed_blocks", "private_blocks", "tickets", "namespaces")
 def a_sequence_is_open_and_a_load_is_promised(world: MeteredCluster) -> Iterator[None]:
     assert world.worker("prepare", 0) == BLOCKS
@@ -259,7 +272,7 @@ def a_shard_is_drained_that_no_other_reaches(world: MeteredCluster) -> Iterator[
 
 
 @cause(
-    *("lost_shards_total", 'shards{state="lost"}', 'worker_breakers{state="open"}'),
+    *("lost_shards_total", 'shards{state="lost"}', 'worker_breakers{state="open"}', "worker_failed_attends_total"),
     fires="ProcessDown ShardLost BreakerOpen",
 )
 def a_node_loses_its_power(world: MeteredCluster) -> Iterator[None]:
@@ -267,7 +280,11 @@ def a_node_loses_its_power(world: MeteredCluster) -> Iterator[None]:
     assert world.cluster.worker("two", "store", seeds[0], seeds[-1] + 1)["stored"] == len(seeds) * BLOCKS
     for seed in seeds:
         assert world.worker("prepare", seed) == BLOCKS
+    with world.held_worker("two") as far:
+        assert far("store_long", 61) == 2 * BLOCKS
+    assert world.worker("open", 61) == 2 * BLOCKS * 16
     world.cluster.kill("two")
+    assert world.worker("attend")["failed"]
     world.worker("repeat", "redeem", seeds[0], len(seeds))
     yield
     world.worker("end")

@@ -25,7 +25,7 @@ from kvcluster.client import Client
 from kvcluster.client.metrics import WorkerCollector
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import Attach, GetOffers, Offers
-from kvcluster.errors import CredentialError
+from kvcluster.errors import CredentialError, LostTokens
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.runtime.auth import new_token
 from kvcluster.transport.base import Deadline
@@ -48,6 +48,7 @@ class HeldWorker:
         self._client, self._address, self._token = client, address, token
         self._held = ExitStack()
         self._tickets: dict[int, Any] = {}
+        self._sequence: Any = None
 
     def store(self, first: int, last: int) -> dict[str, Any]:
         return store(self._client, first, last)
@@ -88,6 +89,28 @@ class HeldWorker:
                 sequence.append(layer, torch.randn(_STEP, 8, 64), torch.randn(_STEP, 8, 64))
             sequence.advance(_STEP)
         return int(sequence.length)
+
+    def store_long(self, seed: int) -> int:
+        """Stores a prompt that is long enough to be attended to at its shard; says how many of its blocks."""
+        stored = self._client.store(_long(seed), torch.cat([kv(seed), kv(seed)])).blocks
+        return int(stored) if self._client.flush() else 0
+
+    def open(self, seed: int) -> int:
+        """Holds a sequence that begins with that prompt, and leaves it where it is; says how long it is."""
+        self._sequence = self._client.sequence(_long(seed), prefetch=False)
+        self._held.callback(self._sequence.close)
+        return int(self._sequence.length)
+
+    def attend(self) -> dict[str, int]:
+        """Sends the query of a token to the shards that have that sequence; says what all such messages have come
+        to."""
+        for layer in range(4):
+            self._sequence.append(layer, torch.randn(1, 8, 64), torch.randn(1, 8, 64))
+        with suppress(LostTokens):
+            self._sequence.attend(0, torch.randn(1, 8, 64), planner=kvcluster.ShipAbsent(), deadline_ms=_STREAM_MS)
+        self._sequence.advance(1)
+        counts = self._client.shipped()
+        return {"messages": counts.messages, "failed": counts.failed}
 
     def other_model(self) -> None:
         """Attaches as an engine of another model."""
@@ -164,6 +187,10 @@ class HeldWorker:
 
     def _soon(self) -> Deadline:
         return Deadline.after_ms(10_000)
+
+
+def _long(seed: int) -> list[int]:
+    return list(range(seed * 1_000, seed * 1_000 + 2 * BLOCKS * SPEC.block_tokens))
 
 
 def main(address: str, port: str) -> None:

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 
+import kvcluster
 from kvcluster.client.metrics import WorkerCollector
 from kvcluster.core.disk_recovery import NO_STORE
 from kvcluster.core.ids import CallId, Epoch, NamespaceId, Tenant
@@ -38,7 +40,8 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.errors import CredentialError
+from kvcluster.core.position_tree import CUT_TOKENS
+from kvcluster.errors import CredentialError, LostTokens
 from kvcluster.pages import codec
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.coordinator_host import figures_of
@@ -59,8 +62,8 @@ from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.transports import NAMES
 from kvcluster.wire.methods import COORDINATOR, SHARD
+from tests.client.build import BLOCK, DIM, HEADS, LAYERS, kv, prompt, room
 from tests.client.build import SPEC as SMALL
-from tests.client.build import kv, prompt, room
 from tests.client.test_disk import settings
 from tests.client.test_tiers import DEVICE_BYTES, FIRST, NUMBERS, numbers, where
 from tests.core.lone_coordinator import BLOCKS, A, B, LoneCoordinator, beat, pin
@@ -512,6 +515,27 @@ def test_a_breaker_that_opens() -> Series:
     registry.register(collector)
     assert registry.get_sample_value("kvcluster_worker_breakers", {"state": "open"}) == 1
     assert registry.get_sample_value("kvcluster_worker_paths", {"path": "shm"}) == 0, "each exists from the start"
+    return seen
+
+
+@causes("worker_attended_spans_total", "worker_shipped_bytes_total", "worker_failed_attends_total")
+def test_a_query_goes_to_a_shard_until_that_is_gone() -> Series:
+    long = prompt(CUT_TOKENS // BLOCK)
+    with MemoryCluster(device_bytes="16MiB") as cluster, cluster.client(SMALL) as client:
+        collector = WorkerCollector(client)
+        before = by_series(collector.samples())
+        assert client.store(long, kv(len(long) // BLOCK)).blocks == len(long) // BLOCK and client.flush()
+        with client.sequence(long, prefetch=False) as sequence:
+            values = torch.zeros(1, HEADS, DIM)
+            for layer in range(LAYERS):
+                sequence.append(layer, values, values)
+            sequence.attend(0, values, planner=kvcluster.ShipAbsent())
+            cluster.stop_shard(FIRST)
+            with pytest.raises(LostTokens):
+                sequence.attend(1, values, planner=kvcluster.ShipAbsent())
+        seen = moved(before, by_series(collector.samples()))
+    assert seen["kvcluster_worker_attended_spans_total", "ship"] > 0
+    assert {series[1] for series in seen if "shipped_bytes" in series[0]} == {"query", "result"}
     return seen
 
 

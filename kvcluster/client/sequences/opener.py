@@ -11,7 +11,7 @@ from kvcluster.client.prompt import Prompt
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.sequence import Sequence, random_name
-from kvcluster.client.sequences.shipment import ShippedCounts
+from kvcluster.client.sequences.shipped_counter import ShippedCounter, ShippedCounts
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import ResidentUse, resident_use
 from kvcluster.client.validation import check_open
@@ -28,11 +28,12 @@ class SequenceOpener:
         self,
         spec: KVSpec,
         control: CoordinatorClient,
-        make: Callable[[Deadline], SequenceResources],
+        make: Callable[[Deadline, ShippedCounter], SequenceResources],
     ) -> None:
         self._spec = spec
         self._control = control
         self._make = make
+        self.counter = ShippedCounter()
         self._lock = threading.Lock()
         self._resources: SequenceResources | None = None
         self._closed = False
@@ -99,9 +100,8 @@ class SequenceOpener:
 
     def shipped(self) -> ShippedCounts:
         """Returns what was sent to shards and came back; nothing before the first sequence."""
-        if self._resources is None:
-            return ShippedCounts()
-        return replace(self._resources.remote.counted(), loaded_bytes=self._resources.loads.loaded_bytes)
+        loaded = 0 if self._resources is None else self._resources.loads.loaded_bytes
+        return replace(self.counter.counts(), loaded_bytes=loaded)
 
     def close(self) -> None:
         """Closes all sequences, and ends their thread."""
@@ -121,5 +121,5 @@ class SequenceOpener:
         with self._lock:
             check_open(self._closed)
             if self._resources is None:
-                self._resources = self._make(deadline)
+                self._resources = self._make(deadline, self.counter)
             return self._resources

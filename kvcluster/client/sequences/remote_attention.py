@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,13 +17,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvcluster.attention import Partial, uses_fused
 from kvcluster.attention.span_results import result_bytes, unpack_results
 from kvcluster.client.coordinator_client import CoordinatorClient
-from kvcluster.client.sequences.attend_planner import SpanChoice
 from kvcluster.client.sequences.attend_speeds import AttendSpeeds
 from kvcluster.client.sequences.block_places import BlockPlaces
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import AskedRow, ShipPlan
-from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment, ShippedCounts
+from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment
+from kvcluster.client.sequences.shipped_counter import ShippedCounter
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.core import limits
@@ -101,17 +100,18 @@ class RemoteAttention:
         shards: ShardConnections,
         control: CoordinatorClient,
         next_attempt: Callable[[], Attempt],
+        counter: ShippedCounter,
     ) -> None:
         self.places = BlockPlaces(spec, part, accept, control)
         self.speeds = AttendSpeeds(_products(spec, part), _key_bytes(spec, part))
-        self._counts = ShippedCounts()
+        self.counter = counter
         self._spec = spec
         self._specs = {False: spec, True: replace(spec, private=True)}
         self._spans = RemoteSpans(next_attempt().holder, part, accept)
         self._shards = shards
         self._control = control
         self._next_attempt = next_attempt
-        self._lock = threading.Lock()  # guards the spans and the counts
+        self._lock = threading.Lock()  # guards the spans
         self._pool = WorkerPool(THREADS, "kvcluster-attend")
 
     def ship(self, plan: ShipPlan, query: LayerQuery, deadline: Deadline) -> Shipment:
@@ -137,17 +137,6 @@ class RemoteAttention:
         """Returns the seconds that what the plan ships would have taken in this process, by what was measured."""
         rows = (row for rows in plan.asks.values() for row in rows)
         return sum(self.speeds.here_s(queries, keys) for queries, keys in _keys_of(rows, query).items())
-
-    def count_choices(self, choices: Sequence[SpanChoice]) -> None:
-        """Counts what was chosen for the spans of a step."""
-        with self._lock:
-            for choice, count in Counter(choices).items():
-                self._counts.chosen[choice.value] = self._counts.chosen.get(choice.value, 0) + count
-
-    def counted(self) -> ShippedCounts:
-        """Returns what was sent and has come back so far."""
-        with self._lock:
-            return replace(self._counts, chosen=dict(self._counts.chosen))
 
     def pause(self) -> None:
         """Waits a moment, after which shards that were busy may be asked again."""
@@ -179,8 +168,8 @@ class RemoteAttention:
                     answer = ShardFailure(lost=min(row.cuts[0].cut for row in rows))
             except Exception as error:  # a bug, raised where the step is
                 shipment.error = error
-            with self._lock:
-                self._counts.failed += isinstance(answer, ShardFailure)
+            if isinstance(answer, ShardFailure):
+                self.counter.failed()
             shipment.take(answer)
 
         return work
@@ -205,10 +194,7 @@ class RemoteAttention:
             named = self._register(shard, rows, deadline)
             request = self._request(shard, rows, named, query)
             data = query.of_rows([row.row for row in rows])
-            with self._lock:
-                self._counts.messages += 1
-                self._counts.spans += sum(len(row.spans) for row in request.rows)
-                self._counts.query_bytes += data.nbytes
+            self.counter.sent(sum(len(row.spans) for row in request.rows), data.nbytes)
             began = time.monotonic()
             try:
                 answer, results = self._shards.attend(shard, self._spec, namespace, request, data, deadline)
@@ -218,8 +204,7 @@ class RemoteAttention:
                 self._measured(shard, rows, query, data.nbytes + results.nbytes, answer, time.monotonic() - began)
                 wanted = [(query.tokens(row.row), row.subtrees) for row in rows]
                 unpacked = unpack_results(results, wanted, query.heads, query.value_dim)
-                with self._lock:
-                    self._counts.result_bytes += results.nbytes
+                self.counter.received(results.nbytes)
                 return ShardResults([(row.row, mine) for row, mine in zip(rows, unpacked, strict=True)], answer.loss)
             if isinstance(answer, AttendDeclined):
                 self.places.avoid(shard)

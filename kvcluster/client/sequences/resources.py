@@ -12,6 +12,7 @@ from kvcluster.client.deadlines import OTHER_MS
 from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.runner import SequenceRunner
+from kvcluster.client.sequences.shipped_counter import ShippedCounter
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.tickets import Tickets
@@ -50,6 +51,7 @@ class SequenceResources:
 
 def sequence_resources(
     now: Deadline,
+    counter: ShippedCounter,
     *,
     spec: KVSpec,
     parts: tuple[Part | None, ...],
@@ -64,8 +66,8 @@ def sequence_resources(
     deadline: Callable[[float | None], Deadline],
 ) -> SequenceResources:
     """Returns the resources of one client's sequences, for which it asks the coordinator until the deadline `now`.
-    Raises CallerError if sequences cannot have this spec, or no page fits into `resident_bytes`, or without torch; as
-    CoordinatorClient.attach."""
+    `counter` counts what they ship. Raises CallerError if sequences cannot have this spec, or no page fits into
+    `resident_bytes`, or without torch; as CoordinatorClient.attach."""
     part = parts[0]
     if len(spec.groups) != 1 or part is None:
         raise CallerError("sequences need a spec with one group of layers, of which this client holds a part")
@@ -93,7 +95,9 @@ def sequence_resources(
         store_ms=config.deadline_ms or OTHER_MS,
     )
     loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
-    remote = RemoteAttention(spec, part, accept, shards=shards, control=control, next_attempt=next_attempt)
+    remote = RemoteAttention(
+        spec, part, accept, shards=shards, control=control, next_attempt=next_attempt, counter=counter
+    )
     search = MissingTokens(spec, part, accept, runner, control=control, shards=shards, next_attempt=next_attempt)
     runner.sweeps, runner.settle = (loads.sweep, remote.sweep), loads.settle
     return SequenceResources(runner, loads, remote, search, spec.groups[0], part, deadline)

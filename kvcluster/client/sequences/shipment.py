@@ -65,18 +65,3 @@ class Shipment:
         if self.error is not None:
             raise self.error
         return not self.failed
-
-
-@dataclass
-class ShippedCounts:
-    """What one client's remote attention has done since it began: messages, spans that rows named in them, bytes of
-    queries and of results, and messages that brought none. `chosen`: how many spans of how many steps were attended to
-    in each way (SpanChoice), by its name. `loaded_bytes`: KV that this client has loaded, by whatever call."""
-
-    messages: int = 0
-    spans: int = 0
-    query_bytes: int = 0
-    result_bytes: int = 0
-    failed: int = 0
-    chosen: dict[str, int] = field(default_factory=dict)
-    loaded_bytes: int = 0

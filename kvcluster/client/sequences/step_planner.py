@@ -89,7 +89,7 @@ class StepPlanner:
             raise CallerError(f"{type(planner).__name__} chose for {len(choices)} spans; this step has {len(facts)}")
         self._key, self._planner, self._plan = key, planner, ship_plan(rows, known.spans, choices)
         self._facts, self._choices = facts, choices
-        self._remote.count_choices(choices)
+        self._remote.counter.chose(choices)
         return self._plan
 
     def explain(self) -> AttendExplanation:

@@ -56,7 +56,9 @@ def test_a_place_that_has_computed_of_few_keys_is_taken_to_be_like_one_that_has_
     speeds.computed_at("shard-0", {1: KEYS}, 0.004, 0)
     speeds.computed_at("shard-1", {1: KEYS}, 0.008, 0)
     assert speeds.here_s(1, KEYS) == pytest.approx(0.004, rel=0.01)
-    assert speeds.here_s(1, 8 * KEYS) == pytest.approx(0.032, rel=0.01), "of all shards' keys, which nobody has computed"
+    assert speeds.here_s(1, 8 * KEYS) == pytest.approx(0.032, rel=0.01), (
+        "of all shards' keys, which nobody has computed"
+    )
     assert speeds.shard_s("shard-1", 1, KEYS) == pytest.approx(0.008, rel=0.01)
     assert speeds.shard_s("unknown", 1, KEYS) == pytest.approx(0.004, rel=0.01)
 

@@ -205,5 +205,3 @@ def test_what_chunks_of_a_prompt_have_cost_does_not_count_for_the_steps_behind()
     account = ShippingAccount()
     account.add(512, 7.0)
     assert account.seconds(1) == 0.0 and account.seconds(600) == 7.0
-
-
