@@ -7,7 +7,7 @@ This module owns no bytes and knows no time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import PageAllocator
@@ -262,6 +262,15 @@ class PagePool:
             raise IllegalTransition(f"pin of a page that is {page.state.value}")
         page.pins += 1
 
+    def pin_all(self, pages: Iterable[Page]) -> None:
+        """Pins all of these pages for one use. A message of attention pins thousands."""
+        used, ready = self.next_use(), PageState.READY
+        for page in pages:
+            if page.state is not ready:
+                raise IllegalTransition(f"pin of a page that is {page.state.value}")
+            page.pins += 1
+            page.used = used
+
     def unpin(self, page: Page) -> bool:
         """Removes one reader's pin. Returns True if that freed the page."""
         assert page.pins > 0, "an unpin without its pin"
@@ -272,12 +281,16 @@ class PagePool:
         """Unpins or aborts the pages that a lease still holds, because its holder has stopped. Returns the number of
         aborted ones."""
         pages = [page for page in lease.pages if page is not None]
-        for page in pages:
-            if lease.kind is LeaseKind.READ:
-                self.unpin(page)
-            else:
+        if lease.kind is not LeaseKind.READ:
+            for page in pages:
                 self.abort(page)
-        return 0 if lease.kind is LeaseKind.READ else len(pages)
+            return len(pages)
+        for page in pages:
+            assert page.pins > 0, "an unpin without its pin"
+            page.pins -= 1
+            if not page.pins and page.state is PageState.CONDEMNED:
+                self._free_if_unread(page)
+        return 0
 
     def condemn(self, page: Page) -> bool:
         """Admits no new readers. Returns True if the page had no readers and was freed at once."""

@@ -53,13 +53,8 @@ class SpanHandler:
         refused = _refusal(spans)
         if refused is not None:
             return [Answer(request.call, refused)]
-        pages: list[Page | None] = []
-        used = self._pool.next_use()
-        for span in spans:
-            for page in span.pages:
-                self._pool.pin(page)
-                page.used = used
-            pages += span.pages
+        pages: list[Page | None] = [page for span in spans for page in span.pages]
+        self._pool.pin_all(page for page in pages if page is not None)
         self._leases.grant(m.attempt, LeaseKind.READ, pages, now, request.tenant)
         return [Answer(request.call, told)]
 

@@ -103,8 +103,7 @@ class RemoteSpans:
     def _accepts(self, cut: CutBlocks) -> Loss:
         """Returns the loss that a shard's pages of a cut may have: of blocks that are here, too, no more than here, so
         that the result does not show which were read."""
-        loss = max(block.loss for block in cut.blocks)
-        return loss if any(block.page is not None for block in cut.blocks) else max(loss, self._accept)
+        return cut.loss if cut.held else max(cut.loss, self._accept)
 
     @staticmethod
     def _end(at: _AtShard, key: _Key) -> None:

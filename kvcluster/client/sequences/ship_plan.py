@@ -20,6 +20,7 @@ from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.blocks import SequenceBlock, StoreState
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.messages import ShardAddress
+from kvcluster.core.miss import Loss
 from kvcluster.core.position_tree import CUT_TOKENS, ROOT, Subtree, subtrees_beside, subtrees_of
 
 SPAN_CUTS = 8
@@ -38,10 +39,15 @@ class SeenBlocks(NamedTuple):
 
 
 class CutBlocks(NamedTuple):
-    """A cut of positions, and the blocks that hold it. Blocks are nodes of a tree, so the last one tells them all."""
+    """A cut of positions, and the blocks that hold it. Blocks are nodes of a tree, so the last one tells them all.
+
+    `loss` is the worst of them, and `held` says whether the resident set has a page of any: both hold as long as no
+    page moves."""
 
     cut: int
     blocks: tuple[SequenceBlock, ...]
+    loss: Loss
+    held: bool
 
     @property
     def last(self) -> SequenceBlock:
@@ -131,7 +137,7 @@ def shippable_cuts(row: SeenBlocks) -> Iterator[CutBlocks]:
             blocks = state.blocks[of_cut.start : of_cut.stop]
             coded = of_cut.start < state.encoded and any(state.table[depth] < ABSENT for depth in of_cut)
             if not coded and _is_stored(blocks):
-                yield CutBlocks(cut, tuple(blocks))
+                yield _cut_blocks(cut, blocks)
 
 
 def shard_spans(
@@ -174,6 +180,11 @@ def ship_plan(rows: Sequence[SeenBlocks], spans: Sequence[ShardSpan], choices: S
 
 def _depths_of(cut: int, block_tokens: int) -> range:
     return range(cut * CUT_TOKENS // block_tokens, -(-(cut + 1) * CUT_TOKENS // block_tokens))
+
+
+def _cut_blocks(cut: int, blocks: Sequence[SequenceBlock]) -> CutBlocks:
+    loss, held = max(block.loss for block in blocks), any(block.page is not None for block in blocks)
+    return CutBlocks(cut, tuple(blocks), loss, held)
 
 
 def _is_stored(blocks: Sequence[SequenceBlock]) -> bool:

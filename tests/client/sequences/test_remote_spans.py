@@ -8,6 +8,7 @@ import pytest
 
 from kvcluster.client.sequences import remote_spans
 from kvcluster.client.sequences.block_places import BlockPlaces
+from kvcluster.client.sequences.blocks import StoreState
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import CutBlocks, shippable_cuts
 from kvcluster.core import limits
@@ -70,15 +71,20 @@ def test_private_and_public_spans_go_in_messages_of_their_own() -> None:
 
 
 def test_blocks_that_are_here_too_may_have_lost_no_more_there() -> None:
-    spans, (one, *_) = spans_of(Loss.Q4), cuts()
-    absent = spans.named(HERE, one)
-    one.blocks[3].page = 7
-    here = spans.named(HERE, one)
+    spans, row = spans_of(Loss.Q4), seen(state_of(512))
+
+    def cut() -> CutBlocks:
+        (one,) = shippable_cuts(row)
+        return one
+
+    absent, block = spans.named(HERE, cut()), row.state.blocks[3]
+    block.page, block.stored = 7, StoreState.YES
+    here = spans.named(HERE, cut())
     assert here != absent
     (message,) = tell(spans)
     assert [blocks.accept for blocks in message.spans] == [Loss.Q4, Loss.EXACT]
-    one.blocks[3].loss = Loss.Q8
-    spans.named(HERE, one)
+    block.loss = Loss.Q8
+    spans.named(HERE, cut())
     assert tell(spans)[0].spans[0].accept is Loss.Q8
 
 

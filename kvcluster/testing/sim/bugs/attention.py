@@ -19,9 +19,10 @@ def stale_generation_read(original: Any, self: SpanRegistry, name: Any, span: An
     return span if span.found is not None else original(self, name, span)
 
 
-@stale_generation_read.also(PagePool, "pin")
-def _pin(original: Any, self: PagePool, page: Any) -> None:
-    page.pins += 1
+@stale_generation_read.also(PagePool, "pin_all")
+def _pin_all(original: Any, self: PagePool, pages: Any) -> None:
+    for page in pages:
+        page.pins += 1
 
 
 @planted(SpanHandler, "pin")
