@@ -90,6 +90,7 @@ struct AttentionCall {
     std::int64_t window;  // 0: none
     bool causal;
     std::size_t level, index;  // of the subtree
+    std::vector<std::pair<std::int64_t, std::int64_t>> limits;  // positions that count for each token; empty: the subtree's
 
     std::vector<std::size_t> starts;  // of rows, and the end
     std::vector<PageSpan> spans;      // distinct, and not empty
@@ -98,6 +99,11 @@ struct AttentionCall {
 
     std::size_t group() const { return query_heads / (head_stop - head_start); }
 };
+
+// The positions of a subtree.
+inline std::pair<std::int64_t, std::int64_t> limits_of(std::size_t level, std::size_t index) {
+    return {static_cast<std::int64_t>(index * kCutTokens << level), static_cast<std::int64_t>((index + 1) * kCutTokens << level)};
+}
 
 // Carries it out. The call must be consistent: the binding checks it.
 void attend(const Kernels& kernels, const AttentionCall& call);

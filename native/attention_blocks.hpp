@@ -38,8 +38,7 @@ struct Bounds {
 };
 
 inline Bounds bounds_of(const AttentionCall& call, std::size_t token) {
-    const i64 from = static_cast<i64>(call.index * kCutTokens << call.level);
-    const i64 to = static_cast<i64>((call.index + 1) * kCutTokens << call.level);
+    const auto [from, to] = call.limits.empty() ? limits_of(call.level, call.index) : call.limits[token];
     const i64 last = call.causal ? call.positions[token] + 1 : to;
     const i64 first = call.window ? last - call.window : 0;
     return {std::clamp(first, from, to), std::clamp(last, from, to)};

@@ -26,6 +26,7 @@ using SpanArguments = std::tuple<Address, Address, std::size_t, std::int64_t, st
 // number, block tokens, heads of a page, dims of key and value
 using ShapeArguments = std::tuple<int, std::size_t, std::size_t, std::size_t, std::size_t>;
 using CoderArguments = std::tuple<int, nb::object, std::size_t>;  // codec, coder, offset of the layer in a page
+using SubtreeArguments = std::pair<std::size_t, std::size_t>;  // level, index
 using ScoringArguments = std::tuple<float, float, float, std::int64_t, bool>;  // scale, cap, 1 / cap, window, causal
 
 template <typename Value>
@@ -92,12 +93,25 @@ void take_rows(AttentionCall& call, const std::vector<std::size_t>& starts,
     call.row_spans = row_spans;
 }
 
+bool is_subtree(SubtreeArguments subtree) { return subtree.first <= 31 && subtree.second >> (31 - subtree.first) == 0; }
+
+void take_limits(AttentionCall& call, const std::vector<SubtreeArguments>& row_subtrees) {
+    expect(row_subtrees.size() == call.row_spans.size(), "subtrees of other rows");
+    const auto whole = limits_of(call.level, call.index);
+    for (std::size_t row = 0; row < row_subtrees.size(); row++) {
+        expect(is_subtree(row_subtrees[row]), "out of range");
+        const auto limits = limits_of(row_subtrees[row].first, row_subtrees[row].second);
+        expect(whole.first <= limits.first && limits.second <= whole.second, "a row outside the subtree");
+        call.limits.insert(call.limits.end(), call.starts[row + 1] - call.starts[row], limits);
+    }
+}
+
 void attend_to(Address query, Address positions, Address out, Address lse, std::size_t tokens, std::size_t query_heads,
                const ShapeArguments& shape, const std::vector<CoderArguments>& coders,
                std::pair<std::size_t, std::size_t> heads, const ScoringArguments& scoring,
-               std::pair<std::size_t, std::size_t> subtree, const std::vector<SpanArguments>& spans,
+               SubtreeArguments subtree, const std::vector<SpanArguments>& spans,
                const std::vector<std::size_t>& starts, const std::vector<std::vector<std::uint32_t>>& row_spans,
-               std::size_t threads) {
+               const std::vector<SubtreeArguments>& row_subtrees, std::size_t threads) {
     AttentionCall call{};
     call.query = at<const float>(query);
     call.positions = at<const std::int64_t>(positions);
@@ -112,17 +126,22 @@ void attend_to(Address query, Address positions, Address out, Address lse, std::
     call.window = std::get<3>(scoring);
     call.causal = std::get<4>(scoring);
     std::tie(call.level, call.index) = subtree;
-    expect(call.level <= 31 && call.index >> (31 - call.level) == 0 && call.window >= 0 && threads, "out of range");
+    expect(is_subtree(subtree) && call.window >= 0 && threads, "out of range");
+    take_limits(call, row_subtrees);
     call.threads = threads;
     const Kernels& chosen = kernels();
     nb::gil_scoped_release others_run;
     attend(chosen, call);
 }
 
-void merge_results(Address into, Address into_lse, Address right, Address right_lse, std::size_t rows, std::size_t width) {
+void merge_results(Address out, Address lse, const std::vector<std::pair<std::size_t, std::size_t>>& pairs,
+                   std::size_t results, std::size_t rows, std::size_t width) {
+    for (const auto& [left, right] : pairs) expect(left < results && right < results && left != right, "no such results");
     const AttentionKernels& chosen = *kernels().attention;
     nb::gil_scoped_release others_run;
-    chosen.merge(at<float>(into), at<float>(into_lse), at<const float>(right), at<const float>(right_lse), rows, width);
+    for (const auto& [left, right] : pairs)
+        chosen.merge(at<float>(out) + left * rows * width, at<float>(lse) + left * rows,
+                     at<const float>(out) + right * rows * width, at<const float>(lse) + right * rows, rows, width);
 }
 
 }  // namespace
@@ -130,8 +149,9 @@ void merge_results(Address into, Address into_lse, Address right, Address right_
 void bind_attention(nb::module_& m) {
     m.def("attend", &attend_to, nb::arg("query"), nb::arg("positions"), nb::arg("out"), nb::arg("lse"), nb::arg("tokens"),
           nb::arg("query_heads"), nb::arg("shape"), nb::arg("coders"), nb::arg("heads"), nb::arg("scoring"),
-          nb::arg("subtree"), nb::arg("spans"), nb::arg("starts"), nb::arg("row_spans"), nb::arg("threads"));
-    m.def("merge_results", &merge_results, nb::arg("into"), nb::arg("into_lse"), nb::arg("right"), nb::arg("right_lse"),
+          nb::arg("subtree"), nb::arg("spans"), nb::arg("starts"), nb::arg("row_spans"), nb::arg("row_subtrees"),
+          nb::arg("threads"));
+    m.def("merge_results", &merge_results, nb::arg("out"), nb::arg("lse"), nb::arg("pairs"), nb::arg("results"),
           nb::arg("rows"), nb::arg("width"));
 }
 

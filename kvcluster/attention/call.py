@@ -58,9 +58,9 @@ class Scoring:
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
     """One layer. `query` float32 `[tokens, heads, dim]`, contiguous; `positions` int64 `[tokens]`. Row i has the
-    tokens from `starts[i]` up to `starts[i + 1]` and the spans `row_spans[i]`, which are indices into `spans`. The
-    query heads belong to the heads `heads[0]` up to `heads[1]` of the pages, in equal groups. Only positions of
-    `within` count."""
+    tokens from `starts[i]` up to `starts[i + 1]` and the spans `row_spans[i]`, which are indices into `spans`; of these
+    only positions of the subtree `row_withins[i]` count, which lies within `within`. The query heads belong to the
+    heads `heads[0]` up to `heads[1]` of the pages, in equal groups."""
 
     layout: PageLayout
     layer: int
@@ -69,6 +69,7 @@ class AttentionCall:
     starts: tuple[int, ...]
     spans: tuple[PageSpan, ...]
     row_spans: tuple[tuple[int, ...], ...]
+    row_withins: tuple[Subtree, ...]
     heads: tuple[int, int]
     scoring: Scoring
     within: Subtree
@@ -86,9 +87,9 @@ def check_call(
     rows: Sequence[QueryRow],
     heads: tuple[int, int] | None,
     scoring: Scoring,
-    within: Subtree,
+    row_withins: Sequence[Subtree],
 ) -> AttentionCall:
-    """Returns the call. Raises CallerError for what does not fit."""
+    """Returns the call; `row_withins` has a subtree for each row. Raises CallerError for what does not fit."""
     if type(layer) is not int or not 0 <= layer < layout.layers:
         raise CallerError(f"there is no layer {layer!r}; a page has {layout.layers}, counted from 0")
     start, stop = (0, layout.heads) if heads is None else heads
@@ -102,8 +103,10 @@ def check_call(
         raise CallerError("the query must be in memory of the CPU")
     if not query.shape[1] or query.shape[1] % (stop - start):
         raise CallerError(f"{query.shape[1]} query heads cannot be grouped over {stop - start} heads of pages")
-    if not (within.level >= 0 and within.index >= 0 and ROOT.contains(within)):
-        raise CallerError(f"{within} is outside a tree of {TREE_LEVELS} levels")
+    withins = dict.fromkeys(row_withins)
+    for within in withins:
+        if not (within.level >= 0 and within.index >= 0 and ROOT.contains(within)):
+            raise CallerError(f"{within} is outside a tree of {TREE_LEVELS} levels")
     starts, positions = [0], list[int]()
     for row in rows:
         positions += row.positions
@@ -121,9 +124,10 @@ def check_call(
         tuple(starts),
         spans,
         row_spans,
+        tuple(row_withins),
         (start, stop),
         scoring,
-        within,
+        next(iter(withins)) if len(withins) == 1 else ROOT,
     )
 
 

@@ -1,10 +1,12 @@
 """Attention over pages in the native core (native/attention.cpp): pages are read in place, and encoded ones decoded
 in a cache, by threads that hold no lock of Python.
 
-The steps are those of torch_kernel.py. `merge_pair` merges by the same arithmetic.
+The steps are those of torch_kernel.py. `merge_pairs` merges by the same arithmetic.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -56,16 +58,13 @@ def attend(kernels: Kernels, call: AttentionCall, threads: int) -> Result:
         ],
         starts=list(call.starts),
         row_spans=[list(numbers) for numbers in call.row_spans],
+        row_subtrees=[(within.level, within.index) for within in call.row_withins],
         threads=threads,
     )
     return out, lse
 
 
-def merge_pair(kernels: Kernels, left: Result, right: Result) -> Result:
-    """As arithmetic.merge_pair."""
-    out, lse = (each.clone(memory_format=torch.contiguous_format) for each in left)
-    right_out, right_lse = (each.contiguous() for each in right)
-    kernels.merge_results(
-        out.data_ptr(), lse.data_ptr(), right_out.data_ptr(), right_lse.data_ptr(), lse.numel(), out.shape[-1]
-    )
-    return out, lse
+def merge_pairs(kernels: Kernels, outs: Tensor, lses: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Merges results as arithmetic.merge_pair, in place: the second of each pair into its first, in order. They are
+    `[results, ..., value_dim]` and `[results, ...]`, contiguous."""
+    kernels.merge_results(outs.data_ptr(), lses.data_ptr(), list(pairs), len(outs), lses[0].numel(), outs.shape[-1])

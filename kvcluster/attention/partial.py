@@ -20,7 +20,7 @@ from torch import Tensor
 from kvcluster.attention.arithmetic import merge_pair, plain
 from kvcluster.attention.call import QueryRow, Scoring, check_call
 from kvcluster.attention.native_kernel import attend as native_attend
-from kvcluster.attention.native_kernel import merge_pair as native_merge_pair
+from kvcluster.attention.native_kernel import merge_pairs
 from kvcluster.attention.page_span import PageLayout
 from kvcluster.attention.torch_kernel import attend as torch_attend
 from kvcluster.core.position_tree import ROOT, Subtree, fold
@@ -62,12 +62,26 @@ def partial(
 
     Raises CallerError for what does not fit, before anything is read.
     """
+    scoring = Scoring(layout.key.dim**-0.5 if scale is None else scale, softcap, window, causal)
+    return Partial(within, *attend(query, rows, [within] * len(rows), layout, layer, scoring, heads, threads))
+
+
+def attend(
+    query: Tensor,
+    rows: Sequence[QueryRow],
+    withins: Sequence[Subtree],
+    layout: PageLayout,
+    layer: int,
+    scoring: Scoring,
+    heads: tuple[int, int] | None = None,
+    threads: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """As `partial`, and of each row only positions of its own subtree count. Returns `out` and `lse` of all rows."""
     if threads < 1:
         raise CallerError(f"threads is {threads}; it must be at least 1")
-    scoring = Scoring(layout.key.dim**-0.5 if scale is None else scale, softcap, window, causal)
-    call = check_call(layout, layer, query, rows, heads, scoring, within)
+    call = check_call(layout, layer, query, rows, heads, scoring, withins)
     kernels = native.KERNELS
-    return Partial(within, *(torch_attend(call) if kernels is None else native_attend(kernels, call, threads)))
+    return torch_attend(call) if kernels is None else native_attend(kernels, call, threads)
 
 
 def uses_fused() -> bool:
@@ -88,18 +102,40 @@ def merge(partials: Sequence[Partial], *, sinks: Tensor | None = None) -> Partia
     first = partials[0]
     if any(each.out.shape != first.out.shape or each.lse.shape != first.lse.shape for each in partials):
         raise CallerError("the partials are of other queries: their shapes differ")
-    found = {each.subtree: (each.out, each.lse) for each in partials}
-    if len(found) < len(partials):
-        raise CallerError("two partials are of the same subtree: its keys would be counted twice")
-    subtree, (out, lse) = fold(found, _merged)
+    outs, lses = torch.stack([each.out for each in partials]), torch.stack([each.lse for each in partials])
+    merged = merge_stacked([each.subtree for each in partials], outs, lses)
     if sinks is None:
-        return Partial(subtree, out, lse)
+        return merged
+    out, lse = merged.out, merged.lse
     if sinks.shape != lse.shape[1:]:
         raise CallerError(f"there are {lse.shape[1]} heads, and the sinks are {list(sinks.shape)}")
-    sink = torch.zeros_like(out), sinks.detach().float().expand(lse.shape).contiguous()
-    return Partial(ROOT, *_merged((out, lse), sink))
+    sink = sinks.detach().float().expand(lse.shape)
+    outs, lses = torch.stack([out, torch.zeros_like(out)]), torch.stack([lse, sink])
+    return Partial(ROOT, *_merged(outs, lses, [(0, 1)], 0))
 
 
-def _merged(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def merge_stacked(subtrees: Sequence[Subtree], outs: Tensor, lses: Tensor) -> Partial:
+    """As `merge`, of results `[subtrees, tokens, heads, value_dim]` and `[subtrees, tokens, heads]`, contiguous, which
+    are written over."""
+    numbers = {subtree: number for number, subtree in enumerate(subtrees)}
+    if len(numbers) < len(subtrees):
+        raise CallerError("two partials are of the same subtree: its keys would be counted twice")
+    pairs: list[tuple[int, int]] = []
+
+    def paired(left: int, right: int) -> int:
+        pairs.append((left, right))
+        return left
+
+    subtree, number = fold(numbers, paired)
+    return Partial(subtree, *_merged(outs, lses, pairs, number))
+
+
+def _merged(outs: Tensor, lses: Tensor, pairs: Sequence[tuple[int, int]], number: int) -> tuple[Tensor, Tensor]:
+    """Merges the second result of each pair into its first, in order. Returns the result with this number."""
     kernels = native.KERNELS
-    return merge_pair(plain, left, right) if kernels is None else native_merge_pair(kernels, left, right)
+    if kernels is not None:
+        merge_pairs(kernels, outs, lses, pairs)
+    else:
+        for left, right in pairs:
+            outs[left], lses[left] = merge_pair(plain, (outs[left], lses[left]), (outs[right], lses[right]))
+    return outs[number].clone(), lses[number].clone()

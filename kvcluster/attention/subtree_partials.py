@@ -1,14 +1,15 @@
 """Attention of several rows, each to subtrees of its own: what one place computes of a result that several share.
 
-A row names its spans and the subtrees of which it wants results. Rows that want one subtree are computed in one call,
-and spans that they share are read once. Each result is that of `partial` within its subtree, so it merges with those of
-other places into the bits of one call over all keys.
+A row names its spans and the subtrees of which it wants results. Rows that want one subtree, and small subtrees, are
+computed in one call, and spans that rows share are read once. Each result is that of `partial` within its subtree, so
+it merges with those of other places into the bits of one call over all keys.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from kvcluster.attention.call import QueryRow, Scoring
 from kvcluster.attention.page_span import PageLayout, PageSpan
-from kvcluster.attention.partial import Partial, merge, partial
+from kvcluster.attention.partial import Partial, attend, merge_stacked
 from kvcluster.core.position_tree import ROOT, Subtree
+
+_TOGETHER = 1 << 16
+"""Products of query tokens and keys that one call computes of several subtrees: some milliseconds of work."""
 
 
 class SubtreeRow(NamedTuple):
@@ -41,37 +45,21 @@ def subtree_partials(
     between: Callable[[], object] = lambda: None,
 ) -> list[list[Partial]]:
     """Returns for each row the result of each of its subtrees, in order. `query` is `[tokens, heads, dim]`: the tokens
-    of all rows, one row after the other. `between` is called before each subtree, and may raise. Raises as `partial`.
-    """
-    starts = [0]
-    for row in rows:
-        starts.append(starts[-1] + len(row.positions))
-    wanted: dict[Subtree, list[int]] = {}
-    for number, row in enumerate(rows):
-        for subtree in row.subtrees:
-            wanted.setdefault(subtree, []).append(number)
+    of all rows, one row after the other. `between` is called before each part of the work, which is one subtree or
+    several small ones, and may raise. Raises as `partial`."""
+    starts = [0, *itertools.accumulate(len(row.positions) for row in rows)]
     found: dict[tuple[int, Subtree], Partial] = {}
-    for subtree, numbers in wanted.items():
+    for pieces in _parts(rows):
         between()
-        whole = len(numbers) == len(rows)
-        mine = query if whole else torch.cat([query[starts[number] : starts[number + 1]] for number in numbers])
-        made = [QueryRow(rows[number].positions, _within(rows[number].spans, subtree)) for number in numbers]
-        result = partial(
-            mine,
-            made,
-            layout,
-            layer,
-            scale=scoring.scale,
-            softcap=scoring.softcap,
-            window=scoring.window,
-            within=subtree,
-            threads=threads,
-        )
-        at = 0
-        for number in numbers:
-            stop = at + len(rows[number].positions)
-            found[number, subtree] = Partial(subtree, result.out[at:stop], result.lse[at:stop])
-            at = stop
+        asked = [range(starts[piece.row], starts[piece.row + 1]) for piece in pieces]
+        tokens = list(itertools.chain(*asked))
+        mine = query if tokens == list(range(len(query))) else query[torch.tensor(tokens, dtype=torch.int64)]
+        made = [QueryRow(rows[piece.row].positions, piece.spans) for piece in pieces]
+        withins = [piece.subtree for piece in pieces]
+        out, lse = attend(mine, made, withins, layout, layer, scoring, threads=threads)
+        counts = [len(each) for each in asked]
+        for piece, its_out, its_lse in zip(pieces, out.split(counts), lse.split(counts), strict=True):
+            found[piece.row, piece.subtree] = Partial(piece.subtree, its_out, its_lse)
     return [[found[number, subtree] for subtree in row.subtrees] for number, row in enumerate(rows)]
 
 
@@ -84,18 +72,40 @@ def merge_rows(rows: Sequence[Sequence[Partial]], value_dim: int, heads: int) ->
         alike.setdefault(tuple(one.subtree for one in row), []).append(number)
     found = {number: (torch.zeros(0, heads, value_dim), torch.zeros(0, heads)) for number in alike.pop((), ())}
     for subtrees, numbers in alike.items():
-        each = [[ordered[number][at] for number in numbers] for at in range(len(subtrees))]
-        merged = merge(
-            [
-                Partial(subtree, torch.cat([one.out for one in ones]), torch.cat([one.lse for one in ones]))
-                for subtree, ones in zip(subtrees, each, strict=True)
-            ]
-        )
+        each = [ordered[number][at] for at in range(len(subtrees)) for number in numbers]
+        outs = torch.cat([one.out for one in each]).view(len(subtrees), -1, heads, value_dim)
+        lses = torch.cat([one.lse for one in each]).view(len(subtrees), -1, heads)
+        merged = merge_stacked(subtrees, outs, lses)
         counts = [len(ordered[number][0].out) for number in numbers]
-        parts = zip(torch.split(merged.out, counts), torch.split(merged.lse, counts), strict=True)
-        found.update(zip(numbers, parts, strict=True))
+        found.update(zip(numbers, zip(merged.out.split(counts), merged.lse.split(counts), strict=True), strict=True))
     outs, lses = zip(*(found[number] for number in range(len(rows))), strict=True)
     return Partial(ROOT, torch.cat(outs), torch.cat(lses))
+
+
+class _Piece(NamedTuple):
+    """What one row wants of one subtree, and the spans that have positions of it."""
+
+    row: int
+    subtree: Subtree
+    spans: Sequence[PageSpan]
+
+
+def _parts(rows: Sequence[SubtreeRow]) -> Iterator[list[_Piece]]:
+    """Yields what is computed in one call: all that rows want of one subtree, and of more subtrees as long as that is
+    little work."""
+    wanted: dict[Subtree, list[_Piece]] = {}
+    for number, row in enumerate(rows):
+        for subtree in row.subtrees:
+            wanted.setdefault(subtree, []).append(_Piece(number, subtree, _within(row.spans, subtree)))
+    part, work = list[_Piece](), 0
+    for pieces in wanted.values():
+        more = sum(len(rows[piece.row].positions) * sum(span.tokens for span in piece.spans) for piece in pieces)
+        if part and work + more > _TOGETHER:
+            yield part
+            part, work = [], 0
+        part, work = part + pieces, work + more
+    if part:
+        yield part
 
 
 def _within(spans: Sequence[PageSpan], subtree: Subtree) -> Sequence[PageSpan]:

@@ -14,6 +14,7 @@ same steps; there `plain` gives the same bits as `arithmetic.plain`, and all oth
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -64,9 +65,14 @@ def read_layer(layout: PageLayout, layer: int, address: int, codec: Codec) -> tu
 
 def bounds(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Returns for each query token the first position that it sees, and the one behind the last."""
-    last = call.positions + 1 if call.scoring.causal else torch.full_like(call.positions, call.within.stop)
+    counts = torch.tensor([stop - start for start, stop in itertools.pairwise(call.starts)], dtype=torch.int64)
+    lowest, highest = (
+        torch.tensor(of_row, dtype=torch.int64).repeat_interleave(counts)
+        for of_row in ([one.start for one in call.row_withins], [one.stop for one in call.row_withins])
+    )
+    last = call.positions + 1 if call.scoring.causal else highest
     first = torch.zeros_like(last) if call.scoring.window is None else last - call.scoring.window
-    return first.clamp(call.within.start, call.within.stop), last.clamp(call.within.start, call.within.stop)
+    return first.clamp(lowest, highest), last.clamp(lowest, highest)
 
 
 def _cuts(call: AttentionCall, spans: list[PageSpan], at: slice) -> Iterator[int]:

@@ -94,6 +94,7 @@ def attend(
     spans: list[tuple[int, int, int, int, int]],
     starts: list[int],
     row_spans: list[list[int]],
+    row_subtrees: list[tuple[int, int]],
     threads: int,
 ) -> None:
     """One call of attention (kvcluster/attention/torch_kernel.py). Other threads run meanwhile.
@@ -101,10 +102,11 @@ def attend(
     `query` float32 `[tokens, query_heads, key_dim]`, `positions` int64 `[tokens]`, `out` float32
     `[tokens, query_heads, value_dim]` and `lse` float32 `[tokens, query_heads]` are addresses. `shape`: the dtype (0
     bfloat16, 1 float16, 2 float32), block tokens, heads of a page, dims of keys and values. `coders`: (codec, Coder,
-    offset of the layer in a page). `scoring`: scale, softcap and its reciprocal or 0, window or 0, causal. `subtree`:
-    level, index. A span is (address of int64 addresses, address of int32 codecs, pages, position, tokens). ValueError
-    says what contradicts; addresses are not checked here.
+    offset of the layer in a page). `scoring`: scale, softcap and its reciprocal or 0, window or 0, causal. A subtree is
+    (level, index); those of rows lie within that of the call. A span is (address of int64 addresses, address of int32
+    codecs, pages, position, tokens). ValueError says what contradicts; addresses are not checked here.
     """
 
-def merge_results(into: int, into_lse: int, right: int, right_lse: int, rows: int, width: int) -> None:
-    """Merges results of later positions into earlier ones: float32 `[rows, width]` and `[rows]`, by address."""
+def merge_results(out: int, lse: int, pairs: list[tuple[int, int]], results: int, rows: int, width: int) -> None:
+    """Merges results of later positions, the second of each pair, into those of earlier ones, the first: float32
+    `[results, rows, width]` and `[results, rows]`, by address."""

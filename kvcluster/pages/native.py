@@ -42,10 +42,13 @@ class Kernels(Protocol):
         spans: list[tuple[int, int, int, int, int]],
         starts: list[int],
         row_spans: list[list[int]],
+        row_subtrees: list[tuple[int, int]],
         threads: int,
     ) -> None: ...
 
-    def merge_results(self, into: int, into_lse: int, right: int, right_lse: int, rows: int, width: int) -> None: ...
+    def merge_results(
+        self, out: int, lse: int, pairs: list[tuple[int, int]], results: int, rows: int, width: int
+    ) -> None: ...
 
     def choose(self, name: str) -> None: ...
 

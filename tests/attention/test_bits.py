@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,12 +18,16 @@ from kvcluster.attention import (
     PageSpan,
     Partial,
     QueryRow,
+    Scoring,
     Subtree,
+    SubtreeRow,
     merge,
     partial,
+    subtree_partials,
     subtrees,
 )
 from kvcluster.core.codecs import Codec
+from kvcluster.core.position_tree import subtrees_of
 from tests.attention.references import Context, context, layout_of
 
 pytestmark = pytest.mark.usefixtures("implementation")
@@ -92,6 +98,24 @@ def test_bits_do_not_depend_on_who_attends_to_which_subtree(
         if sum(1 << part.subtree.level for part in left) == 4:
             parts = [merge(left), *(part for part in parts if part not in left)]
     assert_same(merge(parts), partial(query, rows, LAYOUT, 1))
+
+
+@few
+@given(st.lists(st.lists(st.integers(0, 7), unique=True), min_size=1, max_size=3), st.integers(1, 3), st.booleans())
+def test_bits_do_not_depend_on_which_subtrees_are_computed_together(
+    prefix: Context, wanted: list[list[int]], threads: int, together: bool
+) -> None:
+    span, positions = prefix.span(), range(TOKENS - 3, TOKENS)
+    rows = [SubtreeRow(positions, [span], subtrees_of(sorted(cuts))) for cuts in wanted]
+    query = queries(3 * len(rows))
+    with patch.object(sys.modules[subtree_partials.__module__], "_TOGETHER", 1 << 20 if together else 0):
+        made = subtree_partials(query, rows, LAYOUT, 1, Scoring(0.25), threads=threads)
+    for number, (row, results) in enumerate(zip(rows, made, strict=True)):
+        assert [result.subtree for result in results] == list(row.subtrees)
+        for result in results:
+            one = [QueryRow(positions, [span])]
+            mine = query[3 * number : 3 * number + 3]
+            assert_same(result, partial(mine, one, LAYOUT, 1, scale=0.25, within=result.subtree))
 
 
 @pytest.mark.parametrize("threads", [2, 3, 16])

@@ -50,8 +50,11 @@ def test_instruction_sets_agree_with_the_definition_and_one_another(core: Kernel
     query = torch.randn(
         len(positions), 2 * layout.heads, layout.key.dim, generator=torch.Generator().manual_seed(tokens)
     )
-    within = data.draw(st.sampled_from([ROOT, Subtree(0, 1), Subtree(1, 0)]), label="within")
-    call = check_call(layout, of.layer, query, [QueryRow(positions, [of.span()])], None, scoring, within)
+    cut = data.draw(st.integers(0, len(positions)), label="cut")
+    rows = [QueryRow(mine, [of.span()]) for mine in (positions[:cut], positions[cut:])]
+    one = st.sampled_from([ROOT, Subtree(0, 0), Subtree(0, 1), Subtree(1, 0), Subtree(1, 1)])
+    withins = data.draw(st.lists(one, min_size=2, max_size=2), label="withins")
+    call = check_call(layout, of.layer, query, rows, None, scoring, withins)
     expected, made = torch_kernel.attend(call), each_set(core, call, data.draw(st.integers(1, 3), label="threads"))
     for name, (out, lse) in made.items():
         if name == "plain":
@@ -77,8 +80,11 @@ def test_merging_natively_is_merging(kernels: str, width: int) -> None:
     left = torch.randn(6, width, generator=generator), infinite[torch.arange(6)]
     right = torch.randn(6, width, generator=generator), infinite[torch.tensor([0, 3, 2, 3, 1, 4])]
     left[0][3] = right[0][1] = right[0][3] = 0
-    made, expected = native_kernel.merge_pair(native.KERNELS, left, right), merge_pair(plain, left, right)
-    for one, other in zip(made, expected, strict=True):
+    expected, again = merge_pair(plain, left, right), merge_pair(plain, merge_pair(plain, left, right), right)
+    outs, lses = torch.stack([left[0], left[0], right[0]]), torch.stack([left[1], left[1], right[1]])
+    native_kernel.merge_pairs(native.KERNELS, outs, lses, [(1, 2), (0, 2), (0, 2)])
+    pairs = [(outs[1], expected[0]), (lses[1], expected[1]), (outs[0], again[0]), (lses[0], again[1])]
+    for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=NEAR, atol=NEAR)
         assert kernels != "plain" or torch.equal(one, other)
 
@@ -95,9 +101,19 @@ WRONG = {
     "no coder": ("coder", {"coders": []}),
     "no threads": ("range", {"threads": 0}),
     "a subtree that is none": ("range", {"subtree": (32, 0)}),
+    "a row's subtree that is none": ("range", {"row_subtrees": [(3, 1 << 29)]}),
+    "a row outside the subtree": ("outside", {"subtree": (2, 1), "row_subtrees": [(0, 3)]}),
+    "subtrees of other rows": ("other rows", {"row_subtrees": []}),
     "an empty span": ("span", {"tokens_of_span": 0}),
     "more tokens than pages": ("pages", {"tokens_of_span": 17}),
 }
+
+
+@pytest.mark.parametrize("pair", [(0, 2), (2, 0), (1, 1)])
+def test_merging_refuses_results_that_are_not_there(pair: tuple[int, int], kernels: str) -> None:
+    assert native.KERNELS is not None
+    with pytest.raises(ValueError, match="no such results"):
+        native_kernel.merge_pairs(native.KERNELS, torch.zeros(2, 1, 4), torch.zeros(2, 1), [pair])
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -106,7 +122,7 @@ def test_the_binding_refuses_what_contradicts(what: str, monkeypatch: pytest.Mon
     layout = layout_of()
     pages = PageAddresses.from_pool(layout, torch.zeros(1, 2, 2, 16, 2, 32, dtype=torch.bfloat16), torch.zeros(1).int())
     call = check_call(
-        layout, 1, torch.zeros(1, 4, 32), [QueryRow([0], [PageSpan(pages, 0, 16)])], None, Scoring(1.0), ROOT
+        layout, 1, torch.zeros(1, 4, 32), [QueryRow([0], [PageSpan(pages, 0, 16)])], None, Scoring(1.0), [ROOT]
     )
     named, changed = WRONG[what]
     core: Kernels = native.KERNELS  # type: ignore[assignment]

@@ -185,7 +185,7 @@ def attention_case(layout: PageLayout, scoring: Scoring, seed: int) -> bytes:
     heads, positions = (0, layout.heads) if seed % 2 else (layout.heads - 1, layout.heads), [tokens + 20, 3, 511, 640]
     query = torch.randn(4, 3 * (heads[1] - heads[0]), layout.key.dim, generator=torch.Generator().manual_seed(seed))
     spans = [of.span(0, 0, half), of.span(13, half)]
-    call = check_call(layout, 1, query, [QueryRow(positions, spans)], heads, scoring, [ROOT, Subtree(0, 0)][seed % 2])
+    call = check_call(layout, 1, query, [QueryRow(positions, spans)], heads, scoring, [[ROOT, Subtree(0, 0)][seed % 2]])
     cap, dim = scoring.softcap or 0.0, layout.key.dim
     numbers = [
         list(DTYPES).index(layout.key.dtype),

@@ -32,7 +32,8 @@ class PageMap:
         self._absent = absent
         self._generation = absent.generation
         self._read = 0  # the version of the table up to which the addresses are those of its entries
-        self._holes = False  # whether some address may be _NOWHERE
+        self._stop = 0  # the length of the table then
+        self._nowhere: set[int] = set()  # depths whose address is _NOWHERE
         self._lent: dict[int, SequenceBlock] = {}  # depths whose page is borrowed
         self._fetched: dict[int, BlockFetch] = {}  # the load of each depth whose page is on its way
         self._addresses = torch.zeros(0, dtype=torch.int64)
@@ -51,10 +52,12 @@ class PageMap:
             self._generation, changed = self._absent.generation, 0
         if changed is not None:
             self._write(changed)
-        if not self._holes:
+        if not self._nowhere:
             return []
-        holes = (self._addresses[first:stop] == _NOWHERE).nonzero().flatten()
-        absent = [depth for depth in (first + at for at in holes.tolist()) if not self._find(depth)]
+        few = len(self._nowhere) < stop - first
+        holes = sorted(self._nowhere) if few else range(first, stop)
+        holes = [depth for depth in holes if first <= depth < stop and depth in self._nowhere]
+        absent = [depth for depth in holes if not self._find(depth)]
         if len(absent) < len(holes):
             self._changed()
         return [state.blocks[depth] for depth in absent]
@@ -84,7 +87,7 @@ class PageMap:
     ) -> PageSpan:
         """As `span`; the blocks that are nowhere are read raw at the addresses `places`."""
         addresses, codecs, blocks = self._addresses[first:stop].clone(), self._codecs[first:stop], self._state.blocks
-        if self._holes:
+        if self._nowhere:
             holes = (addresses == _NOWHERE).nonzero().flatten()
             found = [places[blocks[first + at]] for at in holes.tolist()]
             addresses[holes] = torch.tensor(found, dtype=torch.int64)
@@ -105,15 +108,16 @@ class PageMap:
         for depths in (self._lent, self._fetched):
             for depth in [depth for depth in depths if depth >= first]:
                 del depths[depth]
+        self._nowhere.difference_update(range(first, self._stop))
+        self._stop = stop
         if not first:
             self._kinds = frozenset({Codec.RAW})
         if first < stop:
             addresses, codecs = self._memory.addresses(torch.frombuffer(table.memory, dtype=torch.int32)[first:stop])
             self._addresses[first:stop] = addresses
             self._codecs[first:stop] = codecs
-            nowhere = (addresses == _NOWHERE).nonzero().flatten().tolist()
-            self._holes = self._holes or bool(nowhere)
-            for at in nowhere:
+            for at in (addresses == _NOWHERE).nonzero().flatten().tolist():
+                self._nowhere.add(first + at)
                 self._find(first + at)
             self._kinds |= {codec for codec in Codec if bool((self._codecs[first:stop] == int(codec)).any())}
         self._changed()
@@ -132,6 +136,7 @@ class PageMap:
             self._codecs[depth] = Codec.RAW
         else:
             return False
+        self._nowhere.discard(depth)
         return True
 
     def _changed(self) -> None:
