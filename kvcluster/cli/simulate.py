@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -40,9 +41,11 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="plant this bug, which the run must find; docs/simulator.md lists them (default: none)",
     )
-    simulate.add_argument(
+    shown = simulate.add_mutually_exclusive_group()
+    shown.add_argument(
         "--journal", action="store_true", help="print every event of every seed, and a digest, instead of the totals"
     )
+    shown.add_argument("--json", action="store_true", help="print the totals as one JSON object, stories included")
     simulate.set_defaults(run=_simulate)
 
 
@@ -59,9 +62,11 @@ def _simulate(options: argparse.Namespace) -> int:
         if sys.stderr.isatty() and time.monotonic() - shown > 1:
             shown = time.monotonic()
             print(f"{total.seeds} of {options.seeds} seeds", end="\r", file=sys.stderr, flush=True)
-    for failure in total.failures:
-        print(failure.story)
-    print("\n".join(total.lines(time.monotonic() - began)))
+    wall_s = time.monotonic() - began
+    if options.json:
+        print(json.dumps(total.figures(wall_s)))
+    else:
+        print("\n".join([*(failure.story for failure in total.failures), *total.lines(wall_s)]))
     return 1 if total.failures else 0
 
 

@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 from kvcluster.core import event_emitter, evictor, limits, record_sweeper
@@ -60,15 +61,27 @@ class Tally:
     def seeds(self) -> int:
         return len(self.steps)
 
+    def figures(self, wall_s: float) -> dict[str, Any]:
+        """Returns the totals: counts, and speeds where all of it took `wall_s`."""
+        return {
+            "seeds": self.seeds,
+            "steps": sum(self.steps),
+            "median_steps": statistics.median(self.steps) if self.steps else 0,
+            "seeds_per_core_s": self.seeds / max(self.busy_s, 1e-9),
+            "seeds_per_s": self.seeds / max(wall_s, 1e-9),
+            "faults": dict(self.faults),
+            "operations": dict(self.operations),
+            "failures": [asdict(failure) for failure in self.failures],
+        }
+
     def lines(self, wall_s: float) -> list[str]:
         """Returns the closing lines of the output."""
-        median = statistics.median(self.steps) if self.steps else 0
+        of = self.figures(wall_s)
         return [
             f"faults: {_counts(self.faults)}",
             f"operations: {_counts(self.operations)}",
-            f"{self.seeds} seeds, {len(self.failures)} failed; {sum(self.steps):,} steps, {median:,.0f} a seed in the "
-            f"median; {self.seeds / max(self.busy_s, 1e-9):.1f} seeds/s per core, {self.seeds / max(wall_s, 1e-9):.1f} "
-            "seeds/s in all",
+            f"{self.seeds} seeds, {len(self.failures)} failed; {of['steps']:,} steps, {of['median_steps']:,.0f} a seed "
+            f"in the median; {of['seeds_per_core_s']:.1f} seeds/s per core, {of['seeds_per_s']:.1f} seeds/s in all",
         ]
 
 

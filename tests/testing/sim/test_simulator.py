@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -212,6 +213,15 @@ def test_the_command_closes_with_what_was_done(capsys: pytest.CaptureFixture[str
     assert "3 seeds, 0 failed; " in printed
     assert " a seed in the median; " in printed and " seeds/s per core, " in printed
     assert "faults: " in printed and "operations: " in printed
+
+
+def test_the_command_says_the_same_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--seeds", "2", "--jobs", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["seeds"], told["failures"]) == (2, []) and told["steps"] > told["median_steps"] > 0
+    assert main(["simulate", "--seeds", "40", "--jobs", "1", "--bug", "lost-abort", "--json"]) == 1
+    (failure,) = json.loads(capsys.readouterr().out)["failures"]
+    assert f"--first {failure['seed']} " in failure["story"]
 
 
 def test_the_command_fails_with_the_story_where_a_seed_fails(capsys: pytest.CaptureFixture[str]) -> None:
