@@ -99,7 +99,8 @@ def _parts(rows: Sequence[SubtreeRow]) -> Iterator[list[_Piece]]:
             wanted.setdefault(subtree, []).append(_Piece(number, subtree, _within(row.spans, subtree)))
     part, work = list[_Piece](), 0
     for pieces in wanted.values():
-        more = sum(len(rows[piece.row].positions) * sum(span.tokens for span in piece.spans) for piece in pieces)
+        keys = [1 + sum(span.tokens for span in piece.spans) for piece in pieces]
+        more = sum(len(rows[piece.row].positions) * count for piece, count in zip(pieces, keys, strict=True))
         if part and work + more > _TOGETHER:
             yield part
             part, work = [], 0

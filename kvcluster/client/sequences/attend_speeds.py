@@ -29,6 +29,10 @@ READ_BYTES_PER_S = 4_000_000_000
 """How fast keys and values are read where no query of this size was measured. What a compute of more query tokens took
 beyond that was arithmetic, of which fewer take less."""
 
+_FAR = 8
+"""Computes of so many times fewer keys tell how long one of more keys takes: a line through several sizes does. Those
+of still fewer take most of their time for what is fixed."""
+
 _MESSAGES = 5
 """So many of the last messages to a shard say how long one takes."""
 
@@ -94,7 +98,7 @@ class AttendSpeeds:
         self.link: LinkRate | None = None
         """The speed of loads so far; None before the first."""
         self._lock = threading.RLock()
-        self._guess_s = products / GUESSED_PRODUCTS_PER_S
+        self._product_s = products / GUESSED_PRODUCTS_PER_S
         self._read_s = key_bytes / READ_BYTES_PER_S
         self._here = ComputeSpeed(self._read_s)
         self._shards: dict[str, ComputeSpeed] = {}
@@ -119,14 +123,17 @@ class AttendSpeeds:
             self._shards.setdefault(shard, ComputeSpeed(self._read_s)).record(keys, seconds, now)
 
     def here_s(self, queries: int, keys: int) -> float:
-        """Returns the seconds that attention of one layer takes in this process, its fixed part left out."""
+        """Returns the seconds that attention of one layer takes in this process, its fixed part left out. Before it
+        was measured, a guess, or what a faster shard took: shards are busy with what others ask, too."""
         with self._lock:
-            return self._seconds(self._here, queries, keys)
+            own = _own(self._here, queries, keys)
+            return min([self._guess_s(queries, keys), *self._alike(queries, keys)]) if own is None else own
 
     def shard_s(self, shard: str, queries: int, keys: int) -> float:
-        """Returns the same for a shard."""
+        """Returns the same for a shard. Before it was measured, what the fastest other place took."""
         with self._lock:
-            return self._seconds(self._shards.get(shard), queries, keys)
+            own = _own(self._shards.get(shard), queries, keys)
+            return min(self._alike(queries, keys), default=self._guess_s(queries, keys)) if own is None else own
 
     def way_s(self, shard: str) -> float:
         """Returns the seconds that a message takes on its way to a shard and back, its bytes left out: the median of
@@ -156,17 +163,18 @@ class AttendSpeeds:
         with self._lock:
             return max(known, self._fastest) or GUESSED_LINK.bytes_per_s
 
-    def _seconds(self, own: ComputeSpeed | None, queries: int, keys: int) -> float:
-        """Returns how long a compute takes: by what this place itself, else the fastest, has computed of at least half
-        as many keys; else by whichever has computed the most. Called in the lock."""
-        mine = own.estimate(queries, keys) if own is not None else None
-        if mine is not None and 2 * mine.keys >= keys:
-            return mine.seconds
+    def _guess_s(self, queries: int, keys: int) -> float:
+        return (self._product_s * queries + self._read_s) * keys
+
+    def _alike(self, queries: int, keys: int) -> list[float]:
+        """Returns how long a compute took wherever one of at least half as many keys was measured. Called in the
+        lock."""
         places = (self._here, *self._shards.values())
         known = [found for place in places if (found := place.estimate(queries, keys)) is not None]
-        enough = [found.seconds for found in known if 2 * found.keys >= keys]
-        if enough:
-            return min(enough)
-        if known:
-            return max(known, key=lambda found: found.keys).seconds
-        return (self._guess_s * queries + self._read_s) * keys
+        return [found.seconds for found in known if 2 * found.keys >= keys]
+
+
+def _own(place: ComputeSpeed | None, queries: int, keys: int) -> float | None:
+    """Returns how long a compute takes by what this place itself has computed; None if that was of too few keys."""
+    found = place.estimate(queries, keys) if place is not None else None
+    return found.seconds if found is not None and _FAR * found.keys >= keys else None

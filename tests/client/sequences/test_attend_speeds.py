@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.client.sequences.attend_speeds import READ_BYTES_PER_S, AttendSpeeds
+from kvcluster.client.sequences.attend_speeds import GUESSED_PRODUCTS_PER_S, READ_BYTES_PER_S, AttendSpeeds
 from kvcluster.core.breakeven import LinkRate
 
 KEYS = 4096
@@ -49,18 +49,29 @@ def test_a_compute_that_was_faster_than_reading_is_believed() -> None:
     assert speeds.here_s(1, KEYS) == pytest.approx(0.001, rel=0.01)
 
 
-def test_a_place_that_has_computed_of_few_keys_is_taken_to_be_like_one_that_has_of_many() -> None:
+def test_a_shard_that_has_computed_of_few_keys_is_taken_to_be_like_one_that_has_of_many() -> None:
     """A few keys take most of their time for what is fixed."""
     speeds = AttendSpeeds()
-    speeds.computed({1: 64}, 0.001, 0)
     speeds.computed_at("shard-0", {1: KEYS}, 0.004, 0)
     speeds.computed_at("shard-1", {1: KEYS}, 0.008, 0)
-    assert speeds.here_s(1, KEYS) == pytest.approx(0.004, rel=0.01)
-    assert speeds.here_s(1, 8 * KEYS) == pytest.approx(0.032, rel=0.01), (
-        "of all shards' keys, which nobody has computed"
-    )
-    assert speeds.shard_s("shard-1", 1, KEYS) == pytest.approx(0.008, rel=0.01)
-    assert speeds.shard_s("unknown", 1, KEYS) == pytest.approx(0.004, rel=0.01)
+    speeds.computed_at("shard-2", {1: 64}, 0.004, 0)
+    assert speeds.shard_s("shard-1", 1, 8 * KEYS) == pytest.approx(0.064, rel=0.01)
+    for other in ("shard-2", "unknown"):
+        assert speeds.shard_s(other, 1, KEYS) == pytest.approx(0.004, rel=0.01)
+
+
+def test_before_this_process_has_computed_of_many_keys_it_is_guessed_or_as_fast_as_the_fastest_shard() -> None:
+    """Shards that others keep busy say nothing of this process, and it would never find out."""
+    speeds, guess_s = AttendSpeeds(products=256, key_bytes=512), KEYS * 256 / GUESSED_PRODUCTS_PER_S
+    guess_s += KEYS * 512 / READ_BYTES_PER_S
+    speeds.computed({1: 64}, 0.001, 0)
+    speeds.computed_at("busy", {1: KEYS}, 100 * guess_s, 0)
+    assert speeds.here_s(1, KEYS) == pytest.approx(guess_s, rel=0.01)
+    assert speeds.here_s(1, 4 * KEYS) == pytest.approx(4 * guess_s, rel=0.01)
+    speeds.computed_at("idle", {1: KEYS}, guess_s / 4, 0)
+    assert speeds.here_s(1, KEYS) == pytest.approx(guess_s / 4, rel=0.01)
+    speeds.computed({1: KEYS}, 0.001 + 3 * guess_s, 0)
+    assert speeds.here_s(1, 8 * KEYS) == pytest.approx(8 * 3 * guess_s, rel=0.05), "a line, without its fixed part"
 
 
 def test_before_the_first_compute_all_places_are_alike() -> None:

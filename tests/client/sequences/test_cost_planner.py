@@ -127,15 +127,13 @@ def test_it_says_what_decides() -> None:
 
 
 def test_after_a_prompt_was_shipped_a_decode_step_ships_too_and_is_taken_to_cost_less() -> None:
-    """Nothing of its size was measured, and nothing as large in this process: else either would be taken for far
-    faster than the other."""
+    """Nothing of its size was measured yet, and nothing as large in this process."""
     speeds = AttendSpeeds(products=1024, key_bytes=1024)
     speeds.computed({64: 64}, 0.001, 0)
     for shard in range(SHARDS):
         speeds.computed_at(f"shard-{shard}", {64: 2 * TOKENS}, 0.4, 0)
         speeds.shipped(f"shard-{shard}", 10**7, 0.02)
     prompt, decode = (World().step(queries)._replace(speeds=speeds) for queries in (64, 1))
-    assert step_costs(decode).here_s == pytest.approx(SHARDS * step_costs(decode).ship_s, rel=0.2)
     assert step_costs(decode).ship_s < step_costs(prompt).ship_s / 10
     assert chosen(decode) == [SpanChoice.SHIP] * 8
 
