@@ -31,7 +31,7 @@ _PRICE_SHARE = 4
 _LEAST_GAIN = 0.05
 """Nothing is fetched for a smaller part of a step's time: measured times vary as much."""
 
-_STEPS_AHEAD = 2
+_STEPS_AHEAD = 8
 """Loads under way take as long as so many steps."""
 
 
