@@ -58,7 +58,7 @@ def subtree_partials(
         withins = [piece.subtree for piece in pieces]
         out, lse = attend(mine, made, withins, layout, layer, scoring, threads=threads)
         counts = [len(each) for each in asked]
-        for piece, its_out, its_lse in zip(pieces, out.split(counts), lse.split(counts), strict=True):
+        for piece, its_out, its_lse in zip(pieces, torch.split(out, counts), torch.split(lse, counts), strict=True):
             found[piece.row, piece.subtree] = Partial(piece.subtree, its_out, its_lse)
     return [[found[number, subtree] for subtree in row.subtrees] for number, row in enumerate(rows)]
 
@@ -77,9 +77,10 @@ def merge_rows(rows: Sequence[Sequence[Partial]], value_dim: int, heads: int) ->
         lses = torch.cat([one.lse for one in each]).view(len(subtrees), -1, heads)
         merged = merge_stacked(subtrees, outs, lses)
         counts = [len(ordered[number][0].out) for number in numbers]
-        found.update(zip(numbers, zip(merged.out.split(counts), merged.lse.split(counts), strict=True), strict=True))
-    outs, lses = zip(*(found[number] for number in range(len(rows))), strict=True)
-    return Partial(ROOT, torch.cat(outs), torch.cat(lses))
+        parts = zip(torch.split(merged.out, counts), torch.split(merged.lse, counts), strict=True)
+        found.update(zip(numbers, parts, strict=True))
+    made = [found[number] for number in range(len(rows))]
+    return Partial(ROOT, torch.cat([out for out, _ in made]), torch.cat([lse for _, lse in made]))
 
 
 class _Piece(NamedTuple):

@@ -96,11 +96,11 @@ class RemoteAttention:
         spec: KVSpec,
         part: Part,
         accept: Loss,
+        counter: ShippedCounter,
         *,
         shards: ShardConnections,
         control: CoordinatorClient,
         next_attempt: Callable[[], Attempt],
-        counter: ShippedCounter,
     ) -> None:
         self.places = BlockPlaces(spec, part, accept, control)
         self.speeds = AttendSpeeds(_products(spec, part), _key_bytes(spec, part))

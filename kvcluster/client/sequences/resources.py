@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.deadlines import OTHER_MS
@@ -34,6 +34,14 @@ if TYPE_CHECKING:
 
 _SYNC_INTERVAL_NS = 500_000_000
 """Changes of tables are collected for this long: a worker asks the coordinator twice a second at most."""
+
+
+class _AskedBy(TypedDict):
+    """By what shards and the coordinator are asked."""
+
+    shards: ShardConnections
+    control: CoordinatorClient
+    next_attempt: Callable[[], Attempt]
 
 
 @dataclass(frozen=True)
@@ -86,19 +94,17 @@ def sequence_resources(
         layers=part.layers,
         run_blocks=control.attach(spec, now).run_blocks,
     )
-    keeper = TableKeeper(next_attempt().holder, interval_ns=_SYNC_INTERVAL_NS)
     runner = SequenceRunner(
-        *(spec, parts, machine, keeper, memory),
+        *(spec, parts, machine, TableKeeper(next_attempt().holder, interval_ns=_SYNC_INTERVAL_NS), memory),
         control=control,
         transfers=transfers,
         flush_shards=shards.flush,
         store_ms=config.deadline_ms or OTHER_MS,
     )
     loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
-    remote = RemoteAttention(
-        spec, part, accept, shards=shards, control=control, next_attempt=next_attempt, counter=counter
-    )
-    search = MissingTokens(spec, part, accept, runner, control=control, shards=shards, next_attempt=next_attempt)
+    asked: _AskedBy = {"shards": shards, "control": control, "next_attempt": next_attempt}
+    remote = RemoteAttention(spec, part, accept, counter, **asked)
+    search = MissingTokens(spec, part, accept, runner, **asked)
     runner.sweeps, runner.settle = (loads.sweep, remote.sweep), loads.settle
     return SequenceResources(runner, loads, remote, search, spec.groups[0], part, deadline)
 
