@@ -292,6 +292,7 @@ def test_a_cluster_that_stands_still_costs_no_more_than_the_deadlines(sglang: Si
             assert storage.batch_set_v1(keys, slots([0, 1])) == [True, True] and seen(storage, keys)
             assert seen(patient, keys)
             os.kill(process.pid, signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)  # until all of its threads stand
             with took(5):
                 assert misses(storage, pool, keys)
                 assert patient.batch_exists(keys) == 0
