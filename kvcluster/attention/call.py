@@ -59,7 +59,7 @@ class Scoring:
 class AttentionCall:
     """One layer. `query` float32 `[tokens, heads, dim]`, contiguous; `positions` int64 `[tokens]`. Row i has the
     tokens from `starts[i]` up to `starts[i + 1]` and the spans `row_spans[i]`, which are indices into `spans`; of these
-    only positions of the subtree `row_withins[i]` count, which lies within `within`. The query heads belong to the
+    only positions of the subtree `row_withins[i]` count. The query heads belong to the
     heads `heads[0]` up to `heads[1]` of the pages, in equal groups."""
 
     layout: PageLayout
@@ -72,7 +72,11 @@ class AttentionCall:
     row_withins: tuple[Subtree, ...]
     heads: tuple[int, int]
     scoring: Scoring
-    within: Subtree
+
+    @property
+    def within(self) -> Subtree:
+        """A subtree that holds those of all rows: theirs, if it is one for all."""
+        return self.row_withins[0] if len({*self.row_withins}) == 1 else ROOT
 
     @property
     def group_heads(self) -> int:
@@ -103,8 +107,7 @@ def check_call(
         raise CallerError("the query must be in memory of the CPU")
     if not query.shape[1] or query.shape[1] % (stop - start):
         raise CallerError(f"{query.shape[1]} query heads cannot be grouped over {stop - start} heads of pages")
-    withins = dict.fromkeys(row_withins)
-    for within in withins:
+    for within in dict.fromkeys(row_withins):
         if not (within.level >= 0 and within.index >= 0 and ROOT.contains(within)):
             raise CallerError(f"{within} is outside a tree of {TREE_LEVELS} levels")
     starts, positions = [0], list[int]()
@@ -127,7 +130,6 @@ def check_call(
         tuple(row_withins),
         (start, stop),
         scoring,
-        next(iter(withins)) if len(withins) == 1 else ROOT,
     )
 
 

@@ -51,9 +51,9 @@ def subtree_partials(
     found: dict[tuple[int, Subtree], Partial] = {}
     for pieces in _parts(rows):
         between()
-        asked = [range(starts[piece.row], starts[piece.row + 1]) for piece in pieces]
-        tokens = list(itertools.chain(*asked))
-        mine = query if tokens == list(range(len(query))) else query[torch.tensor(tokens, dtype=torch.int64)]
+        asked, mine = [range(starts[piece.row], starts[piece.row + 1]) for piece in pieces], query
+        if [piece.row for piece in pieces] != list(range(len(rows))):
+            mine = query[torch.tensor(list(itertools.chain(*asked)), dtype=torch.int64)]
         made = [QueryRow(rows[piece.row].positions, piece.spans) for piece in pieces]
         withins = [piece.subtree for piece in pieces]
         out, lse = attend(mine, made, withins, layout, layer, scoring, threads=threads)

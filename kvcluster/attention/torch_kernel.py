@@ -37,11 +37,14 @@ def attend(call: AttentionCall, fma: Fma = plain) -> Partial:
     """Returns `out` float32 `[tokens, heads, value_dim]` and `lse` float32 `[tokens, heads]` of the call."""
     tokens, heads, _ = call.query.shape
     out, lse = torch.zeros(tokens, heads, call.layout.value_dim), torch.full((tokens, heads), -torch.inf)
+    seen = bounds(call)
     for row, numbers in enumerate(call.row_spans):
         spans = [call.spans[number] for number in numbers]
         for first in range(call.starts[row], call.starts[row + 1], _TOKENS_AT_ONCE):
             at = slice(first, min(first + _TOKENS_AT_ONCE, call.starts[row + 1]))
-            cuts = {Subtree(0, cut): _cut(call, spans, at, cut, fma) for cut in _cuts(call, spans, at)}
+            first_seen, last_seen = (each[at] for each in seen)
+            found = _cuts(spans, first_seen, last_seen)
+            cuts = {Subtree(0, cut): _cut(call, spans, at, (first_seen, last_seen), cut, fma) for cut in found}
             if cuts:
                 out[at], lse[at] = fold(cuts, lambda left, right: merge_pair(fma, left, right))[1]
     return out, lse
@@ -75,9 +78,8 @@ def bounds(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return first.clamp(lowest, highest), last.clamp(lowest, highest)
 
 
-def _cuts(call: AttentionCall, spans: list[PageSpan], at: slice) -> Iterator[int]:
-    """Yields each cut of which some query of `at` sees a position, in order."""
-    first, last = (each[at] for each in bounds(call))
+def _cuts(spans: list[PageSpan], first: Tensor, last: Tensor) -> Iterator[int]:
+    """Yields each cut of which some query sees a position, in order; each sees those from `first` up to `last`."""
     found: set[int] = set()
     for span in spans:
         start, stop = max(span.position, int(first.min())), min(span.stop, int(last.max()))
@@ -105,10 +107,12 @@ def _gather(call: AttentionCall, spans: list[PageSpan], cut: int) -> tuple[Tenso
     return key, value, there
 
 
-def _cut(call: AttentionCall, spans: list[PageSpan], at: slice, cut: int, fma: Fma) -> Partial:
+def _cut(
+    call: AttentionCall, spans: list[PageSpan], at: slice, bounds_seen: tuple[Tensor, Tensor], cut: int, fma: Fma
+) -> Partial:
     """Attends to one cut."""
     key, value, there = _gather(call, spans, cut)
-    first, last = (each[at, None] for each in bounds(call))
+    first, last = (each[:, None] for each in bounds_seen)
     where = torch.arange(cut * CUT_TOKENS, (cut + 1) * CUT_TOKENS)
     seen = (there & (where >= first) & (where < last))[:, None, None, :]
     query = call.query[at]

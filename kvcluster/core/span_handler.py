@@ -22,7 +22,6 @@ from kvcluster.core.messages import (
     SpanGrant,
     SpanMiss,
 )
-from kvcluster.core.page import Page
 from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespace
 from kvcluster.core.span_registry import RegisteredSpan, SpanRegistry
@@ -53,9 +52,9 @@ class SpanHandler:
         refused = _refusal(spans)
         if refused is not None:
             return [Answer(request.call, refused)]
-        pages: list[Page | None] = [page for span in spans for page in span.pages]
-        self._pool.pin_all(page for page in pages if page is not None)
-        self._leases.grant(m.attempt, LeaseKind.READ, pages, now, request.tenant)
+        pages = [page for span in spans for page in span.pages]
+        self._pool.pin_all(pages)
+        self._leases.grant(m.attempt, LeaseKind.READ, [*pages], now, request.tenant)
         return [Answer(request.call, told)]
 
 

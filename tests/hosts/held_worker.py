@@ -92,12 +92,12 @@ class HeldWorker:
 
     def store_long(self, seed: int) -> int:
         """Stores a prompt that is long enough to be attended to at its shard; says how many of its blocks."""
-        stored = self._client.store(_long(seed), torch.cat([kv(seed), kv(seed)])).blocks
+        stored = self._client.store(tokens(seed, 2 * BLOCKS), torch.cat([kv(seed), kv(seed)])).blocks
         return int(stored) if self._client.flush() else 0
 
     def open(self, seed: int) -> int:
         """Holds a sequence that begins with that prompt, and leaves it where it is; says how long it is."""
-        self._sequence = self._client.sequence(_long(seed), prefetch=False)
+        self._sequence = self._client.sequence(tokens(seed, 2 * BLOCKS), prefetch=False)
         self._held.callback(self._sequence.close)
         return int(self._sequence.length)
 
@@ -187,10 +187,6 @@ class HeldWorker:
 
     def _soon(self) -> Deadline:
         return Deadline.after_ms(10_000)
-
-
-def _long(seed: int) -> list[int]:
-    return list(range(seed * 1_000, seed * 1_000 + 2 * BLOCKS * SPEC.block_tokens))
 
 
 def main(address: str, port: str) -> None:

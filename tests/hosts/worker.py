@@ -27,9 +27,9 @@ PAGE_BYTES = SPEC.layer_bytes(0, SPEC.whole(0)) * 4
 PATIENT = ClientConfig(deadline_ms=30_000, connect_ms=30_000, store_wait_ms=10_000)
 
 
-def tokens(seed: int) -> list[int]:
+def tokens(seed: int, blocks: int = BLOCKS) -> list[int]:
     """A prompt of full blocks that no other seed shares."""
-    return list(range(seed * 1_000, seed * 1_000 + BLOCKS * SPEC.block_tokens))
+    return list(range(seed * 1_000, seed * 1_000 + blocks * SPEC.block_tokens))
 
 
 def kv(seed: int) -> torch.Tensor:

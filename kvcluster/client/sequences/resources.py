@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.deadlines import OTHER_MS
@@ -34,14 +34,6 @@ if TYPE_CHECKING:
 
 _SYNC_INTERVAL_NS = 500_000_000
 """Changes of tables are collected for this long: a worker asks the coordinator twice a second at most."""
-
-
-class _AskedBy(TypedDict):
-    """By what shards and the coordinator are asked."""
-
-    shards: ShardConnections
-    control: CoordinatorClient
-    next_attempt: Callable[[], Attempt]
 
 
 @dataclass(frozen=True)
@@ -102,9 +94,8 @@ def sequence_resources(
         store_ms=config.deadline_ms or OTHER_MS,
     )
     loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
-    asked: _AskedBy = {"shards": shards, "control": control, "next_attempt": next_attempt}
-    remote = RemoteAttention(spec, part, accept, counter, **asked)
-    search = MissingTokens(spec, part, accept, runner, **asked)
+    remote = RemoteAttention(spec, part, accept, counter, shards=shards, control=control, next_attempt=next_attempt)
+    search = MissingTokens(spec, part, accept, runner, control=control, shards=shards, next_attempt=next_attempt)
     runner.sweeps, runner.settle = (loads.sweep, remote.sweep), loads.settle
     return SequenceResources(runner, loads, remote, search, spec.groups[0], part, deadline)
 
