@@ -16,10 +16,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvcluster.cli.argument_types import positive
+from kvcluster.cli.bench.arguments import OPTIONS
 from kvcluster.config import size
 from kvcluster.errors import ConfigError
-from kvcluster.eviction import POLICIES
 from kvcluster.extras import needs
 
 _DESCRIPTION = """
@@ -33,8 +32,7 @@ class _Kind(NamedTuple):
     """One benchmark. `quick`: what --quick measures, "" for no such option. `plots`: it can draw its figures."""
 
     run: Callable[[argparse.Namespace], int]
-    options: Callable[[Callable[..., object]], None]
-    does: str
+    help: str
     description: str
     example: str = ""
     quick: str = ""
@@ -53,8 +51,8 @@ def add(commands: Any) -> None:
     kinds = bench.add_subparsers(dest="kind", metavar="KIND")
     for name, kind in _KINDS.items():
         example = f"kvcluster bench {name} {kind.example}".rstrip()
-        parser = kinds.add_parser(name, help=kind.does, description=kind.description, examples=[example])
-        kind.options(parser.add_argument)
+        parser = kinds.add_parser(name, help=kind.help, description=kind.description, examples=[example])
+        OPTIONS[name](parser.add_argument)
         if kind.quick:
             parser.add_argument("--quick", action="store_true", help=f"measure less: {kind.quick}")
         parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
@@ -62,128 +60,6 @@ def add(commands: Any) -> None:
             help_ = "also draw the figures into this PNG file; needs matplotlib (default: no picture)"
             parser.add_argument("--plot", metavar="FILE", help=help_)
         parser.set_defaults(run=kind.run)
-
-
-def _add_lookup(option: Callable[..., object]) -> None:
-    option(
-        "--blocks",
-        type=positive,
-        nargs="+",
-        default=[10_000, 100_000, 1_000_000, 2_000_000],
-        metavar="N",
-        help="sizes of the index in blocks (default 10000 100000 1000000 2000000)",
-    )
-
-
-def _add_transfer(option: Callable[..., object]) -> None:
-    option("--rounds", type=positive, metavar="N", help="rounds of each measurement (default 7)")
-    option("--moved", metavar="SIZE", help="how much each client moves in a round, such as 128MiB (default 128MiB)")
-    option(
-        "--pages",
-        nargs="+",
-        metavar="PAGE",
-        help="sizes of pages: 64KiB, 2MiB, 16MiB, or a model, whose 16-token pages are moved: llama-3-8b (2 MiB), "
-        "llama-3-70b (5 MiB), deepseek-v3 (1.07 MiB) (default 64KiB and the models)",
-    )
-    option(
-        "--layouts",
-        nargs="+",
-        metavar="LAYOUT",
-        default=["nhd", "dense"],
-        help="engine's layouts of whole calls and peers: nhd, hnd, cpu, transformers, dense (default nhd dense)",
-    )
-    option("--clients", nargs="+", type=positive, metavar="N", help="numbers of client processes (default 1 2)")
-    option("--paths", nargs="+", metavar="PATH", default=[], help="paths: shm, tcp, grpc, or a peer (default: all)")
-    option("--peers", type=Path, metavar="FOLDER", help="folder of the peers' drivers (default: that of a checkout)")
-    option(
-        "--peer-python",
-        default=sys.executable,
-        metavar="PYTHON",
-        help="Python in whose environment the peers are installed (default: this one)",
-    )
-
-
-def _add_codec(option: Callable[..., object]) -> None:
-    option("--rounds", type=positive, metavar="N", help="rounds of each speed measurement (default 7)")
-    option(
-        "--dims",
-        type=positive,
-        nargs="+",
-        default=[64, 128],
-        metavar="N",
-        help="sizes of an attention head, multiples of 8 (default 64 128)",
-    )
-
-
-def _add_tiers(option: Callable[..., object]) -> None:
-    option(
-        "--disk-dir", type=Path, metavar="FOLDER", help="folder on the drive to measure (default: a temporary folder)"
-    )
-
-
-def _add_attend(option: Callable[..., object]) -> None:
-    option("--tokens", type=positive, nargs="+", metavar="N", help="tokens of context (default 1024 8192 65536)")
-    option("--rounds", type=positive, metavar="N", help="rounds of each measurement (default 11)")
-    option(
-        "--model",
-        default="llama-3-8b",
-        metavar="NAME",
-        help="model whose shapes are used: llama-3-8b, llama-3-70b or deepseek-v3 (default llama-3-8b)",
-    )
-    option("--threads", type=positive, default=2, metavar="N", help="threads where several attend together (default 2)")
-    option(
-        "--forks",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="forks of a sequence where several attend together (default 8)",
-    )
-    option("--prefill", type=positive, metavar="N", help="tokens of the measured prefill (default 512)")
-    option(
-        "--links",
-        nargs="+",
-        default=[],
-        metavar="LINK",
-        help="measure whole generations instead, over links of a speed and round trip, as in 1gbit/2ms (default none)",
-    )
-    option("--new", type=positive, nargs="+", metavar="N", help="new tokens of a generation (default 1 64 1024)")
-    option("--batch", type=positive, nargs="+", metavar="N", help="rows of a generation (default 1 8)")
-
-
-def _add_sequences(option: Callable[..., object]) -> None:
-    option(
-        "--tokens",
-        type=positive,
-        nargs="+",
-        metavar="N",
-        help="lengths in tokens at which calls are measured, 1024 or more (default 1024 4096 16384 65536 262144 "
-        "1048576)",
-    )
-    option("--calls", type=positive, metavar="N", help="calls of each measurement (default 100)")
-    option("--decoded", type=positive, metavar="N", help="tokens decoded to count calls (default 4096)")
-
-
-def _add_trace(option: Callable[..., object]) -> None:
-    option("file", metavar="FILE", help="trace in Mooncake's format: JSON lines of timestamp and hash_ids")
-    tier = "bytes of the {} tier of all shards, as a share of the bytes of all distinct blocks (default {})"
-    option("--capacity", type=_share, default=0.10, metavar="SHARE", help=tier.format("device", 0.1))
-    option("--host", type=_share, default=0.05, metavar="SHARE", help=tier.format("host", 0.05))
-    option("--shards", type=positive, default=1, metavar="N", help="number of shards (default 1)")
-    option("--requests", type=positive, metavar="N", help="replay only the first N requests (default: all)")
-    option("--as-tokens", type=positive, default=16, metavar="N", help="tokens per block of the trace (default 16)")
-    option(
-        "--eviction-policy",
-        default="lru",
-        metavar="NAME",
-        help=f"which blocks go first: {' or '.join(POLICIES)} (default lru)",
-    )
-
-
-def _share(text: str) -> float:
-    share = float(text)
-    if not 0 < share <= 100:
-        raise argparse.ArgumentTypeError("must be a share of the bytes of all blocks, above 0 and up to 100, e.g. 0.1")
-    return share
 
 
 def _lookup(options: argparse.Namespace) -> int:
@@ -322,12 +198,12 @@ def _trace(options: argparse.Namespace) -> int:
     )
 
 
-def _report(options: argparse.Namespace, view: Any, measure: Callable[..., dict[str, Any]], **arguments: Any) -> int:
+def _report(options: argparse.Namespace, view: Any, measure: Callable[..., dict[str, Any]], **given: Any) -> int:
     """Measures, and prints and draws the figures. `view` is a module with `lines`, and with `panels` for `--plot`."""
     file = getattr(options, "plot", None)
     draw = drawing(file) if file else None  # first, so that what is missing is reported before the measurement
     with redirect_stdout(sys.stderr):  # Ray prints there what happens to its workers; only figures belong on ours
-        figures = {"setting": setting(), **measure(**arguments)}
+        figures = {"setting": setting(), **measure(**given)}
     if draw:
         draw(*view.panels(figures), file)
     if options.json:
@@ -359,7 +235,6 @@ def setting() -> dict[str, Any]:
 _KINDS = {
     "lookup": _Kind(
         _lookup,
-        _add_lookup,
         "measure the prefix index, and lookups over gRPC",
         "Measures lookups in the coordinator's prefix index beside a bare dictionary, and whole lookups over gRPC "
         "beside empty calls. Needs Ray and torch.",
@@ -367,7 +242,6 @@ _KINDS = {
     ),
     "transfer": _Kind(
         _transfer,
-        _add_transfer,
         "measure loads and stores over every path",
         "Measures loads and stores over shared memory, TCP and gRPC beside memory copies and bare sockets, and beside "
         "other caches where they are installed (docs/benchmarks.md). Needs Ray and torch.",
@@ -377,7 +251,6 @@ _KINDS = {
     ),
     "codec": _Kind(
         _codec,
-        _add_codec,
         "measure speed and error of the page codecs",
         "Measures how fast pages are encoded and decoded in q8 and q4, and by how much that changes values and the "
         "demo model's output. Needs torch and transformers.",
@@ -387,7 +260,6 @@ _KINDS = {
     ),
     "tiers": _Kind(
         _tiers,
-        _add_tiers,
         "measure loads from lower tiers, stores during demotion",
         "Measures loads from the host and disk tiers beside loads of raw pages, stores while pages are demoted, and a "
         "restart with a disk tier. Needs Ray and torch.",
@@ -396,7 +268,6 @@ _KINDS = {
     ),
     "attend": _Kind(
         _attend,
-        _add_attend,
         "measure attention over the pages of sequences",
         "Measures one layer of a decode step, and of a prefill, over pages as they lie, beside torch's attention over "
         "dense tensors; with --links whole generations over a context on four shards, which are fetched, attended to "
@@ -407,7 +278,6 @@ _KINDS = {
     ),
     "sequences": _Kind(
         _sequences,
-        _add_sequences,
         "measure a sequence as it grows to a million tokens",
         "Measures the calls of one sequence at several lengths: do they take longer as it grows? Needs Ray and torch.",
         "--quick",
@@ -416,7 +286,6 @@ _KINDS = {
     ),
     "trace": _Kind(
         _trace,
-        _add_trace,
         "replay a request trace for hit rates by tier and codec",
         "Replays a trace of requests through the real core without moving pages, and prints the hit rate by tier and "
         "codec. Figures are counts, the same on every machine. Needs only the base install.",

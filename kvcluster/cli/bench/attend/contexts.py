@@ -3,7 +3,7 @@ keys and values as tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,11 +81,20 @@ def filled(client: Client, of: ModelLayer, codec: str, values: list[Tensor]) -> 
     """Returns a context with this KV, encoded by `codec` where it is not "raw"."""
     tokens = len(values[0])
     sequence = client.sequence(_prompt([], codec, tokens), policy=replace(_EAGER, codec=codec))
-    for first in range(0, tokens, _STEP_TOKENS):
-        step = [plane[first : first + _STEP_TOKENS] for plane in values]
-        sequence.append(0, *step)
-        sequence.advance(range(first, first + len(step[0])))
+    fill(sequence, of, range(tokens), lambda first, stop: [plane[first:stop] for plane in values])
     return Context(of, sequence)
+
+
+def fill(
+    sequence: kvcluster.Sequence, of: ModelLayer, ids: Sequence[int], values: Callable[[int, int], list[Tensor]]
+) -> None:
+    """Appends these tokens. `values(first, stop)` returns a layer's KV of the tokens from index `first` up to
+    `stop`."""
+    for first in range(0, len(ids), _STEP_TOKENS):
+        step = ids[first : first + _STEP_TOKENS]
+        for layer in range(len(of.spec.groups[0].layers)):
+            sequence.append(layer, *values(first, first + len(step)))
+        sequence.advance(step)
 
 
 def borrowed(client: Client, of: ModelLayer, tokens: int) -> Context:

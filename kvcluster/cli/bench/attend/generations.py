@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import kvcluster
-from kvcluster.cli.bench.attend.contexts import ModelLayer
+from kvcluster.cli.bench.attend.contexts import ModelLayer, fill
 from kvcluster.cli.bench.attend.links import EmulatedLink, LinkProcess
 from kvcluster.cli.bench.report import progress
 from kvcluster.cli.bench.specs import CALL_MS, MODELS
@@ -36,7 +36,6 @@ from kvcluster.transport.rpc import Connection
 SHARDS = 4
 LAYERS = 2
 QUESTION_TOKENS = 64
-_STEP_TOKENS = 512
 
 WAYS: dict[str, Callable[[], kvcluster.AttendPlanner | None]] = {
     "fetch": lambda: None,
@@ -97,11 +96,7 @@ def _row(
 def _store(cluster: Any, of: ModelLayer, ids: Sequence[int]) -> None:
     """Stores the context: random KV."""
     with cluster.client(of.spec) as client, client.sequence() as sequence:
-        for first in range(0, len(ids), _STEP_TOKENS):
-            step = ids[first : first + _STEP_TOKENS]
-            for layer in range(LAYERS):
-                sequence.append(layer, *of.values(len(step)))
-            sequence.advance(step)
+        fill(sequence, of, ids, lambda first, stop: of.values(stop - first))
         if not sequence.flush(deadline_ms=CALL_MS):
             raise kvcluster.errors.KVClusterError("the context could not be stored: raise the memory of the shards")
 
