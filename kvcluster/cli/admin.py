@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from kvcluster.cli.argument_types import seconds
-from kvcluster.cli.confirming import PATIENCE_S, confirmed, may_drain, shard_in
+from kvcluster.cli.confirmation import PATIENCE_S, confirm, confirm_drain, shard_in
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator, read_status
 from kvcluster.cli.drain_local import drain_local
 from kvcluster.client.coordinator_client import GrpcPort, expect
@@ -162,7 +162,7 @@ def _purge(options: argparse.Namespace) -> int:
 
 
 def _forget(options: argparse.Namespace, what: str, purge: Purge) -> int:
-    if not options.yes and not confirmed(f"purge {what} that this credential can see, at {address_of(options)}?"):
+    if not options.yes and not confirm(f"purge {what} that this credential can see, at {address_of(options)}?"):
         print("nothing was purged", file=sys.stderr)
         return 1
     with coordinator(options, wait_ms=ANSWER_MS) as port:
@@ -190,7 +190,7 @@ def _drain(options: argparse.Namespace) -> int:
         return drain_local(options)
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         before = read_status(port, ANSWER_MS)
-        if not options.yes and not may_drain(before, [options.shard]):
+        if not options.yes and not confirm_drain(before, [options.shard]):
             return 1
         _ask_to_drain(port, options.shard, before)
         if options.wait:

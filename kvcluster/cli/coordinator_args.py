@@ -74,14 +74,14 @@ def coordinator(options: argparse.Namespace, *, wait_ms: int = 0, patient: bool 
     try:
         if wait_ms:
             if not patient:
-                check_answers(address, wait_ms)
+                _check_listens(address, wait_ms)
             connection.wait_ready(Deadline.after_ms(wait_ms))
         yield GrpcPort(connection)
     finally:
         connection.close()
 
 
-def check_answers(address: str, wait_ms: int) -> None:
+def _check_listens(address: str, wait_ms: int) -> None:
     """As `check_listens`, and says what to do."""
     try:
         check_listens(address, wait_ms)

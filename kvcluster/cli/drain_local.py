@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from kvcluster.cli import confirming
+from kvcluster.cli import confirmation
 from kvcluster.cli.coordinator_args import ANSWER_MS, address_of, coordinator, read_status
 from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.ids import ShardId
@@ -28,8 +28,8 @@ from kvcluster.transport.here import here
 _POLL_S = 0.5
 
 
-class Ended(IntEnum):
-    """How it ended, as the exit status. NOT_DRAINED also stands for any other error; 2 is a wrong option."""
+class DrainExit(IntEnum):
+    """The exit status of the command. NOT_DRAINED also stands for any other error; 2 is a wrong option."""
 
     DRAINED = 0
     NOT_DRAINED = 1
@@ -42,27 +42,27 @@ class DrainStep(NamedTuple):
 
     ask: tuple[str, ...]
     said: str
-    ended: Ended | None = None
+    ended: DrainExit | None = None
 
 
 def next_step(status: dict[str, Any], place: str, asked: Sequence[str]) -> DrainStep:
     """Returns what follows on the machine `place` from this status. `asked`: the shards that were asked to drain."""
     left = [s for s in status["shards"] if s["state"] != "lost" and may_share_memory(s["host"], place)]
     if left:
-        holding = ", ".join(f"{shard['shard']} with {confirming.pages_of(shard):,} page(s)" for shard in left)
+        holding = ", ".join(f"{shard['shard']} with {confirmation.pages_of(shard):,} page(s)" for shard in left)
         return DrainStep(tuple(s["shard"] for s in left if s["state"] in ("up", "joining")), f"left here: {holding}")
     if status["state"] != "serving":
         return DrainStep((), "the coordinator is rebuilding and does not know all shards yet")
     if not asked:
-        return DrainStep((), f"no shard runs on this machine ({place}): there is nothing to drain", Ended.DRAINED)
+        return DrainStep((), f"no shard runs on this machine ({place}): there is nothing to drain", DrainExit.DRAINED)
     lost = [name for name in dict.fromkeys(asked) if name in status["lost_shards"]]
     if lost:
-        return DrainStep((), f"lost before it was drained: {', '.join(lost)}", Ended.NOT_DRAINED)
-    return DrainStep((), f"drained: {', '.join(dict.fromkeys(asked))}", Ended.DRAINED)
+        return DrainStep((), f"lost before it was drained: {', '.join(lost)}", DrainExit.NOT_DRAINED)
+    return DrainStep((), f"drained: {', '.join(dict.fromkeys(asked))}", DrainExit.DRAINED)
 
 
 def drain_local(options: argparse.Namespace) -> int:
-    """Drains the shards of this machine, and prints how far it is. Returns one of `Ended`."""
+    """Drains the shards of this machine, and prints how far it is. Returns one of `DrainExit`."""
     deadline = Deadline.after_ms(options.deadline * 1e3)
     drain = LocalDrain(here(), confirmed=options.yes)
     try:
@@ -71,7 +71,7 @@ def drain_local(options: argparse.Namespace) -> int:
     except (Unreachable, Unavailable) as error:
         what = "the drain is not watched any more" if drain.asked else "nothing was drained"
         print(f"the coordinator at {address_of(options)} does not answer, so {what}: {error}", file=sys.stderr)
-        return Ended.NO_COORDINATOR
+        return DrainExit.NO_COORDINATOR
 
 
 class LocalDrain:
@@ -83,15 +83,15 @@ class LocalDrain:
         self._said = ""
         self.asked: list[str] = []
 
-    def run(self, port: GrpcPort, deadline: Deadline) -> Ended:
+    def run(self, port: GrpcPort, deadline: Deadline) -> DrainExit:
         """Asks and waits until no shard is here or the deadline is over. Raises Unavailable if the coordinator does not
         answer for longer than it takes to restart, or at the deadline."""
         away: Unavailable | None = None
-        patience = Deadline.after_ms(confirming.PATIENCE_S * 1e3)
+        patience = Deadline.after_ms(confirmation.PATIENCE_S * 1e3)
         while deadline.remaining_s():
             try:
                 ended = self._look(port, deadline)
-                away, patience = None, Deadline.after_ms(confirming.PATIENCE_S * 1e3)
+                away, patience = None, Deadline.after_ms(confirmation.PATIENCE_S * 1e3)
             except Unavailable as error:
                 ended, away = None, error
                 if not patience.remaining_s():
@@ -102,15 +102,15 @@ class LocalDrain:
         if away is not None:
             raise away
         print(f"the deadline is over; {self._said}. What is left goes with the node", file=sys.stderr)
-        return Ended.DEADLINE_OVER
+        return DrainExit.DEADLINE_OVER
 
-    def _look(self, port: GrpcPort, deadline: Deadline) -> Ended | None:
+    def _look(self, port: GrpcPort, deadline: Deadline) -> DrainExit | None:
         status = read_status(port, _answer_ms(deadline))
         step = next_step(status, self._place, self.asked)
         if step.ask and not self._confirmed:
-            self._confirmed = confirming.may_drain(status, step.ask)
+            self._confirmed = confirmation.confirm_drain(status, step.ask)
             if not self._confirmed:
-                return Ended.NOT_DRAINED
+                return DrainExit.NOT_DRAINED
         for shard in step.ask:  # also one that started since, or whose coordinator has restarted
             expect(Done, port.ask(Drain(ShardId(shard), leaving=True), Deadline.after_ms(_answer_ms(deadline))))
             self.asked.append(shard)

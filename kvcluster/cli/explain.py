@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
 from kvcluster.cli.namespace_diff import read_namespaces
-from kvcluster.cli.prompt_args import add_prompt_args, chosen, read_prompt, spec_in
+from kvcluster.cli.prompt_args import add_prompt_args, choose_spec, read_prompt, read_spec
 from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
@@ -59,9 +60,11 @@ MEANINGS = {
 
 def add(commands: Any) -> None:
     """Adds both commands."""
+    looks_up = partial(_ask, Client.lookup, lookup_dict, add_lookup)
+    explains = partial(_ask, Client.explain, explain_dict, add_explanation)
     for name, does, description, run in (
-        ("lookup", "show how much of a prompt is cached", _LOOKUP, _lookup),
-        ("explain", "show for every block of a prompt where it is, or why not", _EXPLAIN, _explain),
+        ("lookup", "show how much of a prompt is cached", _LOOKUP, looks_up),
+        ("explain", "show for every block of a prompt where it is, or why not", _EXPLAIN, explains),
     ):
         examples = [f"kvcluster {name} {example}" for example in _EXAMPLES]
         command = commands.add_parser(name, help=does, description=description, examples=examples)
@@ -77,19 +80,11 @@ def add(commands: Any) -> None:
         command.set_defaults(run=run)
 
 
-def _lookup(options: argparse.Namespace) -> int:
-    return _ask(options, Client.lookup, lookup_dict, add_lookup)
-
-
-def _explain(options: argparse.Namespace) -> int:
-    return _ask(options, Client.explain, explain_dict, add_explanation)
-
-
 def _ask(
-    options: argparse.Namespace,
     ask: Callable[..., R],
     as_dict: Callable[[R, KVSpec, int], dict[str, Any]],
     add_to: Callable[[TextPage, R, KVSpec, int], None],
+    options: argparse.Namespace,
 ) -> int:
     """Asks the cluster about the prompt by a call of the client, and prints the answer."""
     prompt, spec = read_prompt(options), _spec(options)
@@ -108,8 +103,8 @@ def _spec(options: argparse.Namespace) -> KVSpec:
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         known = read_namespaces(port, ANSWER_MS)
     if options.spec:
-        return spec_in(options.spec, known)
-    return chosen(known, options.model, options.weights, options.adapter)
+        return read_spec(options.spec, known)
+    return choose_spec(known, options.model, options.weights, options.adapter)
 
 
 # ------------------------------------------------------------------------------------------------ lookup

@@ -66,9 +66,9 @@ def read_prompt(options: argparse.Namespace) -> Prompt:
     return Prompt(_tokens(options.prompt_file, options.tokenizer), salt=options.salt.encode())
 
 
-def spec_in(file: str, known: Known) -> KVSpec:
-    """Returns the spec that a file describes. Raises CallerError if it cannot be read, or if the cluster knows no such
-    spec, with how the most similar one differs: to ask under a spec would make the cluster know it."""
+def read_spec(file: str, known: Known) -> KVSpec:
+    """Returns the spec that a file describes. Raises CallerError if the file cannot be read, or if no engine has
+    registered this spec: a question under it would register it. The error says how the most similar one differs."""
     try:
         values = json.loads(Path(file).read_text(encoding="utf-8"))
         spec = KVSpec.uniform(**values)
@@ -91,9 +91,9 @@ def spec_in(file: str, known: Known) -> KVSpec:
     )
 
 
-def chosen(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
-    """Returns the spec that matches; of any model if it is "". Raises CallerError if there is none, or more than
-    one."""
+def choose_spec(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
+    """Returns the spec of this model, of weights whose id begins with `weights`, and of this adapter; of any model if
+    `model` is "". Raises CallerError if there is none, or more than one."""
     engines = [spec for spec, _ in known if spec.model != MODEL or model == MODEL]
     of_model = [spec for spec in engines if model in ("", spec.model) and spec.adapter == adapter]
     models = list(dict.fromkeys(spec.model for spec in of_model))
@@ -115,8 +115,8 @@ def chosen(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
     if len({spec.weights for spec in found}) == 1:
         differ = ", ".join(dict.fromkeys(name for spec in found[1:] for name in differing_fields(found[0], spec)))
         raise CallerError(
-            f"engines of {model!r} with these weights differ in other settings ({differ}), so none of them can be "
-            "chosen: `kvcluster status` shows how"
+            f"engines of {model!r} with these weights differ in other settings ({differ}), so it is not clear "
+            "which of them is meant: `kvcluster status` shows the difference"
         )
     raise CallerError(f"engines of {model!r} run different weights; give one of them as --weights: {names}")
 

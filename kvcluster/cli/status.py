@@ -12,7 +12,7 @@ from typing import Any
 from kvcluster.cli.argument_types import seconds
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator, read_status
 from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
-from kvcluster.cli.status_view import add_status, degraded, serves
+from kvcluster.cli.status_view import add_status, degradations, serves
 from kvcluster.cli.text_page import TextPage
 from kvcluster.cli.weights import alone, engines_dict, read_engines
 from kvcluster.errors import KVClusterError, Unreachable
@@ -76,7 +76,7 @@ def exit_of(status: dict[str, Any]) -> StatusExit:
     """Returns the exit status for this status."""
     if not serves(status):
         return StatusExit.NOT_SERVING
-    return StatusExit.DEGRADED if degraded(status) else StatusExit.AS_CONFIGURED
+    return StatusExit.DEGRADED if degradations(status) else StatusExit.AS_CONFIGURED
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -40,7 +40,7 @@ def add_status(page: TextPage, status: dict[str, Any], address: str) -> None:
         page.say(f"{counted(len(engines), 'engine')}: {', '.join(names)}{more}")
 
 
-def degraded(status: dict[str, Any]) -> list[str]:
+def degradations(status: dict[str, Any]) -> list[str]:
     """Returns a sentence for each way in which the cluster is not as it is configured."""
     found = [f"{shard['shard']}: {shard['trouble']}" for shard in status["shards"] if shard["trouble"]]
     if status["lost_shards"]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvcluster.cli import confirming, drain_local
-from kvcluster.cli.drain_local import DrainStep, Ended, next_step
+from kvcluster.cli import confirmation, drain_local
+from kvcluster.cli.drain_local import DrainExit, DrainStep, next_step
 from kvcluster.cli.main import main
 from kvcluster.client import Client
 from tests.cli.front import Served
@@ -44,9 +44,9 @@ def status(*shards: tuple[str, str, str], serving: bool = True, lost: tuple[str,
         (
             status(("s1", ELSEWHERE, "up")),
             [],
-            DrainStep((), f"no shard runs on this machine ({HERE}): there is nothing to drain", Ended.DRAINED),
+            DrainStep((), f"no shard runs on this machine ({HERE}): there is nothing to drain", DrainExit.DRAINED),
         ),
-        (status(("s1", ELSEWHERE, "up")), ["s0", "s3", "s0"], DrainStep((), "drained: s0, s3", Ended.DRAINED)),
+        (status(("s1", ELSEWHERE, "up")), ["s0", "s3", "s0"], DrainStep((), "drained: s0, s3", DrainExit.DRAINED)),
         (
             status(serving=False),
             ["s0"],
@@ -55,7 +55,7 @@ def status(*shards: tuple[str, str, str], serving: bool = True, lost: tuple[str,
         (
             status(("s0", HERE, "lost"), lost=("s0",)),
             ["s0"],
-            DrainStep((), "lost before it was drained: s0", Ended.NOT_DRAINED),
+            DrainStep((), "lost before it was drained: s0", DrainExit.NOT_DRAINED),
         ),
     ],
 )
@@ -73,7 +73,7 @@ def on_the_shards_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_shard_of_this_machine_drains_and_its_node_leaves(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert served.run("drain", "--local", "--yes", token="operator") == Ended.DRAINED
+    assert served.run("drain", "--local", "--yes", token="operator") == DrainExit.DRAINED
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("left here: shard-0 with ")
     assert said[-1] == "drained: shard-0, shard-1"
@@ -85,7 +85,7 @@ def test_every_shard_of_this_machine_drains_and_its_node_leaves(
 def test_without_a_terminal_what_is_lost_is_said_and_nothing_is_asked(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert served.run("drain", "--local", token="operator") == Ended.DRAINED
+    assert served.run("drain", "--local", token="operator") == DrainExit.DRAINED
     assert (
         "shard-0, shard-1 are all shards: 80 pages will be lost, and nothing can be stored" in capsys.readouterr().err
     )
@@ -96,7 +96,7 @@ def test_at_a_terminal_the_last_shards_are_not_drained_unasked(
     served: Served, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Terminal("no\n"))
-    assert served.run("drain", "--local", token="operator") == Ended.NOT_DRAINED
+    assert served.run("drain", "--local", token="operator") == DrainExit.NOT_DRAINED
     assert "Drain them? [y/N]" in capsys.readouterr().out
     assert blocks(client) == 80
 
@@ -107,7 +107,7 @@ def test_a_deadline_that_is_over_says_what_is_left(
 ) -> None:
     monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: False)
     ended = served.run("drain", "--local", "--yes", "--deadline", "0.3", token="operator")
-    assert ended == Ended.DEADLINE_OVER == 3
+    assert ended == DrainExit.DEADLINE_OVER == 3
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("the deadline is over; left here: shard-0 with ")
     assert "page(s), shard-1 with " in said
@@ -124,7 +124,7 @@ def test_a_machine_without_a_shard_has_nothing_to_drain(
 def test_where_no_coordinator_answers_it_ends_with_a_status_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert main(["drain", "--local", "--deadline", "0.2", "--port", str(port)]) == Ended.NO_COORDINATOR == 4
+    assert main(["drain", "--local", "--deadline", "0.2", "--port", str(port)]) == DrainExit.NO_COORDINATOR == 4
     said = capsys.readouterr().err
     assert f"the coordinator at 127.0.0.1:{port} does not answer, so nothing was drained" in said
 
@@ -133,19 +133,19 @@ def test_where_no_coordinator_answers_it_ends_with_a_status_of_its_own(capsys: p
 def test_a_coordinator_that_ends_meanwhile_is_not_waited_for(
     served: Served, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(confirming, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(confirmation, "PATIENCE_S", 0.1)
     monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: False)
 
     def end_after_the_question(*_: object) -> bool:
         served.cluster.stop_coordinator()
         return True
 
-    monkeypatch.setattr(confirming, "may_drain", end_after_the_question)
+    monkeypatch.setattr(confirmation, "confirm_drain", end_after_the_question)
     try:
         ended = served.run("drain", "--local", "--deadline", "30", token="operator")
     finally:
         served.cluster.start_coordinator()
-    assert ended == Ended.NO_COORDINATOR
+    assert ended == DrainExit.NO_COORDINATOR
     assert "does not answer" in capsys.readouterr().err
 
 

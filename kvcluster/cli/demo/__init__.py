@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,6 @@ from kvcluster.cli.child_process import ChildProcess
 from kvcluster.cli.demo import far as fourth_act
 from kvcluster.cli.demo import text
 from kvcluster.cli.demo import tiers as third_act
-from kvcluster.cli.demo.replica import engine_replica
 from kvcluster.cli.demo.screen import Screen
 from kvcluster.cli.demo.signals import Signals
 
@@ -38,6 +38,8 @@ for _name in ("ray", "torch", "transformers"):
 
 SHARDS = 2
 DEVICE_BYTES = "512MiB"
+_ENGINE = (sys.executable, "-u", "-m", "kvcluster.cli.demo.engine")
+_QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 Figures = dict[str, Any]
 Progress = Callable[[int, int], None]
@@ -69,7 +71,7 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
         workshop = Path(house.enter_context(tempfile.TemporaryDirectory(prefix="kvcluster-demo-")))
         given = os.environ.get("DEMO_MODEL")
         model: Figures = {"path": given or str(workshop / "model"), "bytes_are_tokens": not given}
-        first = house.enter_context(engine_replica("the first replica"))
+        first = house.enter_context(_replica("the first replica"))
         acts = house.enter_context(ExitStack())
         with screen.step("start Ray, a coordinator and two shards"), signals.put_off():
             cluster = acts.enter_context(kvcluster.local(shards=SHARDS, device_bytes=DEVICE_BYTES))
@@ -83,7 +85,7 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
             first.ask("connect", address=cluster.address)
             (stored,) = _answers(first, text.QUESTIONS[:1], progress, cached=True)
 
-        second = house.enter_context(engine_replica("the second replica"))
+        second = house.enter_context(_replica("the second replica"))
         with screen.step("start the second replica"):
             second.ask("load", **model)
             second.ask("connect", address=cluster.address)
@@ -101,6 +103,11 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
     figures = assess(computed, stored, loaded, spoiled, trained, explained)
     figures |= {"tiers": tiers, "far": far, "ok": figures["ok"] and tiers["ok"] and far["ok"]}
     return about | figures | {"hit_rate": status["hit_rate"], "seconds": time.monotonic() - began}
+
+
+def _replica(name: str) -> ChildProcess:
+    """Starts a replica, whose requests are the methods of engine.Engine."""
+    return ChildProcess(_ENGINE, _QUIET, name=name, shown_lines=20, kill_on_error=True)
 
 
 def assess(

@@ -53,8 +53,8 @@ def prompt(number: int, blocks: int) -> list[int]:
     return [number, *range(1, blocks * SPEC.block_tokens)]
 
 
-def tensor(blocks: int) -> torch.Tensor:
-    """Returns random numbers in memory that has been touched."""
+def random_kv(blocks: int) -> torch.Tensor:
+    """Returns random KV for so many blocks, in memory that has been touched."""
     memory = warm_memory(blocks * PAGE_BYTES)
     return torch.frombuffer(memory, dtype=torch.bfloat16).view(blocks, *SHAPE).normal_()
 

@@ -23,10 +23,10 @@ from kvcluster.cli.bench.tiers.fixtures import (
     load,
     one_shard,
     prompt,
+    random_kv,
     rates,
     set_policy,
     store,
-    tensor,
     tier_of,
     wait_for_tier,
 )
@@ -66,7 +66,7 @@ def measure(*, rounds: int, blocks: int, stores: int, folder: Path | None) -> di
 
 def _loads(rounds: int, blocks: int) -> list[dict[str, Any]]:
     """Loads prompts that are stored raw, in q8 and in q4 in turns, over tcp and over shm. Returns medians."""
-    source, into = tensor(blocks), tensor(blocks)
+    source, into = random_kv(blocks), random_kv(blocks)
     prompts = {name: prompt(number, blocks) for number, name in enumerate(("q4", "q8", "raw"))}
     seconds: dict[str, dict[str, list[float]]] = {}
     # Two more prompts are stored after the one to demote, which push it out of the device tier.
@@ -127,7 +127,7 @@ def _stages(blocks: int) -> list[dict[str, Any]]:
 
 def _stores(count: int) -> dict[str, Any]:
     """Measures stores of one block each: while no pages move, and while other pages are demoted as q4."""
-    one, many = tensor(1), tensor(_FILL)
+    one, many = random_kv(1), random_kv(_FILL)
     pages = 8 * count
     settings = {"low_free": 0.25, "high_free": 0.75, "host_codec": "q4"}
     tiers = {"device_bytes": pages * PAGE_BYTES, "host_bytes": pages * PAGE_BYTES // 2}
@@ -140,7 +140,8 @@ def _stores(count: int) -> dict[str, Any]:
                 store(client, 100_000 + number, many)
         busy = _stores_during_demotion(client, one)
     if len(busy) < count // 4:
-        raise KVClusterError(f"only {len(busy)} stores ran during the demotion; run more stores")
+        few = f"only {len(busy)} stores ran while pages were demoted, fewer than {count // 4}"
+        raise KVClusterError(f"{few}: run it on a quieter machine")
     rows = {name: {"stores": len(of), **latency_ms(of)} for name, of in (("idle", idle), ("demoting", busy))}
     ratio = {name: rows["demoting"][name] / rows["idle"][name] for name in ("p50_ms", "p99_ms")}
     return {**rows, "p50_of_idle": ratio["p50_ms"], "p99_of_idle": ratio["p99_ms"]}

@@ -16,7 +16,16 @@ from typing import Any
 
 from kvcluster.cli.bench.report import progress
 from kvcluster.cli.bench.rounds import interleaved
-from kvcluster.cli.bench.tiers.fixtures import PAGE_BYTES, load, one_shard, prompt, rates, store, tensor, wait_for_tier
+from kvcluster.cli.bench.tiers.fixtures import (
+    PAGE_BYTES,
+    load,
+    one_shard,
+    prompt,
+    random_kv,
+    rates,
+    store,
+    wait_for_tier,
+)
 from kvcluster.cli.waiting import wait_until
 from kvcluster.client import Client
 
@@ -26,7 +35,7 @@ _COLD, _RAW = "from the drive", "device, raw"
 def restart(rounds: int, blocks: int, folder: Path | None) -> dict[str, Any]:
     """Returns the seconds from the kill to the first whole load, and rates of loads from disk and, for comparison, of
     raw loads from the device tier."""
-    source, into = tensor(blocks), tensor(blocks)
+    source, into = random_kv(blocks), random_kv(blocks)
     tokens, raw = prompt(0, blocks), prompt(1, blocks)
     tiers = {
         "device_bytes": 2 * blocks * PAGE_BYTES,

@@ -1,4 +1,5 @@
-"""What the commands that lose pages share: the question before they do, and how long they wait for a coordinator."""
+"""What the commands that may lose pages share: the question that they ask before, and how long they wait for a
+coordinator."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ PATIENCE_S = 30.0
 """How long the coordinator may be unreachable while a drain is watched: it restarts within a few seconds."""
 
 
-def confirmed(question: str) -> bool:
+def confirm(question: str) -> bool:
     """Whether the person at the terminal says yes. Raises CallerError without a terminal."""
     if not sys.stdin.isatty():
         raise CallerError("this command asks for confirmation, but standard input is no terminal; give --yes")
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
-def may_drain(status: dict[str, Any], shards: Sequence[str]) -> bool:
-    """Whether these shards may be drained. If no other shard is left then, the person at the terminal is asked; without
-    a terminal there is no one to ask: it is said, and done."""
+def confirm_drain(status: dict[str, Any], shards: Sequence[str]) -> bool:
+    """Whether these shards may be drained. The person at the terminal is asked if no other shard would be left; without
+    a terminal a warning is printed, and the answer is yes."""
     known = [shard for shard in shards if shard_in(status, shard)]
     staying = [k for k in status["shards"] if k["shard"] not in shards and k["state"] in ("up", "joining")]
     if staying or not known:
@@ -34,7 +35,7 @@ def may_drain(status: dict[str, Any], shards: Sequence[str]) -> bool:
     if not sys.stdin.isatty():
         print(loss, file=sys.stderr)
         return True
-    if not confirmed(f"{loss}. Drain {'it' if len(known) == 1 else 'them'}?"):
+    if not confirm(f"{loss}. Drain {'it' if len(known) == 1 else 'them'}?"):
         print("nothing was drained", file=sys.stderr)
         return False
     return True
