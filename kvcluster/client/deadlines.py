@@ -10,6 +10,8 @@ far less: an engine waits for both, and computes where they are a miss. Nothing 
 
 from __future__ import annotations
 
+from kvcluster.transport.base import Deadline
+
 QUESTION_MS = 1_000
 """A coordinator answers within a few milliseconds, and one whose process was held up for as long as it may be
 (Config.stall_ms) still answers in time."""
@@ -25,3 +27,8 @@ OTHER_MS = 10_000
 def load_ms(nbytes: int) -> float:
     """Returns the deadline of loading so many bytes, in milliseconds."""
     return QUESTION_MS + nbytes / LOAD_BYTES_PER_MS
+
+
+def remaining_ms(deadline: Deadline) -> float:
+    """Returns the time that is left, as the `deadline_ms` of a call that is part of another."""
+    return deadline.remaining_s() * 1e3

@@ -176,7 +176,7 @@ def test_the_settings_of_engines_are_accepted() -> None:
     given = [json.loads(config[1]) for config in configs if config]
     ours = [config for config in given if config["kv_connector"] == "KVClusterConnector"]
     assert len(ours) >= 6
-    read = vllm_settings().read
+    read = vllm_settings().parse_settings
     for config in ours:
         assert config["kv_connector_module_path"] == "kvcluster.engines.vllm"
         assert config["kv_load_failure_policy"] == "recompute"

@@ -108,7 +108,7 @@ def layout_of(config: VllmConfig, blocks: int = 160) -> compat.Layout:
 
 
 def settings_of(config: VllmConfig) -> settings.ConnectorSettings:
-    return settings.read(config.kv_transfer_config.kv_connector_extra_config)
+    return settings.parse_settings(config.kv_transfer_config.kv_connector_extra_config)
 
 
 def spec_of(layout: compat.Layout, *, weights: str = WEIGHTS, model: str = "tiny") -> KVSpec:

@@ -44,27 +44,28 @@ ADDRESS = {"address": "host:7070"}
 )
 def test_what_is_wrong_is_told_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        settings.read(given)
+        settings.parse_settings(given)
 
 
 def test_what_is_given_stands_and_the_rest_has_its_default() -> None:
-    read = settings.read(ADDRESS | {"load_ms": 7, "transports": ["grpc"], "report": True, "accept": "exact"})
+    read = settings.parse_settings(ADDRESS | {"load_ms": 7, "transports": ["grpc"], "report": True, "accept": "exact"})
     assert (read.address, read.load_ms, read.transports, read.report) == ("host:7070", 7, ("grpc",), True)
-    assert settings.read(ADDRESS) == settings.ConnectorSettings(address="host:7070")
-    assert settings.read(ADDRESS).transports == TRANSPORTS
+    assert settings.parse_settings(ADDRESS) == settings.ConnectorSettings(address="host:7070")
+    assert settings.parse_settings(ADDRESS).transports == TRANSPORTS
 
 
 @pytest.mark.parametrize("mode", ["observe", "off"])
 def test_without_loads_and_stores_no_address_is_needed_and_none_is_in_the_way(mode: str) -> None:
-    assert settings.read({"mode": mode}).mode == settings.read(ADDRESS | {"mode": mode}).mode == mode
+    assert settings.parse_settings({"mode": mode}).mode == mode
+    assert settings.parse_settings(ADDRESS | {"mode": mode}).mode == mode
     assert KVClusterConnector.requires_piecewise_for_cudagraph({"mode": mode}) is False
 
 
 def test_a_token_is_what_its_file_holds(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("secret\n", encoding="utf-8")
-    assert settings.read(ADDRESS | {"token_file": str(file)}).token == "secret"
-    assert settings.read(ADDRESS).token is None
+    assert settings.parse_settings(ADDRESS | {"token_file": str(file)}).token == "secret"
+    assert settings.parse_settings(ADDRESS).token is None
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
@@ -73,7 +74,7 @@ def test_a_token_that_cannot_be_read_names_its_file(tmp_path: Path, content: byt
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=f"cannot read token_file {re.escape(str(file))}"):
-        assert settings.read(ADDRESS | {"token_file": str(file)}).token
+        assert settings.parse_settings(ADDRESS | {"token_file": str(file)}).token
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from kvcluster.client.deadlines import remaining_ms
 from kvcluster.client.memory import bind
 from kvcluster.client.results import Loaded
 from kvcluster.client.sequences.blocks import SequenceBlock
@@ -119,7 +120,7 @@ class LayerLoad:
         while True:
             loss, lost = Loss.EXACT, list[SequenceBlock]()
             for (_, blocks, _), transfer in self._under_way:
-                loaded = transfer.result(deadline.remaining_s() * 1e3)
+                loaded = transfer.result(remaining_ms(deadline))
                 loss = max(loss, loaded.loss)
                 lost += blocks[loaded.blocks :]
             if not lost:

@@ -47,7 +47,7 @@ def request_router_config(address: str, *, model: str, tokenizer: str = "", **gi
     Raises ConfigError for an invalid setting.
     """
     values = {"address": address, "model": model, "tokenizer": tokenizer, **given}
-    settings.read(values)  # so that a mistake raises here, and not later in a router's process
+    settings.parse_settings(values)  # so that a mistake raises here, and not later in a router's process
     from ray.serve.config import RequestRouterConfig
 
     return RequestRouterConfig(request_router_class=ROUTER, request_router_kwargs=values)

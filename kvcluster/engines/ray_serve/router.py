@@ -44,7 +44,7 @@ class KVClusterRouter(Router):
 
     def initialize_state(self, **given: Any) -> None:
         """Serve calls this once, on its event loop. Raises ConfigError for invalid settings."""
-        self._settings = settings.read(given)
+        self._settings = settings.parse_settings(given)
         self._where = PrefixLocator(self._settings, log.warning)
         self._hosts = Hosts(host_names, log.warning)
         self._counters = Counters(self._deployment_id.name, self._deployment_id.app_name)

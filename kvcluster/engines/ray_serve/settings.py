@@ -48,7 +48,7 @@ class RouterSettings:
         return read_token(self.token_file)
 
 
-def read(given: Mapping[str, Any]) -> RouterSettings:
+def parse_settings(given: Mapping[str, Any]) -> RouterSettings:
     """Returns the settings. Raises ConfigError, naming the key, for one that is unknown, missing, of the wrong type or
     out of range."""
     check_settings(given, RouterSettings, "the router has no setting")

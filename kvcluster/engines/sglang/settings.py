@@ -87,7 +87,7 @@ class StorageSettings:
     retry_ms: int = _RETRY_MS
 
 
-def read(given: Mapping[str, object], model_name: str) -> StorageSettings:
+def parse_settings(given: Mapping[str, object], model_name: str) -> StorageSettings:
     """Returns the settings in SGLang's extra config. Raises ConfigError, or SpecError for weights that are not
     pinned."""
     for key in given:

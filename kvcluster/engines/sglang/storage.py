@@ -24,6 +24,7 @@ import torch
 import kvcluster
 import kvcluster.engines.sglang.compat as compat
 from kvcluster.client.client import Client
+from kvcluster.client.deadlines import remaining_ms
 from kvcluster.client.layouts import Buffers, Paged
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash
@@ -31,7 +32,7 @@ from kvcluster.engines.sglang.layouts import HostPoolLayout
 from kvcluster.engines.sglang.lazy_client import ClientCall, LazyClient
 from kvcluster.engines.sglang.lossy_pages import LossyPages, lossy_pages_of
 from kvcluster.engines.sglang.observer import StorageObserver
-from kvcluster.engines.sglang.settings import read
+from kvcluster.engines.sglang.settings import parse_settings
 from kvcluster.errors import CallerError, KVClusterError, Unreachable
 from kvcluster.transport.base import Deadline
 
@@ -52,7 +53,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
     def __init__(self, storage_config: object, options: Mapping[str, object] | None = None) -> None:
         with compat.supported_release():
             self._rank = compat.rank(storage_config)
-            self._settings = read(compat.extra_config(storage_config), compat.model_name(storage_config))
+            self._settings = parse_settings(compat.extra_config(storage_config), compat.model_name(storage_config))
         self.mem_pool_host: object = None
         self._connect: Callable[..., Client] = (options or {}).get("connect", kvcluster.connect)  # type: ignore[assignment]
         self._client: LazyClient | None = None
@@ -239,7 +240,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         deadline, found = Deadline.after_ms(self._settings.lookup_ms), 0
         for start, stop in _pieces(len(keys)):
             hashes = _hashes(call, keys[start:stop])
-            with call.client.prepare_load(hashes, deadline_ms=_rest_ms(deadline)) as ticket:
+            with call.client.prepare_load(hashes, deadline_ms=remaining_ms(deadline)) as ticket:
                 call.heard(ticket)
                 found += ticket.blocks
             if found < stop:
@@ -251,11 +252,11 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         for start, stop in _pieces(len(keys)):
             hashes = _hashes(call, keys[start:stop])
             into = lie(start, stop)  # so that a caller's mistake shows even if no page is cached
-            with call.client.prepare_load(hashes, deadline_ms=_rest_ms(deadline)) as ticket:
+            with call.client.prepare_load(hashes, deadline_ms=remaining_ms(deadline)) as ticket:
                 call.heard(ticket)
                 if not ticket.blocks:
                     break
-                loaded = call.client.begin_load(ticket, into, deadline_ms=_rest_ms(deadline)).result()
+                loaded = call.client.begin_load(ticket, into, deadline_ms=remaining_ms(deadline)).result()
             # Record the loss before SGLang knows of these pages, and so before anything is computed over them.
             self._lossy_pages.add(keys[start : start + loaded.blocks], loaded.loss)
             came += loaded.blocks
@@ -277,7 +278,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
                 lie(start, stop),
                 first=len(known),
                 loss=loss,
-                deadline_ms=_rest_ms(deadline),
+                deadline_ms=remaining_ms(deadline),
             ).result()
             self._lossy_pages.add(some, loss)
             there = stored.blocks + stored.deduplicated + stored.pending
@@ -314,10 +315,6 @@ def _pieces(pages: int) -> list[tuple[int, int]]:
     """Splits a call's pages into ranges of at most BLOCKS_PER_CALL."""
     step = limits.BLOCKS_PER_CALL
     return [(start, min(start + step, pages)) for start in range(0, pages, step)]
-
-
-def _rest_ms(deadline: Deadline) -> float:
-    return deadline.remaining_s() * 1e3
 
 
 def _names(transfers: object) -> str:

@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcluster.client.client import Client
-from kvcluster.client.deadlines import OTHER_MS
+from kvcluster.client.deadlines import OTHER_MS, remaining_ms
 from kvcluster.client.layouts import Paged
 from kvcluster.client.metrics import watch
 from kvcluster.client.prompt import Prompt
@@ -129,7 +129,7 @@ class PrefixCache(DynamicCache):
                 source = self._pages(row, padding + first * self._client.spec.block_tokens, len(new))
                 loss = self.losses[prompts[row]]
                 storing = self._client.begin_store(
-                    chain, source, first=first, loss=loss, deadline_ms=_rest_ms(deadline)
+                    chain, source, first=first, loss=loss, deadline_ms=remaining_ms(deadline)
                 )
                 stored = storing.result()
                 if stored.blocks + stored.deduplicated == len(new):
@@ -198,7 +198,7 @@ class PrefixCache(DynamicCache):
         with ExitStack() as tickets:
             held: list[Ticket] = []
             for row, prompt in enumerate(self._prompts):
-                ticket = self._client.prepare_load(prompt.hashes, deadline_ms=_rest_ms(deadline))
+                ticket = self._client.prepare_load(prompt.hashes, deadline_ms=remaining_ms(deadline))
                 held.append(tickets.enter_context(ticket))
                 self.misses[row] = ticket.miss
                 self._shared.update(ticket.hashes)
@@ -217,10 +217,10 @@ class PrefixCache(DynamicCache):
                     leaders.update(dict.fromkeys(chain, row))
                     if len(chain) < held[row].blocks:  # a shorter row decides for all
                         held[row].release()
-                        ticket = self._client.prepare_load(chain, deadline_ms=_rest_ms(deadline))
+                        ticket = self._client.prepare_load(chain, deadline_ms=remaining_ms(deadline))
                         held[row] = tickets.enter_context(ticket)
                     into = self._pages(row, self._prompts[row].padding, held[row].blocks)
-                    transfers[row] = self._client.begin_load(held[row], into, deadline_ms=_rest_ms(deadline))
+                    transfers[row] = self._client.begin_load(held[row], into, deadline_ms=remaining_ms(deadline))
             loaded = {row: transfer.result() for row, transfer in transfers.items()}
 
         for row, blocks in enumerate(wanted):
@@ -310,15 +310,11 @@ def _hashes(
     does not answer."""
     try:
         return [
-            client.hashes(Prompt(tokens, salt), deadline_ms=_rest_ms(deadline))[: limits.BLOCKS_PER_CALL]
+            client.hashes(Prompt(tokens, salt), deadline_ms=remaining_ms(deadline))[: limits.BLOCKS_PER_CALL]
             for tokens in rows
         ], None
     except Unavailable as trouble:
         return [[] for _ in rows], trouble.miss
-
-
-def _rest_ms(deadline: Deadline) -> float:
-    return deadline.remaining_s() * 1e3
 
 
 def _sum(one: Stored, other: Stored) -> Stored:

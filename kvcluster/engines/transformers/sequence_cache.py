@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 import kvcluster.client.sequences as kv
 from kvcluster.client.client import Client
+from kvcluster.client.deadlines import remaining_ms
 from kvcluster.client.metrics import watch
 from kvcluster.client.prompt import Prompt
 from kvcluster.engines.transformers.attention_interface import LayerScores, MaskRule, attending
@@ -101,12 +102,12 @@ class SequenceCache(SteppedCache):
             rows: list[tuple[kv.Sequence, int]] = []
             for ids, padding in zip(input_ids.tolist(), paddings, strict=True):
                 prompt = Prompt(ids[padding:], salt)
-                time_ms, prefetch = deadline.remaining_s() * 1e3, planner is None
+                time_ms, prefetch = remaining_ms(deadline), planner is None
                 opened = client.sequence(prompt, policy=policy, prefetch=prefetch, deadline_ms=time_ms)
                 rows.append((stack.enter_context(opened), padding))
             columns = min(input_ids.shape[1] - 1, *(padding + sequence.length for sequence, padding in rows))
             for sequence, padding in rows:
-                sequence.truncate(max(0, columns - padding), deadline_ms=deadline.remaining_s() * 1e3)
+                sequence.truncate(max(0, columns - padding), deadline_ms=remaining_ms(deadline))
             cache = cls(client, model, rows, planner, deadline_ms)
             cache.columns = columns
             stack.pop_all()
@@ -145,7 +146,7 @@ class SequenceCache(SteppedCache):
         """Waits until all full blocks are stored and other workers find them. Returns False if the deadline comes
         first or a store has failed."""
         deadline = Deadline.after_ms(deadline_ms)
-        return all(sequence.flush(deadline_ms=deadline.remaining_s() * 1e3) for sequence, _ in self._rows)
+        return all(sequence.flush(deadline_ms=remaining_ms(deadline)) for sequence, _ in self._rows)
 
     def keep(self, columns: Sequence[int]) -> None:
         """Keeps of each row the full blocks before this column, padding counted: what follows is not stored if it is

@@ -68,10 +68,9 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        chosen = settings.read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        chosen = settings.parse_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerSide | IdleScheduler | None = None
         self._worker: WorkerSide | IdleWorker | None = None
-        self._stats = TransferStats()
         if chosen.mode == "on":
             self._serve(chosen, vllm_config, kv_cache_config, on_scheduler=role == KVConnectorRole.SCHEDULER)
         elif role == KVConnectorRole.WORKER:
@@ -126,7 +125,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether loads may run within a forward pass: they wait between layers, which a full CUDA graph cannot."""
-        chosen = settings.read(extra_config)
+        chosen = settings.parse_settings(extra_config)
         return chosen.mode == "on" and chosen.layerwise_ms > 0
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -54,7 +54,7 @@ def examine(
     found |= {"settings": None, "model": None, "layout": None, "identity": None}
     given = dict(transfer if transfer is not None else _OBSERVING)
     try:
-        chosen = settings.read(given.get("kv_connector_extra_config") or {})
+        chosen = settings.parse_settings(given.get("kv_connector_extra_config") or {})
     except ConfigError as error:
         return found | {"refused": [str(error)]}
     found["settings"] = {"mode": chosen.mode, "address": chosen.address, "token_file": chosen.token_file}

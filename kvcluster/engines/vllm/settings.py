@@ -57,7 +57,7 @@ class ConnectorSettings:
         return read_token(self.token_file)
 
 
-def read(given: Mapping[str, Any]) -> ConnectorSettings:
+def parse_settings(given: Mapping[str, Any]) -> ConnectorSettings:
     """Returns the settings. Raises ConfigError, naming the key, for one that is unknown, of the wrong type or out of
     range."""
     check_settings(given, ConnectorSettings, "kv_connector_extra_config has no")

@@ -41,7 +41,6 @@ class _Load:
         self.transfer = transfer
         self.miss = miss
         self.began_ns = time.monotonic_ns()
-        self.abandoned = False
 
     def over(self) -> bool:
         return self.transfer is None or self.transfer.done()

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from kvcluster.engines.ray_serve import kv_transfer_config, request_router_config
-from kvcluster.engines.ray_serve.settings import RouterSettings, read
+from kvcluster.engines.ray_serve.settings import RouterSettings, parse_settings
 from kvcluster.errors import ConfigError
 from tests.test_project import ROOT
 
@@ -36,7 +36,7 @@ def test_extra_keys_reach_the_connector_and_the_role_is_checked() -> None:
 def test_serve_is_given_the_routers_path_and_settings() -> None:
     told = request_router_config(AT, model="llama", min_blocks=8)
     assert told.get_request_router_class().__name__ == "KVClusterRouter"
-    assert read(told.request_router_kwargs) == RouterSettings(address=AT, model="llama", min_blocks=8)
+    assert parse_settings(told.request_router_kwargs) == RouterSettings(address=AT, model="llama", min_blocks=8)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ class Located:
 
         self.asked = 0
         self.router = KVClusterRouter.__new__(KVClusterRouter)
-        self.router._settings = settings.read(GIVEN | {"mode": mode})
+        self.router._settings = settings.parse_settings(GIVEN | {"mode": mode})
         self.router._preferred = self._preferred  # type: ignore[method-assign]
         self.router.power_of_two = self._ranks  # type: ignore[method-assign]
 
@@ -49,4 +49,4 @@ def test_only_mode_on_changes_where_requests_go(mode: str, ranks: list[list[str]
 
 def test_a_mode_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="mode must be one of on, observe, off, not 'of'"):
-        settings.read(GIVEN | {"mode": "of"})
+        settings.parse_settings(GIVEN | {"mode": "of"})

@@ -116,14 +116,14 @@ def test_a_key_that_is_no_hash_costs_a_line_and_nothing_else(open_storage: Open,
     ],
 )
 def test_a_mistake_is_named(sglang: SimpleNamespace, given: dict[str, Any], message: str) -> None:
-    from kvcluster.engines.sglang.settings import read  # beside SGLang's own modules, not before them
+    from kvcluster.engines.sglang.settings import parse_settings  # beside SGLang's own modules, not before them
 
     with pytest.raises(ConfigError, match=message):
-        read(CONFIG | given, "llama")
+        parse_settings(CONFIG | given, "llama")
 
 
 def test_observing_needs_no_address(sglang: SimpleNamespace) -> None:
-    from kvcluster.engines.sglang.settings import read
+    from kvcluster.engines.sglang.settings import parse_settings
 
     given = {key: value for key, value in CONFIG.items() if key != "address"} | {"mode": "observe"}
-    assert read(given, "llama").mode == "observe"
+    assert parse_settings(given, "llama").mode == "observe"
