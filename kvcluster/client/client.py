@@ -393,7 +393,8 @@ class Client:
         return self._sequences.open(*opened, self._call(deadline_ms), drop_oldest=drop_oldest, prefetch=prefetch)
 
     def prewarm_resident(self, tokens: int, *, deadline_ms: float | None = None) -> None:
-        """Takes memory for `tokens` tokens of sequences now, so that the first steps are fast. Raises as `sequence`."""
+        """Has the operating system provide memory for `tokens` tokens of sequences now, so that no step waits for it.
+        Raises as `sequence`."""
         self._sequences.prewarm(check_tokens("tokens", tokens), self._call(deadline_ms))
 
     def shipped(self) -> ShippedCounts:

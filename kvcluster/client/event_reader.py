@@ -87,7 +87,9 @@ class EventReader:
         try:
             connected.connect(endpoint)
         except zmq.ZMQError as error:
-            raise ConfigError(f"{endpoint!r} is no endpoint ({error}); expected e.g. tcp://127.0.0.1:5557") from None
+            raise ConfigError(
+                f"{endpoint!r} is no endpoint of ZeroMQ ({error}); expected one such as tcp://127.0.0.1:5557"
+            ) from None
         return connected
 
     def _listen(self, until_s: float) -> None:

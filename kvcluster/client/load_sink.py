@@ -46,7 +46,8 @@ _DONE = int(CopyStatus.DONE)
 
 
 class LoadSink:
-    """The CopySink of one exchange with one shard. `layer_came` is called when a layer is complete in every block."""
+    """The CopySink of one exchange with one shard: it writes what comes into the memory `into`, as far as `ranges`
+    still want it, and counts it in `progress`. `layer_came` is called each time a layer has come in every block."""
 
     def __init__(
         self,

@@ -13,9 +13,10 @@ from kvcluster.core.spec import Part
 
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
-    """What to store: the given `parts` of the blocks of a chain from the block `first` on, computed over a prefix with
-    this `loss`. `hashes` are the chain's from the block `start` on, at least from the one before `first` and the
-    first of its run. `attempt` names the ticket; `wait_ns` is how long a shard may wait for room."""
+    """What a store writes: these `parts` of the blocks from index `first` of a chain on. `hashes[0]` is the hash of the
+    block at index `start`, which is at most `first - 1` and the first block of that one's run of placement. `loss` is
+    that of the prefix over which the blocks were computed. `attempt` names the ticket. A shard that is full waits up to
+    `wait_ns` for room."""
 
     hashes: Sequence[BlockHash]
     first: int

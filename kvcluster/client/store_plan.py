@@ -310,9 +310,7 @@ class StorePlan:
     def _outcome(self) -> FinishStore:
         if self._error is not None:
             return FinishStore(None, self._error)
-        if self._cancelled is not None:
-            return FinishStore(self._progress.so_far(self._cancelled))
-        return FinishStore(self._progress.stored())
+        return FinishStore(self._progress.stored(self._cancelled))
 
 
 def _why(error: BaseException | None, verdict: Miss | AskAgain, shard: ShardAddress) -> Miss:

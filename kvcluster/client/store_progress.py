@@ -66,12 +66,7 @@ class StoreProgress:
                 at += run.count
         return by_shard
 
-    def stored(self) -> Stored:
-        """Returns the outcome of a store that was not cancelled."""
-        with self._lock:
-            return Stored(self._blocks, self._deduplicated, self._pending, self._nbytes, self._miss)
-
-    def so_far(self, why: Miss) -> Stored:
-        """Returns the outcome of a store that ends early. `why` is its miss unless an earlier one was recorded."""
+    def stored(self, why: Miss | None = None) -> Stored:
+        """Returns the outcome. `why`: the miss of a store that ends early, unless an earlier one was recorded."""
         with self._lock:
             return Stored(self._blocks, self._deduplicated, self._pending, self._nbytes, self._miss or why)

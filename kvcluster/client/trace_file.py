@@ -212,7 +212,7 @@ def _take(line: bytes, trace: EngineTrace) -> bool:
 def _request(values: Mapping[str, Any]) -> ObservedRequest:
     data = base64.b64decode(values["chain"], validate=True)
     if len(data) % HASH_BYTES:
-        raise ValueError("a chain must be whole hashes")
+        raise ValueError(f"a chain of {len(data)} bytes, which is no multiple of the {HASH_BYTES} of a hash")
     chain = tuple(data[at : at + HASH_BYTES] for at in range(0, len(data), HASH_BYTES))
     computed = tuple((int(at), int(blocks)) for at, blocks in values["computed"])
     numbers = {name: int(values[name]) for name in ("at_ns", "prompt_tokens", "asked", "local", "prefill_tokens_per_s")}

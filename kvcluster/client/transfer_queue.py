@@ -210,7 +210,7 @@ class TransferQueue:
                 self._stores[transfer] = nbytes
                 self._store_line.add(runner)
             else:
-                transfer.finish(progress.so_far(full))
+                transfer.finish(progress.stored(full))
         return transfer
 
     def link(self) -> LinkRate | None:

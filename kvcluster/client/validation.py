@@ -75,8 +75,8 @@ def check_tokens(name: str, tokens: int) -> int:
 
 
 def check_deadline_ms(deadline_ms: float) -> float:
-    """Checks the deadline of one call. Zero or less is allowed, returns 0.0, and makes the call miss; a deadline that
-    never comes raises."""
+    """Returns the deadline of a call, 0.0 for a negative one: such a call ends at once, with a miss. Raises CallerError
+    if it is no number, or longer than MAX_SECONDS."""
     if not _is_number(deadline_ms) or not deadline_ms <= MAX_SECONDS * 1e3:
         raise CallerError(f"deadline_ms={deadline_ms!r} is not a number of milliseconds; every call ends in time")
     return max(0.0, deadline_ms)
