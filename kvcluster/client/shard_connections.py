@@ -7,29 +7,30 @@ questions (flush, suspect, borrow) get one here.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvcluster.client.policy import INCARNATIONS, AskAgain, ShardPolicy, refusal
-from kvcluster.core.ids import NamespaceId
+from kvcluster.client.shard_connection import ShardConnection
+from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import (
     AttendRequest,
     PageKey,
+    PageWant,
     ReadRequest,
-    Refused,
     RefusedKind,
     RegisterSpans,
     ShardAddress,
     WriteRequest,
     Written,
 )
-from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import KVSpec
-from kvcluster.errors import CallerError, KVClusterError, LimitError, VersionError
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec, Part
+from kvcluster.errors import KVClusterError
 from kvcluster.transport.attending import Attends, NotAttending, RegistersSpans, SpanResults
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import (
@@ -44,6 +45,7 @@ from kvcluster.transport.base import (
     Unavailable,
     run_to_completion,
 )
+from kvcluster.transport.path_selector import Nowhere
 from kvcluster.transport.shm_views import BorrowedPages, Lends, NotLent
 from kvcluster.transports import BY_NAME
 
@@ -54,24 +56,8 @@ class CircuitOpen(Unavailable):
     """The shard has failed so often that it is not asked for a while (policy.py)."""
 
 
-class OpenTransport(Protocol):
-    """Opens the best transport to a shard that both ends support. Returns at once; raises Unavailable if there is
-    none."""
-
-    def __call__(self, shard: ShardAddress) -> Transport: ...
-
-
-@dataclass(slots=True)
-class _Connection:
-    """The connection to one incarnation of a shard, and the namespaces attached over it."""
-
-    shard: ShardAddress
-    transport: Transport | None = None
-    attached: dict[NamespaceId, None] = field(default_factory=dict)
-
-    def close(self) -> None:
-        if self.transport is not None:
-            self.transport.close()
+OpenTransport = Callable[[ShardAddress], Transport]
+"""Opens the best transport to a shard that both ends support. Returns at once; raises Unavailable if there is none."""
 
 
 class ShardConnections:
@@ -93,7 +79,7 @@ class ShardConnections:
         self._policy = policy
         self._clock = clock
         # By shard and incarnation, the last asked last.
-        self._connections: dict[str, dict[ShardAddress, _Connection]] = {}
+        self._connections: dict[str, dict[ShardAddress, ShardConnection]] = {}
         self._unflushed: dict[ShardAddress, int] = {}  # shards with unflushed writes, and the last write's number
         self._writes = itertools.count()
         self._lock = lock
@@ -203,13 +189,21 @@ class ShardConnections:
                 return ONE_STREAM
             return connection.transport.streams
 
-    def knock(
-        self, shard: ShardAddress, spec: KVSpec, request: ReadRequest, sink: PageSink, deadline: Deadline
+    def ping(
+        self,
+        shard: ShardAddress,
+        spec: KVSpec,
+        namespace: NamespaceId,
+        attempt: Attempt,
+        place: tuple[int, Part],
+        deadline: Deadline,
     ) -> None:
-        """Reads, to find out whether the shard answers, and over which path. Raises Unavailable (CircuitOpen without a
-        permit), RefusedByShard, or CallerError if the request is wrong."""
-        with self._asked(shard, spec, request.namespace, deadline) as transport:
-            run_to_completion(transport.read(request, sink, deadline))
+        """Reads a random hash of this group and part, to open the best path or to find out whether the shard answers.
+        Raises Unavailable (CircuitOpen without a permit), RefusedByShard, or CallerError for a wrong place."""
+        absent = PageWant(PageKey(BlockHash(os.urandom(HASH_BYTES)), *place), 0, 1)
+        request = ReadRequest(namespace, attempt, shard.epoch, (absent,), Loss.Q4)
+        with self._asked(shard, spec, namespace, deadline) as transport:
+            run_to_completion(transport.read(request, Nowhere(), deadline))
 
     def suspect(
         self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, keys: Sequence[PageKey], deadline: Deadline
@@ -221,14 +215,11 @@ class ShardConnections:
     def names(self) -> dict[str, dict[str, Any]]:
         """Returns by shard the transport in use, and why each better one is not."""
         with self._lock:
-            last = {name: next(reversed(connections.values())) for name, connections in self._connections.items()}
-            in_use = {name: known.transport for name, known in last.items() if known.transport is not None}
+            last = [(shard, next(reversed(known.values())).transport) for shard, known in self._connections.items()]
         return {
-            shard: {
-                "name": transport.name,
-                "refused": transport.refused() if isinstance(transport, AutoTransport) else {},
-            }
-            for shard, transport in in_use.items()
+            shard: {"name": used.name, "refused": used.refused() if isinstance(used, AutoTransport) else {}}
+            for shard, used in last
+            if used is not None
         }
 
     def breakers(self) -> dict[str, dict[str, Any]]:
@@ -304,7 +295,9 @@ class ShardConnections:
         connection = self._connection(shard)
         transport = self._opened(connection)
         if namespace not in connection.attached:
-            self._attach(connection, transport, spec, namespace, deadline)
+            connection.attach(transport, spec, namespace, deadline)
+            with self._lock:
+                connection.attached[namespace] = None
         try:
             yield transport
         except RefusedByShard as refused:
@@ -313,7 +306,7 @@ class ShardConnections:
                     connection.attached.pop(namespace, None)
             raise
 
-    def _connection(self, shard: ShardAddress) -> _Connection:
+    def _connection(self, shard: ShardAddress) -> ShardConnection:
         with self._lock:
             connections = self._connections.setdefault(shard.shard, {})
             connection = connections.pop(shard, None)
@@ -321,36 +314,17 @@ class ShardConnections:
                 gone = [known for known in connections if known.epoch <= shard.epoch]
                 for known in gone or list(connections)[: 1 + len(connections) - INCARNATIONS]:
                     connections.pop(known).close()
-                connection = _Connection(shard)
+                connection = ShardConnection(shard)
             connections[shard] = connection
             return connection
 
-    def _known(self, shard: ShardAddress) -> _Connection | None:
+    def _known(self, shard: ShardAddress) -> ShardConnection | None:
         return self._connections.get(shard.shard, {}).get(shard)
 
-    def _opened(self, connection: _Connection) -> Transport:
+    def _opened(self, connection: ShardConnection) -> Transport:
         with self._lock:
             if self._closed:
                 raise Cancelled(Miss(MissReason.SHARD_LOST, "this client is closed"))
             if connection.transport is None:
                 connection.transport = self._open(connection.shard)
             return connection.transport
-
-    def _attach(
-        self, connection: _Connection, transport: Transport, spec: KVSpec, namespace: NamespaceId, deadline: Deadline
-    ) -> None:
-        try:
-            answer = transport.attach(spec, deadline)
-        except RefusedByShard as refused:
-            raise LimitError(refused.refused.detail) from None
-        except VersionError as error:  # a shard that an upgrade has left behind is lost to this worker, and no more
-            raise Unavailable(Miss(MissReason.SHARD_LOST, str(error))) from None
-        if answer.epoch != connection.shard.epoch:
-            raise RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))
-        if answer.namespace != namespace:
-            raise CallerError(
-                f"{connection.shard.shard} has another namespace for this spec and credential: pass the spec and "
-                "adapter that the ticket was prepared with, and give all servers of the cluster the same token file"
-            )
-        with self._lock:
-            connection.attached[namespace] = None

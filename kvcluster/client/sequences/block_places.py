@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.sequences.block_questions import block_questions
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.ship_plan import CutBlocks
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, ShardId
-from kvcluster.core.messages import Explain, Explained, Need, Plan, ShardAddress
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.messages import Explain, Explained, Plan, ShardAddress
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError
@@ -74,10 +75,8 @@ class BlockPlaces:
                 if self._shard_at(block) in useless and block.name not in self._nowhere
             )
             avoid = tuple(dict.fromkeys(shard.shard for shard in self._avoided))[: limits.AVOIDED_SHARDS]
-        for private in (False, True):
-            mine = [block for block in unknown if block.private == private]
-            for first in range(0, len(mine), limits.BLOCKS_PER_CALL):
-                self._ask(mine[first : first + limits.BLOCKS_PER_CALL], private=private, avoid=avoid, deadline=deadline)
+        for spec, blocks, question in block_questions(self._specs, self._part, self._accept, [*unknown], avoid):
+            self._ask(spec, blocks, question, deadline)
 
     def lacking(self, cut: CutBlocks) -> None:
         """The shard does not attend to this cut, as it says: its pages are gone, on disk, or have lost too much."""
@@ -120,14 +119,9 @@ class BlockPlaces:
             del self._avoided[shard]
         self.version += bool(over or again)
 
-    def _ask(
-        self, blocks: Sequence[SequenceBlock], *, private: bool, avoid: tuple[ShardId, ...], deadline: Deadline
-    ) -> None:
-        need = Need((self._part,), max(self._accept, *(block.loss for block in blocks)), avoid)
-        share = deadline.share(_ASKING_SHARE)
-        names = tuple(BlockHash(block.name) for block in blocks if block.name is not None)
+    def _ask(self, spec: KVSpec, blocks: Sequence[SequenceBlock], question: Explain, deadline: Deadline) -> None:
         try:
-            fates = self._control.ask(Explained, self._specs[private], Explain(names, need), share).fates
+            fates = self._control.ask(Explained, spec, question, deadline.share(_ASKING_SHARE)).fates
         except KVClusterError:
             fates = ()
         plans = [fate.plan for fate in fates for _ in range(fate.count)]

@@ -10,26 +10,21 @@ until it does.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.sequences.block_questions import block_questions
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.core import limits
-from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, ShardId
+from kvcluster.core.ids import Attempt, ShardId
 from kvcluster.core.messages import (
     BlockFate,
-    Explain,
     Explained,
-    Need,
-    PageKey,
-    PageWant,
-    ReadRequest,
     RefusedKind,
     ShardAddress,
 )
@@ -37,7 +32,6 @@ from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
-from kvcluster.transport.path_selector import Nowhere
 
 _PAUSE_S = 0.05
 """Between two questions to a coordinator that does not answer, or does not know all blocks yet."""
@@ -49,7 +43,7 @@ _UNDECIDED = (MissReason.REBUILDING, MissReason.PENDING)
 """The coordinator does not know these blocks yet; another worker stores them; or it does not know yet that the shard
 which had them is gone."""
 
-_KNOCK_SHARE = 4
+_PING_SHARE = 4
 """A shard has 1/4 of the time left to show that it is there."""
 
 
@@ -159,16 +153,10 @@ class MissingTokens:
         self, blocks: Sequence[SequenceBlock], avoid: tuple[ShardId, ...], deadline: Deadline
     ) -> Iterator[tuple[SequenceBlock, BlockFate, KVSpec]]:
         """Asks the coordinator, and yields what it says of each block, and the spec that names its namespace."""
-        for private, spec in self._specs.items():
-            mine = [block for block in blocks if block.private == private]
-            for first in range(0, len(mine), limits.BLOCKS_PER_CALL):
-                some = mine[first : first + limits.BLOCKS_PER_CALL]
-                need = Need((self._part,), max(self._accept, *(block.loss for block in some)), avoid)
-                names = tuple(block.name for block in some if block.name is not None)
-                assert len(names) == len(some), "an absent block without a name"
-                fates = self._control.ask(Explained, spec, Explain(names, need), deadline).fates
-                each = [fate for fate in fates for _ in range(fate.count)]
-                yield from ((block, fate, spec) for block, fate in zip(some, each, strict=False))
+        for spec, some, question in block_questions(self._specs, self._part, self._accept, blocks, avoid):
+            fates = self._control.ask(Explained, spec, question, deadline).fates
+            each = [fate for fate in fates for _ in range(fate.count)]
+            yield from ((block, fate, spec) for block, fate in zip(some, each, strict=False))
 
     def _is_there(self, search: _Search, shard: ShardAddress, spec: KVSpec, deadline: Deadline) -> bool:
         """Whether this incarnation of a shard answers. Each is asked once."""
@@ -178,12 +166,11 @@ class MissingTokens:
         return known
 
     def _answers(self, shard: ShardAddress, spec: KVSpec, deadline: Deadline) -> bool:
-        """Reads a page that no shard has."""
         namespace = self._control.namespace(spec, deadline)
-        absent = PageWant(PageKey(BlockHash(os.urandom(HASH_BYTES)), 0, self._part), 0, 1)
-        request = ReadRequest(namespace, self._next_attempt(), shard.epoch, (absent,), Loss.Q4)
         try:
-            self._shards.knock(shard, spec, request, Nowhere(), deadline.share(_KNOCK_SHARE))
+            self._shards.ping(
+                shard, spec, namespace, self._next_attempt(), (0, self._part), deadline.share(_PING_SHARE)
+            )
         except RefusedByShard as refused:
             return refused.refused.kind is not RefusedKind.STALE
         except KVClusterError:
