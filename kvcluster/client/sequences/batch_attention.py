@@ -11,9 +11,8 @@ while this process attends to the rest.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import NamedTuple, TypeVar
 
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from kvcluster.attention import (
     PageLayout,
-    PageSpan,
     Partial,
     QueryRow,
     Scoring,
@@ -31,21 +29,19 @@ from kvcluster.attention import (
     partial,
     subtree_partials,
 )
-from kvcluster.attention.span_results import pack_query, result_bytes
-from kvcluster.client.sequences.absent_blocks import BlockFetch
+from kvcluster.attention.span_results import result_bytes
+from kvcluster.client.deadlines import remaining_ms
 from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.attend_planner import AttendPlanner
+from kvcluster.client.sequences.batch_pages import BatchPages
 from kvcluster.client.sequences.blocks import SequenceBlock
-from kvcluster.client.sequences.page_map import PageMap
-from kvcluster.client.sequences.remote_attention import LayerQuery, may_ship
+from kvcluster.client.sequences.layer_query import LayerQuery, layer_query
 from kvcluster.client.sequences.resources import SequenceResources
-from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
 from kvcluster.client.sequences.ship_plan import SeenBlocks, ShipPlan
 from kvcluster.client.sequences.shipment import Shipment
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.step_planner import StepPlanner
 from kvcluster.client.sequences.streamed_attention import StreamedAttention, StreamedCall
-from kvcluster.core import limits
 from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
 from kvcluster.transport.base import Deadline
@@ -85,10 +81,9 @@ class BatchAttention:
         self._loads = resources.loads
         self._group = resources.group
         self._part = resources.part
-        self._maps = [PageMap(state, self._runner.memory, self._loads.absent) for state in states]
-        self._streamed = StreamedAttention(states, self._maps, resources)
+        self._pages = BatchPages(states, resources)
+        self._streamed = StreamedAttention(self._pages, resources)
         self._remote = resources.remote
-        self._made: tuple[Hashable, list[QueryRow]] = ((), [])
         self._planner = StepPlanner(states, resources)
         self._failures: list[LostTokens] = []  # why loads of this call failed
 
@@ -134,7 +129,7 @@ class BatchAttention:
         attended to here. So is the whole if there is no room for the rest of a plan. Raises LostTokens if a shard is
         lost, and what it had finds no room here."""
         tries, lost, busy = 0, None, False
-        sent = self._layer_query(rows, query, step) if planner is not None else None
+        sent = layer_query(step.layer, query, rows, step.layout, step.scoring) if planner is not None else None
         while True:
             plan = None
             if planner is not None and sent is not None and tries < _TRIES:
@@ -189,14 +184,14 @@ class BatchAttention:
     ) -> Partial | None:
         """Attends. Returns None if a page was taken away meanwhile. What the resident set has no room for is
         streamed."""
-        time_ms = step.deadline.remaining_s() * 1e3
+        time_ms = remaining_ms(step.deadline)
         blocks = self._needed(rows)
         if len(blocks) <= self._runner.machine.pages.capacity:
             with suppress(ResidentSetFull):
                 return self._held(rows, blocks, {}, step, compute)
         self._wait(rows, step.layer, step.deadline)
         call = StreamedCall(rows, step.layout, step.layer, query, step.scoring, step.threads, time_ms)
-        return self._streamed.attend(call, lambda: self._ready(rows, step.layer))
+        return self._streamed.attend(call, lambda: self._pages.ready(rows, step.layer))
 
     def _shipped(
         self, rows: Sequence[SeenBlocks], plan: ShipPlan, query: Tensor, sent: LayerQuery, step: _Step
@@ -250,27 +245,6 @@ class BatchAttention:
         self._remote.computed(keys, seconds)
         return seconds
 
-    def _layer_query(self, rows: Sequence[SeenBlocks], query: Tensor, step: _Step) -> LayerQuery | None:
-        """Returns the query as it is sent; None if it does not fit the pages or the limits. Then attention here says
-        what is wrong with it, or does it."""
-        fits = query.dim() == 3 and query.is_floating_point() and query.shape[2] == step.layout.key.dim
-        if not fits or not query.shape[1] or query.shape[1] % step.layout.heads or len(query) > limits.ATTEND_TOKENS:
-            return None
-        dtype, data = pack_query(query)
-        made = LayerQuery(
-            step.layer,
-            data,
-            query.shape[1],
-            query.shape[2],
-            step.layout.value_dim,
-            dtype,
-            [0, *itertools.accumulate(row.queries for row in rows)],
-            [row.visible - row.queries for row in rows],
-            step.scoring,
-            step.layout.latent_values or 0,
-        )
-        return made if may_ship(made) else None
-
     def _repeated(self, attempt: Callable[[], R | None], deadline: Deadline) -> R:
         """Returns what `attempt` returns, which is None if pages were taken away meanwhile, or did not come. Raises
         LostTokens if that happens again and again, or the deadline has come."""
@@ -301,7 +275,7 @@ class BatchAttention:
         """Returns the blocks that have to be in the resident set together: all that the rows see, or none if none of
         them is absent."""
         with self._runner.lock:
-            missing = self._missing(rows)
+            missing = self._pages.missing(rows)
         return self._blocks(rows) if missing else []
 
     def _read(
@@ -315,9 +289,9 @@ class BatchAttention:
         self._provide(rows, fetched, step.layer, step.deadline)
         with self._runner.reading():
             with self._runner.lock:
-                ready = not self._missing(rows) and self._ready(rows, step.layer)
-                made = self._query_rows(step.layout, rows, step.scoring.window) if ready else []
-                loans = {loan: None for each in self._maps for loan in each.loans}
+                ready = not self._pages.missing(rows) and self._pages.ready(rows, step.layer)
+                made = self._pages.query_rows(step.layout, rows) if ready else []
+                loans = self._pages.loans()
             if not ready:
                 return None
             result = compute(made)
@@ -349,33 +323,25 @@ class BatchAttention:
     ) -> None:
         """Has absent blocks lent or loaded, and waits until what is being loaded has this layer."""
         with self._runner.lock:
-            missing = self._missing(rows)
+            missing = self._pages.missing(rows)
         if missing:
             loss = Loss.EXACT
             for lend in (False, True):
                 mine = [block for block in missing if (block in fetched) != lend]
                 loss = max(loss, self._loads.provide(mine, deadline, lend=lend)) if mine else loss
             with self._runner.lock:
-                self._missing(rows)
-                for state in self._states:
-                    state.loss = max(state.loss, loss)
+                self._pages.missing(rows)
+                self._pages.add_loss(loss)
         self._wait(rows, layer, deadline)
 
     def _wait(self, rows: Sequence[SeenBlocks], layer: int, deadline: Deadline) -> None:
         """Waits until what the rows see of what is being loaded into the resident set has this layer."""
         with self._runner.lock:
-            fetches = self._fetches(rows)
+            fetches = self._pages.fetches(rows)
         for fetch in fetches:
-            if not fetch.transfer.wait_layer(self._model_layer(layer), deadline.remaining_s() * 1e3):
+            if not fetch.transfer.wait_layer(self._pages.model_layer(layer), remaining_ms(deadline)):
                 why = self._loads.finish(fetch, deadline)
                 self._failures += [why] if why is not None else []
-
-    def _missing(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
-        found: dict[SequenceBlock, None] = {}
-        for pages, row in zip(self._maps, rows, strict=True):
-            for depths in row.depths:
-                found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
-        return [*found]
 
     def _blocks(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
         found: dict[SequenceBlock, None] = {}
@@ -383,34 +349,3 @@ class BatchAttention:
             for depths in row.depths:
                 found.update(dict.fromkeys(state.blocks[depths.start : depths.stop]))
         return [*found]
-
-    def _fetches(self, rows: Sequence[SeenBlocks]) -> list[BlockFetch]:
-        found: dict[BlockFetch, None] = {}
-        for pages, row in zip(self._maps, rows, strict=True):
-            found.update(dict.fromkeys(pages.fetches(row.depths)))
-        return [*found]
-
-    def _ready(self, rows: Sequence[SeenBlocks], layer: int) -> bool:
-        return all(fetch.transfer.layer_done(self._model_layer(layer)) for fetch in self._fetches(rows))
-
-    def _model_layer(self, layer: int) -> int:
-        return self._group.layers[self._part.layer_start + layer]
-
-    def _query_rows(self, layout: PageLayout, rows: Sequence[SeenBlocks], window: int | None) -> list[QueryRow]:
-        """Returns the rows of the call: those of the last one if nothing has changed."""
-        key = (layout, window, *rows, *(pages.version for pages in self._maps))
-        if self._made[0] != key:
-            each = [
-                RowBlocks(at, self._states[at].blocks, depths.start, depths.stop)
-                for at, row in enumerate(rows)
-                for depths in row.depths
-            ]
-            spans: list[list[PageSpan]] = [[] for _ in rows]
-            for shared in shared_spans(each):
-                tokens = max(rows[row].visible for row in shared.rows)
-                span = self._maps[shared.rows[0]].span(layout, shared.first, shared.stop, tokens)
-                for row in shared.rows:
-                    spans[row].append(span)
-            made = [QueryRow(range(row.visible - row.queries, row.visible), spans[at]) for at, row in enumerate(rows)]
-            self._made = key, made
-        return self._made[1]

@@ -69,34 +69,40 @@ class PageMap:
             self._under_way = (self.version, ranges), [*dict.fromkeys(seen)]
         return self._under_way[1]
 
-    def resident(self, first: int, stop: int) -> list[SequenceBlock]:
-        """Returns the blocks from depth `first` up to `stop` that have a page of the resident set."""
-        return [block for block in self._state.blocks[first:stop] if block.page is not None]
-
-    def span(self, layout: PageLayout, first: int, stop: int, tokens: int) -> PageSpan:
-        """Returns the blocks from depth `first` up to `stop` as far as they lie before position `tokens`."""
-        key = (self.version, layout, first, stop)
-        if self._span is None or self._span[0] != key:
-            at = slice(first, stop)
-            self._span = key, PageAddresses(layout, self._addresses[at], self._codecs[at], self._kinds, self._keeps)
-        position = first * self._state.block_tokens
-        return PageSpan(self._span[1], position, min(tokens, stop * self._state.block_tokens) - position)
-
-    def span_with(
-        self, layout: PageLayout, first: int, stop: int, tokens: int, places: Mapping[SequenceBlock, int]
+    def span(
+        self,
+        layout: PageLayout,
+        first: int,
+        stop: int,
+        tokens: int,
+        places: Mapping[SequenceBlock, int] | None = None,
     ) -> PageSpan:
-        """As `span`; the blocks that are nowhere are read raw at the addresses `places`."""
+        """Returns the blocks from depth `first` up to `stop` as far as they lie before position `tokens`. With `places`
+        those that are nowhere are read raw at these addresses."""
+        key = (self.version, layout, first, stop)
+        if places is not None:
+            pages = self._pages_with(layout, first, stop, places)
+        elif self._span is not None and self._span[0] == key:
+            pages = self._span[1]
+        else:
+            at = slice(first, stop)
+            pages = PageAddresses(layout, self._addresses[at], self._codecs[at], self._kinds, self._keeps)
+            self._span = key, pages
+        position = first * self._state.block_tokens
+        return PageSpan(pages, position, min(tokens, stop * self._state.block_tokens) - position)
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _pages_with(
+        self, layout: PageLayout, first: int, stop: int, places: Mapping[SequenceBlock, int]
+    ) -> PageAddresses:
         addresses, codecs, blocks = self._addresses[first:stop].clone(), self._codecs[first:stop], self._state.blocks
         if self._nowhere:
             holes = (addresses == _NOWHERE).nonzero().flatten()
             found = [places[blocks[first + at]] for at in holes.tolist()]
             addresses[holes] = torch.tensor(found, dtype=torch.int64)
             codecs = codecs.index_fill(0, holes, int(Codec.RAW))
-        position = first * self._state.block_tokens
-        pages = PageAddresses(layout, addresses, codecs, self._kinds | {Codec.RAW}, self._keeps)
-        return PageSpan(pages, position, min(tokens, stop * self._state.block_tokens) - position)
-
-    # ------------------------------------------------------------------------------------------- helpers
+        return PageAddresses(layout, addresses, codecs, self._kinds | {Codec.RAW}, self._keeps)
 
     def _write(self, first: int) -> None:
         """Writes the addresses from depth `first` on."""

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
 
 from kvcluster.attention import Partial, uses_fused
-from kvcluster.attention.span_results import result_bytes, unpack_results
+from kvcluster.attention.span_results import unpack_results
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.sequences.attend_speeds import AttendSpeeds
 from kvcluster.client.sequences.block_places import BlockPlaces
 from kvcluster.client.sequences.blocks import SequenceBlock
+from kvcluster.client.sequences.layer_query import LayerQuery, split_asks
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import AskedRow, ShipPlan
 from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment
 from kvcluster.client.sequences.shipped_counter import ShippedCounter
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.worker_pool import WorkerPool
-from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, SpanId
 from kvcluster.core.messages import (
     AttendDeclined,
@@ -39,14 +38,11 @@ from kvcluster.core.messages import (
     SpansLacking,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.position_tree import CUT_TOKENS, Subtree
+from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.core.spec import KVSpec, Part
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.attending import NotAttending
 from kvcluster.transport.base import Deadline, PathLost, Unavailable
-
-if TYPE_CHECKING:
-    from kvcluster.attention import Scoring
 
 THREADS = 16
 """Shards that are asked at once; more wait for one another."""
@@ -59,32 +55,6 @@ _PAUSE_S = 0.02
 
 _TRIES = 3
 """How often one shard is asked in one step: over another path, or after its spans were registered again."""
-
-
-class LayerQuery(NamedTuple):
-    """The query of one layer of a step: `data` is `[tokens, heads, dim]` of `dtype`, `starts` and `positions` say for
-    each row where its tokens begin there, and at which position; the last of `starts` is the number of tokens."""
-
-    layer: int
-    data: memoryview
-    heads: int
-    dim: int
-    value_dim: int
-    dtype: str
-    starts: Sequence[int]
-    positions: Sequence[int]
-    scoring: Scoring
-    latent_values: int
-
-    def tokens(self, row: int) -> int:
-        return self.starts[row + 1] - self.starts[row]
-
-    def of_rows(self, rows: Sequence[int]) -> memoryview:
-        """Returns the bytes of the query tokens of these rows."""
-        if list(rows) == list(range(len(self.starts) - 1)):
-            return self.data
-        each = self.data.nbytes // max(1, self.starts[-1])
-        return memoryview(b"".join(self.data[each * self.starts[row] : each * self.starts[row + 1]] for row in rows))
 
 
 class RemoteAttention:
@@ -178,7 +148,7 @@ class RemoteAttention:
         self, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
     ) -> ShardResults | ShardFailure:
         found, loss = list[tuple[int, list[Partial]]](), Loss.EXACT
-        for part in _messages(rows, query):
+        for part in split_asks(rows, query):
             answer = self._ask_part(shard, part, query, deadline)
             if isinstance(answer, ShardFailure):
                 return answer
@@ -296,18 +266,6 @@ class RemoteAttention:
         )
 
 
-def may_ship(query: LayerQuery) -> bool:
-    """Whether a query of this size may be sent at all: it, and the smallest result of any of its rows, are within the
-    limits."""
-    rows = range(len(query.starts) - 1)
-    most = max((query.tokens(row) for row in rows), default=0)
-    return (
-        query.data.nbytes <= limits.ATTEND_BYTES
-        and result_bytes(most, query.heads, query.value_dim) <= limits.ATTEND_BYTES
-        and CUT_TOKENS * most * query.heads * (query.dim + query.value_dim) <= limits.ATTEND_WORK
-    )
-
-
 def _products(spec: KVSpec, part: Part) -> int:
     """Returns the multiplications of one query token with a key and its value, for a head of the pages."""
     return max(1, part.heads) * sum(plane.dim for plane in spec.groups[0].planes)
@@ -329,52 +287,3 @@ def _keys_of(rows: Iterable[AskedRow], query: LayerQuery) -> dict[int, int]:
     for queries in together.values():
         keys[queries] = keys.get(queries, 0) + CUT_TOKENS
     return keys
-
-
-def _messages(rows: Sequence[AskedRow], query: LayerQuery) -> list[list[AskedRow]]:
-    """Divides what is asked of one shard into messages that are within the limits: one, but for long prompts."""
-    if _fits(rows, query):
-        return [list(rows)]
-    parts: list[list[AskedRow]] = []
-    for row in rows:
-        for mine in _pieces(row, query):
-            last = parts[-1] if parts else []
-            if last and last[-1].row == row.row:
-                before = last[-1]
-                grown = [*last[:-1], AskedRow(row.row, before.cuts + mine.cuts, before.subtrees + mine.subtrees)]
-            else:
-                grown = [*last, mine]
-            if last and _fits(grown, query):
-                parts[-1] = grown
-            else:
-                parts.append([mine])
-    return parts
-
-
-def _pieces(row: AskedRow, query: LayerQuery) -> Iterator[AskedRow]:
-    """Yields what a row wants, a subtree at a time; one that is too much for a message, by halves."""
-    left = list(reversed(row.subtrees))
-    while left:
-        subtree = left.pop()
-        cuts = tuple(cut for cut in row.cuts if subtree.contains(Subtree(0, cut.cut)))
-        mine = AskedRow(row.row, cuts, (subtree,))
-        if subtree.level and not _fits([mine], query):
-            first = Subtree(subtree.level - 1, 2 * subtree.index)
-            left += [Subtree(first.level, first.index + 1), first]
-        else:
-            yield mine
-
-
-def _fits(rows: Sequence[AskedRow], query: LayerQuery) -> bool:
-    """Whether one message takes what these rows ask for."""
-    tokens = [query.tokens(row.row) for row in rows]
-    names = sum(len(row.cuts) for row in rows)
-    results = sum(len(row.subtrees) * count for row, count in zip(rows, tokens, strict=True))
-    work = CUT_TOKENS * sum(len(row.cuts) * count for row, count in zip(rows, tokens, strict=True))
-    return (
-        len(rows) <= limits.ATTEND_ROWS
-        and sum(tokens) <= limits.ATTEND_TOKENS
-        and names <= limits.SPANS_PER_CALL
-        and result_bytes(results, query.heads, query.value_dim) <= limits.ATTEND_BYTES
-        and work * query.heads * (query.dim + query.value_dim) <= limits.ATTEND_WORK
-    )

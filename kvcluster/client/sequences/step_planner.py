@@ -1,4 +1,4 @@
-"""Has a planner choose where the spans of a step are attended to, once for all layers, and remembers why.
+"""Has a planner choose where the spans of a step are attended to, once for all layers, and remembers what it chose.
 
 It gathers what the planner is told (StepFacts): where blocks lie, what of them is here or on its way, how much room is
 left, and what was measured.
@@ -54,9 +54,8 @@ class StepPlanner:
         self._planner: AttendPlanner | None = None
         self._plan = ShipPlan({}, [])
         self._known = _KnownSpans(None, (), (), 0)
-        self._facts: tuple[SpanFacts, ...] = ()
+        self._step: StepFacts | None = None  # that of the plan, and what was chosen for its spans
         self._choices: Sequence[SpanChoice] = ()
-        self._why = ""
 
     def plan(
         self,
@@ -82,19 +81,21 @@ class StepPlanner:
         queries = tuple(row.queries for row in rows)
         sizes = self._layers, queries, query_bytes, result_bytes, known.room_bytes
         step = StepFacts(facts, *sizes, speeds, self.account)
-        explain = getattr(planner, "explain", None)
-        self._why = str(explain(step)) if explain is not None and facts else ""
         choices = planner.choose(step)
         if len(choices) != len(facts):
             raise CallerError(f"{type(planner).__name__} chose for {len(choices)} spans; this step has {len(facts)}")
         self._key, self._planner, self._plan = key, planner, ship_plan(rows, known.spans, choices)
-        self._facts, self._choices = facts, choices
+        self._step, self._choices = step, choices
         self._remote.counter.chose(choices)
         return self._plan
 
     def explain(self) -> AttendExplanation:
-        """Returns where the spans of the last step were attended to, and why."""
-        return AttendExplanation(tuple(map(_place, self._facts, self._choices)), self._why)
+        """Returns where the spans of the last step were attended to, and why: the planner is asked now."""
+        if self._step is None:
+            return AttendExplanation((), "")
+        explain = getattr(self._planner, "explain", None)
+        why = str(explain(self._step)) if explain is not None and self._step.spans else ""
+        return AttendExplanation(tuple(map(_place, self._step.spans, self._choices)), why)
 
     # ------------------------------------------------------------------------------------------- helpers
 

@@ -11,7 +11,7 @@ their results are merged along it as they come. So the bits are those of one cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial as bound
 from typing import NamedTuple
@@ -19,15 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcluster.attention import PageLayout, PageSpan, Partial, QueryRow, Scoring, merge, partial
+from kvcluster.attention import PageLayout, Partial, Scoring, merge, partial
+from kvcluster.client.sequences.batch_pages import BatchPages
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.layer_loads import LayerLoad
-from kvcluster.client.sequences.page_map import PageMap
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.scratch_pages import ScratchPages
-from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
 from kvcluster.client.sequences.ship_plan import SeenBlocks
-from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.miss import Loss
 from kvcluster.core.position_tree import CUT_TOKENS, Subtree
 from kvcluster.errors import ResidentSetFull
@@ -59,14 +57,13 @@ class StreamedCall(NamedTuple):
 
 
 class StreamedAttention:
-    """Streams for a batch of sequences, whose pages are `maps`. One thread at a time may use it."""
+    """Streams for a batch of sequences. One thread at a time may use it."""
 
-    def __init__(self, states: Sequence[SequenceState], maps: Sequence[PageMap], resources: SequenceResources) -> None:
-        self._states = states
-        self._maps = maps
+    def __init__(self, pages: BatchPages, resources: SequenceResources) -> None:
+        self._pages = pages
         self._runner = resources.runner
         self._loads = resources.loads
-        self._block_tokens = states[0].block_tokens
+        self._block_tokens = pages.states[0].block_tokens
 
     def attend(self, call: StreamedCall, ready: Callable[[], bool]) -> Partial | None:
         """Attends. `ready`, called under the lock, returns whether what is being loaded into the resident set has this
@@ -75,12 +72,12 @@ class StreamedAttention:
         with self._runner.lock:
             absent = self._absent(call)
         if absent:
-            self._lost_precision(self._loads.lend(absent, Deadline.after_ms(call.time_ms)))
+            self._add_loss(self._loads.lend(absent, Deadline.after_ms(call.time_ms)))
         with self._scratch(call) as scratch, self._runner.reading():
             with self._runner.lock:
                 absent = self._absent(call)
                 there = ready() and (bool(scratch.pages) or not absent)
-                loans = {loan: None for each in self._maps for loan in each.loans}
+                loans = self._pages.loans()
             result = self._stream(call, absent, scratch) if there else None
         return None if [loan for loan in loans if not self._loads.valid(loan)] else result
 
@@ -88,11 +85,7 @@ class StreamedAttention:
 
     def _absent(self, call: StreamedCall) -> list[SequenceBlock]:
         """Returns the absent blocks that the call sees, by depth. Called under the lock."""
-        found: dict[SequenceBlock, None] = {}
-        for pages, row in zip(self._maps, call.rows, strict=True):
-            for depths in row.depths:
-                found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
-        return sorted(found, key=lambda block: block.depth)
+        return sorted(self._pages.missing(call.rows), key=lambda block: block.depth)
 
     @contextmanager
     def _scratch(self, call: StreamedCall) -> Iterator[ScratchPages]:
@@ -121,7 +114,7 @@ class StreamedAttention:
             for number, piece in enumerate(pieces):
                 if number + 1 < len(pieces):
                     under_way.append(self._begin(call, pieces[number + 1], scratch, number + 1))
-                self._lost_precision(under_way[0].wait(Deadline.after_ms(call.time_ms)))
+                self._add_loss(under_way[0].wait(Deadline.after_ms(call.time_ms)))
                 del under_way[0]
                 parts.append(self._attend(call, piece, scratch, number))
                 if piece.rows.stop == len(call.rows):
@@ -161,9 +154,11 @@ class StreamedAttention:
                 )
 
     def _within(self, subtree: Subtree, blocks: Sequence[SequenceBlock]) -> tuple[SequenceBlock, ...]:
-        step = self._block_tokens
-        first, stop = subtree.start // step, -(-subtree.stop // step)
-        return tuple(block for block in blocks if first <= block.depth < stop)
+        depths = self._depths(subtree)
+        return tuple(block for block in blocks if block.depth in depths)
+
+    def _depths(self, subtree: Subtree) -> range:
+        return range(subtree.start // self._block_tokens, -(-subtree.stop // self._block_tokens))
 
     def _seen_by(self, call: StreamedCall, rows: range, blocks: Sequence[SequenceBlock]) -> tuple[SequenceBlock, ...]:
         """Returns those of these blocks that some of the rows see."""
@@ -171,7 +166,7 @@ class StreamedAttention:
             block
             for block in blocks
             if any(
-                block.depth in depths and self._states[row].blocks[block.depth] is block
+                block.depth in depths and self._pages.states[row].blocks[block.depth] is block
                 for row in rows
                 for depths in call.rows[row].depths
             )
@@ -184,7 +179,8 @@ class StreamedAttention:
     def _attend(self, call: StreamedCall, piece: ContextPiece, scratch: ScratchPages, number: int) -> Partial:
         """Attends to one piece, whose absent blocks lie in the buffer of its number. Returns the result of its rows."""
         addresses = scratch.addresses(number % 2, len(piece.blocks), call.layer)
-        rows = self._query_rows(call, piece, dict(zip(piece.blocks, addresses, strict=True)))
+        places = dict(zip(piece.blocks, addresses, strict=True))
+        rows = self._pages.query_rows_within(call.layout, call.rows, piece.rows, self._depths(piece.subtree), places)
         counts = [row.queries for row in call.rows]
         first = sum(counts[: piece.rows.start])
         scoring = call.scoring
@@ -200,31 +196,9 @@ class StreamedAttention:
             threads=call.threads,
         )
 
-    def _query_rows(
-        self, call: StreamedCall, piece: ContextPiece, places: Mapping[SequenceBlock, int]
-    ) -> list[QueryRow]:
-        step = self._block_tokens
-        first, stop = piece.subtree.start // step, -(-piece.subtree.stop // step)
-        ranges = [
-            RowBlocks(at, self._states[at].blocks, max(first, depths.start), min(stop, depths.stop))
-            for at in piece.rows
-            for depths in call.rows[at].depths
-            if max(first, depths.start) < min(stop, depths.stop)
-        ]
-        spans: dict[int, list[PageSpan]] = {at: [] for at in piece.rows}
-        for shared in shared_spans(ranges):
-            tokens = max(call.rows[row].visible for row in shared.rows)
-            span = self._maps[shared.rows[0]].span_with(call.layout, shared.first, shared.stop, tokens, places)
-            for row in shared.rows:
-                spans[row].append(span)
-        rows = [(call.rows[at], spans[at]) for at in piece.rows]
-        return [QueryRow(range(row.visible - row.queries, row.visible), found) for row, found in rows]
-
-    def _lost_precision(self, loss: Loss) -> None:
-        """What is attended to has this loss, and so has what is computed from it."""
+    def _add_loss(self, loss: Loss) -> None:
         with self._runner.lock:
-            for state in self._states:
-                state.loss = max(state.loss, loss)
+            self._pages.add_loss(loss)
 
 
 def _joined(parts: Sequence[Partial]) -> Partial:
