@@ -55,26 +55,19 @@ class SequenceBatch:
     def append(self, layer: int, k: Tensor, v: Tensor | None = None, *, tokens: Tokens[int] | None = None) -> None:
         """As Sequence.append for each row: `k` and `v` are `[tokens, kv_heads, head_dim]` with the tokens of all rows,
         one row after another: `tokens[i]` of row i, by default equally many. If it raises, no row has changed."""
-        states, runner = [sequence.checked() for sequence in self.sequences], self._runner
-        values = [k] if v is None else [k, v]
-        with runner.lock:
-            values = runner.memory.checked(layer, values)
-            counts = self._counts(len(values[0]), tokens)
-            runs, copies = runner.with_room(
-                lambda: runner.machine.begin_step(states, layer, counts), self._resources.deadline(None)
-            )
-            runner.memory.copy(copies)
-            runner.memory.write(layer, runs, values)
+        states = [sequence.checked() for sequence in self.sequences]
+        values = self._runner.memory.checked(layer, [k] if v is None else [k, v])
+        counts = self._counts(len(values[0]), tokens)
+        self._runner.append(states, layer, counts, values, self._resources.deadline(None))
 
     def advance(self, token_ids: Tokens[int | Tokens[int]]) -> None:
         """As Sequence.advance for each row: the token ids, or the number of tokens, of row i are `token_ids[i]`. If it
         raises, no row has changed."""
-        states, runner = [sequence.checked() for sequence in self.sequences], self._runner
+        states = [sequence.checked() for sequence in self.sequences]
         ids = [checked_ids(each) for each in token_ids]
         if len(ids) != len(states):
             raise CallerError(f"advance got {len(ids)} rows; the batch has {len(states)}")
-        with runner.lock:
-            runner.advance(states, ids, self._resources.deadline(None))
+        self._runner.advance(states, ids, self._resources.deadline(None))
 
     def attend(
         self,

@@ -11,12 +11,11 @@ A block that is referenced once, by the sequence that ends with it, may be writt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
 from kvcluster.client.sequences.block_table import CodedPage
-from kvcluster.client.sequences.family import SequenceFamily
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss
 
@@ -37,10 +36,9 @@ class SequenceBlock:
 
     `depth` counts the blocks before it. Only sequences of its `family` may have it. `page` is its page in the
     resident set, None if it is not there. `name` is the block hash once it is sealed, a random id if it is `private`,
-    None before. `tokens` are the token ids that it was
-    sealed with, as little-endian uint32; empty if private. `loss` is that of its KV. `coded` is its encoded form in the
-    resident set. While it `stays`, it does not give up its page. A block is `dropped` once no sequence attends to it
-    any more: it may be nowhere.
+    None before. `tokens` are the token ids that it was sealed with, as little-endian uint32; empty if private. `loss`
+    is that of its KV. `coded` is its encoded form in the resident set. While it `stays`, it does not give up its page.
+    A block is `dropped` once no sequence attends to it any more: it may be nowhere.
     """
 
     __slots__ = (
@@ -60,7 +58,7 @@ class SequenceBlock:
         "tokens",
     )
 
-    def __init__(self, before: SequenceBlock | None, page: PageNumber | None, family: SequenceFamily[Any]) -> None:
+    def __init__(self, before: SequenceBlock | None, page: PageNumber | None, family: Mapping[Any, None]) -> None:
         self.before = before
         self.family = family
         self.depth: int = before.depth + 1 if before is not None else 0

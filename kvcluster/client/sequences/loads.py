@@ -96,7 +96,7 @@ class SequenceLoads:
                 begun = {self.absent.fetched[block][1]: None for block in absent if block in self.absent.fetched}
                 new = [block for block in absent if block not in self.absent.fetched]
             if new:
-                loss = self._provide(new, deadline, lend=False)
+                loss = self.provide(new, deadline, lend=False)
                 with self._runner.lock:
                     state.loss = max(state.loss, loss)
             for fetch in begun:
@@ -105,16 +105,24 @@ class SequenceLoads:
             if len(failed) >= _TRIES:
                 raise failed[-1]
 
-    def provide_prefix(self, state: SequenceState, deadline: Deadline) -> None:
-        """As `provide` for all blocks of a sequence that was just opened, but takes no page that holds a block: what
-        finds no room is loaded when it is needed."""
-        state.loss = max(state.loss, self._provide(state.blocks, deadline, lend=True, only_free=True))
-
-    def provide(self, blocks: Sequence[SequenceBlock], deadline: Deadline, *, lend: bool = True) -> Loss:
-        """Borrows absent blocks, unless not to `lend`, or begins to load them. The caller holds them, and those that
-        are needed with them. Returns the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them
-        cannot be had."""
-        return self._provide(blocks, deadline, lend=lend)
+    def provide(
+        self, blocks: Sequence[SequenceBlock], deadline: Deadline, *, lend: bool, only_free: bool = False
+    ) -> Loss:
+        """Borrows absent blocks, if they may be lent, and begins to load the others. The caller holds them, and those
+        that are needed with them. With `only_free` no page is taken that holds a block: what finds no room is not
+        loaded. Returns the worst loss of them. Raises ResidentSetFull, or LostTokens if one of them cannot be had."""
+        loss = Loss.EXACT
+        for spec, chunk, ticket in self._prepared(blocks, deadline):
+            loss = max(loss, ticket.loss)
+            others = self._borrow(spec, chunk, ticket, deadline) if lend else chunk
+            if len(others) < len(chunk):
+                ticket.release()
+                self.provide(others, deadline, lend=False, only_free=only_free)
+            elif only_free and not self._fits(len(chunk)):
+                ticket.release()
+            else:
+                self._fetch(spec, chunk, ticket, deadline)
+        return loss
 
     def fetch_behind(
         self, blocks: Iterable[SequenceBlock], deadline: Deadline, submit: Callable[[Callable[[], None]], None]
@@ -130,7 +138,7 @@ class SequenceLoads:
         def begin() -> None:
             try:
                 with suppress(KVClusterError):
-                    self._provide(missing, deadline, lend=False)
+                    self.provide(missing, deadline, lend=False)
             finally:
                 with self._runner.lock:
                     for block in missing:
@@ -215,27 +223,6 @@ class SequenceLoads:
 
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _provide(
-        self,
-        blocks: Sequence[SequenceBlock],
-        deadline: Deadline,
-        *,
-        lend: bool,
-        only_free: bool = False,
-    ) -> Loss:
-        loss = Loss.EXACT
-        for spec, chunk, ticket in self._prepared(blocks, deadline):
-            loss = max(loss, ticket.loss)
-            others = self._borrow(spec, chunk, ticket, deadline) if lend else chunk
-            if len(others) < len(chunk):
-                ticket.release()
-                self._provide(others, deadline, lend=False, only_free=only_free)
-            elif only_free and not self._fits(len(chunk)):
-                ticket.release()
-            else:
-                self._fetch(spec, chunk, ticket, deadline)
-        return loss
-
     def _find(self, blocks: Sequence[SequenceBlock], deadline: Deadline) -> list[BlockRun]:
         """Returns where these absent blocks lie. Raises LostTokens."""
         return list(self._prepared(blocks, deadline, hold=False))
@@ -290,7 +277,7 @@ class SequenceLoads:
         runner = self._runner
         try:
             with runner.lock:
-                pages = runner.with_room(partial(runner.machine.place, blocks), deadline)
+                pages = runner.with_room(partial(runner.machine.take, len(blocks)), deadline)
         except BaseException:
             ticket.release()
             raise

@@ -4,7 +4,7 @@ stored, shared, copied and given up. Pure: it knows no memory, no clock and no t
     open, fork, truncate, close                  what the caller does with a sequence
     begin_step, advance, encode                  how it grows: every layer appends, then all tokens count
     own                                          how it is overwritten
-    place, placed                                how absent blocks come back into the resident set
+    take, placed                                 how absent blocks come back into the resident set
     next_store, stored                           how sealed blocks reach the cluster, in batches, in their order
 
 A call that cannot be served raises, and changes nothing. The caller carries out the copies of pages that a call returns
@@ -23,9 +23,9 @@ from kvcluster.client.sequences.block_table import ABSENT, PageCopy, TokenRun, c
 from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock, StoreState, release, retain
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resident_pages import ResidentPages
+from kvcluster.client.sequences.resident_window import Encoding, ResidentWindow
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.store_queue import StoreBatch, StoreQueue
-from kvcluster.client.sequences.window import Encoding, ResidentWindow
 from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, SequenceId
@@ -63,7 +63,7 @@ class SequenceMachine:
         state.loss = tip.loss if tip is not None else Loss.EXACT
         retain(tip)
         self._open[state.name] = state
-        state.family.join(state)
+        state.family[state] = None
 
     def fork(self, state: SequenceState, name: SequenceId) -> SequenceState:
         """Opens another sequence with the same tokens. Raises CallerError in the middle of a step."""
@@ -83,13 +83,13 @@ class SequenceMachine:
         retain(child.tip)
         self._open[name] = child
         child.family = state.family
-        child.family.join(child)
+        child.family[child] = None
         return child
 
     def close(self, state: SequenceState) -> None:
         """Closes a sequence. Its public blocks that wait to be stored still will be."""
         del self._open[state.name]
-        state.family.leave(state)
+        del state.family[state]
         state.closed = True
         release(state.tip, self._released)
         state.cut(0)
@@ -292,12 +292,9 @@ class SequenceMachine:
 
     # ------------------------------------------------------------------------------- out of the set and back
 
-    def place(self, blocks: Sequence[SequenceBlock]) -> list[int]:
-        """Takes a page for each of these absent blocks, into which the caller loads them. Raises ResidentSetFull."""
-        return self.take(len(blocks))
-
     def take(self, pages: int) -> list[PageNumber]:
-        """Takes pages, which the caller frees (`pages.free`) or gives to blocks (`placed`). Raises ResidentSetFull."""
+        """Takes pages, into which the caller loads absent blocks: it frees them (`pages.free`), or gives them to blocks
+        (`placed`). Raises ResidentSetFull."""
         self._check_room(pages)
         return [self._take() for _ in range(pages)]
 
@@ -322,7 +319,7 @@ class SequenceMachine:
         self._may_give_up(block)
 
     def next_store(self) -> StoreBatch | None:
-        """Returns the next blocks to be stored; None if there are none."""
+        """Returns the next batch of blocks to be stored, of which `stored` is to be called; None if none waits."""
         return self._stores.next()
 
     def stored(self, batch: StoreBatch, *, committed: bool) -> None:

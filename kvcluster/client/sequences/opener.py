@@ -79,7 +79,7 @@ class SequenceOpener:
         sequence = Sequence(resources, state)
         try:
             if prefetch:
-                loads.provide_prefix(state, deadline)
+                state.loss = max(state.loss, loads.provide(state.blocks, deadline, lend=True, only_free=True))
         except LostTokens as lost:  # since they were found
             sequence.truncate(lost.position)
         return sequence

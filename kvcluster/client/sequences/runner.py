@@ -31,6 +31,8 @@ from kvcluster.errors import KVClusterError, ResidentSetFull
 from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvcluster.client.sequences.memory import ResidentMemory
 
 R = TypeVar("R")
@@ -125,23 +127,41 @@ class SequenceRunner:
                 if not self.wait_for_stores(partial(self._more_pages, before), deadline):
                     raise
 
+    def _more_pages(self, before: int) -> bool:
+        return self.machine.pages.available > before
+
+    # --------------------------------------------------------------------------------------------------- steps
+
+    def append(
+        self,
+        states: Sequence[SequenceState],
+        layer: int,
+        tokens: Sequence[int],
+        values: Sequence[Tensor],
+        deadline: Deadline,
+    ) -> None:
+        """Appends the next `tokens[i]` tokens of each sequence to one layer. Raises as SequenceMachine.begin_step;
+        ResidentSetFull as `with_room`."""
+        with self.lock:
+            runs, copies = self.with_room(lambda: self.machine.begin_step(states, layer, tokens), deadline)
+            self.memory.copy(copies)
+            self.memory.write(layer, runs, values)
+
     def advance(
         self, states: Sequence[SequenceState], tokens: Sequence[int | Sequence[int]], deadline: Deadline
     ) -> None:
         """Counts the tokens of a step of these sequences, and encodes what leaves their tails. Raises as
         SequenceMachine.advance; ResidentSetFull as `with_room`."""
-        sealed = self.with_room(lambda: self.machine.advance(states, tokens), deadline)
-        for state in states:
-            for encoding in self.machine.encode(state):
-                succeeded = self.memory.encode(encoding.page, encoding.into)
-                self.machine.encoded(state, encoding, succeeded=succeeded)
-        for state in sealed:
-            self.keeper.sealed(state)
-        if sealed:
-            self.wake()
-
-    def _more_pages(self, before: int) -> bool:
-        return self.machine.pages.available > before
+        with self.lock:
+            sealed = self.with_room(lambda: self.machine.advance(states, tokens), deadline)
+            for state in states:
+                for encoding in self.machine.encode(state):
+                    succeeded = self.memory.encode(encoding.page, encoding.into)
+                    self.machine.encoded(state, encoding, succeeded=succeeded)
+            for state in sealed:
+                self.keeper.sealed(state)
+            if sealed:
+                self.wake()
 
     # ------------------------------------------------------------------------------------------------- reading
 

@@ -151,13 +151,9 @@ class Sequence:
         `capacity`; ResidentSetFull if the resident set has no page and gets none by the deadline. Nothing is changed
         then.
         """
-        state, values = self.checked(), [k] if v is None else [k, v]
-        runner = self._runner
-        with runner.lock:
-            values = runner.memory.checked(layer, values)
-            runs, copies = self._room(lambda: runner.machine.begin_step([state], layer, [len(values[0])]))
-            runner.memory.copy(copies)
-            runner.memory.write(layer, runs, values)
+        state = self.checked()
+        values = self._runner.memory.checked(layer, [k] if v is None else [k, v])
+        self._runner.append([state], layer, [len(values[0])], values, self._deadline(None))
 
     def advance(self, token_ids: int | Tokens[int]) -> None:
         """Makes the tokens of this step count. Blocks whose token ids are given can be found by other workers; if only
@@ -168,8 +164,7 @@ class Sequence:
         ResidentSetFull. Nothing is changed then.
         """
         state, ids = self.checked(), checked_ids(token_ids)
-        with self._runner.lock:
-            self._runner.advance([state], [ids], self._deadline(None))
+        self._runner.advance([state], [ids], self._deadline(None))
 
     def update(self, layer: int, k: Tensor, v: Tensor | None = None) -> list[Tensor]:
         """Appends as `append`, and returns all K and V of the layer, the new tokens included: `[length, kv_heads,
@@ -180,10 +175,11 @@ class Sequence:
     def reserve(self, tokens: int) -> None:
         """Takes the pages that `tokens` more tokens need, so that appending them cannot fail for want of room. Raises
         as `append`."""
-        state = self.checked()
+        state, machine = self.checked(), self._runner.machine
         _check_number("reserve", tokens)
         with self._runner.lock:
-            self._runner.memory.copy(self._room(lambda: self._runner.machine.reserve([state], [tokens])))
+            copies = self._runner.with_room(lambda: machine.reserve([state], [tokens]), self._deadline(None))
+            self._runner.memory.copy(copies)
 
     # ------------------------------------------------------------------------------------ reading and overwriting
 
@@ -359,12 +355,9 @@ class Sequence:
             raise CallerError("this sequence is closed")
         return self._state
 
-    def _room(self, call: Callable[[], R]) -> R:
-        return self._runner.with_room(call, self._deadline(None))
-
     def _with_blocks(self, position: int, tokens: int, deadline_ms: float | None, call: Callable[[], R]) -> R:
         """Returns `call()`, made in the lock while all blocks of these tokens are in the resident set. While it raises
-        ResidentSetFull it is made again, as `_room` does."""
+        ResidentSetFull it is made again, as `with_room` does."""
         state, first = self._state, position // self._state.block_tokens
         span = range(first, first + state.blocks_for(position % state.block_tokens + tokens) if tokens else first)
         deadline = self._deadline(deadline_ms)

@@ -6,7 +6,8 @@ before that, lie behind them: `step` is their number, and `appended` names the l
 
 The blocks from depth `dropped.start` up to `dropped.stop` are not attended to any more. Those before depth `encoded`
 have left the tail: they are encoded, if the policy says so. `loss` is the worst of what the tokens that come next are
-computed from. Forks of one another have one `family`.
+computed from. Sequences that were forked from one another have one `family`. Those of different families share no
+block, so a change to a block concerns its family alone, however many sequences are open.
 
 The first `sealed` blocks have their names and never change. `tokens` are the token ids behind them; they end early, at
 the first token that was advanced without an id or overwritten, and are not kept behind a private block.
@@ -19,7 +20,6 @@ from collections.abc import Iterable
 
 from kvcluster.client.sequences.block_table import ABSENT, BlockTable
 from kvcluster.client.sequences.blocks import SequenceBlock
-from kvcluster.client.sequences.family import SequenceFamily
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, SequenceId
@@ -46,7 +46,7 @@ class SequenceState:
         self.max_tokens = max_tokens
         self.blocks: list[SequenceBlock] = []
         self.drop_oldest = drop_oldest
-        self.family: SequenceFamily[SequenceState] = SequenceFamily()
+        self.family: dict[SequenceState, None] = {}  # the open ones
         self.table = BlockTable(self.blocks_for(limits.TOKENS_PER_SEQUENCE if drop_oldest else max_tokens))
         self.length = 0
         self.step = 0

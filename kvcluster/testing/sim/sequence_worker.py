@@ -317,7 +317,7 @@ class SequenceWorker(Worker):
             needed = [state.blocks[depth] for depth in span]
             self.machine.hold(needed)
             try:
-                pages = self.machine.place(absent)
+                pages = self.machine.take(len(absent))
             except ResidentSetFull:
                 self.world.count("sequence", "read refused")
                 return -1
