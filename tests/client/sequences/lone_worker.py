@@ -105,7 +105,7 @@ class Worker:
 
     def bring(self, state: SequenceState, depths: range) -> None:
         absent = [state.blocks[depth] for depth in state.absent(depths)]
-        for block, page in zip(absent, self.machine.place(absent), strict=True):
+        for block, page in zip(absent, self.machine.take(len(absent)), strict=True):
             assert block.name is not None
             content = iter(self.cluster[block.name])
             for layer, slot in itertools.product(range(LAYERS), range(BLOCK)):

@@ -15,7 +15,8 @@ from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, m
 from kvcluster.errors import CallerError, LimitError, LostTokens
 from kvcluster.testing import MemoryCluster
 from tests.client.conftest import Start
-from tests.client.sequences.test_sequence import BLOCK, DIM, HEADS, LAYERS, PAGE, SPEC, Grown, grown, made, small
+from tests.client.sequences.small_spec import HEADS, LAYERS
+from tests.client.sequences.test_sequence import BLOCK, DIM, PAGE, SPEC, Grown, grown, made, small
 from tests.client.test_tiers import NUMBERS, loaded, numbers, tiers, went_down
 from tests.client.test_tiers import TOKENS as PROMPT
 from tests.client.test_zero_copy import Desk

@@ -13,19 +13,12 @@ import kvcluster
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.testing import MemoryCluster
 from tests.client.conftest import Start
+from tests.client.sequences.small_spec import small_spec
 from tests.docs.snippets import run_twice
 
 TEXT = (Path(__file__).parents[3] / "docs" / "sequences.md").read_text()
 EXAMPLES = re.findall(r"^#+ ([^\n]*)\n(?:(?!^#).)*?^```python\n(.*?)^```", TEXT, re.M | re.S)
-SPEC = kvcluster.KVSpec.uniform(
-    model="m",
-    weights="sha256:1",
-    num_layers=2,
-    num_kv_heads=2,
-    head_dim=32,
-    dtype="bfloat16",
-    block_tokens=16,
-)
+SPEC = small_spec(32, 16)
 
 
 @pytest.fixture

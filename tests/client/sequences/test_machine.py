@@ -365,10 +365,10 @@ def test_blocks_that_are_needed_together_do_not_give_up_pages_for_one_another() 
     needed = [state.blocks[depth] for depth in range(1, 4)]
     worker.machine.hold(needed)
     with pytest.raises(ResidentSetFull):
-        worker.machine.place([state.blocks[0]])
+        worker.machine.take(1)
     assert state.absent(range(4)) == [0]
     worker.machine.let_go(needed[2:])
-    (page,) = worker.machine.place([state.blocks[0]])
+    (page,) = worker.machine.take(1)
     assert state.absent(range(4)) == [0, 3]
     worker.machine.let_go(needed[:2])
     worker.machine.placed(state.blocks[0], page, loaded=False)

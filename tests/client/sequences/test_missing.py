@@ -15,17 +15,10 @@ from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.errors import LostTokens, Unreachable
 from kvcluster.testing import MemoryCluster
 from tests.client.conftest import Start
+from tests.client.sequences.small_spec import HEADS, LAYERS, small_spec
 
-LAYERS, HEADS, DIM, BLOCK = 2, 2, 8, 16
-SPEC = kvcluster.KVSpec.uniform(
-    model="m",
-    weights="sha256:1",
-    num_layers=LAYERS,
-    num_kv_heads=HEADS,
-    head_dim=DIM,
-    dtype="bfloat16",
-    block_tokens=BLOCK,
-)
+DIM, BLOCK = 8, 16
+SPEC = small_spec(DIM, BLOCK)
 PAGE = SPEC.page_bytes(0, SPEC.whole(0))
 CUTS = 6
 TOKENS = CUTS * CUT_TOKENS

@@ -49,18 +49,11 @@ from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpServer
 from tests.client.conftest import Start, settle
+from tests.client.sequences.small_spec import HEADS, LAYERS, small_spec
 from tests.waiting import eventually
 
-LAYERS, HEADS, DIM, BLOCK, GROUP = 2, 2, 8, 16, 2
-SPEC = kvcluster.KVSpec.uniform(
-    model="m",
-    weights="sha256:1",
-    num_layers=LAYERS,
-    num_kv_heads=HEADS,
-    head_dim=DIM,
-    dtype="bfloat16",
-    block_tokens=BLOCK,
-)
+DIM, BLOCK, GROUP = 8, 16, 2
+SPEC = small_spec(DIM, BLOCK)
 PAGE = SPEC.page_bytes(0, SPEC.whole(0))
 LAYOUT = PageLayout(SPEC.groups[0], BLOCK, LAYERS, HEADS)
 TENANT = Tenant("default")

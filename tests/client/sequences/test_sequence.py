@@ -15,17 +15,10 @@ import kvcluster
 from kvcluster.errors import CallerError, LimitError, LostTokens, ResidentSetFull
 from kvcluster.testing import MemoryCluster
 from tests.client.conftest import Start
+from tests.client.sequences.small_spec import HEADS, LAYERS, small_spec
 
-LAYERS, HEADS, DIM, BLOCK = 2, 2, 8, 4
-SPEC = kvcluster.KVSpec.uniform(
-    model="m",
-    weights="sha256:1",
-    num_layers=LAYERS,
-    num_kv_heads=HEADS,
-    head_dim=DIM,
-    dtype="bfloat16",
-    block_tokens=BLOCK,
-)
+DIM, BLOCK = 8, 4
+SPEC = small_spec(DIM, BLOCK)
 PAGE = SPEC.page_bytes(0, SPEC.whole(0))
 AT_ONCE = kvcluster.WindowPolicy(tail_tokens=0, migration_tokens=BLOCK)
 

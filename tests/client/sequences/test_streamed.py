@@ -23,17 +23,10 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.memory import MemoryTransport
 from tests.client.conftest import Start
+from tests.client.sequences.small_spec import HEADS, LAYERS, small_spec
 
-LAYERS, HEADS, DIM, BLOCK, GROUP = 2, 2, 16, 32, 2
-SPEC = kvcluster.KVSpec.uniform(
-    model="streamed",
-    weights="sha256:1",
-    num_layers=LAYERS,
-    num_kv_heads=HEADS,
-    head_dim=DIM,
-    dtype="bfloat16",
-    block_tokens=BLOCK,
-)
+DIM, BLOCK, GROUP = 16, 32, 2
+SPEC = small_spec(DIM, BLOCK)
 PAGE = SPEC.page_bytes(0, SPEC.whole(0))
 PAGES = 40
 """Pages of the resident set. Two buffers for one cut of 512 tokens take 17 of them."""

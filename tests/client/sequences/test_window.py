@@ -15,18 +15,11 @@ from kvcluster.errors import CallerError, ResidentSetFull
 from kvcluster.pages.codec_torch import TorchCoder
 from kvcluster.testing import MemoryCluster
 from tests.client.conftest import Start
+from tests.client.sequences.small_spec import HEADS, LAYERS, small_spec
 from tests.client.sequences.test_sequence import Grown
 
-LAYERS, HEADS, DIM, BLOCK = 2, 2, 32, 8
-SPEC = kvcluster.KVSpec.uniform(
-    model="m",
-    weights="sha256:1",
-    num_layers=LAYERS,
-    num_kv_heads=HEADS,
-    head_dim=DIM,
-    dtype="bfloat16",
-    block_tokens=BLOCK,
-)
+DIM, BLOCK = 32, 8
+SPEC = small_spec(DIM, BLOCK)
 PAGE = SPEC.page_bytes(0, SPEC.whole(0))
 POLICY = kvcluster.WindowPolicy(tail_tokens=BLOCK, migration_tokens=2 * BLOCK, sink_tokens=BLOCK)
 
