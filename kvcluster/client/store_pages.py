@@ -13,10 +13,10 @@ from kvcluster.core.spec import Part
 
 @dataclass(frozen=True, slots=True)
 class StoreTerms:
-    """What a store writes: these `parts` of the blocks from index `first` of a chain on. `hashes[0]` is the hash of the
-    block at index `start`, which is at most `first - 1` and the first block of that one's run of placement. `loss` is
-    that of the prefix over which the blocks were computed. `attempt` names the ticket. A shard that is full waits up to
-    `wait_ns` for room."""
+    """What a store writes: these `parts` of the blocks of a chain from index `first` on. `hashes[0]` is the hash of the
+    block at index `start`. Unless it is 0, the block before `first` and all of the placement run of `first` are among
+    `hashes`. `loss` is that of the prefix over which the blocks were computed. `attempt` names the ticket. A shard that
+    is full waits up to `wait_ns` for room."""
 
     hashes: Sequence[BlockHash]
     first: int
