@@ -1,9 +1,8 @@
 """Attention of a batch of sequences over their pages, wherever these lie.
 
 Each call finds the blocks that its queries see, has absent ones lent or loaded, and attends to all of them in place.
-If the resident set has no room for all that it sees, they are streamed (streamed_attention.py).
-Spans are made again only when a table has changed or a sequence has grown: the layers of a step share them. Whatever
-may be taken away while it is read is asked for afterwards, and the call is repeated if it was.
+If the resident set has no room for all that it sees, they are streamed (streamed_attention.py). Whatever may be taken
+away while it is read is asked for afterwards, and the call is repeated if it was.
 
 With a planner, some of what is seen is attended to by the shards that have it (ship_plan.py, remote_attention.py),
 while this process attends to the rest.
@@ -267,9 +266,18 @@ class BatchAttention:
         compute: Callable[[Sequence[QueryRow]], R],
     ) -> R | None:
         """Returns `compute` of the rows; these blocks stay where they are while it runs. Those of `fetched` are loaded,
-        and not lent. Returns None if a page was taken away meanwhile."""
+        and not lent. Returns None if a page was taken away before or while it was read."""
         with self._runner.holding(blocks) if blocks else nullcontext():
-            return self._read(rows, fetched, step, compute)
+            self._provide(rows, fetched, step.layer, step.deadline)
+            with self._runner.reading():
+                with self._runner.lock:
+                    ready = not self._pages.missing(rows) and self._pages.ready(rows, step.layer)
+                    made = self._pages.query_rows(step.layout, rows) if ready else []
+                    loans = self._pages.loans()
+                if not ready:
+                    return None
+                result = compute(made)
+            return None if [loan for loan in loans if not self._loads.valid(loan)] else result
 
     def _needed(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
         """Returns the blocks that have to be in the resident set together: all that the rows see, or none if none of
@@ -277,25 +285,6 @@ class BatchAttention:
         with self._runner.lock:
             missing = self._pages.missing(rows)
         return self._blocks(rows) if missing else []
-
-    def _read(
-        self,
-        rows: Sequence[SeenBlocks],
-        fetched: Mapping[SequenceBlock, None],
-        step: _Step,
-        compute: Callable[[Sequence[QueryRow]], R],
-    ) -> R | None:
-        """Attends. Returns None if a page was taken away before or while it was read."""
-        self._provide(rows, fetched, step.layer, step.deadline)
-        with self._runner.reading():
-            with self._runner.lock:
-                ready = not self._pages.missing(rows) and self._pages.ready(rows, step.layer)
-                made = self._pages.query_rows(step.layout, rows) if ready else []
-                loans = self._pages.loans()
-            if not ready:
-                return None
-            result = compute(made)
-        return None if [loan for loan in loans if not self._loads.valid(loan)] else result
 
     def _check(self, query: Tensor, queries: Sequence[int]) -> None:
         if len(queries) != len(self._states) or any(type(count) is not int or count < 0 for count in queries):
