@@ -241,7 +241,7 @@ class BatchAttention:
         keys: dict[int, int] = {}
         for at, count in queries.items():
             keys[count] = keys.get(count, 0) + spans[at].tokens
-        self._remote.computed(keys, seconds)
+        self._remote.speeds.computed(keys, seconds, time.monotonic_ns())
         return seconds
 
     def _repeated(self, attempt: Callable[[], R | None], deadline: Deadline) -> R:

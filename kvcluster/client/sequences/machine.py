@@ -5,7 +5,7 @@ stored, shared, copied and given up. Pure: it knows no memory, no clock and no t
     begin_step, advance, encode                  how it grows: every layer appends, then all tokens count
     own                                          how it is overwritten
     take, placed                                 how absent blocks come back into the resident set
-    next_store, stored                           how sealed blocks reach the cluster, in batches, in their order
+    stores                                       how sealed blocks reach the cluster, in batches, in their order
 
 A call that cannot be served raises, and changes nothing. The caller carries out the copies of pages that a call returns
 before anything else is written.
@@ -25,7 +25,7 @@ from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.resident_window import Encoding, ResidentWindow
 from kvcluster.client.sequences.state import SequenceState
-from kvcluster.client.sequences.store_queue import StoreBatch, StoreQueue
+from kvcluster.client.sequences.store_queue import StoreQueue
 from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, SequenceId
@@ -43,7 +43,7 @@ class SequenceMachine:
         self._random_id = random_id
         self._block_tokens = block_tokens
         self._layers = layers
-        self._stores = StoreQueue(run_blocks, self._may_give_up, self._free_page, self._released)
+        self.stores = StoreQueue(run_blocks, self._may_give_up, self._free_page, self._released)
         self._open: dict[SequenceId, SequenceState] = {}
         self._window = ResidentWindow(pages)
 
@@ -219,7 +219,7 @@ class SequenceMachine:
             if block.name is None:
                 self._name(state, block, private=private)
                 if block.page is not None:  # else it was dropped, or is there encoded: it is never stored
-                    self._stores.add(block)
+                    self.stores.add(block)
             del state.tokens[: self._block_tokens]
             if private:
                 del state.tokens[:]
@@ -318,14 +318,6 @@ class SequenceMachine:
         self._tell(block, page)
         self._may_give_up(block)
 
-    def next_store(self) -> StoreBatch | None:
-        """Returns the next batch of blocks to be stored, of which `stored` is to be called; None if none waits."""
-        return self._stores.next()
-
-    def stored(self, batch: StoreBatch, *, committed: bool) -> None:
-        """A store has ended: the cluster has all of its blocks, or not all of them, and it is tried again."""
-        self._stores.ended(batch, committed=committed)
-
     def seal_all(self) -> list[SequenceState]:
         """Seals all full blocks of all sequences, so that they can be stored and give up their pages. Returns the
         sequences of which some were sealed."""
@@ -338,11 +330,6 @@ class SequenceMachine:
     def open_states(self) -> list[SequenceState]:
         """Returns the open sequences."""
         return [*self._open.values()]
-
-    @property
-    def waiting(self) -> int:
-        """The number of blocks that wait to be stored."""
-        return len(self._stores)
 
     def check(self) -> None:
         """Asserts that tables, blocks and pages agree."""
@@ -360,7 +347,7 @@ class SequenceMachine:
                 there = block.page is not None or block.coded is not None or block.dropped
                 assert there or block.stored is StoreState.YES, "the only copy of a block is lost"
                 seen[block] = None
-        for block in self._stores.blocks:
+        for block in self.stores.blocks:
             while block.before is not None and block not in seen:
                 seen[block] = None
                 block = block.before

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from kvcluster.attention import Partial, uses_fused
@@ -98,10 +98,6 @@ class RemoteAttention:
     def lends(self, shard: ShardAddress) -> bool:
         """Whether a shard lends its pages to this process, as far as that is known."""
         return self._shards.lends(shard)
-
-    def computed(self, keys: Mapping[int, int], seconds: float) -> None:
-        """Records how long a compute of one layer took in this process: AttendSpeeds.computed."""
-        self.speeds.computed(keys, seconds, time.monotonic_ns())
 
     def here_s(self, plan: ShipPlan, query: LayerQuery) -> float:
         """Returns the seconds that what the plan ships would have taken in this process, by what was measured."""

@@ -98,7 +98,7 @@ class SequenceRunner:
     @property
     def stores_pending(self) -> int:
         """The number of blocks that wait to be stored or are being stored."""
-        return self.machine.waiting + self._storing
+        return len(self.machine.stores) + self._storing
 
     def wait_for_stores(self, enough: Callable[[], bool], deadline: Deadline) -> bool:
         """Waits until `enough()`, which is asked after each store, or no store is pending. Returns `enough()`."""
@@ -223,7 +223,7 @@ class SequenceRunner:
                 if self._closed:
                     break
                 sync = self.keeper.next_sync(now)
-                batch = self.machine.next_store() if time.monotonic() >= self._store_at else None
+                batch = self.machine.stores.next() if time.monotonic() >= self._store_at else None
                 self._storing = len(batch.blocks) if batch is not None else 0
                 if sync is None and batch is None:
                     self.lock.wait(self._idle_s(now))
@@ -242,7 +242,7 @@ class SequenceRunner:
         """Returns for how long nothing is to be done; None for ever."""
         due = self.keeper.next_due()
         waits = [] if due is None else [max(0, due - now) / 1e9]
-        if self.machine.waiting:
+        if self.machine.stores:
             waits.append(max(0.0, self._store_at - time.monotonic()))
         return min(waits, default=None)
 
@@ -262,7 +262,7 @@ class SequenceRunner:
         with suppress(KVClusterError):  # the blocks stay here, and are tried again
             committed = self._stored(batch)
         with self.lock:
-            self.machine.stored(batch, committed=committed)
+            self.machine.stores.ended(batch, committed=committed)
             self._storing = 0
             self._store_at = 0.0 if committed else time.monotonic() + _RETRY_S
             self.lock.notify_all()

@@ -120,7 +120,7 @@ class SequenceWorker(Worker):
     @property
     def over(self) -> bool:
         """Whether the world's work is over and nothing of this worker's is left to be stored or told."""
-        busy = self.users or self.sequences or self.machine.waiting or self._storing or len(self.keeper)
+        busy = self.users or self.sequences or self.machine.stores or self._storing or len(self.keeper)
         return not self.world.working and not busy
 
     # --------------------------------------------------------------------------------------- scripts
@@ -147,14 +147,14 @@ class SequenceWorker(Worker):
     def keep_storing(self) -> Script:
         """Stores sealed blocks, a batch at a time, until all is over."""
         while not self.over:
-            batch = self.machine.next_store()
+            batch = self.machine.stores.next()
             if batch is None:
                 yield None, POLL_NS
                 continue
             self._storing = len(batch.blocks)
             stored = yield from self.carry_out(self._store(batch))
             committed = stored.blocks + stored.deduplicated == len(batch.blocks)
-            self.machine.stored(batch, committed=committed)
+            self.machine.stores.ended(batch, committed=committed)
             self._storing = 0
             kind = "private" if batch.private else "public"
             for _ in batch.blocks:
@@ -349,7 +349,7 @@ class SequenceWorker(Worker):
                     self.keeper.sealed(state)
             before = self.machine.pages.available
             while self.machine.pages.available <= before:
-                if self.now() >= give_up or not (self.machine.waiting or self._storing):
+                if self.now() >= give_up or not (self.machine.stores or self._storing):
                     self.world.count("sequence", "no room")
                     return None
                 yield None, POLL_NS

@@ -93,14 +93,14 @@ class Worker:
         return [self.memory[layer, page, slot] for layer in range(LAYERS) for slot in range(BLOCK)]
 
     def store(self, *, fails: bool = False) -> StoreBatch | None:
-        batch = self.machine.next_store()
+        batch = self.machine.stores.next()
         if batch is not None:
             for block, name in zip(batch.blocks, batch.names[-len(batch.blocks) :], strict=True):
                 assert block.page is not None and block.name == name
                 if not fails:
                     known = self.cluster.setdefault(name, self.page(block.page))
                     assert known == self.page(block.page), "two contents of one name"
-            self.machine.stored(batch, committed=not fails)
+            self.machine.stores.ended(batch, committed=not fails)
         return batch
 
     def bring(self, state: SequenceState, depths: range) -> None:

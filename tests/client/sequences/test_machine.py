@@ -142,7 +142,7 @@ class Sequences(RuleBasedStateMachine):
             self.worker.machine.close(state)
         while self.worker.store() is not None:
             pass
-        assert self.worker.pages.used_bytes == 0 and not self.worker.machine.waiting
+        assert self.worker.pages.used_bytes == 0 and not self.worker.machine.stores
 
 
 def kept(state: SequenceState, values: list[int]) -> list[int]:
@@ -256,7 +256,7 @@ def test_a_block_whose_stores_fail_stays() -> None:
     state = grown(worker, 4)
     while worker.store(fails=True) is not None:
         pass
-    assert state.blocks[0].stored is StoreState.NO and not worker.machine.waiting and worker.read(state) == [0, 1, 2, 3]
+    assert state.blocks[0].stored is StoreState.NO and not worker.machine.stores and worker.read(state) == [0, 1, 2, 3]
 
 
 def test_public_blocks_are_stored_after_their_sequence_is_closed_and_private_ones_are_not() -> None:

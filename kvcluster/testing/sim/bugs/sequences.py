@@ -6,14 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from kvcluster.client.sequences.machine import SequenceMachine
+from kvcluster.client.sequences.store_queue import StoreQueue
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.core.eraser import Eraser
 from kvcluster.core.sequence_handler import SequenceHandler
 from kvcluster.testing.sim.bugs.planting import planted
 
 
-@planted(SequenceMachine, "next_store")
-def private_stored_as_public(original: Any, self: SequenceMachine) -> Any:
+@planted(StoreQueue, "next")
+def private_stored_as_public(original: Any, self: StoreQueue) -> Any:
     """Private blocks are stored in the namespace of the public ones, where others find them."""
     batch = original(self)
     return batch._replace(private=False) if batch is not None else None
