@@ -13,10 +13,11 @@ from contextlib import suppress
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash
 from kvcluster.core.messages import PageKey, PageWant, ReadRequest
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline, RefusedByShard
 from kvcluster.transport.path_selector import Nowhere

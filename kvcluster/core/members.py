@@ -15,6 +15,7 @@ from typing import TypeAlias, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.eviction_queue import EvictionQueue
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import LeaveReason, ShardAddress, ShardInfo, Tier
@@ -23,7 +24,6 @@ from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.placement import Candidate, choose
 from kvcluster.core.replica_sets import ReplicaSet, ReplicaTable
 from kvcluster.core.report_stream import ReportCursor
-from kvcluster.core.spec import Part
 from kvcluster.core.tenant_floors import StoredBytes, charged
 from kvcluster.core.tiers import ADDRESSABLE
 

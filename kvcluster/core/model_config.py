@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.core import limits
-from kvcluster.core.spec import DTYPE_BYTES, PREFIX, Group, Plane, window
+from kvcluster.core.groups import DTYPE_BYTES, PREFIX, Group, Plane, window
 from kvcluster.errors import ConfigError
 
 _OTHER_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.event_emitter import EventEmitter
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import Need, Tier, Tombstone
 from kvcluster.core.replica_sets import ReplicaTable
-from kvcluster.core.spec import KVSpec, Part, differing_fields
+from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.core.tenant_floors import charged
 from kvcluster.core.tombstones import Tombstones
 

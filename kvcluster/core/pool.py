@@ -13,12 +13,12 @@ from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.leases import Lease, LeaseKind
 from kvcluster.core.messages import NewPage, PageKey, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.page import IllegalTransition, Page, PageAction, PageState
-from kvcluster.core.spec import Part
 from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, StoreAllocator, TierAllocator, above
 
 PoolKey = tuple[NamespaceId, PageKey]

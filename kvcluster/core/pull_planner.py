@@ -12,13 +12,13 @@ import sys
 from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Part
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import NewPage, PageKey, ShardAddress, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.namespaces import NamespaceTable
 from kvcluster.core.replica_sets import ReplicaTable
-from kvcluster.core.spec import Part
 from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Takes
 
 Staying = dict[tuple[int, Part], list[int]]

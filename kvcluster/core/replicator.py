@@ -17,6 +17,7 @@ from itertools import islice
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.drain_list import DrainList
+from kvcluster.core.groups import Part
 from kvcluster.core.hot_prefixes import HotPrefixes
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
@@ -25,7 +26,6 @@ from kvcluster.core.messages import NewPage, PullOrder, Tombstone
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.pull_planner import PullKind, PullPlanner
 from kvcluster.core.replica_sets import ReplicaSet, ReplicaTable
-from kvcluster.core.spec import Part
 
 MS = 1_000_000
 TRIES = 3

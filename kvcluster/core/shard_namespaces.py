@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPages
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import CLUSTER, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, Refused, RefusedKind, Tier, Written
 from kvcluster.core.page import Page
 from kvcluster.core.pool import PagePool
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST, Takes
 from kvcluster.core.withdrawal import Withdraw
 

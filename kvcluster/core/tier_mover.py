@@ -17,6 +17,7 @@ from collections import deque
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Effect, Move, Moved, MoveOrder, PageKey, Tier
 from kvcluster.core.order_stream import OrderCursor
@@ -24,7 +25,6 @@ from kvcluster.core.page import Page, PageState
 from kvcluster.core.page_moves import BATCH_BYTES, PageMoves
 from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
-from kvcluster.core.spec import Part
 from kvcluster.core.tiers import Takes
 from kvcluster.core.withdrawal import Withdrawal
 

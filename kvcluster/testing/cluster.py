@@ -21,12 +21,13 @@ from kvcluster.client.deadlines import OTHER_MS
 from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import Config, load
 from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import CLUSTER, BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import CoordinatorQuestion, Inventory, Leave, PageKey, Reply, Report, Request, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shard import Shard
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.base import Deadline, Transport, Unavailable

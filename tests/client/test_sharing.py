@@ -14,11 +14,12 @@ import torch
 from kvcluster.client.layouts import Buffers, Dense, Paged
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import Loaded, Stored
+from kvcluster.core.groups import LAST, Group, Part, Plane, window
 from kvcluster.core.hashing import chain, root
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import PrepareStore
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import LAST, Group, KVSpec, Part, Plane, window
+from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Unavailable
 from tests.client.build import (

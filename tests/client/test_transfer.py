@@ -15,8 +15,8 @@ import torch
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline

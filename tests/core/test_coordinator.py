@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import (
     Attach,
@@ -39,7 +40,6 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_coordinator import (
     BLOCKS,

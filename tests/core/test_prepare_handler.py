@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
@@ -37,7 +38,6 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_coordinator import (
     BLOCKS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.messages import (
     Abort,
     AttachedShard,
@@ -28,7 +29,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import (
     OTHER,
     A,

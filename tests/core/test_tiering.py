@@ -10,6 +10,7 @@ import pytest
 
 from kvcluster.core import limits, tiering
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Group, Plane
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     Decision,
@@ -28,7 +29,6 @@ from kvcluster.core.messages import (
     TierUse,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.spec import Group, Plane
 from tests.core.lone_coordinator import (
     BLOCKS,
     A,

@@ -18,6 +18,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
+from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, SequenceId, ShardId, SpanId
 from kvcluster.core.messages import (
     Abort,
@@ -92,7 +93,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss
 from kvcluster.core.probes import SINCE_VERSION
 from kvcluster.core.shard import Shard
-from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
+from kvcluster.core.spec import KVSpec
 from tests.core.build import block, holder, parent
 from tests.core.samples import MEMBERSHIP_MS, OURS, SECOND, SUMS
 

@@ -16,10 +16,11 @@ from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.ship_plan import CutBlocks
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import Explain, Explained, Need, Plan, ShardAddress
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline
 

@@ -27,6 +27,7 @@ from kvcluster.client.sequences.shipped_counter import ShippedCounter
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, SpanId
 from kvcluster.core.messages import (
     AttendDeclined,
@@ -40,7 +41,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.position_tree import CUT_TOKENS, Subtree
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.attending import NotAttending
 from kvcluster.transport.base import Deadline, PathLost, Unavailable

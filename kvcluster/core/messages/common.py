@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Part
 from kvcluster.core.tiers import Tier
 
 

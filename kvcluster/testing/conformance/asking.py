@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Epoch, NamespaceId
 from kvcluster.core.messages import PageKey, PageWant, RefusedKind
 from kvcluster.core.miss import MissReason
-from kvcluster.core.spec import Part
 from kvcluster.testing.conformance.content import (
     Content,
     ContentSink,

@@ -12,9 +12,10 @@ from functools import partial
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane
 from kvcluster.core.messages import PageKey, PageWant, Written
 from kvcluster.core.miss import MissReason
-from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.testing.conformance.content import (
     Content,
     ContentSource,
