@@ -44,7 +44,17 @@ EXCLUDED = {
 }
 MACHINES = ("test_coordinator", "test_report_handler", "test_drain", "test_transcripts")
 ROOMS: dict[str, tuple[str, ...]] = {
-    "coordinator": (*MACHINES, "test_switch", "test_engine_registry"),
+    "admin_handler": (
+        "test_coordinator",
+        "test_switch",
+        "test_drain",
+        "test_evictor",
+        "test_probes",
+        "test_replicator",
+    ),
+    "coordinator": (*MACHINES, "test_engine_registry"),
+    "status_handler": ("test_coordinator", "test_sequence_handler", "test_report_handler"),
+    "groups": ("test_spec",),
     "disk_recovery": ("test_disk_recovery", "test_disk_moves"),
     "prepare_handler": ("test_prepare_handler", "test_switch", "test_coordinator"),
     "report_handler": ("test_report_handler", "test_drain", "test_replicator"),

@@ -74,24 +74,20 @@ class CoordinatorState:
         """Tokens that lookups asked for and did not find, by the reason why the first of them was not found."""
         self.eviction_ages = {tier: AgeHistogram() for tier in Tier}
         """For each tier: how long blocks had not been used when their last copy was evicted from it."""
-        self._counted: dict[Tenant, dict[str, int]] = {}
+        self.counted_by_tenant: dict[Tenant, dict[str, int]] = {}
+        """The counters of each tenant that has asked for anything."""
 
     def count(self, tenant: Tenant, name: str, amount: int = 1) -> None:
         """Counts what a tenant asked for or got, one of _OF_TENANTS."""
         self.counters[name] += amount
-        own = self._counted.get(tenant)
+        own = self.counted_by_tenant.get(tenant)
         if own is None:
-            own = self._counted[tenant] = dict.fromkeys(_OF_TENANTS, 0)
+            own = self.counted_by_tenant[tenant] = dict.fromkeys(_OF_TENANTS, 0)
         own[name] += amount
-
-    @property
-    def counted_by_tenant(self) -> dict[Tenant, dict[str, int]]:
-        """The counters of each tenant that has asked for anything."""
-        return self._counted
 
     def counted(self, tenant: Tenant) -> dict[str, int]:
         """Returns the counters of one tenant."""
-        return self._counted.get(tenant) or dict.fromkeys(_OF_TENANTS, 0)
+        return self.counted_by_tenant.get(tenant) or dict.fromkeys(_OF_TENANTS, 0)
 
     def serve(self, now: int) -> None:
         """Ends the rebuilding, if it has not ended yet."""

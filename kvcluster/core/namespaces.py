@@ -112,6 +112,10 @@ class NamespaceTable:
         """The number of blocks in namespaces of private pages."""
         return sum(len(space.index) for space in self._spaces.values() if space.spec.private)
 
+    def pinned_blocks(self, now: int) -> int:
+        """Returns the number of blocks that users have pinned. Looks at each."""
+        return sum(until > now for space in self for until in space.pinned.values())
+
     def of(self, tenant: Tenant) -> list[CoordinatorNamespace]:
         """Returns the namespaces of one tenant, those of private pages included."""
         return list(self._owned.get(tenant, {}).values())

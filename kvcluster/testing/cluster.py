@@ -211,11 +211,13 @@ class MemoryCluster:
 
     def idle(self) -> bool:
         """Whether no leases and tickets are left."""
-        return not len(self.coordinator_core().tickets) and not any(len(h.core.leases) for h in self.shards.values())
+        return not len(self.coordinator_core().state.tickets) and not any(
+            len(h.core.leases) for h in self.shards.values()
+        )
 
     def _all_up(self) -> bool:
         core = self.coordinator_core()
-        up = {member.info.shard: member.info.epoch for member in core.members.all() if member.cursor.current}
+        up = {member.info.shard: member.info.epoch for member in core.state.members.all() if member.cursor.current}
         return not core.rebuilding and all(up.get(shard) == host.core.epoch for shard, host in self.shards.items())
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:

@@ -375,10 +375,10 @@ def test_closing_ends_transfers_that_are_under_way_and_queued(cluster: MemoryClu
 def test_closing_gives_tickets_back(cluster: MemoryCluster) -> None:
     client = cluster.client(SPEC)
     tickets = [client.prepare_load(client.hashes(TOKENS)) for _ in range(3)]
-    assert len(cluster.coordinator_core().tickets) == 3
+    assert len(cluster.coordinator_core().state.tickets) == 3
     client.close()
     client.close()
-    assert len(cluster.coordinator_core().tickets) == 0
+    assert len(cluster.coordinator_core().state.tickets) == 0
     for ticket in tickets:
         ticket.release()
 

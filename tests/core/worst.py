@@ -421,7 +421,7 @@ def get_status(size: int) -> Step:
 
 def begin_probe(size: int) -> Step:
     core, _ = coordinator(size)
-    for member in core.members.all():
+    for member in core.state.members.all():
         member.info = replace(member.info, protocol=SINCE_VERSION)
     return Step(core, asks(Probe()))
 

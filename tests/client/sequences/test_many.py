@@ -98,7 +98,7 @@ def open_and_fork(worker: Worker, keeper: TableKeeper) -> None:
 
 def test_ten_thousand_sequences_leave_nothing_behind_but_public_blocks() -> None:
     cluster = Cluster()
-    tables = cluster.coordinator.core.tables
+    tables = cluster.coordinator.core.state.tables
     opened = 0
     for number in range(SLICES):
         worker = Worker(pages=4 * SLICE, policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
