@@ -111,9 +111,8 @@ class CoordinatorActor:
 
     def leaving_heard(self, shards: list[str]) -> None:
         """Forgets that the nodes of these shards are to be taken down: Ray's store says so now."""
-        self._host.inspect(
-            lambda: [self._host.core.state.members.leaving.pop(ShardId(shard), None) for shard in shards]
-        )
+        leaving = self._host.core.state.members.leaving
+        self._host.inspect(lambda: [leaving.pop(ShardId(shard), None) for shard in shards])
 
     def drain(self, shard: str) -> None:
         """Begins to drain a shard."""

@@ -72,10 +72,6 @@ class Queued(Block, Protocol):
 R = TypeVar("R", bound=Queued)
 
 
-def _none_is_closed(space: NamespaceId) -> bool:
-    return False
-
-
 class EvictionQueue(Generic[R]):
     """The records of one tier of one shard. `find` returns the index's present record of a block, or None."""
 
@@ -150,7 +146,7 @@ class EvictionQueue(Generic[R]):
         count: int,
         spares: Callable[[R], bool],
         now: int,
-        closed: Callable[[NamespaceId], bool] = _none_is_closed,
+        closed: Callable[[NamespaceId], bool] = lambda space: False,
         *,
         max_inspected: int = INSPECTED,
     ) -> list[R]:
@@ -210,9 +206,7 @@ class EvictionQueue(Generic[R]):
             assert of_space == self._lengths.get(space, 0), "the records of a namespace are counted wrongly"
             for block, state in states.items():
                 assert state, "an empty state is kept"
-                assert bool(state & _CELL) == ((space, block) in own), (
-                    "the state and the cells disagree on whether the record has a cell"
-                )
+                assert bool(state & _CELL) == ((space, block) in own), "a state is wrong about its record's cell"
                 if state & _QUEUED:
                     length += 1
                     record = self._find(space, block)
@@ -332,8 +326,7 @@ class EvictionQueue(Generic[R]):
         return present
 
     def _vacate(self, cell: int) -> None:
-        self._cells[cell] = self._owners[cell] = None
-        self._entries[cell] = None
+        self._cells[cell] = self._owners[cell] = self._entries[cell] = None
         self._vacant.append(cell)
 
     def _enter(self, record: R, cell: int) -> None:

@@ -51,7 +51,7 @@ class ShardNamespace:
         assert codec is _RAW or tier.spec.takes is not Takes.RAW, "an encoded page in a raw tier"
         key = new.key
         there = pool.there(self.id, key)
-        taken = pool.taken_by(there, new.loss, tier) if there else None
+        taken = pool.taken(there, new.loss, tier) if there else None
         if taken is not None:
             return taken
         if tier not in pool.memory:

@@ -211,9 +211,8 @@ class MemoryCluster:
 
     def idle(self) -> bool:
         """Whether no leases and tickets are left."""
-        return not len(self.coordinator_core().state.tickets) and not any(
-            len(h.core.leases) for h in self.shards.values()
-        )
+        tickets = self.coordinator_core().state.tickets
+        return not len(tickets) and not any(len(host.core.leases) for host in self.shards.values())
 
     def _all_up(self) -> bool:
         core = self.coordinator_core()

@@ -269,4 +269,4 @@ def test_a_stall_extends_nothing_that_the_shard_owes() -> None:
     assert granted(shard, waiting) == (Written.LOST,), "and it no longer considers itself a member"
     shard.step(Tick())
     assert shard.replies[flush] == Done()
-    assert not shard.core.member(shard.now)
+    assert not shard.core.state.member(shard.now)

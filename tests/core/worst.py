@@ -601,7 +601,7 @@ class LoneShard:
         if self._sent is None:
             self.step(asks(Flush(0)))
         if self._sent is None:
-            self.core._sender.say_soon()
+            self.core.state.report_sender.say_soon()
             self.step(asks(GetOffers()))
         return self.ack(**said)
 

@@ -47,8 +47,9 @@ from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.oracle import Name, namespace_of
 from kvcluster.testing.sim.order_oracle import GivenOrders
 from kvcluster.testing.sim.sequence_oracle import SequenceOracle
-from kvcluster.testing.sim.shard import Place, ShardProcess
+from kvcluster.testing.sim.shard import ShardProcess
 from kvcluster.testing.sim.surroundings import Setting
+from kvcluster.testing.sim.tier_io import TierPlace
 from kvcluster.testing.sim.violation import require
 
 
@@ -157,7 +158,7 @@ class CoordinatorOracle:
         require(not heard, "members are judged before the messages that have arrived")
         for info in c.core.state.members.lost.values():
             shard = self._world.incarnations[info.shard, info.epoch]
-            serves = shard.running and shard.coordinator is c and shard.core.member(shard.now())
+            serves = shard.running and shard.coordinator is c and shard.core.state.member(shard.now())
             require(not serves, f"{info.shard} is considered lost, but grants leases of this coordinator's term")
         for of, (ticket, _) in list(self._answers.items()):
             if of[0] == c.name and c.core.state.tickets.get(of[1]) is not ticket:
@@ -227,7 +228,7 @@ class CoordinatorOracle:
         shard.told_to_leave = True
         takers = [member for member in c.core.state.members.all() if member.takes_replicas]
         doomed = [known.id for known in c.core.state.directory if known.purged > shard.purged]
-        blocks: dict[tuple[NamespaceId, BlockHash], list[Place]] = {}
+        blocks: dict[tuple[NamespaceId, BlockHash], list[TierPlace]] = {}
         for place in shard.ready:
             blocks.setdefault((place[0], place[1].hash), []).append(place)
         for (space, block), places in blocks.items():

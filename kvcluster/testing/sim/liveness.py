@@ -68,7 +68,7 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
         require(member is not None, f"{shard.shard} is not known")
         assert member is not None
         require(member.info.epoch == shard.core.epoch and member.cursor.current, f"{shard.shard} is not up")
-        require(shard.core.member(shard.now()), f"{shard.shard} has no coordinator")
+        require(shard.core.state.member(shard.now()), f"{shard.shard} has no coordinator")
         # A report that was lost before the healing is awaited for longer than a shard may be silent.
         silent_ns = coordinator.now() - coordinator.heard[shard.shard, shard.core.epoch]
         require(silent_ns < world.kernel.now - healed_at, f"{shard.shard} has not reported since")
