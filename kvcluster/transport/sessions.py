@@ -112,9 +112,8 @@ class ExchangeSession:
         self._drive(MoveNext())
 
     def _end(self, *, for_good: bool = True) -> None:
-        """Returns the lease. The core gets this message even if its answer is late, unless the shard has ended."""
+        """Returns the lease. The core steps this message even if no time is left, unless the shard has ended."""
         self._watch.close()
-        self._deadline = None  # with no time left, the message would be dropped while it is not the tenant's turn
         self._drive(Stopped(for_good))
 
     def _tell(self, error: BaseException | None) -> None:
@@ -168,14 +167,12 @@ class ExchangeSession:
         """Asks the core, and waits no longer than the caller of this session. The core steps the question even if the
         wait ends before."""
         wait_s = ask.wait_ns / 1e9
+        if self._deadline is not None:
+            wait_s = min(wait_s, self._deadline.remaining_s())
         try:
-            return self._host.ask(ask.build, wait_s if self._deadline is None else min(wait_s, self._remaining_s()))
+            return self._host.ask(ask.build, wait_s)
         except Unavailable as trouble:
             return trouble.miss
-
-    def _remaining_s(self) -> float:
-        assert self._deadline is not None
-        return self._deadline.remaining_s()
 
 
 class ReadSession(ExchangeSession):
