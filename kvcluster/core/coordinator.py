@@ -106,9 +106,9 @@ class Coordinator:
             now=now,
             emitter=emitter,
         )
-        evictor = Evictor(config, state.directory, state.tables, state.eraser)
-        self.tiering = tiering = Tiering(config, state.directory, state.book, evictor)
-        self.replicator = replicator = Replicator(config, state.directory, state.book, state.members)
+        evictor = Evictor(config, state.namespaces, state.tables, state.eraser)
+        self.tiering = tiering = Tiering(config, state.namespaces, state.book, evictor)
+        self.replicator = replicator = Replicator(config, state.namespaces, state.book, state.members)
         self._prepare_handler = PrepareHandler(state, config, replicator, tiering)
         self._sequence_handler = SequenceHandler(state, config)
         self._report_handler = report_handler = ReportHandler(state, config, evictor, tiering, replicator, expected)
@@ -121,7 +121,7 @@ class Coordinator:
     def _handlers(self) -> Dispatcher[CoordinatorNamespace]:
         """Returns the handler of each message type. Call it after the handler objects have been constructed."""
         return Dispatcher(
-            self.state.directory.find,
+            self.state.namespaces.find,
             UNKNOWN,
             in_namespace={
                 PrepareLoad: self._prepare_handler.prepare_load,
@@ -196,7 +196,7 @@ class Coordinator:
 
     def _attach(self, request: Request[Attach], now: int) -> list[Effect]:
         state = self.state
-        space = state.directory.attach(request.tenant, request.question.spec)
+        space = state.namespaces.attach(request.tenant, request.question.spec)
         if space is None:
             return [Answer(request.call, Refused(RefusedKind.LIMIT, "the limit of namespaces is reached; purge one"))]
         shards = tuple(member.address for member in state.members.all())
@@ -205,10 +205,10 @@ class Coordinator:
         return [Answer(request.call, attached)]
 
     def _siblings(self, request: Request[Siblings], space: CoordinatorNamespace, now: int) -> list[Effect]:
-        return [Answer(request.call, SiblingSpecs(self.state.directory.siblings(space)))]
+        return [Answer(request.call, SiblingSpecs(self.state.namespaces.siblings(space)))]
 
     def _namespaces(self, request: Request[GetNamespaces], now: int) -> list[Effect]:
-        return [Answer(request.call, Namespaces(self.state.directory.listed(request.tenant)))]
+        return [Answer(request.call, Namespaces(self.state.namespaces.listed(request.tenant)))]
 
     def _register(self, request: Request[RegisterEngine], now: int) -> list[Effect]:
         engines = self.state.engines
@@ -242,7 +242,7 @@ class Coordinator:
 
     def _retell(self, m: Retell, now: int) -> list[Effect]:
         if self._emitter is not None:
-            public = [space for space in self.state.directory if not space.spec.private]
+            public = [space for space in self.state.namespaces if not space.spec.private]
             self._emitter.retell((space.id, space.index.standing()) for space in public)
         return []
 

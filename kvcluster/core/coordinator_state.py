@@ -60,10 +60,10 @@ class CoordinatorState:
         self.book = ReplicaTable()
         self.emitter = emitter
         self._policy = POLICIES[config.eviction_policy]
-        self.directory = NamespaceTable(self.book, tombstones, emitter, counts_uses=self._policy.counts_uses)
+        self.namespaces = NamespaceTable(self.book, tombstones, emitter, counts_uses=self._policy.counts_uses)
         self.members = Membership(membership_ttl_ms * MS, self.book, self._queue)
         self.tables = BlockTables(config.sequence_share)
-        self.eraser = Eraser(config.private_grace_ms * MS, self.directory, self.book, self.tables)
+        self.eraser = Eraser(config.private_grace_ms * MS, self.namespaces, self.book, self.tables)
         self.tickets = TicketBook(config.ticket_ttl_ms * MS)
         self.evicted = EvictionHistory()
         self.tombstones = tombstones
@@ -96,15 +96,15 @@ class CoordinatorState:
             self.eraser.serve(now)
 
     def _queue(self, slot: int, tier: Tier) -> EvictionQueue[BlockRecord]:
-        policy = self._policy.make(BlockFacts(self.directory, slot, tier))
-        return EvictionQueue(ReplicasFirst(policy, self.book, slot), self.directory.record)
+        policy = self._policy.make(BlockFacts(self.namespaces, slot, tier))
+        return EvictionQueue(ReplicasFirst(policy, self.book, slot), self.namespaces.record)
 
     def apply_tombstone(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
         """Forgets all blocks that the tombstone names. Returns the records that were known, by namespace."""
-        for space in self.directory.named(stone):
+        for space in self.namespaces.named(stone):
             if len(space.index):
                 self.members.forget(space.id)
-        return self.directory.apply_tombstone(stone)
+        return self.namespaces.apply_tombstone(stone)
 
     @property
     def rebuilding(self) -> bool:

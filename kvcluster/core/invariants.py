@@ -66,7 +66,7 @@ def check_coordinator(coordinator: Coordinator) -> None:
     assert len(slots) == len(members), "two members share a slot"
     assert all(book.alive(slot) for slot in slots), "a member's slot is dead"
     sweeping = coordinator.next_deadline() == 0
-    for space in coordinator.state.directory:
+    for space in coordinator.state.namespaces:
         for record in space.index:
             assert space.index.get(record.hash) is record
             assert record.space == space.id
@@ -93,7 +93,7 @@ def check_coordinator(coordinator: Coordinator) -> None:
     coordinator.replicator.check()
     coordinator.state.tables.check()
     coordinator.state.eraser.check(members)
-    for space in coordinator.state.directory:
+    for space in coordinator.state.namespaces:
         latest = coordinator.state.tombstones.latest(space.tenant, space.spec)
         assert space.purged == latest, "a namespace's latest purge is not recorded in it"
         for member in members:
@@ -105,7 +105,7 @@ def check_coordinator(coordinator: Coordinator) -> None:
 def _check_charges(coordinator: Coordinator) -> None:
     """Checks that each tenant is charged for each page once, where it is on the shard that joined first."""
     stored: dict[tuple[int, Tier], Counter[Tenant]] = {}
-    for space in coordinator.state.directory:
+    for space in coordinator.state.namespaces:
         for record in space.index:
             keepers: dict[tuple[int, Part], int] = {}  # copies are sorted by slot
             for copy in record.copies.entries:

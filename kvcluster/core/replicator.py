@@ -56,16 +56,16 @@ class Replicator:
     """Keeps the requests and gives the pull orders."""
 
     def __init__(
-        self, config: CoordinatorConfig, directory: NamespaceTable, book: ReplicaTable, members: Membership
+        self, config: CoordinatorConfig, namespaces: NamespaceTable, book: ReplicaTable, members: Membership
     ) -> None:
         self._hot_replicas = config.hot_replicas
         self._hot_prefixes = HotPrefixes(
             loads=config.hot_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks
         )
-        self._directory = directory
+        self._namespaces = namespaces
         self._book = book
         self._members = members
-        self._planner = PullPlanner(directory, book, low_free=config.low_free)
+        self._planner = PullPlanner(namespaces, book, low_free=config.low_free)
         self._requests: dict[NamespacedHash, _ReplicaRequest] = {}
         self._parked: dict[NamespacedHash, _ReplicaRequest] = {}  # there are too few shards for them now
         self._under_way: dict[int, dict[NamespacedHash, _ReplicaRequest]] = {}  # by the slot of the shard that pulls
@@ -110,7 +110,7 @@ class Replicator:
         self._book.retire_slot(member.slot)
         self._draining.setdefault(member.slot, {})
         self._placed.setdefault(member.slot, {})
-        self._listing[member.slot] = DrainList(member.slot, (space.index for space in self._directory))
+        self._listing[member.slot] = DrainList(member.slot, (space.index for space in self._namespaces))
         self.list_some()
 
     @property
@@ -124,7 +124,7 @@ class Replicator:
         if slot is None:
             return
         for record in self._listing[slot].some():
-            space = self._directory.known(record.space)
+            space = self._namespaces.known(record.space)
             if space is None or space.index.get(record.hash) is not record:
                 continue
             self._draining[slot].setdefault((record.space, record.hash), _ReplicaRequest(1))
@@ -296,7 +296,7 @@ class Replicator:
             if pages and (nbytes + more > limits.PULL_BYTES or len(pages) + len(found.pages) > limits.PULL_PAGES):
                 break
             nbytes += more
-            kind, space = found.kind, self._directory.known(record.space)
+            kind, space = found.kind, self._namespaces.known(record.space)
             pages += found.pages[: limits.PULL_PAGES]
             request.tries -= 1
             request.not_before = now + RETRY_NS
@@ -328,7 +328,7 @@ class Replicator:
         return any(name in taken for taken in self._under_way.values())
 
     def _record(self, name: NamespacedHash) -> BlockRecord | None:
-        return self._directory.record(*name)
+        return self._namespaces.record(*name)
 
 
 def _pages(record: BlockRecord, book: ReplicaTable | None = None) -> list[tuple[int, Part]]:

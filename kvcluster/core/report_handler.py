@@ -173,7 +173,7 @@ class ReportHandler:
         if m.info.draining and not member.draining:  # an earlier coordinator has ordered the drain
             self._replicator.drain(member, now + self._drain)
         for tenant, spec in m.specs:
-            state.directory.attach(tenant, spec)
+            state.namespaces.attach(tenant, spec)
         return member, []
 
     def _admit(self, m: Report | Inventory, now: int, before: Member | None) -> Member:
@@ -204,7 +204,7 @@ class ReportHandler:
         if isinstance(event, PurgedEvent):
             member.purged = max(member.purged, event.number)
             return
-        space = state.directory.known(event.namespace)
+        space = state.namespaces.known(event.namespace)
         if space is None:
             return  # its tenant exceeds the limit of namespaces: the pages are never served and age out with the shard
         key = event.key
@@ -234,7 +234,7 @@ class ReportHandler:
 
     def _gone(self, event: GoneEvent, member: Member, now: int) -> None:
         state, key = self._state, event.key
-        space = state.directory.known(event.namespace)
+        space = state.namespaces.known(event.namespace)
         assert space is not None
         state.counters["corrupt_pages" if event.corrupt else "gone_pages"] += 1
         record = space.index.get(key.hash)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kvcluster.config import ShardConfig
-from kvcluster.core.disk_recovery import RecoveredPages, carried_out
+from kvcluster.core.disk_recovery import RecoveredPages, applied_tombstones
 from kvcluster.core.ids import Epoch, NamespaceId, ShardId
 from kvcluster.core.leases import LeaseBook, OwnAttempts
 from kvcluster.core.messages import Tier
@@ -54,7 +54,7 @@ class ShardState:
         self.withdraw = Withdrawal(self.pool, self.report_sender)
         self.own = OwnAttempts(shard, epoch)
         self.order_cursor = OrderCursor(self.report_sender.say_soon)
-        self.tombstones = Tombstones(carried_out(found.values()))
+        self.tombstones = Tombstones(applied_tombstones(found.values()))
         self.counters = dict.fromkeys(_COUNTERS, 0)
         self.over = self.draining = self.stopping = False
 

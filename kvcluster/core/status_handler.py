@@ -58,8 +58,8 @@ class StatusHandler:
             epoch=state.epoch,
             state="rebuilding" if state.rebuilding else "serving",
             uptime_ns=now - self._started_at,
-            namespaces=state.directory.public,
-            blocks=state.directory.blocks,
+            namespaces=state.namespaces.public,
+            blocks=state.namespaces.blocks,
             tickets=len(state.tickets),
             shards=tuple(sorted(shards, key=lambda shard: shard.info.shard)),
             counters=tuple(state.counters.items()),
@@ -67,7 +67,7 @@ class StatusHandler:
             fallen=self._tiering.fallen,
             sequences=len(state.tables),
             claimed_blocks=state.tables.claimed_blocks,
-            private_blocks=state.directory.private_blocks,
+            private_blocks=state.namespaces.private_blocks,
             **self._process._asdict(),
             protocol=PROTOCOL_VERSION,
             waiting=schedule.waiting,
@@ -77,7 +77,7 @@ class StatusHandler:
     def _of_tenant(self, status: Status, tenant: Tenant) -> Status:
         """Returns what a tenant sees of a status: its own figures, and which shards are up."""
         state = self._state
-        owned = state.directory.of(tenant)
+        owned = state.namespaces.of(tenant)
         public = [space for space in owned if not space.spec.private]
         own = [space.id for space in owned]
         sequences, claimed_blocks = state.tables.held(tenant)

@@ -44,7 +44,7 @@ class Tiering:
     """Gives the move orders, and tracks which blocks in lower tiers are hot."""
 
     def __init__(
-        self, config: CoordinatorConfig, directory: NamespaceTable, book: ReplicaTable, evictor: Evictor
+        self, config: CoordinatorConfig, namespaces: NamespaceTable, book: ReplicaTable, evictor: Evictor
     ) -> None:
         self._low = config.low_free
         self._codec = Codec[config.host_codec.upper()]
@@ -52,7 +52,7 @@ class Tiering:
         self._hot_prefixes = HotPrefixes(
             loads=config.promote_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks
         )
-        self._directory = directory
+        self._namespaces = namespaces
         self._book = book
         self._evictor = evictor
         self._budget = int(config.q4_error_budget * 1e6)
@@ -76,7 +76,7 @@ class Tiering:
         namespace that exceeds the budget."""
         effects: list[Effect] = []
         for space, error in samples:
-            if space in self._fallen or self._directory.known(space) is None:
+            if space in self._fallen or self._namespaces.known(space) is None:
                 continue
             count, total = self._samples.get(space, (0, 0))
             count, total = count + 1, total + error
@@ -147,11 +147,11 @@ class Tiering:
         moves: list[Move] = []
         room = member.info.use(FASTEST).room(self._low)
         for space_id, block in self._hot.pop(member.slot, {}):
-            record = self._directory.record(space_id, block)
+            record = self._namespaces.record(space_id, block)
             if record is None or member.slot not in _only_below(record):
                 continue
             below = min(copy.tier for copy in record.copies.of(member.slot))
-            room -= self._directory.bytes_on(record, member.slot, below, raw=True)
+            room -= self._namespaces.bytes_on(record, member.slot, below, raw=True)
             if room < 0:
                 break  # a block that stays hot is found again
             moves.append(Move(space_id, block, FASTEST))
@@ -167,7 +167,7 @@ class Tiering:
         again."""
         stayed = 0
         for move in order.moves:
-            record = self._directory.record(move.namespace, move.hash)
+            record = self._namespaces.record(move.namespace, move.hash)
             leaves = member.info.above(move.to)
             if leaves is not None and record is not None and record.copies.on(member.slot, leaves):
                 member.cold[leaves].push(record)
@@ -214,8 +214,8 @@ class Tiering:
         if any(copy.tier >= to for copy in record.copies.of(slot)):
             return 0
         if to.spec.takes is Takes.UNCHANGED:
-            return self._directory.bytes_on(record, slot, tier)
-        space = self._directory.known(record.space)
+            return self._namespaces.bytes_on(record, slot, tier)
+        space = self._namespaces.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         codecs = (Codec.RAW, self._codec_of(record))
         here = record.copies.of(slot)

@@ -81,7 +81,7 @@ def others(
 
 def homes(coordinator: LoneCoordinator, block: BlockHash) -> list[str]:
     """The shards, alive, that the index names for this block."""
-    for space in coordinator.core.state.directory:
+    for space in coordinator.core.state.namespaces:
         record = space.index.get(block)
         if record is not None:
             slots = dict.fromkeys(copy.slot for copy in record.copies.entries)

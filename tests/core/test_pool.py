@@ -44,13 +44,17 @@ def ready(pool: PagePool, number: int) -> Page:
     return page
 
 
-def unpin(pool: PagePool, page: Page) -> bool:
+def pin_one(pool: PagePool, page: Page) -> None:
+    pool.pin([page])
+
+
+def unpin_one(pool: PagePool, page: Page) -> bool:
     """Whether that freed the page."""
     pool.unpin([page])
     return page.state is PageState.FREE
 
 
-def condemn(pool: PagePool, page: Page) -> bool:
+def condemn_one(pool: PagePool, page: Page) -> bool:
     """Whether that freed the page."""
     pool.condemn(page)
     return page.state is PageState.FREE
@@ -117,14 +121,14 @@ class PoolAgainstLists(RuleBasedStateMachine):
         if page := self.in_state(data, PageState.READY, PageState.CONDEMNED, pinned=True):
             self.pins[page] -= 1
             freed = self.state[page] is PageState.CONDEMNED and not self.pins[page]
-            assert unpin(self.pool, page) == freed
+            assert unpin_one(self.pool, page) == freed
             if freed:
                 self.free(page)
 
     @rule(data=st.data())
     def condemn(self, data: st.DataObject) -> None:
         if page := self.in_state(data, PageState.READY):
-            assert condemn(self.pool, page) == (not self.pins[page])
+            assert condemn_one(self.pool, page) == (not self.pins[page])
             self.state[page] = PageState.CONDEMNED
             if not self.pins[page]:
                 self.free(page)
@@ -133,7 +137,7 @@ class PoolAgainstLists(RuleBasedStateMachine):
         data=st.data(),
         mistake=st.sampled_from(
             [
-                (PagePool.pin, PageState.READY),
+                (pin_one, PageState.READY),
                 (PagePool.abort, PageState.WRITING),
                 (PagePool.condemn, PageState.READY),
             ]
@@ -213,7 +217,7 @@ ACTS: dict[PageAction, Callable[[PagePool, Page], object]] = {
     PageAction.ABORT: PagePool.abort,
     PageAction.LEND: lambda pool, page: pool.lend(page, b"other sums"),
     PageAction.CONDEMN: PagePool.condemn,
-    PageAction.LAST_UNPIN: PagePool.unpin,
+    PageAction.LAST_UNPIN: unpin_one,
 }
 PAGES = [(page_in, state, action) for state in PageState for action in PageAction]
 COPIES = [(copy_in, state, action) for state in PageState for action in PageAction if state is not PageState.READY]
@@ -278,10 +282,10 @@ def test_a_condemned_page_keeps_its_bytes_for_the_readers_that_it_has() -> None:
     page = ready(pool, 0)
     pool.pin([page])
     pool.pin([page])
-    assert not condemn(pool, page)
+    assert not condemn_one(pool, page)
     assert pool.get(SPACE, key(0)) is None and reserve(pool, 1) is None
-    assert not unpin(pool, page)
-    assert unpin(pool, page)
+    assert not unpin_one(pool, page)
+    assert unpin_one(pool, page)
     assert reserve(pool, 1) is not None
 
 
@@ -551,7 +555,7 @@ def test_each_tier_has_room_of_its_own(tier: Tier) -> None:
     pool.condemn(above)
     assert pool.allocator.free_bytes == ALIGN_BYTES
     assert (pool.below()[at].free_bytes, pool.below()[at].pages) == (0, 0)
-    assert unpin(pool, below)
+    assert unpin_one(pool, below)
     assert pool.below()[at].free_bytes == capacity
     pool.check()
 
@@ -620,8 +624,8 @@ def test_what_was_adopted_goes_like_any_other_page() -> None:
     page = pool.get(SPACE, key(0))
     assert page is not None
     pool.pin([page])
-    assert not condemn(pool, page)
-    assert unpin(pool, page)
+    assert not condemn_one(pool, page)
+    assert unpin_one(pool, page)
     assert used(pool) == [0, 0, 0]
     assert pool.adopt(Tier.DISK, found_page(0, slot=1)), "its key may be taken again"
 
@@ -669,7 +673,7 @@ def test_a_page_of_its_tier_may_be_written_beside_a_private_copy_of_the_same_key
     host = ready_in(pool, Tier.HOST)
     assert pool.get(SPACE, key(0)) is host and host.offset != copy.offset
     pool.lend(copy, SUMS)
-    assert unpin(pool, copy)
+    assert unpin_one(pool, copy)
     assert pool.get(SPACE, key(0)) is host
     assert used(pool) == [0, ALIGN_BYTES, SECTOR_BYTES]
 
@@ -680,7 +684,7 @@ def test_a_private_copy_is_lent_to_one_reader_and_its_room_is_free_with_him() ->
     pool.lend(copy, SUMS)
     assert (copy.state, copy.pins, copy.sums) == (PageState.CONDEMNED, 1, SUMS)
     assert copy.slot().tier is Tier.HOST
-    assert unpin(pool, copy)
+    assert unpin_one(pool, copy)
     assert used(pool) == [0, 0, SECTOR_BYTES]
 
 
@@ -753,10 +757,10 @@ class TwinsAgainstLists(RuleBasedStateMachine):
         elif act == "pin" and not writing:
             self.pool.pin([page])
         elif act == "unpin" and page.pins:
-            assert not unpin(self.pool, page)
+            assert not unpin_one(self.pool, page)
         elif act == "condemn" and not writing:
             del self.live[at]
-            if not condemn(self.pool, page):
+            if not condemn_one(self.pool, page):
                 self.condemned.append(page)
 
     @rule(number=st.integers(0, 2))
@@ -779,14 +783,14 @@ class TwinsAgainstLists(RuleBasedStateMachine):
             self.copies[copy] = True
             return
         if self.copies.pop(copy):
-            assert unpin(self.pool, copy)
+            assert unpin_one(self.pool, copy)
         else:
             self.pool.abort(copy)
 
     @rule()
     def readers_end(self) -> None:
         for page in self.condemned:
-            while not unpin(self.pool, page):
+            while not unpin_one(self.pool, page):
                 pass
         self.condemned.clear()
 

@@ -219,7 +219,7 @@ def test_renewing_a_ticket_spares_its_blocks_for_as_long_again() -> None:
     coordinator.load(attempt(1), [A])
     beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
     assert renew_ticket(coordinator, attempt(1))
-    record = coordinator.core.state.directory.record(coordinator.space, A)
+    record = coordinator.core.state.namespaces.record(coordinator.space, A)
     assert record is not None
     assert (record.stamp, record.held_until) == (coordinator.now, coordinator.now + 3 * SECOND)
     assert end_ticket(coordinator, attempt(1))
@@ -232,7 +232,7 @@ def test_a_ticket_outlives_the_namespace_that_it_was_for(monkeypatch: pytest.Mon
     coordinator.load(attempt(1), [A])
     voice.report(gone(A))
     coordinator.ask(Attached, ours(Attach(HYBRID)))
-    assert coordinator.core.state.directory.known(coordinator.space) is None, "it held nothing and made room"
+    assert coordinator.core.state.namespaces.known(coordinator.space) is None, "it held nothing and made room"
     assert renew_ticket(coordinator, attempt(1))
     assert end_ticket(coordinator, attempt(1))
 
@@ -267,7 +267,7 @@ def test_a_store_uses_its_chain_once_in_a_while() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A, B]), refresh_ms=1_000)
 
     def used_at() -> int:
-        record = coordinator.core.state.directory.record(coordinator.space, A)
+        record = coordinator.core.state.namespaces.record(coordinator.space, A)
         assert record is not None
         return record.stamp
 

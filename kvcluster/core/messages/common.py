@@ -50,7 +50,7 @@ Plan = tuple[tuple[Source, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` consecutive blocks with one plan."""
+    """`count` consecutive blocks that are loaded by the same plan."""
 
     count: int
     plan: Plan

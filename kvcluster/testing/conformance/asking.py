@@ -132,7 +132,7 @@ class AskingClaims:
         coordinator = world.cluster.coordinator_core()
 
         def known() -> bool:
-            space = coordinator.state.directory.known(content.namespace)
+            space = coordinator.state.namespaces.known(content.namespace)
             return space is not None and all(space.index.get(key.hash) for key in content.keys)
 
         assert world.cluster.running_coordinator().inspect(known)

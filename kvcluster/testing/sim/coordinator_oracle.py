@@ -174,7 +174,7 @@ class CoordinatorOracle:
         was purged since."""
         name = request.tenant, request.question.attempt
         of = c.name, name
-        space = c.core.state.directory.known(namespace_of(request))
+        space = c.core.state.namespaces.known(namespace_of(request))
         before = self._answers.pop(of, None)
         if before is not None and space is not None and before[0].known == (c.core.state.book.version, space.purged):
             require(reply == before[1], "a repeated prepare gets a different answer")
@@ -227,7 +227,7 @@ class CoordinatorOracle:
             return
         shard.told_to_leave = True
         takers = [member for member in c.core.state.members.all() if member.takes_replicas]
-        doomed = [known.id for known in c.core.state.directory if known.purged > shard.purged]
+        doomed = [known.id for known in c.core.state.namespaces if known.purged > shard.purged]
         blocks: dict[tuple[NamespaceId, BlockHash], list[TierPlace]] = {}
         for place in shard.ready:
             blocks.setdefault((place[0], place[1].hash), []).append(place)

@@ -15,7 +15,7 @@ from kvcluster.testing.sim.violation import require
 def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now: int) -> None:
     """Raises Violation if an order given at `now` names a block of an open sequence, a held or pinned one, or a block
     before its tail. A private block that no sequence claims may always be erased."""
-    for space in coordinator.state.directory:
+    for space in coordinator.state.namespaces:
         ordered = {block: None for space_id, block in order.blocks if space_id == space.id}
         claimed = [block for block in ordered if coordinator.state.tables.claims(space.id, block)]
         require(not claimed, f"an order takes {' '.join(block.hex()[:6] for block in claimed)} of open sequences")
@@ -39,7 +39,7 @@ def judge_floors(
     held: dict[Tenant, int] = {}
     taken: dict[Tenant, int] = {}
     largest = 0
-    for space in coordinator.state.directory:
+    for space in coordinator.state.namespaces:
         ordered = {block: None for space_id, block in order.blocks if space_id == space.id}
         if ordered and space.spec.private:
             return  # what no sequence claims any more is erased, whatever is left

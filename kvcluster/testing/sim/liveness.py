@@ -72,7 +72,7 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
         # A report that was lost before the healing is awaited for longer than a shard may be silent.
         silent_ns = coordinator.now() - coordinator.heard[shard.shard, shard.core.epoch]
         require(silent_ns < world.kernel.now - healed_at, f"{shard.shard} has not reported since")
-        late = any(member.purged < space.purged for space in coordinator.core.state.directory)
+        late = any(member.purged < space.purged for space in coordinator.core.state.namespaces)
         require(not late, f"{shard.shard} has a purge to carry out")
         require(not member.draining, f"{shard.shard} is still draining")
         require(not len(shard.core.leases), f"{shard.shard} has a lease left")
@@ -99,7 +99,7 @@ def _sequences_are_over(world: SimulatedWorld) -> None:
     core = world.coordinator.core
     require(not len(core.state.tables) and not core.state.tables.releasing, "a table of a sequence is left")
     require(not core.state.tables.claimed_blocks, "a block is claimed without a sequence")
-    require(not core.state.directory.private_blocks, "a private block is left")
+    require(not core.state.namespaces.private_blocks, "a private block is left")
     for worker in world.workers:
         if isinstance(worker, SequenceWorker):
             worker.machine.check()
@@ -109,7 +109,7 @@ def _sequences_are_over(world: SimulatedWorld) -> None:
 def _told(world: SimulatedWorld) -> dict[int, list[tuple[NamespaceId, PageKey, Tier]]]:
     """Returns what the index says, by slot."""
     told: dict[int, list[tuple[NamespaceId, PageKey, Tier]]] = {}
-    for space in world.coordinator.core.state.directory:
+    for space in world.coordinator.core.state.namespaces:
         for record in space.index:
             for copy in record.copies.entries:
                 key = PageKey(record.hash, copy.group, copy.part)
@@ -204,8 +204,8 @@ def _restorable(world: SimulatedWorld, model: content.Model, hashes: tuple[Block
 
 
 def _is_too_much(world: SimulatedWorld, hashes: tuple[BlockHash, ...]) -> bool:
-    """Whether these blocks would fill the staging tier of a shard, counting those read from a store and those in that
-    tier anyway. Half of the tier counts as full, since pages of two sizes may waste the rest."""
+    """Returns whether some shard has to read pages of these blocks from a store, and all its pages of them below the
+    first tier take more than half of its staging tier. With pages of two sizes, half of it may be wasted."""
     for shard in world.incarnations.values():
         pages = shard.core.pool.ready() if not shard.dead else ()
         below = [page for page in pages if page.tier is not FASTEST and page.key.hash in hashes]

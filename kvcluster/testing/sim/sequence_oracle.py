@@ -182,7 +182,7 @@ class SequenceOracle:
 
     def check_index(self, c: CoordinatorProcess) -> None:
         """Private blocks are recorded in namespaces of private pages alone."""
-        for space in c.core.state.directory:
+        for space in c.core.state.namespaces:
             for record in space.index:
                 private = content.private_holder(record.hash) is not None
                 require(private == space.spec.private, "a private block is recorded where others find it")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import carried_out
+from kvcluster.core.disk_recovery import applied_tombstones
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -126,7 +126,7 @@ class ShardProcess(SimulatedCore):
         self.tier_io = SimulatedTierIO(self)
         self.heard = HeardOrders()
         # The oracle's own number too: that of the last tombstone that this shard has carried out.
-        self.purged = max((stone.number for stone in carried_out(found.values())), default=0)
+        self.purged = max((stone.number for stone in applied_tombstones(found.values())), default=0)
         self.told_to_leave = False
         self._leaving = False
 

@@ -113,7 +113,7 @@ def test_a_sequence_takes_arrays_of_other_libraries(cluster: MemoryCluster, arra
 
 
 def blocks(cluster: MemoryCluster) -> int:
-    return cluster.coordinator_core().state.directory.blocks
+    return cluster.coordinator_core().state.namespaces.blocks
 
 
 def claimed(cluster: MemoryCluster) -> int:

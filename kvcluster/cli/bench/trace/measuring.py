@@ -151,7 +151,7 @@ def _held(cluster: TraceCluster) -> dict[str, float]:
     """Returns the current blocks and use of the tiers. A block in both tiers counts in each, and once in
     `cached_blocks`."""
     pools = [shard.pool for shard in cluster.shards]
-    held: dict[str, float] = {"cached_blocks": cluster.coordinator.state.directory.blocks}
+    held: dict[str, float] = {"cached_blocks": cluster.coordinator.state.namespaces.blocks}
     for tier in Tier:
         allocators = [pool.allocators[tier] for pool in pools if tier in pool.allocators]
         capacity_bytes = sum(allocator.capacity_bytes for allocator in allocators)

@@ -9,7 +9,7 @@ from kvcluster.core.leases import LeaseBook
 from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant
 from kvcluster.core.miss import Loss
 from kvcluster.core.order_stream import OrderCursor
-from kvcluster.core.page import PageAction, PageState
+from kvcluster.core.page import PageState
 from kvcluster.core.pin_handler import PinHandler
 from kvcluster.core.pool import PagePool
 from kvcluster.core.report_handler import ReportHandler
@@ -81,15 +81,12 @@ def skipped_unpin(original: Any, self: PagePool, pages: Any) -> None:
     original(self, [page for page in pages if page.state is not PageState.CONDEMNED])
 
 
-@planted(PagePool, "_free_if_unread")
-def forgotten_generation(original: Any, self: PagePool, page: Any) -> bool:
+@planted(PagePool, "condemn")
+def forgotten_generation(original: Any, self: PagePool, page: Any) -> None:
     """A condemned page is freed at once, even if it is still read."""
-    if page.state is not PageState.CONDEMNED:
-        return False
-    self._act(page, PageAction.LAST_UNPIN)
-    del self._condemned[page.generation]
-    self._free(page)
-    return True
+    original(self, page)
+    if page.state is PageState.CONDEMNED:
+        self._free_condemned(page)
 
 
 @planted(WorkerHandler, "pin")
