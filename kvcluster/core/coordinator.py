@@ -67,6 +67,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.core.prepare_handler import PrepareHandler
+from kvcluster.core.record_sweeper import RecordSweeper
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.sequence_handler import SequenceHandler
@@ -111,7 +112,10 @@ class Coordinator:
         self.replicator = replicator = Replicator(config, state.namespaces, state.book, state.members)
         self._prepare_handler = PrepareHandler(state, config, replicator, tiering)
         self._sequence_handler = SequenceHandler(state, config)
-        self._report_handler = report_handler = ReportHandler(state, config, evictor, tiering, replicator, expected)
+        self._sweeper = sweeper = RecordSweeper(state, replicator)
+        self._report_handler = report_handler = ReportHandler(
+            *(state, config, evictor, tiering, replicator, sweeper, expected)
+        )
         self.admin_handler = AdminHandler(state, config, evictor, tiering, replicator, report_handler)
         self._status_handler = StatusHandler(state, self.admin_handler, tiering, process or ProcessInfo(), now)
         self._dispatcher = self._handlers()
@@ -164,7 +168,7 @@ class Coordinator:
     def next_deadline(self) -> int | None:
         """Returns the time by which the next Tick is due; None if none is."""
         state = self.state
-        some = self._report_handler.sweeping or self.replicator.listing or self.retelling or state.tables.releasing
+        some = self._sweeper.sweeping or self.replicator.listing or self.retelling or state.tables.releasing
         due = (
             *(state.members.next_expiry, state.tickets.next_expiry, self._sequence_handler.next_expiry),
             *(state.eraser.next_due, state.rebuild_until, 0 if some else None),
@@ -234,7 +238,7 @@ class Coordinator:
         if state.rebuild_until is not None and now >= state.rebuild_until:
             state.serve(now)
         state.eraser.end_graces(now)
-        self._report_handler.sweep_some(now)
+        self._sweeper.sweep_some(now)
         self.replicator.list_some()
         if self._emitter is not None:
             self._emitter.tell_some()

@@ -53,12 +53,14 @@ class ReportHandler:
         evictor: Evictor,
         tiering: Tiering,
         replicator: Replicator,
+        sweeper: RecordSweeper,
         expected: int | None,
     ) -> None:
         self._state = state
         self._evictor = evictor
         self._tiering = tiering
         self._replicator = replicator
+        self._sweeper = sweeper
         self._expected = expected
         self._drain = config.drain_ms * MS
         self._settle: dict[type[Order], Callable[[Member, Any], None]] = {
@@ -66,12 +68,6 @@ class ReportHandler:
             MoveOrder: tiering.settle,
             PullOrder: replicator.settle,
         }
-        self._sweeper = RecordSweeper(state, replicator)
-
-    @property
-    def sweeping(self) -> bool:
-        """Whether there is something left for `sweep_some`."""
-        return self._sweeper.sweeping
 
     def report(self, request: Request[Report], now: int) -> list[Effect]:
         m = request.question
@@ -141,10 +137,6 @@ class ReportHandler:
         purged = self._state.apply_tombstone(stone)
         self._replicator.apply_tombstone(stone)
         return self._sweeper.purge(purged, now)
-
-    def sweep_some(self, now: int) -> None:
-        """Removes lost shards from some records."""
-        self._sweeper.sweep_some(now)
 
     # ------------------------------------------------------------------------------------- the sender
 
