@@ -107,9 +107,9 @@ class Coordinator:
             now=now,
             emitter=emitter,
         )
-        evictor = Evictor(config, state.namespaces, state.tables, state.eraser)
-        self.tiering = tiering = Tiering(config, state.namespaces, state.book, evictor)
-        self.replicator = replicator = Replicator(config, state.namespaces, state.book, state.members)
+        evictor = Evictor(config, state)
+        self.tiering = tiering = Tiering(config, state, evictor)
+        self.replicator = replicator = Replicator(config, state)
         self._prepare_handler = PrepareHandler(state, config, replicator, tiering)
         self._sequence_handler = SequenceHandler(state, config)
         self._sweeper = sweeper = RecordSweeper(state, replicator)

@@ -45,7 +45,7 @@ from kvcluster.core.write_handler import WriteHandler
 
 
 class WorkerHandler:
-    """Answers them, or lets the handler of pins, writes or spans answer."""
+    """Checks each question, and answers it or passes it to the handler of pins, writes or spans."""
 
     def __init__(
         self,
