@@ -371,7 +371,7 @@ def test_an_arena_that_is_none_or_smaller_than_it_says_is_refused(tmp_path: Path
             (welcome, [good] * 5, "more file descriptors"),
             (welcome, [file], "not a memory file|not sealed"),
             (welcome, [unsealed], "not sealed"),
-            (terabyte, [good], "has 4096"),
+            (terabyte, [good], "a memory file of 4096"),
             (shm_frames.encode_welcome(Welcome(0, 0)), [good], "of 0 bytes"),
             (b"", [good], "a WELCOME has"),
         ]:

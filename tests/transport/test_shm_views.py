@@ -101,14 +101,14 @@ def test_renewing_does_not_wait_for_a_thread_that_asks_whether_it_was_valid(worl
     content, asking, go_on = stored(world), threading.Event(), threading.Event()
     with way.borrow(content.read_request(), soon()) as borrowed:
         control = borrowed._control
-        hear = control.hear
+        receive = control.receive
 
         def held(kind: FrameKind, deadline: Deadline, *, then: Turn) -> bytes:
             asking.set()
             assert go_on.wait(BOUND_S)
-            return hear(kind, deadline, then=then)
+            return receive(kind, deadline, then=then)
 
-        control.hear = held  # type: ignore[method-assign]
+        control.receive = held  # type: ignore[method-assign]
         valid = world.meanwhile(lambda: borrowed.valid(soon()))
         assert asking.wait(BOUND_S)
         assert borrowed.renew(soon()), "that thread renews it"
