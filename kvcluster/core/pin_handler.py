@@ -146,11 +146,13 @@ class PinHandler:
             for copy in staging.copies.values():
                 self._state.pool.abort(copy)
             return self._dismiss([staging.request], _TOO_LATE if may_grant else _LOST)
+        read: list[Page] = []
         for at, (index, copy) in enumerate(staging.copies.items()):
             sound = at not in m.corrupt
             if not sound:
                 self._state.pool.abort(copy)
-            self._replace(staging, index, copy if sound else None)
+            read.append(self._replace(staging, index, copy if sound else None))
+        self._state.pool.unpin(read)
         return [Answer(staging.request.call, PinGrant(tuple(staging.told)))]
 
     def renew(self, now: int) -> None:
@@ -232,9 +234,9 @@ class PinHandler:
         self._staging[attempt] = _Staging(request, lease, told, copies)
         return [_stage(attempt, space, lease, copies)]
 
-    def _replace(self, staging: _Staging, index: int, copy: Page | None) -> None:
+    def _replace(self, staging: _Staging, index: int, copy: Page | None) -> Page:
         """Replaces the page by its copy in the lease and in the answer; by a miss if the page is corrupt (`copy` is
-        None)."""
+        None). Returns the page, which is still pinned."""
         page, staging.lease.pages[index] = staging.lease.pages[index], copy
         assert page is not None
         if copy is not None:
@@ -246,7 +248,7 @@ class PinHandler:
             if page.state is PageState.READY:
                 self._state.counters["corrupt"] += 1
                 self._state.withdraw(page, corrupt=True)
-        self._state.pool.unpin([page])
+        return page
 
     def _stop_waiting(self, pin: Request[Pin]) -> None:
         if self._waiting.pop(pin.call, None) is not None:
