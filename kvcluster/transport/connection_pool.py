@@ -68,8 +68,7 @@ class ConnectionPool(Generic[C]):
         one = self._connect(deadline)
         with self._lock:
             self._busy[one] = None
-            closed = self._closed
-        if closed:  # in the meantime
+        if self._is_closed():  # in the meantime
             self.discard(one)
             raise self._was_closed()
         return one
@@ -114,6 +113,10 @@ class ConnectionPool(Generic[C]):
         if os.getpid() == self._owner:  # otherwise a child forked in the meantime would keep the stream open
             one.shutdown()
         one.close()
+
+    def _is_closed(self) -> bool:
+        with self._lock:
+            return self._closed
 
     def _was_closed(self) -> Unavailable:
         return self._lost("this connection was closed")
