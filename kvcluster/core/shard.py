@@ -101,7 +101,7 @@ class Shard:
             uses=self._uses,
             everything=self._inventory,
         )
-        self.epoch, self.pool, self.leases = epoch, state.pool, state.leases
+        self.pool, self.leases = state.pool, state.leases
         self._scrubber = scrubber = Scrubber(state, scrub_bytes=config.scrub_bytes)
         self._puller = puller = Puller(state)
         self._writes = writes = WriteHandler(state, scrubber, puller)
@@ -178,6 +178,10 @@ class Shard:
         if not self.state.over:
             due += [self.state.report_sender.next_deadline, self._scrubber.next_deadline]
         return min((at for at in due if at is not None), default=None)
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.state.epoch
 
     @property
     def order_progress(self) -> OrderProgress:

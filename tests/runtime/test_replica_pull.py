@@ -310,7 +310,7 @@ def test_a_source_that_cannot_be_reached_costs_nothing(pair: Pair, monkeypatch: 
 
 def test_a_source_of_another_epoch_gives_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     store(pair.source, [1])
-    monkeypatch.setattr(pair.source.core, "epoch", Epoch(EPOCH + 1))
+    monkeypatch.setattr(pair.source.core.state, "epoch", Epoch(EPOCH + 1))
     pair.pull(1)
     assert held(pair.target) == {}
 
