@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from kvcluster.client.events import EventSubscriber
     from kvcluster.client.layouts import Buffers, Dense, Paged
     from kvcluster.config import ClientConfig
+    from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, window
     from kvcluster.core.miss import Loss, Miss, MissReason
-    from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, window
+    from kvcluster.core.spec import KVSpec
     from kvcluster.errors import KVClusterError
 
 
@@ -76,8 +77,9 @@ _WHERE = {
     "kvcluster.client.events": ("EventSubscriber",),
     "kvcluster.client.layouts": ("Buffers", "Dense", "Paged"),
     "kvcluster.config": ("ClientConfig",),
+    "kvcluster.core.groups": ("LAST", "PREFIX", "Group", "Part", "Plane", "window"),
     "kvcluster.core.miss": ("Loss", "Miss", "MissReason"),
-    "kvcluster.core.spec": ("LAST", "PREFIX", "Group", "KVSpec", "Part", "Plane", "window"),
+    "kvcluster.core.spec": ("KVSpec",),
     "kvcluster.errors": ("KVClusterError",),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}

@@ -58,7 +58,7 @@ def test_a_score_is_an_integer_that_asking_for_does_not_change(name: str, blocks
         score = policy.score(block, now)
         assert type(score) is int
         assert [policy.score(block, now), policy.score(block, now)] == [score, score]
-        policy.taken(score, now)
+        policy.evicted(score, now)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -69,10 +69,10 @@ def test_a_policy_that_says_so_never_scores_lower_what_was_used(
     policy = POLICIES[name].make(Facts())
     before = policy.score(block, block.stamp)
     for other in blocks:
-        policy.taken(policy.score(other, block.stamp), block.stamp)
+        policy.evicted(policy.score(other, block.stamp), block.stamp)
     block.stamp += later
     block.uses = min(USES, block.uses + more)
-    assert policy.falls or policy.score(block, block.stamp + 10 * HALF_LIFE_NS) >= before
+    assert policy.scores_fall or policy.score(block, block.stamp + 10 * HALF_LIFE_NS) >= before
 
 
 # --------------------------------------------------------------------------------------------------- LRU
@@ -120,7 +120,7 @@ def test_what_was_used_after_a_victim_stands_on_its_priority() -> None:
     before, after = Cached(stamp=SECOND), Cached(stamp=3 * SECOND)
     alike = policy.score(before, SECOND)
     victim = Cached(uses=3)
-    policy.taken(policy.score(victim, 2 * SECOND), 2 * SECOND)
+    policy.evicted(policy.score(victim, 2 * SECOND), 2 * SECOND)
     assert policy.score(before, 3 * SECOND) == alike, "a block that was not used since has no higher score"
     assert policy.score(after, 3 * SECOND) >> DEPTH_BITS == (
         (policy.score(victim, 2 * SECOND) >> DEPTH_BITS) + (alike >> DEPTH_BITS)
@@ -135,7 +135,7 @@ def test_many_uses_are_overtaken_by_what_is_used_now() -> None:
         new = Cached(stamp=now)
         if policy.score(old, now) < policy.score(new, now):
             break
-        policy.taken(policy.score(new, now), now)
+        policy.evicted(policy.score(new, now), now)
     assert 15 < second < 25, "after about as many turns as it had uses"
 
 
@@ -156,10 +156,10 @@ def test_inflation_is_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) 
     policy = GDSF(Facts())
     for second in range(10):
         for part in range(3):
-            policy.taken((10 * second + part) << DEPTH_BITS, second * STEP_NS + part)
+            policy.evicted((10 * second + part) << DEPTH_BITS, second * STEP_NS + part)
     assert policy._inflations == [60, 70, 80, 90], "one a step"
     assert len(policy._times) == 4
-    policy.taken(1 << DEPTH_BITS, 20 * STEP_NS)
+    policy.evicted(1 << DEPTH_BITS, 20 * STEP_NS)
     assert policy._inflations == [70, 80, 90, 92], (
         "values within one step count from the next step on, and L never falls"
     )

@@ -18,7 +18,7 @@ import torch
 
 import kvcluster
 from kvcluster.client.client import Client
-from kvcluster.core.spec import Reuse
+from kvcluster.core.groups import Reuse
 from kvcluster.errors import CallerError, KVClusterError, SpecError
 from kvcluster.testing import MemoryCluster
 

@@ -43,8 +43,15 @@ EXCLUDED = {
     "invariants": "checks that the tests themselves use",
 }
 MACHINES = ("test_coordinator", "test_report_handler", "test_drain", "test_transcripts")
+SHARDS = (
+    *("test_shard", "test_report_sender", "test_order_executor"),
+    *("test_reserve_queue", "test_pin_handler", "test_transcripts"),
+)
 ROOMS: dict[str, tuple[str, ...]] = {
-    "coordinator": (*MACHINES, "test_switch", "test_engine_registry"),
+    "admin_handler": ("test_coordinator", "test_switch", "test_drain", "test_evictor", "test_probes"),
+    "coordinator": (*MACHINES, "test_engine_registry"),
+    "status_handler": ("test_coordinator", "test_sequence_handler", "test_report_handler"),
+    "groups": ("test_spec",),
     "disk_recovery": ("test_disk_recovery", "test_disk_moves"),
     "prepare_handler": ("test_prepare_handler", "test_switch", "test_coordinator"),
     "report_handler": ("test_report_handler", "test_drain", "test_replicator"),
@@ -57,14 +64,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "pull_planner": ("test_replicator", "test_drain"),
     "puller": ("test_order_executor",),
     "replicator": ("test_replicator", "test_drain"),
-    "shard": (
-        "test_shard",
-        "test_report_sender",
-        "test_order_executor",
-        "test_reserve_queue",
-        "test_pin_handler",
-        "test_transcripts",
-    ),
+    "shard": SHARDS,
+    "shard_state": SHARDS,
+    "worker_handler": (*SHARDS, "test_spans"),
     "write_handler": ("test_shard", "test_reserve_queue", "test_order_executor", "test_disk_moves", "test_withdrawal"),
     "coordinator_state": MACHINES,
     "tiering": ("test_tiering", "test_tier_faults"),

@@ -84,7 +84,7 @@ def up(config: Config, *, starting: Callable[[], object] = lambda: None) -> UpOu
         with own_ray(), local_head(config) as head:
             started = cluster.start(with_state_dir(config, state_dir(config)), detached=True)
             running = record(config, head, started)
-            head.keep()
+            head.kept = True
             return UpOutcome(running, True, trouble=started.trouble)
 
 
@@ -126,16 +126,12 @@ def check(config: Config) -> None:
 
 
 class LocalHead:
-    """A Ray of this machine alone, to which this process is connected."""
+    """A Ray of this machine alone, to which this process is connected. `kept`: it runs on when the block ends."""
 
     def __init__(self, node: RayNode, address: str) -> None:
         self.node = node
         self.address = address
         self.kept = False
-
-    def keep(self) -> None:
-        """Lets it run on when the block ends."""
-        self.kept = True
 
 
 @contextlib.contextmanager

@@ -103,15 +103,16 @@ class CoordinatorActor:
 
     def draining(self) -> list[str]:
         """Returns the names of the shards that are draining."""
-        return self._host.inspect(lambda: [m.info.shard for m in self._host.core.members.all() if m.draining])
+        return self._host.inspect(lambda: [m.info.shard for m in self._host.core.state.members.all() if m.draining])
 
     def leaving(self) -> dict[str, str]:
         """Returns the shards whose nodes are to be taken down, with their addresses, until `leaving_heard`."""
-        return self._host.inspect(lambda: {str(k): v for k, v in self._host.core.members.leaving.items()})
+        return self._host.inspect(lambda: {str(k): v for k, v in self._host.core.state.members.leaving.items()})
 
     def leaving_heard(self, shards: list[str]) -> None:
         """Forgets that the nodes of these shards are to be taken down: Ray's store says so now."""
-        self._host.inspect(lambda: [self._host.core.members.leaving.pop(ShardId(shard), None) for shard in shards])
+        leaving = self._host.core.state.members.leaving
+        self._host.inspect(lambda: [leaving.pop(ShardId(shard), None) for shard in shards])
 
     def drain(self, shard: str) -> None:
         """Begins to drain a shard."""
@@ -120,11 +121,11 @@ class CoordinatorActor:
 
     def shards_up(self) -> int:
         """Returns the number of shards whose whole inventory has been received."""
-        return self._host.inspect(lambda: sum(m.cursor.current for m in self._host.core.members.all()))
+        return self._host.inspect(lambda: sum(m.cursor.current for m in self._host.core.state.members.all()))
 
     def trouble(self) -> dict[str, str]:
         """Returns by shard why it is without one of its tiers, or with a smaller one; {} if all are as configured."""
-        members = self._host.core.members
+        members = self._host.core.state.members
         return self._host.inspect(lambda: {str(m.info.shard): m.info.trouble for m in members.all() if m.info.trouble})
 
     def pid(self) -> int:

@@ -126,7 +126,7 @@ def end_on(address: str, name: str) -> bool:
         if config is None:
             return False
         reconciler = Reconciler(config, detached=True)
-        reconciler.look()
+        reconciler.find_actors()
         reconciler.kill_all()
         return True
 
@@ -244,7 +244,7 @@ def _read_again(source: ConfigSource, config: Config, reconciler: Reconciler, sa
         say(f"the changed configuration is not used: {error}")
         return config
     _adopt(changed, say)
-    reconciler.follow(changed)
+    reconciler.reconfigure(changed)
     return changed
 
 

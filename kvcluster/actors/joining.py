@@ -122,7 +122,7 @@ def address_towards(head: str) -> str:
             address: str = probe.getsockname()[0]
             return address
     except OSError as error:
-        raise Unreachable(f"no way leads from here to {head}: {error.strerror or error}") from None
+        raise Unreachable(f"{head} cannot be reached from this machine: {error.strerror or error}") from None
 
 
 def _labels(joining: Joining) -> list[str]:

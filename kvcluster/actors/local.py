@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcluster.client import Client, connect
 from kvcluster.config import Config, load
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.groups import Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.extras import needs
 from kvcluster.transport.forks import OwnProcess

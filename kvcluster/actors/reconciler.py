@@ -45,9 +45,9 @@ class Reconciler:
         self._clock = clock
         self._absent_since: dict[ShardId, float] = {}
         self._actors: dict[str, Any] = {}  # an actor that is not detached ends when nothing holds its handle
-        self.follow(config)
+        self.reconfigure(config)
 
-    def follow(self, config: Config) -> None:
+    def reconfigure(self, config: Config) -> None:
         """Takes another configuration from the next pass on."""
         groups = config.shard_groups
         if not self._detached:
@@ -69,7 +69,7 @@ class Reconciler:
     def step(self) -> Schedule:
         """Makes one pass and returns what was done and is waited for. Raises ConfigError or KVClusterError if an actor
         did not start."""
-        seen = self.look()
+        seen = self.find_actors()
         if COORDINATOR_NAME not in seen:
             self._start_coordinator()
         draining = self._draining()
@@ -88,7 +88,7 @@ class Reconciler:
         self.coordinator.scheduled.remote(list(plan.waiting), list(plan.orphans), sorted(shards))
         return plan
 
-    def look(self) -> dict[str, ActorSeen]:
+    def find_actors(self) -> dict[str, ActorSeen]:
         """Finds the actors that exist, and returns them by name."""
         seen = seen_actors(self._config.name)
         self._actors = {name: each.handle for name, each in seen.items()}

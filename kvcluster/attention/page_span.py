@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from kvcluster.core.codecs import Codec, layer_bytes
+from kvcluster.core.groups import Group, Plane
 from kvcluster.core.position_tree import MAX_POSITION
-from kvcluster.core.spec import Group, Plane
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec_torch import DTYPES
 

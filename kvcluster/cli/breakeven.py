@@ -28,9 +28,10 @@ from kvcluster.client.connect import connect
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven, LinkRate
+from kvcluster.core.groups import DTYPE_BYTES, Group
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.model_config import read_kv
-from kvcluster.core.spec import DTYPE_BYTES, Group, KVSpec
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
 from kvcluster.extras import needs
 from kvcluster.transport.base import Deadline

@@ -11,7 +11,8 @@ import random
 import torch
 
 from kvcluster.client.layouts import Paged
-from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Plane
+from kvcluster.core.groups import DTYPE_BYTES, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcluster.client.array_views import ArrayView, array_view
 from kvcluster.client.validation import kind_of
-from kvcluster.core.spec import DTYPE_BYTES
+from kvcluster.core.groups import DTYPE_BYTES
 from kvcluster.errors import CallerError
 from kvcluster.pages.region import bytes_at
 

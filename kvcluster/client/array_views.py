@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcluster.core.spec import dtype_name
+from kvcluster.core.groups import dtype_name
 from kvcluster.errors import CallerError
 
 

@@ -56,6 +56,7 @@ from kvcluster.client.warm_up import warm_up
 from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     EngineInfo,
@@ -70,7 +71,7 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec import implementation
 from kvcluster.transport.auto import own_attempts

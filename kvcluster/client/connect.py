@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from kvcluster.client.client import Client
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ClientConfig
+from kvcluster.core.groups import Part
 from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import Unreachable
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable

@@ -44,10 +44,11 @@ from kvcluster.client.read_exchange import AskedElsewhere, ReadExchange
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.retry import Alternatives, RetryPlan
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt
 from kvcluster.core.messages import ShardAddress, TicketBody
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST
 from kvcluster.transport.base import Streams
 

@@ -19,7 +19,8 @@ from kvcluster.client.array_views import array_view
 from kvcluster.client.layouts import Buffers, Dense, Memory
 from kvcluster.client.part_memory import Ask, Pages, PartMemory
 from kvcluster.client.validation import kind_of
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.groups import Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.pages.copy_geometry import BlockGeometry
 from kvcluster.pages.region import address_of, bytes_at

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
+from kvcluster.core.groups import DTYPE_BYTES, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.pages.copy_geometry import BlockGeometry, page_layout
 from kvcluster.pages.region import address_of

@@ -18,7 +18,7 @@ from functools import partial
 from kvcluster.client.memory import BoundMemory
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.spec import Part
+from kvcluster.core.groups import Part
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
 from kvcluster.pages.copy_executor import RunRecords

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from kvcluster.client.pieces import Piece, Placed, cover
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import BlockFate, Need, Source
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Part
 
 ROUNDS = 3
 """If three further replicas fail one after another, recomputing is cheaper than trying a fourth."""

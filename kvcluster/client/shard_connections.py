@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from kvcluster.client.policy import INCARNATIONS, AskAgain, ShardPolicy, refusal
 from kvcluster.client.shard_connection import ShardConnection
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import (
     AttendRequest,
@@ -29,7 +30,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.attending import Attends, NotAttending, RegistersSpans, SpanResults
 from kvcluster.transport.auto import AutoTransport

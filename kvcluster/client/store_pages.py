@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash
 from kvcluster.core.messages import NewPages, ShardAddress, Written
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Part
 
 
 @dataclass(frozen=True, slots=True)

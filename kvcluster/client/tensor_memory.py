@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcluster.client.part_memory import Ask, Pages, PartMemory
-from kvcluster.core.spec import DTYPE_BYTES, Part
+from kvcluster.core.groups import DTYPE_BYTES, Part
 from kvcluster.errors import CallerError
 from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, strided
 from kvcluster.pages.region import bytes_at

@@ -18,7 +18,8 @@ from kvcluster.client.layouts import Dense, Paged
 from kvcluster.client.part_memory import Ask, PartMemory
 from kvcluster.client.tensor_memory import bind_layers
 from kvcluster.client.validation import kind_of
-from kvcluster.core.spec import DTYPE_BYTES, KVSpec, Part, Plane
+from kvcluster.core.groups import DTYPE_BYTES, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 
 __all__ = ["Tensor", "bind_tensors", "page_tensor"]

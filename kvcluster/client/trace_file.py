@@ -24,9 +24,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.reuse_prediction import ObservedRequest
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.wire.common import decode_spec, encode_spec
 

@@ -39,10 +39,11 @@ from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.breakeven import LinkRate
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.messages import TicketBody
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.runtime.threads import be_nice
 from kvcluster.transport.base import Deadline
 

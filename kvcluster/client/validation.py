@@ -10,9 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kvcluster.core import hashing, limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, BlockHash
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, LimitError
 
 MAX_SECONDS = 10 * 365 * 86_400

@@ -12,8 +12,9 @@ from contextlib import suppress
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline, RefusedByShard
 

@@ -22,10 +22,11 @@ from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.validation import check_open
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import ReadRequest, ShardAddress, TicketBody
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.forks import OwnProcess

@@ -45,14 +45,14 @@ def recompute_cost(spec: KVSpec, depth: int) -> int:
 class BlockFacts:
     """The Facts (kvcluster/eviction) of the records that lie in one tier of the shard with that slot."""
 
-    def __init__(self, directory: NamespaceTable, slot: int, tier: Tier) -> None:
-        self._directory = directory
+    def __init__(self, namespaces: NamespaceTable, slot: int, tier: Tier) -> None:
+        self._namespaces = namespaces
         self._slot = slot
         self._tier = tier
 
     def nbytes(self, block: Block) -> int:
         assert isinstance(block, BlockRecord)
-        return self._directory.bytes_on(block, self._slot, self._tier) or 1
+        return self._namespaces.bytes_on(block, self._slot, self._tier) or 1
 
     def recompute(self, block: Block) -> int:
         return recompute_cost(self._space(block).spec, block.depth)
@@ -62,6 +62,6 @@ class BlockFacts:
 
     def _space(self, block: Block) -> CoordinatorNamespace:
         assert isinstance(block, BlockRecord)
-        space = self._directory.known(block.space)
+        space = self._namespaces.known(block.space)
         assert space is not None, "a record of a namespace that is not known"
         return space

@@ -121,10 +121,6 @@ class BlockTables:
         claims = self._claims.get(space)
         return claims.counts.get(block, 0) if claims is not None else 0
 
-    def claimed_bytes(self, tenant: Tenant) -> int:
-        """Returns the raw bytes of the tenant's claimed blocks, each counted once."""
-        return self._bytes.held(tenant)
-
     def claims_in(
         self, space: NamespaceId, tenant: Tenant, *, private: bool, block_bytes: int, block_tokens: int
     ) -> Claims:

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 
 _SECOND_NS = 1_000_000_000

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from enum import Enum, IntEnum
 
+from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Group, KVSpec, Part, Plane
+from kvcluster.core.spec import KVSpec
 
 GROUP_CHANNELS = 32
 """Channels per group in a plane that q4 codes by groups. In every q4 plane, codes share bytes within such a group."""

@@ -60,10 +60,10 @@ class CoordinatorState:
         self.book = ReplicaTable()
         self.emitter = emitter
         self._policy = POLICIES[config.eviction_policy]
-        self.directory = NamespaceTable(self.book, tombstones, emitter, counts_uses=self._policy.counts_uses)
+        self.namespaces = NamespaceTable(self.book, tombstones, emitter, counts_uses=self._policy.counts_uses)
         self.members = Membership(membership_ttl_ms * MS, self.book, self._queue)
         self.tables = BlockTables(config.sequence_share)
-        self.eraser = Eraser(config.private_grace_ms * MS, self.directory, self.book, self.tables)
+        self.eraser = Eraser(config.private_grace_ms * MS, self.namespaces, self.book, self.tables)
         self.tickets = TicketBook(config.ticket_ttl_ms * MS)
         self.evicted = EvictionHistory()
         self.tombstones = tombstones
@@ -74,24 +74,20 @@ class CoordinatorState:
         """Tokens that lookups asked for and did not find, by the reason why the first of them was not found."""
         self.eviction_ages = {tier: AgeHistogram() for tier in Tier}
         """For each tier: how long blocks had not been used when their last copy was evicted from it."""
-        self._counted: dict[Tenant, dict[str, int]] = {}
+        self.counted_by_tenant: dict[Tenant, dict[str, int]] = {}
+        """The counters of each tenant that has asked for anything."""
 
     def count(self, tenant: Tenant, name: str, amount: int = 1) -> None:
         """Counts what a tenant asked for or got, one of _OF_TENANTS."""
         self.counters[name] += amount
-        own = self._counted.get(tenant)
+        own = self.counted_by_tenant.get(tenant)
         if own is None:
-            own = self._counted[tenant] = dict.fromkeys(_OF_TENANTS, 0)
+            own = self.counted_by_tenant[tenant] = dict.fromkeys(_OF_TENANTS, 0)
         own[name] += amount
-
-    @property
-    def counted_by_tenant(self) -> dict[Tenant, dict[str, int]]:
-        """The counters of each tenant that has asked for anything."""
-        return self._counted
 
     def counted(self, tenant: Tenant) -> dict[str, int]:
         """Returns the counters of one tenant."""
-        return self._counted.get(tenant) or dict.fromkeys(_OF_TENANTS, 0)
+        return self.counted_by_tenant.get(tenant) or dict.fromkeys(_OF_TENANTS, 0)
 
     def serve(self, now: int) -> None:
         """Ends the rebuilding, if it has not ended yet."""
@@ -100,15 +96,15 @@ class CoordinatorState:
             self.eraser.serve(now)
 
     def _queue(self, slot: int, tier: Tier) -> EvictionQueue[BlockRecord]:
-        policy = self._policy.make(BlockFacts(self.directory, slot, tier))
-        return EvictionQueue(ReplicasFirst(policy, self.book, slot), self.directory.record)
+        policy = self._policy.make(BlockFacts(self.namespaces, slot, tier))
+        return EvictionQueue(ReplicasFirst(policy, self.book, slot), self.namespaces.record)
 
     def apply_tombstone(self, stone: Tombstone) -> list[dict[BlockHash, BlockRecord]]:
         """Forgets all blocks that the tombstone names. Returns the records that were known, by namespace."""
-        for space in self.directory.named(stone):
+        for space in self.namespaces.named(stone):
             if len(space.index):
                 self.members.forget(space.id)
-        return self.directory.apply_tombstone(stone)
+        return self.namespaces.apply_tombstone(stone)
 
     @property
     def rebuilding(self) -> bool:

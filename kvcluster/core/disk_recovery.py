@@ -64,7 +64,7 @@ NO_STORE = RecoveredPages()
 """For a tier that is not configured."""
 
 
-def carried_out(found: Iterable[RecoveredPages]) -> tuple[Tombstone, ...]:
+def applied_tombstones(found: Iterable[RecoveredPages]) -> tuple[Tombstone, ...]:
     """Returns the tombstones that every store which could be opened has carried out. The coordinator sends the shard
     all others again."""
     opened = [there.tombstones for there in found if there.capacity_bytes]

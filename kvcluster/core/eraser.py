@@ -25,10 +25,10 @@ from kvcluster.core.replica_sets import ReplicaTable
 class Eraser:
     """Knows the private blocks without a claim, and gives the orders to erase them."""
 
-    def __init__(self, grace_ns: int, directory: NamespaceTable, book: ReplicaTable, tables: BlockTables) -> None:
+    def __init__(self, grace_ns: int, namespaces: NamespaceTable, book: ReplicaTable, tables: BlockTables) -> None:
         self._grace = grace_ns
         self._book = book
-        self._directory = directory
+        self._namespaces = namespaces
         self._tables = tables
         # When each block was first recorded without a claim, in order of time. These times, and `_since`, leave out the
         # time for which this process was stalled (`_late`), since claims could not arrive.
@@ -69,7 +69,7 @@ class Eraser:
     def unclaimed(self, name: ClaimedName) -> None:
         """Has a private block erased wherever it is recorded."""
         self._waiting.pop(name, None)
-        record = self._directory.record(*name)
+        record = self._namespaces.record(*name)
         for slot in record.copies.slots if record is not None else ():
             if self._book.alive(slot):
                 self._pending.setdefault(slot, {})[name] = None
@@ -93,7 +93,7 @@ class Eraser:
         tier: Tier | None = None
         blocks: list[ClaimedName] = []
         for name in list(islice(pending, limits.EVICTIONS_PER_ORDER)):
-            record = None if self._tables.claims(*name) else self._directory.record(*name)
+            record = None if self._tables.claims(*name) else self._namespaces.record(*name)
             tiers = [one for one in Tier if record.copies.on(member.slot, one)] if record is not None else []
             if tiers and tier is None:
                 tier = tiers[0]
@@ -114,7 +114,7 @@ class Eraser:
         """Handles the end of an eviction order, or of its shard: a private block that is still recorded gets another
         grace."""
         for name in order.blocks:
-            space = self._directory.known(name[0])
+            space = self._namespaces.known(name[0])
             if space is not None and space.spec.private and space.index.get(name[1]) is not None:
                 self.recorded(name, now)
 
@@ -127,7 +127,7 @@ class Eraser:
         AssertionError."""
         slots = {member.slot: member.orders.of(EvictOrder) for member in members}
         assert all(slot in slots for slot in self._pending), "pages are to be erased on a shard that is gone"
-        for space in self._directory:
+        for space in self._namespaces:
             for record in space.index if space.spec.private else ():
                 name = record.space, record.hash
                 if name in self._waiting or self._tables.claims(*name):

@@ -9,7 +9,7 @@ A lookup touches hundreds of records and must not pay for order: it writes into 
 catches up when a victim is wanted. It is a heap of (score when queued, leaf). An entry that reaches the top is scored
 again; if its score has risen, it is put back with the new score. What this guarantees:
 
-- If scores never fall (`policy.falls` is False), the result is exact: of all leaves the one of the lowest score.
+- If scores never fall (`policy.scores_fall` is False), the result is exact: of all leaves the one of the lowest score.
   An entry is then at most its record's present score, so the least entry that equals its record's score is the least.
 - If they may fall, a victim scores no higher than any other leaf did when that leaf was last scored; and each leaf
   is scored again at least once in every ceil(cells / RESCORED) searches, where the number of cells is that of the
@@ -70,10 +70,6 @@ class Queued(Block, Protocol):
 
 
 R = TypeVar("R", bound=Queued)
-
-
-def _none_is_closed(space: NamespaceId) -> bool:
-    return False
 
 
 class EvictionQueue(Generic[R]):
@@ -150,7 +146,7 @@ class EvictionQueue(Generic[R]):
         count: int,
         spares: Callable[[R], bool],
         now: int,
-        closed: Callable[[NamespaceId], bool] = _none_is_closed,
+        closed: Callable[[NamespaceId], bool] = lambda space: False,
         *,
         max_inspected: int = INSPECTED,
     ) -> list[R]:
@@ -191,7 +187,7 @@ class EvictionQueue(Generic[R]):
                 continue
             self._vacate(cell)
             self._leave(record, _QUEUED | _CELL)
-            self._policy.taken(present >> _CELL_BITS, now)
+            self._policy.evicted(present >> _CELL_BITS, now)
             taken.append(record)
         self.cut_short = len(taken) < count and (inspected == max_inspected or self._more)
         return taken
@@ -210,9 +206,7 @@ class EvictionQueue(Generic[R]):
             assert of_space == self._lengths.get(space, 0), "the records of a namespace are counted wrongly"
             for block, state in states.items():
                 assert state, "an empty state is kept"
-                assert bool(state & _CELL) == ((space, block) in own), (
-                    "the state and the cells disagree on whether the record has a cell"
-                )
+                assert bool(state & _CELL) == ((space, block) in own), "a state is wrong about its record's cell"
                 if state & _QUEUED:
                     length += 1
                     record = self._find(space, block)
@@ -250,7 +244,7 @@ class EvictionQueue(Generic[R]):
                     self._enter(record, cell)
         self._closed = {space: aside for space, aside in self._closed.items() if aside}
         self._more = not all(map(closed, self._closed))
-        if not self._policy.falls:
+        if not self._policy.scores_fall:
             return
         for _ in range(min(RESCORED, len(self._cells))):
             cell = self._hand = (self._hand + 1) % len(self._cells)
@@ -332,8 +326,7 @@ class EvictionQueue(Generic[R]):
         return present
 
     def _vacate(self, cell: int) -> None:
-        self._cells[cell] = self._owners[cell] = None
-        self._entries[cell] = None
+        self._cells[cell] = self._owners[cell] = self._entries[cell] = None
         self._vacant.append(cell)
 
     def _enter(self, record: R, cell: int) -> None:

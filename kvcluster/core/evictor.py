@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.block_tables import BlockTables
-from kvcluster.core.eraser import Eraser
+from kvcluster.core.coordinator_state import CoordinatorState
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, Tier
-from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.core.shares import Shares
 from kvcluster.core.tenant_floors import TenantFloors, floors_bytes
 
@@ -32,16 +31,12 @@ BATCH = 64
 class Evictor:
     """Selects victims, gives eviction orders, and keeps the pins of users."""
 
-    def __init__(
-        self, config: CoordinatorConfig, directory: NamespaceTable, tables: BlockTables, eraser: Eraser
-    ) -> None:
+    def __init__(self, config: CoordinatorConfig, state: CoordinatorState) -> None:
         self._low = config.low_free
         self._high = config.high_free
         self._pinned_share = config.pinned_share
         self._floor = config.tenant_floor
-        self._directory = directory
-        self._tables = tables
-        self._eraser = eraser
+        self._state = state
 
     def order(self, member: Member, tier: Tier, pressure_bytes: int, pressing: Mapping[Tenant, int], now: int) -> None:
         """Gives this shard its next order, unless nothing has to be evicted, or nothing can be. `pressing`: what the
@@ -58,7 +53,7 @@ class Evictor:
         """Whether an open sequence claims the block, or, as it is private and in its grace, may still claim it. Then
         the chain before it is claimed too."""
         name = record.space, record.hash
-        return self._tables.claims(*name) > 0 or self._eraser.in_grace(name)
+        return self._state.tables.claims(*name) > 0 or self._state.eraser.in_grace(name)
 
     def victims(
         self,
@@ -72,17 +67,17 @@ class Evictor:
         """Takes the coldest blocks of that tier off its queue and returns them: about enough to free the bytes that it
         lacks for its watermark or for waiting reservations (`pressure_bytes`). Held and pinned blocks are spared, and
         those that `keeps` names, and what lies below the `floors` of tenants."""
-        directory, slot = self._directory, member.slot
+        namespaces, slot = self._state.namespaces, member.slot
 
         def closed(space_id: NamespaceId) -> bool:
-            space = directory.known(space_id)
+            space = namespaces.known(space_id)
             return floors is not None and space is not None and floors.closed(space.tenant)
 
         def spares(record: BlockRecord) -> bool:
             if self._spares(record, now) or keeps(record):
                 return True
             if floors is not None:
-                floors.take(directory.tenant(record.space), directory.charged_bytes(record, slot, tier))
+                floors.take(namespaces.tenant(record.space), namespaces.charged_bytes(record, slot, tier))
             return False
 
         wanted = self._wanted(member, tier, pressure_bytes)
@@ -94,11 +89,11 @@ class Evictor:
                     for spare in batch[at:]:
                         cold.push(spare)
                         if floors is not None:
-                            nbytes = directory.charged_bytes(spare, slot, tier)
-                            floors.take(directory.tenant(spare.space), -nbytes)
+                            nbytes = namespaces.charged_bytes(spare, slot, tier)
+                            floors.take(namespaces.tenant(spare.space), -nbytes)
                     break
                 victims.append(record)
-                found += directory.bytes_on(record, slot, tier)
+                found += namespaces.bytes_on(record, slot, tier)
             if not batch or cold.cut_short:
                 break
         return victims
@@ -106,21 +101,21 @@ class Evictor:
     def settle(self, member: Member, order: EvictOrder) -> None:
         """Handles the end of an order, or of its shard: the named blocks that are still recorded are queued again."""
         for space_id, block in order.blocks:
-            record = self._directory.record(space_id, block)
+            record = self._state.namespaces.record(space_id, block)
             if record is not None and record.copies.on(member.slot, order.tier):
                 member.cold[order.tier].push(record)
 
-    def pin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash], until: int, capacity: int, now: int) -> int:
-        """Pins the leading blocks that are cached and fit the tenant's share of `capacity` bytes. Returns the number
-        pinned."""
-        pinned = self._pinned_bytes(capacity, now)
+    def pin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash], until: int, now: int) -> int:
+        """Pins the leading blocks that are cached and fit the tenant's share of all addressable bytes. Returns the
+        number pinned."""
+        pinned = self._pinned_bytes(now)
         count = 0
         for block in blocks:
             record = space.index.get(block)
             if record is None:
                 break
             if block not in space.pinned:
-                nbytes = self._directory.bytes_on(record)
+                nbytes = self._state.namespaces.bytes_on(record)
                 if pinned.full(space.tenant, nbytes):
                     break
                 pinned.add(space.tenant, nbytes)
@@ -140,18 +135,18 @@ class Evictor:
 
     def _spares(self, record: BlockRecord, now: int) -> bool:
         """Whether the block is held or pinned. Then the chain before it is too, or is useless without it."""
-        space = self._directory.known(record.space)
+        space = self._state.namespaces.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         return record.held_until > now or space.pinned.get(record.hash, 0) > now
 
-    def _pinned_bytes(self, capacity: int, now: int) -> Shares:
-        """Returns the bytes of `capacity` that are pinned now; forgets pins that have expired."""
-        pinned = Shares(capacity, self._pinned_share)
-        for space in self._directory:
+    def _pinned_bytes(self, now: int) -> Shares:
+        """Returns the addressable bytes that are pinned now; forgets pins that have expired."""
+        pinned = Shares(self._state.members.addressable_bytes, self._pinned_share)
+        for space in self._state.namespaces:
             for block, until in list(space.pinned.items()):
                 record = space.index.get(block)
                 if until <= now or record is None:
                     del space.pinned[block]
                 else:
-                    pinned.add(space.tenant, self._directory.bytes_on(record))
+                    pinned.add(space.tenant, self._state.namespaces.bytes_on(record))
         return pinned

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 from kvcluster.core import limits
 from kvcluster.core.event_emitter import EventEmitter
+from kvcluster.core.groups import Part, Reuse
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Need, PageEvent, Plan, Run, Tier
 from kvcluster.core.miss import Miss
 from kvcluster.core.need_planner import NeedPlanner
 from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable
-from kvcluster.core.spec import Part, Reuse
 from kvcluster.eviction import USES
 
 

@@ -9,12 +9,12 @@ from collections import Counter
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Tenant
 from kvcluster.core.leases import LeaseKind
 from kvcluster.core.messages import EvictOrder, MoveOrder, Tier
 from kvcluster.core.page import PageState
 from kvcluster.core.shard import Shard
-from kvcluster.core.spec import Part
 from kvcluster.core.tiers import FASTEST, Takes
 
 
@@ -59,14 +59,14 @@ def check_shard(shard: Shard) -> None:
 def check_coordinator(coordinator: Coordinator) -> None:
     """Checks that every record is reachable by its hash, has replicas and can be evicted, and that members and slots
     agree."""
-    book = coordinator.book
-    members = coordinator.members.all()
+    book = coordinator.state.book
+    members = coordinator.state.members.all()
     slots = dict.fromkeys(member.slot for member in members)
     recorded = {(slot, tier): 0 for slot in slots for tier in Tier}
     assert len(slots) == len(members), "two members share a slot"
     assert all(book.alive(slot) for slot in slots), "a member's slot is dead"
     sweeping = coordinator.next_deadline() == 0
-    for space in coordinator.directory:
+    for space in coordinator.state.namespaces:
         for record in space.index:
             assert space.index.get(record.hash) is record
             assert record.space == space.id
@@ -91,10 +91,10 @@ def check_coordinator(coordinator: Coordinator) -> None:
             assert recorded[member.slot, tier] <= len(cold) + ordered[tier], "a record that is never evicted"
     _check_charges(coordinator)
     coordinator.replicator.check()
-    coordinator.tables.check()
-    coordinator.eraser.check(members)
-    for space in coordinator.directory:
-        latest = coordinator.tombstones.latest(space.tenant, space.spec)
+    coordinator.state.tables.check()
+    coordinator.state.eraser.check(members)
+    for space in coordinator.state.namespaces:
+        latest = coordinator.state.tombstones.latest(space.tenant, space.spec)
         assert space.purged == latest, "a namespace's latest purge is not recorded in it"
         for member in members:
             if member.purged < latest:
@@ -105,14 +105,14 @@ def check_coordinator(coordinator: Coordinator) -> None:
 def _check_charges(coordinator: Coordinator) -> None:
     """Checks that each tenant is charged for each page once, where it is on the shard that joined first."""
     stored: dict[tuple[int, Tier], Counter[Tenant]] = {}
-    for space in coordinator.directory:
+    for space in coordinator.state.namespaces:
         for record in space.index:
             keepers: dict[tuple[int, Part], int] = {}  # copies are sorted by slot
             for copy in record.copies.entries:
                 if copy.slot == keepers.setdefault((copy.group, copy.part), copy.slot):
                     nbytes = space.page_bytes(copy.group, copy.part, copy.codec)
                     stored.setdefault((copy.slot, copy.tier), Counter())[space.tenant] += nbytes
-    for member in coordinator.members.all():
+    for member in coordinator.state.members.all():
         for tier, charged in member.stored.items():
             what: Counter[Tenant] = stored.get((member.slot, tier), Counter())
             assert dict(charged.tenants) == dict(what), "tenants are not charged for what is stored"

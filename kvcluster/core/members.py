@@ -15,15 +15,15 @@ from typing import TypeAlias, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.eviction_queue import EvictionQueue
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.index import BlockRecord
-from kvcluster.core.messages import LeaveReason, ShardAddress, ShardInfo, Tier
+from kvcluster.core.messages import EvictOrder, LeaveReason, MoveOrder, Order, PullOrder, ShardAddress, ShardInfo, Tier
 from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.core.order_stream import OrderStream
 from kvcluster.core.placement import Candidate, choose
 from kvcluster.core.replica_sets import ReplicaSet, ReplicaTable
 from kvcluster.core.report_stream import ReportCursor
-from kvcluster.core.spec import Part
 from kvcluster.core.tenant_floors import StoredBytes, charged
 from kvcluster.core.tiers import ADDRESSABLE
 
@@ -109,6 +109,12 @@ class Membership:
         """The capacity of all shards in the addressable tiers, where claimed and pinned blocks mostly stay."""
         members = self._members.values()
         return sum(member.info.use(tier).capacity_bytes for member in members for tier in ADDRESSABLE)
+
+    def open_orders(self) -> dict[type[Order], int]:
+        """Returns the number of orders of each kind that shards have not ended."""
+        members = self._members.values()
+        kinds: tuple[type[Order], ...] = (EvictOrder, MoveOrder, PullOrder)
+        return {kind: sum(member.orders.of(kind) is not None for member in members) for kind in kinds}
 
     @property
     def next_expiry(self) -> int | None:

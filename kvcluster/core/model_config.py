@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcluster.core import limits
-from kvcluster.core.spec import DTYPE_BYTES, PREFIX, Group, Plane, window
+from kvcluster.core.groups import DTYPE_BYTES, PREFIX, Group, Plane, window
 from kvcluster.errors import ConfigError
 
 _OTHER_NAMES = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "hidden_size": "n_embd"}
@@ -106,7 +106,9 @@ def _windows(text: Mapping[str, Any], layers: int) -> Sequence[int]:
         return [_window_of(text, kind) for kind in kinds]
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
         if text.get(name):
-            raise ConfigError(f"{name}={_short(text[name])} does not say which layers slide: {_ADD_LAYER_TYPES}")
+            raise ConfigError(
+                f"{name}={_short(text[name])} does not say which layers use a sliding window: {_ADD_LAYER_TYPES}"
+            )
     if text.get("sliding_window") is None or text.get("use_sliding_window") is False:
         return [0] * layers
     tokens, model_type = _number(text, "sliding_window"), text.get("model_type")
@@ -118,7 +120,8 @@ def _windows(text: Mapping[str, Any], layers: int) -> Sequence[int]:
         first = _number(text, "max_window_layers", least=0)
         return [tokens if layer >= first else 0 for layer in range(layers)]
     raise ConfigError(
-        f"sliding_window={tokens} of a {_short(model_type)} does not say which layers slide: {_ADD_LAYER_TYPES}"
+        f"sliding_window={tokens} of a {_short(model_type)} does not say which layers use a sliding window: "
+        f"{_ADD_LAYER_TYPES}"
     )
 
 

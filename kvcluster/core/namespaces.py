@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.event_emitter import EventEmitter
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import Need, Tier, Tombstone
 from kvcluster.core.replica_sets import ReplicaTable
-from kvcluster.core.spec import KVSpec, Part, differing_fields
+from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.core.tenant_floors import charged
 from kvcluster.core.tombstones import Tombstones
 
@@ -110,6 +111,10 @@ class NamespaceTable:
     def private_blocks(self) -> int:
         """The number of blocks in namespaces of private pages."""
         return sum(len(space.index) for space in self._spaces.values() if space.spec.private)
+
+    def pinned_blocks(self, now: int) -> int:
+        """Returns the number of blocks that users have pinned. Looks at each."""
+        return sum(until > now for space in self for until in space.pinned.values())
 
     def of(self, tenant: Tenant) -> list[CoordinatorNamespace]:
         """Returns the namespaces of one tenant, those of private pages included."""

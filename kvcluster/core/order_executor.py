@@ -13,7 +13,6 @@ from typing import Any
 
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId, Tenant
-from kvcluster.core.leases import LeaseBook
 from kvcluster.core.messages import (
     Effect,
     Erase,
@@ -27,91 +26,63 @@ from kvcluster.core.messages import (
     Revoke,
     Tombstone,
 )
-from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.page import Page, PageState
-from kvcluster.core.pool import PagePool
 from kvcluster.core.puller import Puller
-from kvcluster.core.report_sender import ReportSender
-from kvcluster.core.reserve_queue import ReserveQueue, lost
-from kvcluster.core.shard_namespaces import ShardNamespaces
+from kvcluster.core.reserve_queue import lost
+from kvcluster.core.shard_state import ShardState
 from kvcluster.core.tier_mover import TierMover
-from kvcluster.core.tombstones import Tombstones
-from kvcluster.core.withdrawal import Withdrawal
 
 
 class OrderExecutor:
     """Handles the coordinator's answers to reports. A new kind of order gets an executor in `_executors`."""
 
-    def __init__(
-        self,
-        pool: PagePool,
-        leases: LeaseBook,
-        spaces: ShardNamespaces,
-        waiting: ReserveQueue,
-        report_sender: ReportSender,
-        withdraw: Withdrawal,
-        cursor: OrderCursor,
-        tier_mover: TierMover,
-        puller: Puller,
-        counters: dict[str, int],
-        tombstones: Tombstones,
-    ) -> None:
-        self._pool = pool
-        self._leases = leases
-        self._namespaces = spaces
-        self._waiting = waiting
-        self._report_sender = report_sender
-        self._withdraw = withdraw
-        self._cursor = cursor
+    def __init__(self, state: ShardState, tier_mover: TierMover, puller: Puller) -> None:
+        self._state = state
         self._tier_mover = tier_mover
         self._puller = puller
-        self._counters = counters
         self._executors: dict[type[Order], Callable[[Any], None]] = {
             EvictOrder: self._evict,
             MoveOrder: tier_mover.take,
             PullOrder: puller.take,
         }
-        self.tombstones = tombstones
-        self.draining = False
-        self.stopping = False
 
     def reset(self) -> None:
         """Forgets the orders of the last coordinator; another one gives them from now on."""
-        self._cursor.reset()
+        self._state.order_cursor.reset()
         self._tier_mover.reset()
         self._puller.reset()
 
     def carry_out(self, ack: ReportAck, now: int) -> list[Effect]:
         """Carries out what the coordinator's answer asks for and is not done yet; of a shard that is stopping the
         purges alone. Returns the effects."""
-        if ack.drain and not self.draining:
-            self.draining = True
-            self._report_sender.say_soon()
+        if ack.drain and not self._state.draining:
+            self._state.draining = True
+            self._state.report_sender.say_soon()
         effects: list[Effect] = []
-        stones = [stone for stone in ack.tombstones if stone.number > self.tombstones.highest]
+        stones = [stone for stone in ack.tombstones if stone.number > self._state.tombstones.highest]
         if stones:
             named = self._named(stones)
             if not self._drop(named):  # the coordinator repeats its answer until all is done
-                self._report_sender.say_soon()
+                self._state.report_sender.say_soon()
                 return []
             effects += self._apply_tombstones(stones, named)
-        if self.stopping:
+        if self._state.stopping:
             return effects
-        for order in self._cursor.accept(ack.orders):
+        for order in self._state.order_cursor.accept(ack.orders):
             self._executors[type(order)](order)
         return [*effects, *self._puller.begin(now)]
 
     def _evict(self, order: EvictOrder) -> None:
         for namespace, block in order.blocks:
-            space = self._namespaces.known(namespace)
+            space = self._state.namespaces.known(namespace)
             if space is None:
                 continue
             for group, part in space.parts:  # all parts of a block are evicted together
-                page = self._pool.on(order.tier, namespace, PageKey(block, group, part))
+                page = self._state.pool.on(order.tier, namespace, PageKey(block, group, part))
                 if page is not None and page.state is PageState.READY:
-                    self._withdraw(page)
-                    self._counters["evicted"] += 1
-        self._cursor.ended(order)
+                    self._state.withdraw(page)
+                    self._state.counters["evicted"] += 1
+        self._state.order_cursor.ended(order)
 
     def _named(self, stones: Sequence[Tombstone]) -> dict[NamespaceId, None]:
         """Returns the namespaces that any of these tombstones names."""
@@ -120,19 +91,19 @@ class OrderExecutor:
             of_tenant.setdefault(stone.tenant, []).append(stone)
         return {
             space.id: None
-            for space in self._namespaces
+            for space in self._state.namespaces
             if any(stone.names(space.tenant, space.spec) for stone in of_tenant.get(space.tenant, ()))
         }
 
     def _drop(self, spaces: dict[NamespaceId, None]) -> bool:
         """Condemns pages of these namespaces, at most BURIED_PAGES. Returns True if no READY one is left."""
         pages: list[Page] = []
-        if any(self._pool.parts(space) for space in spaces):
-            found = (page for page in self._pool.ready() if page.space in spaces)
+        if any(self._state.pool.parts(space) for space in spaces):
+            found = (page for page in self._state.pool.ready() if page.space in spaces)
             pages = list(islice(found, limits.BURIED_PAGES + 1))
         for page in pages[: limits.BURIED_PAGES]:
-            self._pool.condemn(page)
-            self._counters["purged"] += 1
+            self._state.pool.condemn(page)
+            self._state.counters["purged"] += 1
         return len(pages) <= limits.BURIED_PAGES
 
     def _apply_tombstones(self, stones: Sequence[Tombstone], named: dict[NamespaceId, None]) -> list[Effect]:
@@ -141,17 +112,17 @@ class OrderExecutor:
         effects = self._stop_writers(named)
         for stone in stones:
             self._puller.purge(stone)
-            self.tombstones.add(stone)
-            self._report_sender.tell(PurgedEvent(stone.number))
-        if any(tier.spec.durable for tier in self._pool.tiers):
-            effects.append(Erase(tuple(stones), self.tombstones.all()))
+            self._state.tombstones.add(stone)
+            self._state.report_sender.tell(PurgedEvent(stone.number))
+        if any(tier.spec.durable for tier in self._state.pool.tiers):
+            effects.append(Erase(tuple(stones), self._state.tombstones.all()))
         return effects
 
     def _stop_writers(self, spaces: Container[NamespaceId]) -> list[Effect]:
         stopped = [
             lease.attempt
-            for lease in self._leases.writers()
+            for lease in self._state.leases.writers()
             if any(page is not None and page.space in spaces for page in lease.pages)
         ]
-        revoked = [Revoke(attempt) for attempt in self._leases.revoke(stopped)]
-        return [*revoked, *map(lost, self._waiting.withdraw_namespaces(spaces))]
+        revoked = [Revoke(attempt) for attempt in self._state.leases.revoke(stopped)]
+        return [*revoked, *map(lost, self._state.queue.withdraw_namespaces(spaces))]

@@ -94,7 +94,7 @@ class Page:
         self.state = PageState.WRITING
         self.pins = 0
         self.sums = b""
-        self.used = 0  # when a worker last stored or pinned it, as PagePool.next_use counts; 0 before this incarnation
+        self.used = 0  # when a worker last stored or pinned it, as PagePool.use counts; 0 before this incarnation
 
     def slot(self) -> PageSlot:
         """Returns what the holder of a lease is told about the page."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.spec import Part
 
 
 class PageKey(NamedTuple):

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt
-from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.leases import LeaseKind
 from kvcluster.core.messages import Effect, Moved, MovePages, PageMove, Tier
 from kvcluster.core.page import Page, PageState
-from kvcluster.core.pool import PagePool
-from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
-from kvcluster.core.withdrawal import Withdrawal
+from kvcluster.core.shard_namespaces import ShardNamespace
+from kvcluster.core.shard_state import ShardState
 
 BATCH_BYTES = 8 * 2**20
 """Approximate bytes read per batch: some milliseconds of encoding, after which callers that wait for space get it."""
@@ -44,23 +43,9 @@ class EndedMove(NamedTuple):
 class PageMoves:
     """At most one batch of moves. `committed` is called with each target that has become READY."""
 
-    def __init__(
-        self,
-        pool: PagePool,
-        leases: LeaseBook,
-        spaces: ShardNamespaces,
-        own: OwnAttempts,
-        withdraw: Withdrawal,
-        committed: Callable[[Page], None],
-        counters: dict[str, int],
-    ) -> None:
-        self._pool = pool
-        self._leases = leases
-        self._namespaces = spaces
-        self._own = own
-        self._withdraw = withdraw
+    def __init__(self, state: ShardState, committed: Callable[[Page], None]) -> None:
+        self._state = state
         self._committed = committed
-        self._counters = counters
         self._batch: _MoveBatch | None = None
 
     @property
@@ -76,11 +61,11 @@ class PageMoves:
     @property
     def revoked(self) -> bool:
         """Whether the write lease of the batch under way was revoked: none of its targets may be committed."""
-        return self._batch is not None and not self._leases.running(self._batch.writing)
+        return self._batch is not None and not self._state.leases.running(self._batch.writing)
 
     def reserve(self, source: Page, to: Tier, codec: Codec, nbytes: int) -> Page | None:
         """Reserves the target of a move; None if there is no room."""
-        return self._pool.reserve(
+        return self._state.pool.reserve(
             source.space,
             source.key,
             nbytes,
@@ -93,18 +78,18 @@ class PageMoves:
 
     def evict(self, page: Page) -> None:
         """Withdraws a page to make room, or because there is none for it."""
-        self._counters["evicted"] += 1
-        self._withdraw(page)
+        self._state.counters["evicted"] += 1
+        self._state.withdraw(page)
 
     def begin(self, pairs: Sequence[tuple[Page, Page]], now: int, *, sampled: float = 0.0) -> list[Effect]:
         """Begins a batch: pairs of a READY source and its reserved target. `sampled`: the fraction of pages encoded in
         q4 whose error is measured."""
         assert self._batch is None, "one batch at a time"
-        batch = self._batch = _MoveBatch(self._own.next(), self._own.next(), pairs)
-        for source, _ in pairs:
-            self._pool.pin(source)
-        self._leases.grant(batch.reading, LeaseKind.READ, [source for source, _ in pairs], now)
-        self._leases.grant(batch.writing, LeaseKind.WRITE, [target for _, target in pairs], now)
+        batch = self._batch = _MoveBatch(self._state.own.next(), self._state.own.next(), pairs)
+        sources = self.sources
+        self._state.pool.pin(sources)
+        self._state.leases.grant(batch.reading, LeaseKind.READ, [*sources], now)
+        self._state.leases.grant(batch.writing, LeaseKind.WRITE, [target for _, target in pairs], now)
         return [MovePages(batch.writing, tuple(self._page_move(*pair, sampled) for pair in pairs))]
 
     def end(self, m: Moved, *, may_commit: bool = True) -> Iterator[EndedMove]:
@@ -114,26 +99,26 @@ class PageMoves:
         commits = may_commit and not self.revoked
         batch, self._batch = self._batch, None
         assert batch is not None and batch.writing == m.attempt, "the end of a batch that is not under way"
-        self._leases.end(batch.reading)
-        self._leases.end(batch.writing)
+        self._state.leases.end(batch.reading)
+        self._state.leases.end(batch.writing)
         for index, ((source, target), sums) in enumerate(zip(batch.pairs, m.sums, strict=True)):
             alive, corrupt = source.state is PageState.READY, index in m.corrupt
             arrived = commits and alive and not corrupt and sums is not None
             if arrived and sums is not None:
-                self._pool.commit(target, sums)
+                self._state.pool.commit(target, sums)
                 target.used, target.stays_raw = source.used, source.stays_raw
                 self._committed(target)
             else:
-                self._pool.abort(target)
+                self._state.pool.abort(target)
                 if alive and corrupt:
-                    self._counters["corrupt"] += 1
-                    self._withdraw(source, corrupt=True)
+                    self._state.counters["corrupt"] += 1
+                    self._state.withdraw(source, corrupt=True)
             if alive and not corrupt:
                 yield EndedMove(index, source, target, arrived)
-            self._pool.unpin(source)
+            self._state.pool.unpin([source])
 
     def _page_move(self, source: Page, target: Page, sampled: float) -> PageMove:
-        space = self._namespaces.known(source.space)
+        space = self._state.namespaces.known(source.space)
         assert space is not None, "a page of a namespace that is not known"
         coded = target.codec is Codec.Q4 and source.codec is not Codec.Q4
         measured = coded and int.from_bytes(source.key.hash[:4], "big") < int(sampled * 2**32)

@@ -19,17 +19,15 @@ from dataclasses import dataclass
 
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Attempt, CallId, NamespaceId, Tenant
-from kvcluster.core.leases import Lease, LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.leases import Lease, LeaseKind
 from kvcluster.core.messages import Answer, Effect, PageSlot, Pin, PinGrant, Request, Stage, Staged
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.page_moves import page_move
-from kvcluster.core.pool import PagePool
-from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.shard_namespaces import ShardNamespace
+from kvcluster.core.shard_state import ShardState
 from kvcluster.core.shares import Shares
 from kvcluster.core.tiers import STAGING
-from kvcluster.core.withdrawal import Withdrawal
 
 ROOM_NS = 500_000_000
 """How long a reader waits for room: several times a report, its answer and a batch of moves."""
@@ -58,21 +56,8 @@ class _Staging:
 class PinHandler:
     """The pins of one shard."""
 
-    def __init__(
-        self,
-        pool: PagePool,
-        leases: LeaseBook,
-        own: OwnAttempts,
-        report_sender: ReportSender,
-        withdraw: Withdrawal,
-        counters: dict[str, int],
-    ) -> None:
-        self._pool = pool
-        self._leases = leases
-        self._own = own
-        self._report_sender = report_sender
-        self._withdraw = withdraw
-        self._counters = counters
+    def __init__(self, state: ShardState) -> None:
+        self._state = state
         self._waiting: dict[CallId, _WaitingPin] = {}  # in order of arrival
         self._shares = Shares(limits.PINS_FROM_DISK)  # of those
         self._changes = -1  # pool.changes when all of them were last looked at
@@ -113,18 +98,18 @@ class PinHandler:
         if lacked and may_wait:
             self._waiting[request.call] = _WaitingPin(request, space, now + ROOM_NS, lacked)
             self._shares.add(request.tenant)
-            self._report_sender.say_soon()
+            self._state.report_sender.say_soon()
             return []
         return self._grant(request, space, found, copies, now)
 
-    def serve(self, now: int, *, may_grant: bool) -> list[Effect]:
+    def serve(self, now: int) -> list[Effect]:
         """Grants the waiting pins that now find room or have waited long enough, those of a tenant in order of arrival.
-        Refuses all if the shard may not grant pins."""
-        if self._waiting and not may_grant:
+        Refuses all if the shard is no member."""
+        if self._waiting and not self._state.member(now):
             return self._dismiss([waiting.request for waiting in self._waiting.values()], _LOST)
         effects: list[Effect] = []
         due = self.next_deadline
-        if due is None or (now < due and self._changes == self._pool.changes):
+        if due is None or (now < due and self._changes == self._state.pool.changes):
             return effects  # called in each step, and a pin has many pages
         passed: dict[Tenant, None] = {}
         for waiting in list(self._waiting.values()):
@@ -138,7 +123,7 @@ class PinHandler:
                 continue
             self._stop_waiting(request)
             effects += self._grant(request, waiting.space, found, copies, now)
-        self._changes = self._pool.changes
+        self._changes = self._state.pool.changes
         return effects
 
     def withdraw(self, attempt: Attempt) -> list[Effect]:
@@ -146,33 +131,36 @@ class PinHandler:
         requests = [waiting.request for waiting in self._waiting.values()]
         return self._dismiss([request for request in requests if request.question.attempt == attempt], _TOO_LATE)
 
-    def staged(self, m: Staged, *, may_grant: bool) -> list[Effect]:
+    def staged(self, m: Staged, now: int) -> list[Effect]:
         """Takes the result of a Stage: answers its pin with the copies that verified, and condemns corrupt pages."""
         staging = self._staging.pop(m.attempt, None)
-        own = self._leases.end(m.attempt)
+        own = self._state.leases.end(m.attempt)
         assert own is not None, "the end of a read that was never begun"
         if staging is None:  # the shard has left, and has answered the pin
             for copy in own.pages:
                 assert copy is not None
-                self._pool.abort(copy)
+                self._state.pool.abort(copy)
             return []
-        if not (may_grant and self._leases.holds(staging.lease)):
+        may_grant = self._state.member(now)
+        if not (may_grant and self._state.leases.holds(staging.lease)):
             for copy in staging.copies.values():
-                self._pool.abort(copy)
+                self._state.pool.abort(copy)
             return self._dismiss([staging.request], _TOO_LATE if may_grant else _LOST)
+        read: list[Page] = []
         for at, (index, copy) in enumerate(staging.copies.items()):
             sound = at not in m.corrupt
             if not sound:
-                self._pool.abort(copy)
-            self._replace(staging, index, copy if sound else None)
+                self._state.pool.abort(copy)
+            read.append(self._replace(staging, index, copy if sound else None))
+        self._state.pool.unpin(read)
         return [Answer(staging.request.call, PinGrant(tuple(staging.told)))]
 
     def renew(self, now: int) -> None:
         """Renews the leases of readers that wait for the drive, and those under which their pages are read."""
         for attempt, staging in self._staging.items():
-            self._leases.renew(attempt, now)
-            if self._leases.holds(staging.lease):
-                self._leases.renew(staging.lease.attempt, now)
+            self._state.leases.renew(attempt, now)
+            if self._state.leases.holds(staging.lease):
+                self._state.leases.renew(staging.lease.attempt, now)
 
     def give_up(self) -> list[Effect]:
         """Answers all waiting pins with SHARD_LOST, because the shard is leaving. Reads under way end without a
@@ -186,19 +174,19 @@ class PinHandler:
 
     def _find(self, request: Request[Pin], space: ShardNamespace) -> list[Page | Miss]:
         m, encoded = request.question, request.tenant == CLUSTER
-        return [self._pool.find(space.id, key, m.accept, encoded=encoded) for key in m.keys]
+        return [self._state.pool.find(space.id, key, m.accept, encoded=encoded) for key in m.keys]
 
     def _copies(
         self, found: Sequence[Page | Miss], *, whole: bool, behind_others: bool = False
     ) -> tuple[dict[int, Page], int]:
         """Reserves a private copy of each page that is not addressable. Returns the copies by index, and the bytes that
         found no room. `whole`: all of them or none; but no reader waits for more than the staging tier's capacity."""
-        if not self._pool.stores:
+        if not self._state.pool.stores:
             return {}, 0
         stored = {at: page for at, page in enumerate(found) if isinstance(page, Page) and _is_stored(page)}
         if not stored or len(self._staging) >= limits.PINS_FROM_DISK:
             return {}, 0
-        room = self._pool.memory[STAGING]
+        room = self._state.pool.memory[STAGING]
         nbytes = sum(room.size_class(page.nbytes) for page in stored.values())
         whole = whole and nbytes <= room.capacity_bytes
         if behind_others or (whole and nbytes > room.free_bytes):
@@ -206,14 +194,14 @@ class PinHandler:
         copies: dict[int, Page] = {}
         lacked = 0
         for at, page in stored.items():
-            copy = self._pool.private(page)
+            copy = self._state.pool.private(page)
             if copy is not None:
                 copies[at] = copy
             else:
                 lacked += room.size_class(page.nbytes)
         if lacked and whole:
             for copy in copies.values():
-                self._pool.abort(copy)
+                self._state.pool.abort(copy)
             return {}, lacked
         return copies, 0 if copies else lacked
 
@@ -227,43 +215,40 @@ class PinHandler:
     ) -> list[Effect]:
         pages: list[Page | None] = []
         told: list[PageSlot | Miss] = []
-        used = self._pool.next_use()
-        by_worker = request.tenant != CLUSTER
         for at, page in enumerate(found):
-            if isinstance(page, Page) and page.tier in self._pool.stores and at not in copies:
-                page = _NO_ROOM
-            if isinstance(page, Page):
-                self._pool.pin(page)
-                if by_worker:
-                    page.used = used
+            if isinstance(page, Page) and (at in copies or not _is_stored(page)):
                 pages.append(page)
                 told.append(page.slot())
             else:
                 pages.append(None)
-                told.append(page)
-        lease = self._leases.grant(request.question.attempt, LeaseKind.READ, pages, now, request.tenant)
+                told.append(_NO_ROOM if isinstance(page, Page) else page)
+        held = [page for page in pages if page is not None]
+        self._state.pool.pin(held)
+        if request.tenant != CLUSTER:
+            self._state.pool.use(held)
+        lease = self._state.leases.grant(request.question.attempt, LeaseKind.READ, pages, now, request.tenant)
         if not copies:
             return [Answer(request.call, PinGrant(tuple(told)))]
-        attempt = self._own.next()
-        self._leases.grant(attempt, LeaseKind.WRITE, list(copies.values()), now)
+        attempt = self._state.own.next()
+        self._state.leases.grant(attempt, LeaseKind.WRITE, list(copies.values()), now)
         self._staging[attempt] = _Staging(request, lease, told, copies)
         return [_stage(attempt, space, lease, copies)]
 
-    def _replace(self, staging: _Staging, index: int, copy: Page | None) -> None:
+    def _replace(self, staging: _Staging, index: int, copy: Page | None) -> Page:
         """Replaces the page by its copy in the lease and in the answer; by a miss if the page is corrupt (`copy` is
-        None)."""
+        None). Returns the page, which is still pinned."""
         page, staging.lease.pages[index] = staging.lease.pages[index], copy
         assert page is not None
         if copy is not None:
-            self._pool.lend(copy, page.sums)
+            self._state.pool.lend(copy, page.sums)
             staging.told[index] = copy.slot()
-            self._counters["staged"] += 1
+            self._state.counters["staged"] += 1
         else:
             staging.told[index] = Miss(MissReason.CORRUPT, "on disk")
             if page.state is PageState.READY:
-                self._counters["corrupt"] += 1
-                self._withdraw(page, corrupt=True)
-        self._pool.unpin(page)
+                self._state.counters["corrupt"] += 1
+                self._state.withdraw(page, corrupt=True)
+        return page
 
     def _stop_waiting(self, pin: Request[Pin]) -> None:
         if self._waiting.pop(pin.call, None) is not None:

@@ -13,13 +13,13 @@ from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.leases import Lease, LeaseKind
-from kvcluster.core.messages import NewPage, PageKey, Tier, TierUse, Written
+from kvcluster.core.messages import PageKey, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.page import IllegalTransition, Page, PageAction, PageState
-from kvcluster.core.spec import Part
-from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, StoreAllocator, TierAllocator, above
+from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, StoreAllocator, TierAllocator
 
 PoolKey = tuple[NamespaceId, PageKey]
 """The key of a page within a tier. A plain tuple, which is made in a fifth of the time of a named one: every question
@@ -81,20 +81,15 @@ class PagePool:
     def below(self, wanted_bytes: int = 0) -> tuple[TierUse, ...]:
         """Returns the use of each tier below the first. `wanted_bytes`: bytes of the staging tier that readers wait
         for."""
-        wanted = {STAGING: wanted_bytes}
         return tuple(
             TierUse(
                 *(tier, allocator.capacity_bytes, allocator.free_bytes, self.count(tier)),
-                wanted_bytes=wanted.get(tier, 0),
+                wanted_bytes=wanted_bytes if tier is STAGING else 0,
                 writing_bytes=self.writing_bytes[tier],
             )
             for tier, allocator in self.allocators.items()
             if tier is not FASTEST
         )
-
-    def above(self, tier: Tier) -> Tier | None:
-        """Returns the tier from which pages are demoted into that one."""
-        return above(tier, self.tiers)
 
     @property
     def arena_bytes(self) -> int:
@@ -126,13 +121,10 @@ class PagePool:
         """Returns the page for a reader that accepts that loss, or the miss. `encoded`: of twins the lower one, because
         a copy of the decoded one could be encoded a second time."""
         page = self.get(space, key)
+        if page is not None and encoded and page.decoded:
+            page = self.below_of(page)
         if page is None:
             return Miss(MissReason.EVICTED)
-        if encoded and page.decoded:
-            below = self.below_of(page)
-            if below is None:
-                return Miss(MissReason.EVICTED)
-            page = below
         if page.state is not PageState.READY:
             return Miss(MissReason.PENDING)
         if page.loss > accept:  # its twin has lost as much
@@ -163,12 +155,6 @@ class PagePool:
             yield from pages.values()
         yield from self._condemned.values()
 
-    def taken(self, space: NamespaceId, new: NewPage, into: Tier = FASTEST) -> Written | None:
-        """Returns why this page need not be written in tier `into`: DUPLICATE if a READY page has no more loss, PENDING
-        if one is being written in that tier, or with no more loss in another. Otherwise None: a page that is being
-        written in another tier with more loss is dropped once this one is READY."""
-        return self.taken_by(self.there(space, new.key), new.loss, into)
-
     def there(self, space: NamespaceId, key: PageKey) -> list[Page]:
         """Returns the pages that are WRITING or READY for this key, the fastest tier first."""
         pool_key, there = (space, key), []
@@ -178,8 +164,11 @@ class PagePool:
                 there.append(page)
         return there
 
-    def taken_by(self, there: Sequence[Page], loss: Loss, into: Tier) -> Written | None:
-        """As `taken`, for a page with that loss whose key has these pages."""
+    def taken(self, there: Sequence[Page], loss: Loss, into: Tier = FASTEST) -> Written | None:
+        """Returns why a page with that loss, for whose key `there` are the pages, need not be written in tier `into`:
+        DUPLICATE if a READY page has no more loss, PENDING if one is being written in that tier, or with no more loss
+        in another. Otherwise None: a page that is being written in another tier with more loss is dropped once this one
+        is READY."""
         if any(page.state is PageState.READY and page.loss <= loss for page in there):
             return Written.DUPLICATE
         writing = (page for page in there if page.state is PageState.WRITING)
@@ -225,8 +214,7 @@ class PagePool:
         offset = self.memory[STAGING].reserve(page.nbytes, pool_key)
         if offset is None:
             return None
-        like = (page.nbytes, page.parent, page.depth, page.loss)
-        copy = self._page(pool_key, offset, *like, STAGING, page.codec)
+        copy = self._page(pool_key, offset, page.nbytes, page.parent, page.depth, page.loss, STAGING, page.codec)
         self._condemned[copy.generation] = copy
         return copy
 
@@ -252,52 +240,47 @@ class PagePool:
             del self._pages[page.tier][page.space, page.key]
         self._free(page)
 
-    def next_use(self) -> int:
-        """Returns the number of a use, for all pages that are used by one call: larger than all before."""
+    def use(self, pages: Iterable[Page]) -> None:
+        """Records that a worker uses these pages now, all in one call (Page.used)."""
         self._uses += 1
-        return self._uses
+        for page in pages:
+            page.used = self._uses
 
-    def pin(self, page: Page) -> None:
-        if page.state is not PageState.READY:
-            raise IllegalTransition(f"pin of a page that is {page.state.value}")
-        page.pins += 1
-
-    def pin_all(self, pages: Iterable[Page]) -> None:
-        """Pins all of these pages for one use. A message of attention pins thousands."""
-        used, ready = self.next_use(), PageState.READY
+    def pin(self, pages: Iterable[Page]) -> None:
+        """Adds a reader's pin to each of these READY pages. A message of attention pins thousands."""
+        ready = PageState.READY
         for page in pages:
             if page.state is not ready:
                 raise IllegalTransition(f"pin of a page that is {page.state.value}")
             page.pins += 1
-            page.used = used
 
-    def unpin(self, page: Page) -> bool:
-        """Removes one reader's pin. Returns True if that freed the page."""
-        assert page.pins > 0, "an unpin without its pin"
-        page.pins -= 1
-        return self._free_if_unread(page)
+    def unpin(self, pages: Iterable[Page]) -> None:
+        """Removes a reader's pin from each of these pages. Frees those that are condemned and have no reader left."""
+        condemned = PageState.CONDEMNED
+        for page in pages:
+            assert page.pins > 0, "an unpin without its pin"
+            page.pins -= 1
+            if not page.pins and page.state is condemned:
+                self._free_condemned(page)
 
     def give_back(self, lease: Lease) -> int:
         """Unpins or aborts the pages that a lease still holds, because its holder has stopped. Returns the number of
         aborted ones."""
         pages = [page for page in lease.pages if page is not None]
-        if lease.kind is not LeaseKind.READ:
-            for page in pages:
-                self.abort(page)
-            return len(pages)
+        if lease.kind is LeaseKind.READ:
+            self.unpin(pages)
+            return 0
         for page in pages:
-            assert page.pins > 0, "an unpin without its pin"
-            page.pins -= 1
-            if not page.pins and page.state is PageState.CONDEMNED:
-                self._free_if_unread(page)
-        return 0
+            self.abort(page)
+        return len(pages)
 
-    def condemn(self, page: Page) -> bool:
-        """Admits no new readers. Returns True if the page had no readers and was freed at once."""
+    def condemn(self, page: Page) -> None:
+        """Admits no new readers. Frees the page at once if it has none."""
         self._act(page, PageAction.CONDEMN)
         del self._pages[page.tier][page.space, page.key]
         self._condemned[page.generation] = page
-        return self._free_if_unread(page)
+        if not page.pins:
+            self._free_condemned(page)
 
     def check(self) -> None:
         """Asserts conservation: the bytes that the allocators have reserved are those that pages hold."""
@@ -310,8 +293,8 @@ class PagePool:
             assert written == nbytes, f"WRITING pages take {written} bytes, and {nbytes} are counted"
         counted = sum(sum(held.values()) for held in self._held.values())
         assert counted == sum(1 for _ in self.everything()), "the number of pages by part is wrong"
-        unread = [page for page in self._condemned.values() if not page.pins]
-        assert all(page.state is PageState.WRITING for page in unread), "a condemned page without readers takes space"
+        for page in self._condemned.values():
+            assert page.pins or page.state is PageState.WRITING, "a condemned page without readers takes space"
 
     def _page(
         self,
@@ -327,9 +310,7 @@ class PagePool:
         self._generation += 1
         self.changes += 1
         space, key = pool_key
-        held, part = self._held.get(space), key[1:]
-        if held is None:
-            held = self._held[space] = {}
+        held, part = self._held.setdefault(space, {}), key[1:]
         held[part] = held.get(part, 0) + 1
         page = Page(
             space,
@@ -349,13 +330,10 @@ class PagePool:
     def _count_writing(self, page: Page, sign: int) -> None:
         self.writing_bytes[page.tier] += sign * self.allocators[page.tier].size_class(page.nbytes)
 
-    def _free_if_unread(self, page: Page) -> bool:
-        if page.state is not PageState.CONDEMNED or page.pins:
-            return False
+    def _free_condemned(self, page: Page) -> None:
         self._act(page, PageAction.LAST_UNPIN)
         del self._condemned[page.generation]
         self._free(page)
-        return True
 
     def _free(self, page: Page) -> None:
         held, part = self._held[page.space], page.key[1:]

@@ -147,7 +147,7 @@ class PrepareHandler:
 
     def renew(self, request: Request[RenewTicket], now: int) -> list[Effect]:
         ticket = self._state.tickets.renew((request.tenant, request.question.attempt), now)
-        space = self._state.directory.known(ticket.space) if ticket is not None else None
+        space = self._state.namespaces.known(ticket.space) if ticket is not None else None
         if ticket is not None and space is not None:
             space.index.renew(ticket.hashes, now, now + self._hold)
         return [Answer(request.call, Done(ticket is not None))]
@@ -183,7 +183,7 @@ class PrepareHandler:
             state.missed_tokens[miss.reason] += (asked - hit) * tokens
 
     def _release(self, ticket: IssuedTicket) -> None:
-        space = self._state.directory.known(ticket.space)
+        space = self._state.namespaces.known(ticket.space)
         if space is not None:
             space.index.release(ticket.hashes, ticket.expires_at - self._state.tickets.ttl_ns + self._hold)
 

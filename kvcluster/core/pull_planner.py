@@ -12,13 +12,13 @@ import sys
 from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Part
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import NewPage, PageKey, ShardAddress, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.namespaces import NamespaceTable
 from kvcluster.core.replica_sets import ReplicaTable
-from kvcluster.core.spec import Part
 from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Takes
 
 Staying = dict[tuple[int, Part], list[int]]
@@ -44,8 +44,8 @@ class MissingPages(NamedTuple):
 class PullPlanner:
     """Plans pulls of single blocks. A pull leaves at least `low_free`, a fraction of a tier, free at the target."""
 
-    def __init__(self, directory: NamespaceTable, book: ReplicaTable, *, low_free: float) -> None:
-        self._directory = directory
+    def __init__(self, namespaces: NamespaceTable, book: ReplicaTable, *, low_free: float) -> None:
+        self._namespaces = namespaces
         self._book = book
         self._low = low_free
 
@@ -103,6 +103,6 @@ class PullPlanner:
 
     def nbytes(self, record: BlockRecord, missing: MissingPages) -> int:
         """Returns the bytes that these pages of the block take."""
-        space = self._directory.known(record.space)
+        space = self._namespaces.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         return sum(space.page_bytes(page.key.group, page.key.part, missing.kind.codec) for page in missing.pages)

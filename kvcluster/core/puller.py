@@ -11,13 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvcluster.core.ids import Attempt
-from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.leases import LeaseKind
 from kvcluster.core.messages import Effect, Fetch, PullOrder, Tombstone
-from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.page import Page
-from kvcluster.core.pool import PagePool
-from kvcluster.core.shard_namespaces import ShardNamespaces
-from kvcluster.core.withdrawal import Withdrawal
+from kvcluster.core.shard_state import ShardState
 
 
 class _Pull(NamedTuple):
@@ -28,23 +25,8 @@ class _Pull(NamedTuple):
 class Puller:
     """The pull under way, and the order that waits for its end."""
 
-    def __init__(
-        self,
-        pool: PagePool,
-        leases: LeaseBook,
-        spaces: ShardNamespaces,
-        own: OwnAttempts,
-        withdraw: Withdrawal,
-        cursor: OrderCursor,
-        counters: dict[str, int],
-    ) -> None:
-        self._pool = pool
-        self._leases = leases
-        self._namespaces = spaces
-        self._own = own
-        self._withdraw = withdraw
-        self._cursor = cursor
-        self._counters = counters
+    def __init__(self, state: ShardState) -> None:
+        self._state = state
         self._running: _Pull | None = None
         self._next: PullOrder | None = None
 
@@ -76,32 +58,33 @@ class Puller:
         order, self._next = self._next, None
         effects = self._begin(order, now)
         if not effects:
-            self._cursor.ended(order)
+            self._state.order_cursor.ended(order)
         return effects
 
     def ended(self, attempt: Attempt, committed: int = 0) -> None:
         """Ends the running pull if the attempt whose lease has ended is its own. `committed`: pages that were
         fetched."""
         if self._running is not None and self._running.attempt == attempt:
-            self._counters["pulled"] += committed
-            self._cursor.ended(self._running.order)
+            self._state.counters["pulled"] += committed
+            self._state.order_cursor.ended(self._running.order)
             self._running = None
 
     def _drop_waiting(self) -> None:
         if self._next is not None:
-            self._cursor.ended(self._next)
+            self._state.order_cursor.ended(self._next)
         self._next = None
 
     def _begin(self, order: PullOrder, now: int) -> list[Effect]:
-        space = self._namespaces.attach(order.tenant, order.spec)
+        state = self._state
+        space = state.namespaces.attach(order.tenant, order.spec)
         if space is None:
             return []
-        space.forget_unused(self._pool)
-        offers = [space.offer(self._pool, new, self._withdraw, order.codec, order.into) for new in order.pages]
+        space.forget_unused(state.pool)
+        offers = [space.offer(state.pool, new, state.withdraw, order.codec, order.into) for new in order.pages]
         pages = [offer for offer in offers if isinstance(offer, Page)]
         if not pages:
             return []
-        attempt = self._own.next()
-        self._leases.grant(attempt, LeaseKind.WRITE, list(pages), now)
+        attempt = state.own.next()
+        state.leases.grant(attempt, LeaseKind.WRITE, list(pages), now)
         self._running = _Pull(order, attempt)
         return [Fetch(attempt, space.id, order.source, tuple(page.slot() for page in pages))]

@@ -72,7 +72,7 @@ class RecordSweeper:
     def _sweep(self, namespace: NamespaceId, block: BlockHash, slot: int | None, now: int) -> int:
         """Removes lost shards from one record. Returns how many copies it had."""
         state = self._state
-        space = state.directory.known(namespace)
+        space = state.namespaces.known(namespace)
         record = space.index.get(block) if space is not None else None
         if space is None or record is None:
             return 0
@@ -98,5 +98,5 @@ class RecordSweeper:
             if not self._purged:
                 return
             block, record = self._purged[-1].popitem()
-            if state.directory.record(record.space, block) is None:
+            if state.namespaces.record(record.space, block) is None:
                 state.evicted.add(record.space, block, now, MissReason.EVICTED)

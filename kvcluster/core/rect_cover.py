@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcluster.core.spec import Part
+from kvcluster.core.groups import Part
 
 
 def cover(whole: Part, parts: Sequence[Part]) -> tuple[list[int], bool]:

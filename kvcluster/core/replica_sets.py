@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Part
 from kvcluster.core.messages import Need, Plan, ShardAddress, Source, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.rect_cover import bits, cover
-from kvcluster.core.spec import Part
 
 INTERNED = 65_536
 """Limit on the distinct sets that are remembered, and on the numbered copies. Beyond it interning starts again with an

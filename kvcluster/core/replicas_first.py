@@ -18,7 +18,7 @@ class ReplicasFirst:
     """
 
     def __init__(self, policy: EvictionPolicy, book: ReplicaTable, slot: int) -> None:
-        self.falls = policy.falls
+        self.scores_fall = policy.scores_fall
         self._policy = policy
         self._book = book
         self._slot = slot
@@ -29,9 +29,9 @@ class ReplicasFirst:
             return _BEFORE_ALL
         return self._policy.score(block, now)
 
-    def taken(self, score: int, now: int) -> None:
+    def evicted(self, score: int, now: int) -> None:
         if score != _BEFORE_ALL:
-            self._policy.taken(score, now)
+            self._policy.evicted(score, now)
 
     def _is_kept_elsewhere(self, record: BlockRecord) -> bool:
         copies = record.copies

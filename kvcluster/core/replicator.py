@@ -16,16 +16,17 @@ from itertools import islice
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
+from kvcluster.core.coordinator_state import CoordinatorState
 from kvcluster.core.drain_list import DrainList
+from kvcluster.core.groups import Part
 from kvcluster.core.hot_prefixes import HotPrefixes
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
-from kvcluster.core.members import Member, Membership
+from kvcluster.core.members import Member
 from kvcluster.core.messages import NewPage, PullOrder, Tombstone
-from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.core.pull_planner import PullKind, PullPlanner
 from kvcluster.core.replica_sets import ReplicaSet, ReplicaTable
-from kvcluster.core.spec import Part
 
 MS = 1_000_000
 TRIES = 3
@@ -55,17 +56,13 @@ class _ReplicaRequest:
 class Replicator:
     """Keeps the requests and gives the pull orders."""
 
-    def __init__(
-        self, config: CoordinatorConfig, directory: NamespaceTable, book: ReplicaTable, members: Membership
-    ) -> None:
+    def __init__(self, config: CoordinatorConfig, state: CoordinatorState) -> None:
         self._hot_replicas = config.hot_replicas
         self._hot_prefixes = HotPrefixes(
             loads=config.hot_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks
         )
-        self._directory = directory
-        self._book = book
-        self._members = members
-        self._planner = PullPlanner(directory, book, low_free=config.low_free)
+        self._state = state
+        self._planner = PullPlanner(state.namespaces, state.book, low_free=config.low_free)
         self._requests: dict[NamespacedHash, _ReplicaRequest] = {}
         self._parked: dict[NamespacedHash, _ReplicaRequest] = {}  # there are too few shards for them now
         self._under_way: dict[int, dict[NamespacedHash, _ReplicaRequest]] = {}  # by the slot of the shard that pulls
@@ -76,7 +73,7 @@ class Replicator:
 
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
         """Counts a load that was promised these blocks, a chain from its first block on."""
-        if self._hot_replicas > 1 and len(self._members) > 1:
+        if self._hot_replicas > 1 and len(self._state.members) > 1:
             for run in self._hot_prefixes.record_load(hashes, now):
                 for block in run:
                     self.request_copies(space, block, self._hot_replicas)
@@ -107,10 +104,10 @@ class Replicator:
         """Starts to drain this shard: all blocks that only it holds are to be copied elsewhere, and so are those still
         being written to it."""
         member.drain_until = until
-        self._book.retire_slot(member.slot)
+        self._state.book.retire_slot(member.slot)
         self._draining.setdefault(member.slot, {})
         self._placed.setdefault(member.slot, {})
-        self._listing[member.slot] = DrainList(member.slot, (space.index for space in self._directory))
+        self._listing[member.slot] = DrainList(member.slot, (space.index for space in self._state.namespaces))
         self.list_some()
 
     @property
@@ -124,7 +121,7 @@ class Replicator:
         if slot is None:
             return
         for record in self._listing[slot].some():
-            space = self._directory.known(record.space)
+            space = self._state.namespaces.known(record.space)
             if space is None or space.index.get(record.hash) is not record:
                 continue
             self._draining[slot].setdefault((record.space, record.hash), _ReplicaRequest(1))
@@ -158,7 +155,7 @@ class Replicator:
         ordered: dict[BlockHash, list[NewPage]] = {}
         for page in order.pages:
             ordered.setdefault(page.key.hash, []).append(page)
-        alive = self._book.alive(member.slot)
+        alive = self._state.book.alive(member.slot)
         for name, request in self._under_way.pop(member.slot, {}).items():
             record = self._record(name)
             going = [slot for slot in self._draining if record is not None and record.copies.on(slot)]
@@ -183,7 +180,7 @@ class Replicator:
     def apply_tombstone(self, stone: Tombstone) -> None:
         """Withdraws all pulls of what the tombstone names. A source may carry out the purge later than a target, which
         would then keep purged pages."""
-        for member in self._members.all():
+        for member in self._state.members.all():
             pull = member.orders.of(PullOrder)
             if pull is not None and stone.names(pull.tenant, pull.spec):
                 member.orders.withdraw(pull)
@@ -213,7 +210,7 @@ class Replicator:
 
     def drained(self, member: Member) -> bool:
         """Whether every block that this shard alone holds, and any other has room for, has been copied elsewhere."""
-        members = self._members.all()
+        members = self._state.members.all()
         pulls = [other.orders.of(PullOrder) for other in members]
         if any(pull is not None and pull.source.shard == member.info.shard for pull in pulls):
             return False  # blocks under way are on no list of requests
@@ -239,7 +236,7 @@ class Replicator:
 
     def check(self) -> None:
         """Checks that every order has its requests and every draining shard its list. Raises AssertionError."""
-        members = {member.slot: member for member in self._members.all()}
+        members = {member.slot: member for member in self._state.members.all()}
         pulls = {slot: member.orders.of(PullOrder) for slot, member in members.items()}
         assert all(pulls[slot] is not None for slot in self._under_way), "requests of an order that has ended"
         for member in members.values():
@@ -296,7 +293,7 @@ class Replicator:
             if pages and (nbytes + more > limits.PULL_BYTES or len(pages) + len(found.pages) > limits.PULL_PAGES):
                 break
             nbytes += more
-            kind, space = found.kind, self._directory.known(record.space)
+            kind, space = found.kind, self._state.namespaces.known(record.space)
             pages += found.pages[: limits.PULL_PAGES]
             request.tries -= 1
             request.not_before = now + RETRY_NS
@@ -316,19 +313,19 @@ class Replicator:
     def _most_copies(self, record: BlockRecord, slot: int) -> int:
         """Returns the number of living shards that hold the most replicated of the pages that this shard has of the
         block."""
-        pages = Counter(_pages(record, self._book))
+        pages = Counter(_pages(record, self._state.book))
         return max((pages[copy.group, copy.part] for copy in record.copies.of(slot)), default=0)
 
     def _stayers(self) -> int:
         """Returns the number of shards that are not draining."""
-        return sum(not member.draining for member in self._members.all())
+        return sum(not member.draining for member in self._state.members.all())
 
     def _is_under_way(self, name: NamespacedHash) -> bool:
         """Whether any shard is pulling the block: two draining shards may both request it."""
         return any(name in taken for taken in self._under_way.values())
 
     def _record(self, name: NamespacedHash) -> BlockRecord | None:
-        return self._directory.record(*name)
+        return self._state.namespaces.record(*name)
 
 
 def _pages(record: BlockRecord, book: ReplicaTable | None = None) -> list[tuple[int, Part]]:

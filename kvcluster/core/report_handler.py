@@ -53,12 +53,14 @@ class ReportHandler:
         evictor: Evictor,
         tiering: Tiering,
         replicator: Replicator,
+        sweeper: RecordSweeper,
         expected: int | None,
     ) -> None:
         self._state = state
         self._evictor = evictor
         self._tiering = tiering
         self._replicator = replicator
+        self._sweeper = sweeper
         self._expected = expected
         self._drain = config.drain_ms * MS
         self._settle: dict[type[Order], Callable[[Member, Any], None]] = {
@@ -66,12 +68,6 @@ class ReportHandler:
             MoveOrder: tiering.settle,
             PullOrder: replicator.settle,
         }
-        self._sweeper = RecordSweeper(state, replicator)
-
-    @property
-    def sweeping(self) -> bool:
-        """Whether there is something left for `sweep_some`."""
-        return self._sweeper.sweeping
 
     def report(self, request: Request[Report], now: int) -> list[Effect]:
         m = request.question
@@ -142,10 +138,6 @@ class ReportHandler:
         self._replicator.apply_tombstone(stone)
         return self._sweeper.purge(purged, now)
 
-    def sweep_some(self, now: int) -> None:
-        """Removes lost shards from some records."""
-        self._sweeper.sweep_some(now)
-
     # ------------------------------------------------------------------------------------- the sender
 
     def _hear(self, request: Request[Report | Inventory], now: int) -> tuple[Member | None, list[Effect]]:
@@ -173,7 +165,7 @@ class ReportHandler:
         if m.info.draining and not member.draining:  # an earlier coordinator has ordered the drain
             self._replicator.drain(member, now + self._drain)
         for tenant, spec in m.specs:
-            state.directory.attach(tenant, spec)
+            state.namespaces.attach(tenant, spec)
         return member, []
 
     def _admit(self, m: Report | Inventory, now: int, before: Member | None) -> Member:
@@ -204,7 +196,7 @@ class ReportHandler:
         if isinstance(event, PurgedEvent):
             member.purged = max(member.purged, event.number)
             return
-        space = state.directory.known(event.namespace)
+        space = state.namespaces.known(event.namespace)
         if space is None:
             return  # its tenant exceeds the limit of namespaces: the pages are never served and age out with the shard
         key = event.key
@@ -234,7 +226,7 @@ class ReportHandler:
 
     def _gone(self, event: GoneEvent, member: Member, now: int) -> None:
         state, key = self._state, event.key
-        space = state.directory.known(event.namespace)
+        space = state.namespaces.known(event.namespace)
         assert space is not None
         state.counters["corrupt_pages" if event.corrupt else "gone_pages"] += 1
         record = space.index.get(key.hash)

@@ -99,7 +99,8 @@ class ReserveQueue:
         """Returns the bytes that `m` lacks. Pages beyond the capacity are not counted, since waiting would not help."""
         if not self._lacking(m.pages, space):
             return 0  # not even if none of its pages were there; most often so, and then no page is looked up
-        return self._lacking([new for new in m.pages if self._pool.taken(space.id, new) is None], space)
+        pool = self._pool
+        return self._lacking([n for n in m.pages if pool.taken(pool.there(space.id, n.key), n.loss) is None], space)
 
     def _lacking(self, pages: Sequence[NewPage], space: ShardNamespace) -> int:
         """As `lacking`, for pages none of which is there."""

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from kvcluster.core.breakeven import Breakeven, LinkRate
 from kvcluster.core.chain_stack import ChainStack, DistanceRun
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.groups import Part
+from kvcluster.core.spec import KVSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,10 @@ from collections import deque
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
-from kvcluster.core.leases import LeaseBook, LeaseKind, OwnAttempts
+from kvcluster.core.leases import LeaseKind
 from kvcluster.core.messages import Effect, Verified, Verify
 from kvcluster.core.page import Page, PageState
-from kvcluster.core.pool import PagePool
-from kvcluster.core.withdrawal import Withdrawal
+from kvcluster.core.shard_state import ShardState
 
 SECOND = 1_000_000_000
 BATCH_BYTES = 4 * 2**20
@@ -29,21 +28,8 @@ ROUND_NS = 10 * SECOND
 class Scrubber:
     """Reads one batch after another. `scrub_bytes`: bytes per second of the regular round; 0 for no round."""
 
-    def __init__(
-        self,
-        pool: PagePool,
-        leases: LeaseBook,
-        own: OwnAttempts,
-        withdraw: Withdrawal,
-        counters: dict[str, int],
-        *,
-        scrub_bytes: int,
-    ) -> None:
-        self._pool = pool
-        self._leases = leases
-        self._own = own
-        self._withdraw = withdraw
-        self._counters = counters
+    def __init__(self, state: ShardState, *, scrub_bytes: int) -> None:
+        self._state = state
         self._rate = scrub_bytes
         self._round: deque[Page] = deque()  # least recently read first; some are no longer READY
         self._suspects: dict[int, Page] = {}  # by generation
@@ -72,7 +58,7 @@ class Scrubber:
             self._round.append(page)
             held = len(self._round)
             # Checked at every 1,024th page, since counting the pool's pages takes longer than all else here.
-            if held % 1_024 == 1 and held > 2 * len(self._pool) + 1_024:  # most are gone: do not keep them
+            if held % 1_024 == 1 and held > 2 * len(self._state.pool) + 1_024:  # most are gone: do not keep them
                 self._round = deque(page for page in self._round if page.state is PageState.READY)
                 self._left = min(self._left, len(self._round))
 
@@ -86,10 +72,9 @@ class Scrubber:
         pages = self._choose(now) if self._reading is None else []
         if not pages:
             return []
-        attempt = self._own.next()
-        for page in pages:
-            self._pool.pin(page)
-        self._leases.grant(attempt, LeaseKind.READ, list(pages), now)
+        attempt = self._state.own.next()
+        self._state.pool.pin(pages)
+        self._state.leases.grant(attempt, LeaseKind.READ, list(pages), now)
         self._reading = (attempt, pages)
         return [Verify(attempt, tuple(page.space for page in pages), tuple(page.slot() for page in pages))]
 
@@ -98,14 +83,14 @@ class Scrubber:
         assert self._reading is not None and self._reading[0] == m.attempt, "a result of a batch that is not under way"
         pages = self._reading[1]
         self._reading = None
-        self._counters["verified"] += len(pages)
+        self._state.counters["verified"] += len(pages)
         for index in m.corrupt:
             if pages[index].state is PageState.READY:
-                self._counters["corrupt"] += 1
-                self._withdraw(pages[index], corrupt=True)
-        lease = self._leases.end(m.attempt)
+                self._state.counters["corrupt"] += 1
+                self._state.withdraw(pages[index], corrupt=True)
+        lease = self._state.leases.end(m.attempt)
         assert lease is not None, "a verification without its lease"
-        self._pool.give_back(lease)
+        self._state.pool.give_back(lease)
 
     def _choose(self, now: int) -> list[Page]:
         """Returns the pages to be read now; [] if there are none."""

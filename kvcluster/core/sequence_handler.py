@@ -134,7 +134,7 @@ class SequenceHandler:
 
     def _private_pages(self, space: CoordinatorNamespace) -> CoordinatorNamespace | None:
         """Returns the namespace of the private pages beside this one; None if the tenant has too many namespaces."""
-        return self._state.directory.attach(space.tenant, replace(space.spec, private=True))
+        return self._state.namespaces.attach(space.tenant, replace(space.spec, private=True))
 
     def _claims_in(self, space: CoordinatorNamespace) -> Claims:
         spec = space.spec

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPages
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import CLUSTER, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, Refused, RefusedKind, Tier, Written
 from kvcluster.core.page import Page
 from kvcluster.core.pool import PagePool
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import FASTEST, Takes
 from kvcluster.core.withdrawal import Withdraw
 
@@ -50,7 +51,7 @@ class ShardNamespace:
         assert codec is _RAW or tier.spec.takes is not Takes.RAW, "an encoded page in a raw tier"
         key = new.key
         there = pool.there(self.id, key)
-        taken = pool.taken_by(there, new.loss, tier) if there else None
+        taken = pool.taken(there, new.loss, tier) if there else None
         if taken is not None:
             return taken
         if tier not in pool.memory:

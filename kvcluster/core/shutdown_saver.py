@@ -19,20 +19,19 @@ from kvcluster.core.ids import BlockHash, CallId, NamespaceId
 from kvcluster.core.messages import Answer, Effect, Moved, PagesSaved, SavePages, Tier
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.page_moves import BATCH_BYTES, PageMoves
-from kvcluster.core.pool import PagePool
 from kvcluster.core.save_list import LISTED_PAGES, ListedBlock, SaveList
-from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
+from kvcluster.core.shard_namespaces import ShardNamespace
+from kvcluster.core.shard_state import ShardState
 from kvcluster.core.tiers import FASTEST
 
 
 class ShutdownSaver:
     """Saves once, from `start` on."""
 
-    def __init__(self, pool: PagePool, spaces: ShardNamespaces, moves: PageMoves) -> None:
-        self._pool = pool
-        self._namespaces = spaces
+    def __init__(self, state: ShardState, moves: PageMoves) -> None:
+        self._state = state
         self._moves = moves
-        self._into: Tier | None = next((tier for tier in pool.stores if tier.spec.durable), None)
+        self._into: Tier | None = next((tier for tier in state.pool.stores if tier.spec.durable), None)
         self._calls: list[CallId] = []
         self._until: int | None = None
         self._codec = Codec.RAW
@@ -43,11 +42,6 @@ class ShutdownSaver:
         self._saved_pages = self._saved_bytes = 0
         self._lost_pages = self._lost_bytes = 0
         self._result: PagesSaved | None = None
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the shard has been told to save its pages. It does not go back."""
-        return self._until is not None
 
     @property
     def saving(self) -> bool:
@@ -63,6 +57,7 @@ class ShutdownSaver:
 
     def start(self, m: SavePages) -> None:
         """Begins to save; or joins a caller to what has begun, for as long as the shorter deadline allows."""
+        self._state.stopping = True
         self._calls.append(m.call)
         if self._until is None:
             self._codec, self._raw_blocks = m.codec, m.raw_blocks
@@ -80,7 +75,7 @@ class ShutdownSaver:
         if self._moves.attempts:
             return []
         if self._list is None:
-            self._list = SaveList(list(self._pool.ready()), self._is_private)
+            self._list = SaveList(list(self._state.pool.ready()), self._is_private)
         if not self._list.complete:
             self._list.list_some()
             return []
@@ -112,7 +107,7 @@ class ShutdownSaver:
         if self._until is None:
             return []
         if self._result is None:
-            pages = self._list or SaveList(list(self._pool.ready()), self._is_private)
+            pages = self._list or SaveList(list(self._state.pool.ready()), self._is_private)
             left_pages, left_bytes = pages.left()
             under_way = self._moves.sources if self.saving else []
             self._result = PagesSaved(
@@ -127,7 +122,7 @@ class ShutdownSaver:
         return [Answer(call, result) for call in calls]
 
     def _is_private(self, space: NamespaceId) -> bool:
-        known = self._namespaces.known(space)
+        known = self._state.namespaces.known(space)
         return known is not None and known.spec.private
 
     def _begin(self, pages: SaveList, now: int) -> list[Effect]:
@@ -150,13 +145,13 @@ class ShutdownSaver:
 
     def _pairs(self, block: ListedBlock, pages: SaveList) -> list[tuple[Page, Page]]:
         """Returns the pages of the block that are to be saved, each with its reserved target: all of them or none."""
-        space, sources = self._namespaces.known(block.space), block.unsaved()
+        space, sources = self._state.namespaces.known(block.space), block.unsaved()
         pairs: list[tuple[Page, Page]] = []
         for source in sources:
             target = self._reserve(source, space, block, pages) if space is not None and not block.skipped else None
             if target is None:
                 for _, reserved in pairs:
-                    self._pool.abort(reserved)
+                    self._state.pool.abort(reserved)
                 for page in sources:
                     self._lose(page, block)
                 return []
@@ -194,8 +189,8 @@ class ShutdownSaver:
         if coldest is None or self._into is None:
             return False
         self._file_tried = True
-        owners = self._pool.stores[self._into].neighbours(coldest.offset)
-        there = [self._pool.on(self._into, *owner) for owner in owners if pages.is_colder(owner, block)]
+        owners = self._state.pool.stores[self._into].neighbours(coldest.offset)
+        there = [self._state.pool.on(self._into, *owner) for owner in owners if pages.is_colder(owner, block)]
         free = [page for page in there if page is not None and page.state is PageState.READY and not page.pins]
         if not free or len(free) < len(owners):
             return False

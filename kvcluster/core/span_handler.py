@@ -53,7 +53,8 @@ class SpanHandler:
         if refused is not None:
             return [Answer(request.call, refused)]
         pages = [page for span in spans for page in span.pages]
-        self._pool.pin_all(pages)
+        self._pool.pin(pages)
+        self._pool.use(pages)
         self._leases.grant(m.attempt, LeaseKind.READ, [*pages], now, request.tenant)
         return [Answer(request.call, told)]
 

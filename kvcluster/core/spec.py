@@ -4,9 +4,7 @@ Blocks are interchangeable only if all of this is equal: model, weights, adapter
 groups of layers and their planes, and the tenant. The digest of all that is the root of every block hash
 (hashing.py), so KV of another model or tenant is not refused: it is never found.
 
-A *group* is a set of layers with one block table; a *plane* is one tensor kind of a group (K, V, a
-latent); a *part* is the rectangle of layers and heads of a group that one rank holds. Layers of a part
-are counted within the group, from zero. This module knows sizes and identity, never an address.
+Groups, planes and parts are those of groups.py. This module knows sizes and identity, never an address.
 """
 
 from __future__ import annotations
@@ -15,50 +13,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import NamedTuple
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Group, Part, Plane, check_number, check_text, dtype_name
 from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.errors import SpecError
 
-DTYPE_BYTES: dict[str, int] = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "uint8": 1,
-    "opaque": 1,
-}
-
 _MUTABLE_WEIGHTS = frozenset({"main", "master", "latest", "head", "default", "dev", "prod", "stable", "current"})
 MAX_BLOCK_TOKENS = 4_096
-_MAX_NUMBER = 2**63
 _CANONICAL_VERSION = b"kvcluster-spec-v2"
-
-
-def _check_number(value: object, least: int, what: str) -> None:
-    if type(value) is not int or not least <= value < _MAX_NUMBER:
-        raise SpecError(f"{what} must be an integer of at least {least} and below 2**63, not {value!r}")
-
-
-def _check_text(value: object) -> None:
-    try:
-        if not isinstance(value, str):
-            raise SpecError(f"model, weights, adapter, rope, extra and packing are text, not {value!r}")
-        value.encode()
-    except UnicodeEncodeError:
-        raise SpecError(f"{value!r} cannot be encoded as UTF-8") from None
-
-
-def dtype_name(dtype: object) -> str:
-    """Returns the name of a dtype that is given by its name, or as torch, numpy or JAX have it: `torch.float16`,
-    `numpy.float16` and `numpy.dtype("float16")` are "float16". Something else is returned as text."""
-    if isinstance(dtype, type):
-        return dtype.__name__
-    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)
-    return str(name or dtype).removeprefix("torch.")
-
 
 PRIVATE_WEIGHTS = "private:"
 """The prefix of the weights of an engine that shares its KV with no other engine; a random id follows it."""
@@ -71,178 +34,6 @@ def check_weights(weights: str) -> None:
             f"weights={weights!r} does not pin the weights: give a digest or commit, such as 'sha256:...'; "
             "under a name that can move, stale KV would be used as if it were current"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """One tensor kind of a group. `heads` and `dim` are those of the whole model, not of a rank.
-
-    A plane that is not interpreted is `Plane.opaque(name, nbytes)`: one run of bytes per layer, block and head,
-    whatever the number of tokens. Recurrent state is opaque, and so is KV that an attention kernel packs in its own
-    order: then `packing` names that order, and only engines with the same packing share a namespace. All other planes
-    are in page layout, and their `packing` is "".
-
-        kvcluster.Plane("k", heads=8, dim=128, dtype="bfloat16")
-
-    `dtype` is one of DTYPE_BYTES, or the dtype of torch, numpy or JAX of that name. Raises SpecError for another dtype
-    or impossible sizes.
-    """
-
-    name: str
-    heads: int
-    dim: int
-    dtype: str
-    packing: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise SpecError("a plane needs a name, such as 'k'")
-        object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        if self.dtype not in DTYPE_BYTES:
-            raise SpecError(f"plane {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        _check_number(self.heads, 1, f"plane {self.name!r}: heads")
-        _check_number(self.dim, 1, f"plane {self.name!r}: dim")
-        _check_text(self.packing)
-        if self.packing and self.dtype != "opaque":
-            raise SpecError(
-                f"plane {self.name!r}: packing {self.packing!r} is allowed for opaque planes only: give the "
-                "values in page layout, or use Plane.opaque"
-            )
-
-    @classmethod
-    def opaque(cls, name: str, nbytes: int, *, heads: int = 1, packing: str = "") -> Plane:
-        """Returns a plane of `nbytes` uninterpreted bytes per layer, block and head."""
-        return cls(name, heads, nbytes, "opaque", packing)
-
-    def nbytes(self, *, block_tokens: int, heads: int) -> int:
-        """Bytes of one layer of one block for that many heads."""
-        if self.dtype == "opaque":
-            return heads * self.dim
-        return block_tokens * heads * self.dim * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class Reuse:
-    """Which blocks before a boundary a group needs in order to continue from it.
-
-    `prefix`: every one. `window`: those that hold the last `tokens` - 1 tokens. `last`: only the last. There are the
-    constants PREFIX and LAST, and `window(tokens)`.
-
-        kvcluster.Group(layers=range(8), planes=[kvcluster.Plane.opaque("state", 4_096)], reuse=kvcluster.LAST)
-    """
-
-    kind: str
-    tokens: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("prefix", "window", "last"):
-            raise SpecError(f"reuse {self.kind!r} is not one of prefix, window, last")
-        _check_number(self.tokens, 0, "the tokens of a window")
-        if (self.tokens > 0) != (self.kind == "window"):
-            raise SpecError("reuse 'window' needs its number of tokens; the others take none")
-
-    def blocks_needed(self, boundary: int, block_tokens: int) -> int:
-        """Returns the number of blocks immediately before block number `boundary` that are needed."""
-        if self.kind == "prefix":
-            return boundary
-        if self.kind == "last":
-            return min(boundary, 1)
-        return min(boundary, -(-(self.tokens - 1) // block_tokens))
-
-
-PREFIX = Reuse("prefix")
-LAST = Reuse("last")
-
-
-def window(tokens: int) -> Reuse:
-    """Returns the reuse rule of a sliding window over the last `tokens` tokens, for a Group. Raises SpecError unless it
-    is a number above 0.
-
-        kvcluster.window(4_096).blocks_needed(boundary=1_000, block_tokens=16)       # 256
-    """
-    return Reuse("window", tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Layers that share one block table. `layers` are the model's own layer numbers, ascending; `planes` is what each
-    of them keeps, and `reuse` says which blocks before a boundary are needed to continue from there.
-
-        k, v = (kvcluster.Plane(name, heads=8, dim=128, dtype="bfloat16") for name in "kv")
-        full = kvcluster.Group(layers=range(0, 32, 2), planes=[k, v])
-        local = kvcluster.Group(layers=range(1, 32, 2), planes=[k, v], reuse=kvcluster.window(4_096))
-
-    Raises SpecError if they do not fit one another.
-    """
-
-    layers: tuple[int, ...]
-    planes: tuple[Plane, ...]
-    reuse: Reuse = PREFIX
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "planes", tuple(self.planes))
-        for layer in self.layers:
-            _check_number(layer, 0, "a layer number")
-        if not self.layers or list(self.layers) != sorted(set(self.layers)):
-            raise SpecError("a group's layers must be distinct, ascending layer numbers, at least one")
-        if not self.planes or len({plane.name for plane in self.planes}) != len(self.planes):
-            raise SpecError("a group needs at least one plane, and their names must differ")
-        if len({plane.heads for plane in self.planes}) != 1:
-            raise SpecError("the planes of a group must have the same number of heads; use two groups")
-
-    def __repr__(self) -> str:
-        first, second, last = self.layers[0], [*self.layers, 0][1], self.layers[-1]
-        by_step = range(first, last + 1, second - first) if len(self.layers) > 1 else ()
-        layers = by_step if tuple(by_step) == self.layers else self.layers
-        return f"Group(layers={layers!r}, planes={self.planes!r}, reuse={self.reuse!r})"
-
-    @property
-    def heads(self) -> int:
-        """KV heads of the whole model in this group."""
-        return self.planes[0].heads
-
-    def layer_bytes(self, *, block_tokens: int, heads: int) -> int:
-        """Bytes of one layer of one block for that many heads, all planes."""
-        return sum(plane.nbytes(block_tokens=block_tokens, heads=heads) for plane in self.planes)
-
-
-class Part(NamedTuple):
-    """A rectangle of layers x heads of one group, both ranges half open, layers counted in the group: what one rank of
-    an engine holds.
-
-        kvcluster.Part(layer_start=0, layer_stop=2, head_start=0, head_stop=4)       # layers 0 and 1, heads 0 to 3
-    """
-
-    layer_start: int
-    layer_stop: int
-    head_start: int
-    head_stop: int
-
-    @property
-    def layers(self) -> int:
-        """The number of layers."""
-        return self.layer_stop - self.layer_start
-
-    @property
-    def heads(self) -> int:
-        """The number of heads."""
-        return self.head_stop - self.head_start
-
-    def intersect(self, other: Part) -> Part | None:
-        """Returns the rectangle that both contain, or None."""
-        both = self
-        if self != other:  # most are equal, and calls are many
-            both = Part(
-                max(self.layer_start, other.layer_start),
-                min(self.layer_stop, other.layer_stop),
-                max(self.head_start, other.head_start),
-                min(self.head_stop, other.head_stop),
-            )
-        return both if both.layers > 0 and both.heads > 0 else None
-
-    def __str__(self) -> str:
-        return f"layers {self.layer_start}:{self.layer_stop}, heads {self.head_start}:{self.head_stop}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,11 +72,11 @@ class KVSpec:
             self.rope,
             *(text for pair in self.extra for text in pair),
         ):
-            _check_text(text)
+            check_text(text)
         if not self.model:
             raise SpecError("model must be named")
         check_weights(self.weights)
-        _check_number(self.block_tokens, 1, "block_tokens")
+        check_number(self.block_tokens, 1, "block_tokens")
         if type(self.private) is not bool:
             raise SpecError(f"private must be true or false, not {self.private!r}")
         if self.block_tokens > MAX_BLOCK_TOKENS:
@@ -324,7 +115,7 @@ class KVSpec:
         """Returns the spec of the plain case: every layer holds K and V of one shape, and every block of a prefix is
         needed. `dtype` is a name, such as "bfloat16", or the dtype of torch, numpy or JAX of that name; `num_kv_heads`
         and `head_dim` are those of the whole model. The others are as in KVSpec. Raises SpecError."""
-        _check_number(num_layers, 1, "num_layers")
+        check_number(num_layers, 1, "num_layers")
         name = dtype_name(dtype)
         planes = (Plane("k", num_kv_heads, head_dim, name), Plane("v", num_kv_heads, head_dim, name))
         return cls(

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.core.messages import TierUse
 from kvcluster.core.replica_sets import Replica, ReplicaSet
-from kvcluster.core.spec import Part
 
 
 class StoredBytes:

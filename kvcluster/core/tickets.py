@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import LoadGrant, StoreGrant
 from kvcluster.core.shares import HolderShares, Owner, Shares
-from kvcluster.core.spec import Part
 
 Writing = tuple[NamespaceId, BlockHash, int, Part]
 TicketName = tuple[Tenant, Attempt]

@@ -17,16 +17,14 @@ from collections import deque
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Effect, Move, Moved, MoveOrder, PageKey, Tier
-from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.page_moves import BATCH_BYTES, PageMoves
-from kvcluster.core.pool import PagePool
-from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
-from kvcluster.core.spec import Part
-from kvcluster.core.tiers import Takes
-from kvcluster.core.withdrawal import Withdrawal
+from kvcluster.core.shard_namespaces import ShardNamespace
+from kvcluster.core.shard_state import ShardState
+from kvcluster.core.tiers import Takes, above
 
 BlockName = tuple[NamespaceId, BlockHash]
 
@@ -34,24 +32,10 @@ BlockName = tuple[NamespaceId, BlockHash]
 class TierMover:
     """Carries out move orders in the order of arrival."""
 
-    def __init__(
-        self,
-        pool: PagePool,
-        spaces: ShardNamespaces,
-        moves: PageMoves,
-        withdraw: Withdrawal,
-        cursor: OrderCursor,
-        counters: dict[str, int],
-        *,
-        sampled: float,
-    ) -> None:
+    def __init__(self, state: ShardState, moves: PageMoves, *, sampled: float) -> None:
         """`sampled`: the fraction of pages encoded in q4 whose error is measured."""
-        self._pool = pool
-        self._namespaces = spaces
+        self._state = state
         self._moves = moves
-        self._withdraw = withdraw
-        self._cursor = cursor
-        self._counters = counters
         self._sampled = sampled
         self._samples: list[tuple[NamespaceId, int]] = []
         self._orders: list[MoveOrder] = []  # with moves that are left or in the batch
@@ -76,8 +60,9 @@ class TierMover:
         self._left.extend(order.moves)
 
     def begin(self, now: int) -> list[Effect]:
-        """Begins the next batch if none is under way. Ends the orders if nothing is left to move."""
-        if self._moves.attempts:
+        """Begins the next batch if none is under way, unless the shard is no member or stopping. Ends the orders if
+        nothing is left to move."""
+        if self._moves.attempts or not self._state.member(now) or self._state.stopping:
             return []
         pairs: list[tuple[Page, Page]] = []
         nbytes = 0
@@ -86,8 +71,8 @@ class TierMover:
             if pairs and self._left[0].to is not pairs[0][1].tier:
                 break  # it may need the space that the end of this batch frees
             move = self._left.popleft()
-            space = self._namespaces.known(move.namespace)
-            if space is not None and move.to in self._pool.allocators:
+            space = self._state.namespaces.known(move.namespace)
+            if space is not None and move.to in self._state.pool.allocators:
                 for group, part in space.parts:  # all parts of a block move together
                     pair = self._pair(move, space, group, part)
                     if pair is not None:
@@ -97,17 +82,17 @@ class TierMover:
                     self._kept[move.namespace, move.hash] = None
         if not pairs:
             for order in self._orders:
-                self._cursor.ended(order)
+                self._state.order_cursor.ended(order)
             self._orders.clear()
             return []
         return self._moves.begin(pairs, now, sampled=self._sampled)
 
-    def end(self, m: Moved, *, may_commit: bool) -> None:
+    def end(self, m: Moved, now: int) -> None:
         """Ends the batch: commits the targets that were written and verified, and aborts the others."""
         sources = self._moves.sources
         for index, error in m.errors[: limits.SAMPLES - len(self._samples)]:
             self._samples.append((sources[index].space, error))
-        for at, source, target, arrived in self._moves.end(m, may_commit=may_commit):
+        for at, source, target, arrived in self._moves.end(m, may_commit=self._state.member(now)):
             if arrived:
                 self._arrived(source, target)
             elif m.sums[at] is None:
@@ -120,25 +105,25 @@ class TierMover:
 
     def _arrived(self, source: Page, target: Page) -> None:
         if target.tier > source.tier:
-            self._counters["demoted"] += 1
-            self._withdraw(source)
+            self._state.counters["demoted"] += 1
+            self._state.withdraw(source)
         else:
             target.decoded = source.codec is not Codec.RAW
-            self._counters["promoted"] += 1
+            self._state.counters["promoted"] += 1
 
     def _pair(self, move: Move, space: ShardNamespace, group: int, part: Part) -> tuple[Page, Page] | None:
         """Returns the page to move and its reserved target. Returns None if there is nothing to move, or if the page
         was withdrawn or evicted instead."""
         key = PageKey(move.hash, group, part)
-        leaves = self._pool.above(move.to)
+        leaves = above(move.to, self._state.pool.tiers)
         down = leaves is not None
         source = self._source(move, leaves, space.id, key)
         if source is None:
             return None
-        if down and self._pool.below_of(source) is not None:
-            self._withdraw(source)
+        if down and self._state.pool.below_of(source) is not None:
+            self._state.withdraw(source)
             return None
-        if self._pool.on(move.to, space.id, key) is not None:
+        if self._state.pool.on(move.to, space.id, key) is not None:
             return None
         if down and move.codec is not Codec.RAW:
             space.ordered_codec = move.codec
@@ -168,11 +153,11 @@ class TierMover:
     def _reserve(self, source: Page, space: ShardNamespace, to: Tier, codec: Codec) -> Page | None:
         nbytes = space.page_bytes(source.key.group, source.key.part, codec)
         target = self._moves.reserve(source, to, codec, nbytes)
-        store = self._pool.stores.get(to)
+        store = self._state.pool.stores.get(to)
         if target is None and store is not None and not self._gave_up:
             self._gave_up = True
             for owner, offset in store.sparsest(nbytes, (space.id, source.key)):
-                page = self._pool.on(to, *owner)
+                page = self._state.pool.on(to, *owner)
                 if page is not None and page.state is PageState.READY and page.offset == offset:
                     self._moves.evict(page)
             target = self._moves.reserve(source, to, codec, nbytes)
@@ -181,9 +166,9 @@ class TierMover:
     def _source(self, move: Move, leaves: Tier | None, space: NamespaceId, key: PageKey) -> Page | None:
         """Returns the READY page to move: in the tier that a demotion leaves, or in the first tier below that has
         it."""
-        below = [tier for tier in self._pool.allocators if tier > move.to]
+        below = [tier for tier in self._state.pool.allocators if tier > move.to]
         for tier in [leaves] if leaves is not None else below:
-            page = self._pool.on(tier, space, key)
+            page = self._state.pool.on(tier, space, key)
             if page is not None and page.state is PageState.READY:
                 return page
         return None

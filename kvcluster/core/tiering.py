@@ -23,14 +23,14 @@ from itertools import pairwise
 from kvcluster.config import CODECS, CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.coordinator_state import CoordinatorState
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.hot_prefixes import HotPrefixes
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import Effect, Move, MoveOrder, Tier, Warn
-from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
-from kvcluster.core.replica_sets import ReplicaTable
+from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.core.tiers import FASTEST, Takes
 
 MS = 1_000_000
@@ -43,17 +43,14 @@ _TOO_LOSSY = "q4 is too lossy for namespace {}: its mean loss {:.3f} exceeds the
 class Tiering:
     """Gives the move orders, and tracks which blocks in lower tiers are hot."""
 
-    def __init__(
-        self, config: CoordinatorConfig, directory: NamespaceTable, book: ReplicaTable, evictor: Evictor
-    ) -> None:
+    def __init__(self, config: CoordinatorConfig, state: CoordinatorState, evictor: Evictor) -> None:
         self._low = config.low_free
         self._codec = Codec[config.host_codec.upper()]
         self._raw_blocks = config.host_raw_blocks
         self._hot_prefixes = HotPrefixes(
             loads=config.promote_loads, window_ns=config.hot_window_ms * MS, run_blocks=config.run_blocks
         )
-        self._directory = directory
-        self._book = book
+        self._state = state
         self._evictor = evictor
         self._budget = int(config.q4_error_budget * 1e6)
         self._samples: dict[NamespaceId, tuple[int, int]] = {}  # their number, and their sum in millionths
@@ -67,7 +64,7 @@ class Tiering:
             for block in run:
                 record = space.index.get(block)
                 for slot in _only_below(record) if record is not None else ():
-                    hot = self._hot.setdefault(slot, {}) if self._book.alive(slot) else {}
+                    hot = self._hot.setdefault(slot, {}) if self._state.book.alive(slot) else {}
                     if len(hot) < limits.PROMOTIONS:
                         hot[space.id, block] = None
 
@@ -76,7 +73,7 @@ class Tiering:
         namespace that exceeds the budget."""
         effects: list[Effect] = []
         for space, error in samples:
-            if space in self._fallen or self._directory.known(space) is None:
+            if space in self._fallen or self._state.namespaces.known(space) is None:
                 continue
             count, total = self._samples.get(space, (0, 0))
             count, total = count + 1, total + error
@@ -147,11 +144,11 @@ class Tiering:
         moves: list[Move] = []
         room = member.info.use(FASTEST).room(self._low)
         for space_id, block in self._hot.pop(member.slot, {}):
-            record = self._directory.record(space_id, block)
+            record = self._state.namespaces.record(space_id, block)
             if record is None or member.slot not in _only_below(record):
                 continue
             below = min(copy.tier for copy in record.copies.of(member.slot))
-            room -= self._directory.bytes_on(record, member.slot, below, raw=True)
+            room -= self._state.namespaces.bytes_on(record, member.slot, below, raw=True)
             if room < 0:
                 break  # a block that stays hot is found again
             moves.append(Move(space_id, block, FASTEST))
@@ -167,7 +164,7 @@ class Tiering:
         again."""
         stayed = 0
         for move in order.moves:
-            record = self._directory.record(move.namespace, move.hash)
+            record = self._state.namespaces.record(move.namespace, move.hash)
             leaves = member.info.above(move.to)
             if leaves is not None and record is not None and record.copies.on(member.slot, leaves):
                 member.cold[leaves].push(record)
@@ -214,8 +211,8 @@ class Tiering:
         if any(copy.tier >= to for copy in record.copies.of(slot)):
             return 0
         if to.spec.takes is Takes.UNCHANGED:
-            return self._directory.bytes_on(record, slot, tier)
-        space = self._directory.known(record.space)
+            return self._state.namespaces.bytes_on(record, slot, tier)
+        space = self._state.namespaces.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         codecs = (Codec.RAW, self._codec_of(record))
         here = record.copies.of(slot)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcluster.core.leases import LeaseBook, LeaseKind
+from kvcluster.core.leases import LeaseKind
 from kvcluster.core.messages import (
     Answer,
     Commit,
@@ -23,105 +23,85 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.page import Page, PageState
-from kvcluster.core.pool import PagePool
 from kvcluster.core.puller import Puller
-from kvcluster.core.report_sender import ReportSender
-from kvcluster.core.reserve_queue import ReserveQueue, lost
+from kvcluster.core.reserve_queue import lost
 from kvcluster.core.scrubber import Scrubber
-from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
-from kvcluster.core.withdrawal import Withdrawal
+from kvcluster.core.shard_namespaces import ShardNamespace
+from kvcluster.core.shard_state import ShardState
 
 
 class WriteHandler:
     """The reservations and commits of one shard."""
 
-    def __init__(
-        self,
-        pool: PagePool,
-        leases: LeaseBook,
-        namespaces: ShardNamespaces,
-        queue: ReserveQueue,
-        report_sender: ReportSender,
-        scrubber: Scrubber,
-        puller: Puller,
-        withdraw: Withdrawal,
-        counters: dict[str, int],
-    ) -> None:
-        self._pool = pool
-        self._leases = leases
-        self._namespaces = namespaces
-        self._queue = queue
-        self._report_sender = report_sender
+    def __init__(self, state: ShardState, scrubber: Scrubber, puller: Puller) -> None:
+        self._state = state
         self._scrubber = scrubber
         self._puller = puller
-        self._withdraw = withdraw
-        self._counters = counters
 
-    def reserve(self, request: Request[Reserve], space: ShardNamespace, now: int, *, may_begin: bool) -> list[Effect]:
+    def reserve(self, request: Request[Reserve], space: ShardNamespace, now: int) -> list[Effect]:
         """Grants a write lease over the pages that have room, at once or when the reservation has waited for room. All
-        pages are LOST if no write `may_begin`."""
+        pages are LOST if the shard takes no writes."""
         m = request.question
-        space.forget_unused(self._pool)
-        refused = space.refusal(self._pool, dict.fromkeys((page.key.group, page.key.part) for page in m.pages))
+        space.forget_unused(self._state.pool)
+        refused = space.refusal(self._state.pool, dict.fromkeys((page.key.group, page.key.part) for page in m.pages))
         if refused is not None:
             return [Answer(request.call, refused)]
-        if not may_begin:
+        if not self._state.takes_writes(now):
             return [lost(request)]
-        wait_ns = min(m.wait_ns, self._leases.ttl_ns)
-        if wait_ns > 0 and self._may_take(space, 0) and self._queue.must_wait(m, space):
-            self._queue.add(request, space, now + wait_ns)
-            self._report_sender.say_soon()
+        wait_ns = min(m.wait_ns, self._state.leases.ttl_ns)
+        if wait_ns > 0 and self._may_take(space, 0) and self._state.queue.must_wait(m, space):
+            self._state.queue.add(request, space, now + wait_ns)
+            self._state.report_sender.say_soon()
             return []
         return [self._grant(request, space, now)]
 
-    def serve(self, now: int, *, may_begin: bool) -> list[Effect]:
+    def serve(self, now: int) -> list[Effect]:
         """Grants waiting reservations: those that now find room, in order of arrival, and what fits to those that have
-        waited long enough. All are LOST if no write `may_begin`."""
-        if not may_begin:
-            return [lost(request) for request in self._queue.everyone()]
+        waited long enough. All are LOST if the shard takes no writes."""
+        if not self._state.takes_writes(now):
+            return [lost(request) for request in self._state.queue.everyone()]
         effects: list[Effect] = []
-        while (served := self._queue.next_served(now)) is not None:
+        while (served := self._state.queue.next_served(now)) is not None:
             effects.append(self._grant(*served, now))
         return effects
 
-    def commit(self, m: Commit, *, may_commit: bool) -> CommitGrant:
+    def commit(self, m: Commit, now: int) -> CommitGrant:
         """Ends the lease: makes the named pages READY and frees the others. All are LOST if the lease has expired, or
-        the shard may not commit."""
-        in_time = self._leases.running(m.attempt) and may_commit
-        lease = self._leases.end(m.attempt)
+        the shard is no member."""
+        in_time = self._state.leases.running(m.attempt) and self._state.member(now)
+        lease = self._state.leases.end(m.attempt)
         if lease is None or lease.kind is not LeaseKind.WRITE or not in_time:
             self._puller.ended(m.attempt)
-            self._counters["late"] += 1
+            self._state.counters["late"] += 1
             if lease is not None:
-                self._counters["aborted"] += self._pool.give_back(lease)
+                self._state.counters["aborted"] += self._state.pool.give_back(lease)
             return CommitGrant((Written.LOST,) * len(m.indices))
         outcome: list[Written] = []
-        used = self._pool.next_use()
+        self._state.pool.use([page for page in lease.pages if page is not None])
         for index, sums in zip(m.indices, m.sums, strict=True):
             page = lease.pages[index] if index < len(lease.pages) else None
             if page is None:
                 outcome.append(Written.LOST)
                 continue
             lease.pages[index] = None
-            page.used = used
             outcome.append(self._commit(page, sums))
         committed = outcome.count(Written.COMMITTED)
-        self._counters["commits"] += committed
+        self._state.counters["commits"] += committed
         self._puller.ended(m.attempt, committed)
-        self._counters["aborted"] += self._pool.give_back(lease)
+        self._state.counters["aborted"] += self._state.pool.give_back(lease)
         return CommitGrant(tuple(outcome))
 
     def committed(self, page: Page) -> None:
         """Registers a page that is now READY, and withdraws its copies in other tiers that have more loss."""
-        self._register(page, self._pool.elsewhere(page))
+        self._register(page, self._state.pool.elsewhere(page))
 
     def _commit(self, page: Page, sums: bytes) -> Written:
-        others = self._pool.elsewhere(page)
+        others = self._state.pool.elsewhere(page)
         for other in others:
             if other.state is PageState.READY and other.loss <= page.loss:  # it was committed first
-                self._pool.abort(page)
+                self._state.pool.abort(page)
                 return Written.DUPLICATE
-        self._pool.commit(page, sums)
+        self._state.pool.commit(page, sums)
         self._register(page, others)
         return Written.COMMITTED
 
@@ -129,19 +109,19 @@ class WriteHandler:
         """As `committed`; `others` are the pages for the same key in other tiers."""
         if page.tier.spec.addressable:  # a page in a store is verified when it is read
             self._scrubber.committed(page)
-        self._report_sender.tell(page.event())
+        self._state.report_sender.tell(page.event())
         for other in others:
             if other.state is PageState.READY and other.loss > page.loss:
-                self._withdraw(other)
+                self._state.withdraw(other)
 
     def _grant(self, request: Request[Reserve], space: ShardNamespace, now: int) -> Answer:
         m = request.question
         pages: list[Page | None] = []
         told: list[PageSlot | Written] = []
-        nbytes, shared = 0, self._namespaces.tenants > 1
+        nbytes, shared = 0, self._state.namespaces.tenants > 1
         for new in m.pages:
             may_take = not shared or self._may_take(space, nbytes)
-            offer = space.offer(self._pool, new, self._withdraw) if may_take else Written.FULL
+            offer = space.offer(self._state.pool, new, self._state.withdraw) if may_take else Written.FULL
             if isinstance(offer, Page):
                 nbytes += offer.nbytes
                 pages.append(offer)
@@ -149,12 +129,12 @@ class WriteHandler:
             else:
                 pages.append(None)
                 told.append(offer)
-        self._counters["duplicates"] += told.count(Written.DUPLICATE)
-        self._counters["full"] += told.count(Written.FULL)
-        self._leases.grant(m.attempt, LeaseKind.WRITE, pages, now, request.tenant)
+        self._state.counters["duplicates"] += told.count(Written.DUPLICATE)
+        self._state.counters["full"] += told.count(Written.FULL)
+        self._state.leases.grant(m.attempt, LeaseKind.WRITE, pages, now, request.tenant)
         return Answer(request.call, WriteGrant(tuple(told)))
 
     def _may_take(self, space: ShardNamespace, nbytes: int) -> bool:
         """Whether the tenant may reserve so many bytes and a page more. Where there are several tenants, none reserves
         more than its share of all bytes without sending them."""
-        return self._namespaces.tenants == 1 or not self._leases.written.full(space.tenant, nbytes + 1)
+        return self._state.namespaces.tenants == 1 or not self._state.leases.written.full(space.tenant, nbytes + 1)

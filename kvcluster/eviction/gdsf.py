@@ -35,7 +35,7 @@ _SHIFT = 20  # fractional bits of cost / size
 class GDSF:
     """Cost is `facts.recompute`, size is `facts.nbytes`; at equal priority the deeper block is evicted first."""
 
-    falls = True
+    scores_fall = True
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
@@ -51,7 +51,7 @@ class GDSF:
         deepest = (1 << DEPTH_BITS) - 1
         return inflation + value << DEPTH_BITS | deepest - min(block.depth, deepest)
 
-    def taken(self, score: int, now: int) -> None:
+    def evicted(self, score: int, now: int) -> None:
         self._latest = max(self._latest, score >> DEPTH_BITS)
         # Remembered values are not changed: no score changes because other blocks are taken in the same search.
         if self._latest > self._inflations[-1] and now - self._times[-1] >= STEP_NS:

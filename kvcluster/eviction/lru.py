@@ -15,7 +15,7 @@ class LRU:
     all. The depth matters if the blocks of a chain alternate between shards, so that no block follows another.
     """
 
-    falls = False
+    scores_fall = False
 
     def __init__(self, facts: Facts | None = None) -> None:
         pass
@@ -24,5 +24,5 @@ class LRU:
         deepest = (1 << DEPTH_BITS) - 1
         return block.stamp << DEPTH_BITS | deepest - min(block.depth, deepest)
 
-    def taken(self, score: int, now: int) -> None:
+    def evicted(self, score: int, now: int) -> None:
         pass

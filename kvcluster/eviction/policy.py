@@ -44,16 +44,16 @@ class Facts(Protocol):
 class EvictionPolicy(Protocol):
     """Scores blocks of one tier of one shard: the lowest is evicted first. Made from the Facts of that tier.
 
-    `falls`: the score of a block may become lower than it was. If False, a score depends on the block alone and never
-    falls while its stamp and uses grow; eviction is then exact. If True, scores may rise and fall with time and with
-    `taken`; core/eviction_queue.py states what is then guaranteed.
+    `scores_fall`: the score of a block may become lower than it was. If False, a score depends on the block alone and
+    never falls while its stamp and uses grow; eviction is then exact. If True, scores may rise and fall with time and
+    with `evicted`; core/eviction_queue.py states what is then guaranteed.
     """
 
-    falls: bool
+    scores_fall: bool
 
     def score(self, block: Block, now: int) -> int:
         """Returns an integer. Changes nothing, and depends only on the block, `now`, the Facts, and the earlier calls
-        of `taken`. `now` may be a little before the block's stamp."""
+        of `evicted`. `now` may be a little before the block's stamp."""
 
-    def taken(self, score: int, now: int) -> None:
+    def evicted(self, score: int, now: int) -> None:
         """Records that the block with that score is evicted."""

@@ -57,7 +57,7 @@ class Arena(HostRegion):
         A descriptor opened for reading cannot be mapped for writing. Raises ConfigError if this is not a memory file.
         """
         if self._file is None:
-            raise ConfigError("this arena cannot be shared: the system has no memory files, or it is closed")
+            raise ConfigError("this arena cannot be shared: it is closed, or this system cannot make memory files")
         access = os.O_RDWR if writable else os.O_RDONLY
         try:
             return os.open(f"/proc/self/fd/{self._file}", access | os.O_CLOEXEC)

@@ -31,9 +31,9 @@ from functools import lru_cache
 from xxhash import xxh3_64_intdigest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey
-from kvcluster.core.spec import Part
 from kvcluster.pages import native
 
 _DOMAIN = b"kvcluster-sum-v1"

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Protocol
 
 from kvcluster.core.codecs import Codec, coding, plane_bytes
-from kvcluster.core.spec import Group
+from kvcluster.core.groups import Group
 from kvcluster.pages import native
 
 RAW = int(Codec.RAW)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from kvcluster.core.codecs import GROUP_CHANNELS, Codec, Coding, coding, plane_bytes
-from kvcluster.core.spec import Group, Plane
+from kvcluster.core.groups import Group, Plane
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 """The dtypes of planes that are numbers. The native core's attention counts them in this order."""

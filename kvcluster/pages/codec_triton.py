@@ -9,7 +9,7 @@ import torch
 import triton
 
 from kvcluster.core.codecs import GROUP_CHANNELS, Codec, Coding, coding, plane_bytes
-from kvcluster.core.spec import Group, Plane
+from kvcluster.core.groups import Group, Plane
 from kvcluster.pages.codec_torch import DTYPES
 from kvcluster.pages.triton_kernels import decode_nibbles, decode_rows, encode_channels, encode_groups, encode_rows
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.core.spec import Part
+from kvcluster.core.groups import Part
 from kvcluster.pages.copy_endpoints import CopyEndpoint
 from kvcluster.pages.copy_geometry import BlockGeometry
 

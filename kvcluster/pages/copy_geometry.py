@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcluster.core.spec import DTYPE_BYTES, Group, Part
+from kvcluster.core.groups import DTYPE_BYTES, Group, Part
 
 
 class PlaneShape(NamedTuple):

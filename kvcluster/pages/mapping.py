@@ -61,7 +61,7 @@ def _check_file(fd: int, nbytes: int) -> None:
     if not seals & fcntl.F_SEAL_SHRINK:  # shrinking it would kill this process
         raise ProtocolError("the received arena is not sealed against shrinking")
     if not 0 < nbytes <= size:
-        raise ProtocolError(f"the received arena of {nbytes} bytes has {size}")
+        raise ProtocolError(f"the shard announced an arena of {nbytes} bytes, and sent a memory file of {size}")
 
 
 def _populate(address: int, nbytes: int, advice: int) -> None:

@@ -70,7 +70,7 @@ class CoordinatorHost:
             announces=bool(config.events.endpoint),
             process=ProcessInfo(node, release, config_hash),
         )
-        if state_dir and (why_not := self.core.set_policy(read_settings(state_dir))) is not None:
+        if state_dir and (why_not := self.core.admin_handler.apply_policy(read_settings(state_dir))) is not None:
             raise ConfigError(f"the settings kept in coordinator.state_dir cannot be applied: {why_not}")
         self._on_end = on_end
         self._tenants = config.metrics.tenants
@@ -158,12 +158,12 @@ def figures_of(core: Coordinator, now: int, *, tenants: bool = False) -> Coordin
     """Returns what is told of a coordinator for a scrape; with `tenants` also of each tenant."""
     return CoordinatorFigures(
         core.status(now),
-        core.missed_tokens,
-        core.eviction_ages,
-        core.open_orders(),
-        core.pinned_blocks(now),
+        core.state.missed_tokens,
+        core.state.eviction_ages,
+        core.state.members.open_orders(),
+        core.state.namespaces.pinned_blocks(now),
         core.replicator.requests,
-        core.counted_by_tenant if tenants else {},
+        core.state.counted_by_tenant if tenants else {},
     )
 
 

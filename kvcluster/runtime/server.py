@@ -63,33 +63,29 @@ _FEWEST_THREADS = 2
 
 
 class _Threads(ThreadPoolExecutor):
-    """The threads of one tenant, and a bounded queue of calls that wait for one of them."""
+    """The threads of one tenant, and a bounded queue of calls that wait for one of them. `calls`: how many calls are
+    served or wait."""
 
     def __init__(self, threads: int, name: str) -> None:
         super().__init__(threads, thread_name_prefix=name)
         self._most = threads + limits.CALLS_WAITING
-        self._calls = 0
+        self.calls = 0
         self._counting = threading.Lock()
 
     @property
-    def calls(self) -> int:
-        """The number of calls that are served or wait."""
-        return self._calls
-
-    @property
     def full(self) -> bool:
-        return self._calls >= self._most
+        return self.calls >= self._most
 
     def submit(self, call: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         with self._counting:
-            self._calls += 1
+            self.calls += 1
         future = super().submit(call, *args, **kwargs)
         future.add_done_callback(self._ended)
         return future
 
     def _ended(self, future: Future[Any]) -> None:
         with self._counting:
-            self._calls -= 1
+            self.calls -= 1
 
 
 class _Table(grpc.GenericRpcHandler):

@@ -187,7 +187,7 @@ class ShardHost:
     def why_not_ready(self) -> str:
         """Returns why it cannot serve now; "" if it can."""
         return self._driver.failure or (
-            "" if self.core.member(time.monotonic_ns()) else "no coordinator answers its reports"
+            "" if self.core.state.member(time.monotonic_ns()) else "no coordinator answers its reports"
         )
 
     # ------------------------------------------------------------------------------- PageHost and ShmHost

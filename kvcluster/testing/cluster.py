@@ -21,12 +21,13 @@ from kvcluster.client.deadlines import OTHER_MS
 from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import Config, load
 from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import CLUSTER, BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import CoordinatorQuestion, Inventory, Leave, PageKey, Reply, Report, Request, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shard import Shard
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.base import Deadline, Transport, Unavailable
@@ -210,11 +211,12 @@ class MemoryCluster:
 
     def idle(self) -> bool:
         """Whether no leases and tickets are left."""
-        return not len(self.coordinator_core().tickets) and not any(len(h.core.leases) for h in self.shards.values())
+        tickets = self.coordinator_core().state.tickets
+        return not len(tickets) and not any(len(host.core.leases) for host in self.shards.values())
 
     def _all_up(self) -> bool:
         core = self.coordinator_core()
-        up = {member.info.shard: member.info.epoch for member in core.members.all() if member.cursor.current}
+        up = {member.info.shard: member.info.epoch for member in core.state.members.all() if member.cursor.current}
         return not core.rebuilding and all(up.get(shard) == host.core.epoch for shard, host in self.shards.items())
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:

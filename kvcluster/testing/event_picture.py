@@ -70,7 +70,7 @@ class EventPicture:
 def indexed(coordinator: Coordinator) -> Blocks:
     """Returns what the index says of public blocks, including replicas on lost shards until they are swept."""
     blocks: Blocks = {}
-    for space in coordinator.directory:
+    for space in coordinator.state.namespaces:
         if space.spec.private:
             continue
         for record in space.index:

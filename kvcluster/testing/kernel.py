@@ -120,7 +120,6 @@ class Process:
         self.clock = clock
         self.running = True
         self.stopped = False
-        self.stopped_at = 0
         self.backlog: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self.lines: dict[Any, None] = {}  # connections, which are reset when it dies
 
@@ -142,7 +141,6 @@ class Process:
         """Stops the process, as SIGSTOP, a long pause of its machine or a debugger would."""
         if self.running:
             self.running, self.stopped = False, True
-            self.stopped_at = self.kernel.now
 
     def resume(self) -> None:
         """Resumes a stopped process with the events that arrived meanwhile."""

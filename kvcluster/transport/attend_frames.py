@@ -15,19 +15,19 @@ from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.listener import bounded
-from kvcluster.wire import spans, streams
-from kvcluster.wire.streams import Kind
+from kvcluster.wire import socket_frames, spans
+from kvcluster.wire.socket_frames import FrameKind
 
 
 def ask_to_attend(link: FramedSocket, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
     """Returns the shard's answer and its results. Raises RefusedByShard, after which the connection can be used again;
     Unavailable or ProtocolError, after which it cannot."""
     assert query.nbytes == spans.query_bytes(request), "the query is not the one that the request describes"
-    body = streams.encode_attend(request, deadline.remaining_ns())
-    link.send(Kind.ATTEND, body, deadline, [query] if query.nbytes else [])
-    kind, body = link.receive(Kind.PARTIALS, Kind.REFUSED, deadline=deadline)
-    if kind is Kind.REFUSED:
-        raise RefusedByShard(streams.decode_refused(body))
+    body = socket_frames.encode_attend(request, deadline.remaining_ns())
+    link.send(FrameKind.ATTEND, body, deadline, [query] if query.nbytes else [])
+    kind, body = link.receive(FrameKind.PARTIALS, FrameKind.REFUSED, deadline=deadline)
+    if kind is FrameKind.REFUSED:
+        raise RefusedByShard(socket_frames.decode_refused(body))
     answer = spans.decode_attend_answer(body)
     data = memoryview(bytearray(answer.nbytes if isinstance(answer, Attended) else 0))
     link.fill(data, deadline)
@@ -36,9 +36,9 @@ def ask_to_attend(link: FramedSocket, request: AttendRequest, query: memoryview,
 
 def serve_attend_frames(host: PageHost, path: str, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
     """Serves one Attend, whose ATTEND frame has this body: an Exchange (listener.py)."""
-    request, remaining_ns = streams.decode_attend(body)
+    request, remaining_ns = socket_frames.decode_attend(body)
     deadline = bounded(remaining_ns)
     query = memoryview(bytearray(spans.query_bytes(request)))
     link.fill(query, deadline)
     answer, data = serve_attend(host, tenant, request, query, deadline, path=path)
-    link.send(Kind.PARTIALS, spans.encode_attend_answer(answer), deadline, [data] if data.nbytes else [])
+    link.send(FrameKind.PARTIALS, spans.encode_attend_answer(answer), deadline, [data] if data.nbytes else [])

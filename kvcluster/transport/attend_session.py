@@ -100,20 +100,19 @@ def _attend(
     return SpanResults(Attended(data.nbytes, loss), data)
 
 
-class AttendSession(ExchangeSession):
+class AttendSession(ExchangeSession[AttendRequest]):
     """One compute. `spans` are those that are pinned, `lacking` those that are not: of both, one is empty."""
 
     def __init__(
         self, host: PageHost, tenant: Tenant, request: AttendRequest, *, deadline: Deadline, path: str
     ) -> None:
         super().__init__(host, tenant, request, deadline=deadline, path=path)
-        self._asked, self._epoch = request.spans, request.epoch
         self.spans: Mapping[SpanId, SpanPages] = {}
         self.lacking: Mapping[SpanId, SpanMiss] = {}
 
     def __enter__(self) -> AttendSession:
         self._open()
-        granted = dict(zip(self._asked, self._pages, strict=True))
+        granted = dict(zip(self._request.spans, self._pages, strict=True))
         self.lacking = {span: why for span, why in granted.items() if isinstance(why, SpanMiss)}
         self.spans = {span: pages for span, pages in granted.items() if isinstance(pages, SpanPages)}
         if self.lacking:
@@ -125,7 +124,7 @@ class AttendSession(ExchangeSession):
         if not corrupt:
             return
         for span, keys in corrupt.items():
-            namespace, suspect = self.spans[span].namespace, Suspect(self._epoch, tuple(keys))
+            namespace, suspect = self.spans[span].namespace, Suspect(self._request.epoch, tuple(keys))
             self._host.ask(partial(Request, tenant=self._tenant, namespace=namespace, question=suspect), _SUSPECT_S)
         self.lacking, self.spans = dict.fromkeys(corrupt, SpanMiss.CORRUPT), {}
 

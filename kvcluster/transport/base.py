@@ -229,7 +229,8 @@ class PageHost(Protocol):
     """What the server half of a transport needs from its shard."""
 
     def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
-        """Steps the core and returns its answer; raises Unavailable(DEADLINE) when it takes longer than `wait_s`."""
+        """Steps the core and returns its answer; raises Unavailable(DEADLINE) when it takes longer than `wait_s`. What
+        returns a lease is stepped even then."""
 
     def view(self, slot: PageSlot) -> memoryview:
         """Returns the bytes of a leased page in the arena, writable. Raises Unavailable(SHARD_LOST) once the arena is

@@ -25,7 +25,7 @@ class PooledConnection(Protocol):
         """Whether it is open, with nothing to read."""
         ...
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         """Ends its stream for both sides, even if another process has it open. Any thread may call."""
 
     def close(self) -> None:
@@ -107,11 +107,11 @@ class ConnectionPool(Generic[C]):
             self._end(one)
         if os.getpid() == self._owner:
             for one in busy:
-                one.shut()
+                one.shutdown()
 
     def _end(self, one: C) -> None:
         if os.getpid() == self._owner:  # otherwise a child forked in the meantime would keep the stream open
-            one.shut()
+            one.shutdown()
         one.close()
 
     def _is_closed(self) -> bool:

@@ -1,9 +1,9 @@
-"""A framed socket: one connected stream socket, TCP or unix, that carries frames (wire/streams.py) for one exchange at
-a time.
+"""A framed socket: sends and receives frames (wire/socket_frames.py) on one connected stream socket, TCP or unix, for
+one exchange at a time.
 
-It knows deadlines and how to move bytes without copying them: from any memory with `send`, into any memory through
-`Incoming`. It knows nothing of pages. Every wait ends by its deadline or when the other side or `shut` ends it. After
-an error the stream is somewhere within a frame and cannot be used any more: the owner closes the socket.
+Bytes are moved without a copy: `send` takes them from any memory, `Incoming` writes them to any memory. What they mean
+is not known here. Every wait ends at its deadline, or when the other side closes the stream, or by `shutdown`. After an
+error the stream may have stopped within a frame, so it cannot be used again: the owner closes the socket.
 
 A TLS socket will be another implementation of `_send` and `_receive_into`, the only two calls that touch the socket.
 """
@@ -22,8 +22,8 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Deadline, Unavailable
-from kvcluster.wire import streams
-from kvcluster.wire.streams import HEADER, Broken, Kind
+from kvcluster.wire import socket_frames
+from kvcluster.wire.socket_frames import HEADER, FrameKind, PeerFailed
 from kvcluster.wire.versions import check_version
 
 _BUFFERS = 1_024
@@ -41,7 +41,7 @@ then closes the connection, so the wait is rarely this long."""
 
 
 class FramedSocket:
-    """Owns its socket. `shut` may be called from any thread; all else belongs to one thread at a time.
+    """Owns its socket. `shutdown` may be called from any thread; all else belongs to one thread at a time.
 
     `version` is that of the protocol, for all frames in both directions. None on the side that listens: it takes that
     of the first frame, if it speaks it."""
@@ -68,7 +68,7 @@ class FramedSocket:
 
     # ------------------------------------------------------------------------------------------ frames
 
-    def send(self, kind: Kind, body: bytes, deadline: Deadline, payloads: Sequence[memoryview] = ()) -> None:
+    def send(self, kind: FrameKind, body: bytes, deadline: Deadline, payloads: Sequence[memoryview] = ()) -> None:
         """Sends one frame, and the bytes that follow it. Raises Unavailable, or the other side's FAILED error."""
         left = [memoryview(self._header(kind, body) + body), *payloads]
         while left:
@@ -80,31 +80,31 @@ class FramedSocket:
                 raise self._why(lost, deadline) from None
             left = _after(left, sent)
 
-    def receive(self, *kinds: Kind, deadline: Deadline) -> tuple[Kind, bytes]:
+    def receive(self, *kinds: FrameKind, deadline: Deadline) -> tuple[FrameKind, bytes]:
         """Returns the next frame, which must be of one of these kinds.
 
         Raises Unavailable, ProtocolError, or the error of a FAILED frame from the other side.
         """
         kind, nbytes = self._next_header(deadline)
-        if kind is not Kind.FAILED and kind not in kinds:
+        if kind is not FrameKind.FAILED and kind not in kinds:
             raise ProtocolError(f"{self.peer} sent a {kind.name} frame, expected {_either(kinds)}")
         body = bytes(self._exactly(nbytes, deadline)) if nbytes else b""
-        if kind is Kind.FAILED:
-            raise _failure(streams.decode_failure(body), self.peer)
+        if kind is FrameKind.FAILED:
+            raise _failure(socket_frames.decode_failure(body), self.peer)
         return kind, body
 
     def incoming(self, nbytes: int, deadline: Deadline) -> Incoming:
-        """Returns the next bytes after a frame as a Payload. All of them must be read before the next frame."""
+        """Returns a Payload of the `nbytes` that follow a frame. The caller reads all of it before the next frame."""
         return Incoming(self, nbytes, deadline)
 
     def fail(self, error: KVClusterError, deadline: Deadline) -> None:
         """Sends the reason why this side ends, if it still can."""
         with contextlib.suppress(Unavailable):
-            self.send(Kind.FAILED, streams.encode_failure(error), deadline)
+            self.send(FrameKind.FAILED, socket_frames.encode_failure(error), deadline)
 
     # ------------------------------------------------------------------------------------ file descriptors
 
-    def send_fds(self, kind: Kind, body: bytes, fds: Sequence[int], deadline: Deadline) -> None:
+    def send_fds(self, kind: FrameKind, body: bytes, fds: Sequence[int], deadline: Deadline) -> None:
         """Sends a frame with these file descriptors; for unix sockets only."""
         data = self._header(kind, body) + body
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
@@ -127,7 +127,7 @@ class FramedSocket:
 
     # -------------------------------------------------------------------------------------------- ending
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         """Ends the exchange under way, and all later ones. Any thread may call; the descriptor stays until `close`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -174,16 +174,16 @@ class FramedSocket:
             self._least = least
         self._wait(select.POLLIN, deadline)
 
-    def _header(self, kind: Kind, body: bytes) -> bytes:
-        return streams.encode_header(kind, len(body), self._version or PROTOCOL_VERSION)
+    def _header(self, kind: FrameKind, body: bytes) -> bytes:
+        return socket_frames.encode_header(kind, len(body), self._version or PROTOCOL_VERSION)
 
-    def _next_header(self, deadline: Deadline) -> tuple[Kind, int]:
+    def _next_header(self, deadline: Deadline) -> tuple[FrameKind, int]:
         """Returns the kind and the body bytes of the next frame. Raises Unavailable or ProtocolError."""
         header = bytes(self._exactly(HEADER.size, deadline))
         if self._version is None:
-            self._version = streams.version_of(header)  # kept even if it is refused, for the frame that says so
+            self._version = socket_frames.version_of(header)  # kept even if it is refused, for the frame that says so
             check_version(self._version, newest=PROTOCOL_VERSION, of="a connection")
-        return streams.decode_header(header, self._version)
+        return socket_frames.decode_header(header, self._version)
 
     def _why(self, lost: Unavailable, deadline: Deadline) -> KVClusterError:
         """Returns why the other side takes no more bytes: the error of its FAILED frame if it sent one, else `lost`."""
@@ -192,8 +192,8 @@ class FramedSocket:
         words = min(deadline, Deadline.after_ms(_LAST_WORDS_MS), key=lambda one: one.at_ns)
         try:
             kind, nbytes = self._next_header(words)
-            if kind is Kind.FAILED:
-                return _failure(streams.decode_failure(bytes(self._exactly(nbytes, words))), self.peer)
+            if kind is FrameKind.FAILED:
+                return _failure(socket_frames.decode_failure(bytes(self._exactly(nbytes, words))), self.peer)
         except (Unavailable, ProtocolError):
             """It sent none."""
         return lost
@@ -300,13 +300,13 @@ def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
     return []
 
 
-def _either(kinds: Sequence[Kind]) -> str:
+def _either(kinds: Sequence[FrameKind]) -> str:
     return " or ".join(kind.name for kind in kinds)
 
 
 def _failure(error: KVClusterError, peer: str) -> KVClusterError:
     """Returns the other side's error as this side raises it."""
-    if isinstance(error, Broken):
+    if isinstance(error, PeerFailed):
         return Unavailable(Miss(error.miss.reason, f"{peer}: {error.miss.detail}"))
     return error
 
@@ -321,8 +321,8 @@ def dial(
     """
     link = FramedSocket(connected, peer, version)
     try:
-        link.send(Kind.HELLO, (token or "").encode(), deadline)
-        _, body = link.receive(Kind.WELCOME, deadline=deadline)
+        link.send(FrameKind.HELLO, (token or "").encode(), deadline)
+        _, body = link.receive(FrameKind.WELCOME, deadline=deadline)
     except BaseException:
         link.close()
         raise

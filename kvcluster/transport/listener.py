@@ -26,8 +26,8 @@ from kvcluster.core.shares import Shares
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket
-from kvcluster.wire import streams
-from kvcluster.wire.streams import Kind
+from kvcluster.wire import socket_frames
+from kvcluster.wire.socket_frames import FrameKind
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ Exchange = Callable[[FramedSocket, Tenant, bytes], None]
 """One load or store, from the body of the frame that opens it to its end. Raises RefusedByShard if none began."""
 
 
-def serve_exchanges(link: FramedSocket, tenant_now: TenantNow, exchanges: Mapping[Kind, Exchange]) -> NoReturn:
+def serve_exchanges(link: FramedSocket, tenant_now: TenantNow, exchanges: Mapping[FrameKind, Exchange]) -> NoReturn:
     """Serves exchanges one after the other, by the kind of frame that opens one, until the connection ends or its token
     is revoked, which raises."""
     while True:
@@ -66,7 +66,7 @@ def serve_exchanges(link: FramedSocket, tenant_now: TenantNow, exchanges: Mappin
         try:
             exchanges[kind](link, tenant, body)
         except RefusedByShard as refused:
-            link.send(Kind.REFUSED, streams.encode_refused(refused.refused), bounded())
+            link.send(FrameKind.REFUSED, socket_frames.encode_refused(refused.refused), bounded())
 
 
 def bounded(remaining_ns: float = math.inf) -> Deadline:
@@ -130,7 +130,7 @@ class Listener:
         with contextlib.suppress(OSError):  # wakes accept
             self._listening.shutdown(socket.SHUT_RDWR)
         for link in links:
-            link.shut()
+            link.shutdown()
         for thread in links.values():
             thread.join()
         if self._accepting.ident is not None:
@@ -166,7 +166,7 @@ class Listener:
                 if len(self._unknown) >= limits.STREAMS_UNKNOWN:
                     oldest = next(iter(self._unknown))
                     del self._unknown[oldest]
-                    oldest.shut()
+                    oldest.shutdown()
                 self._links[link] = thread
                 self._unknown[link] = None
                 thread.start()
@@ -194,7 +194,7 @@ class Listener:
 
     def _handle(self, link: FramedSocket) -> None:
         self._admit(link)
-        _, body = link.receive(Kind.HELLO, deadline=Deadline.after_ms(HELLO_S * 1e3))
+        _, body = link.receive(FrameKind.HELLO, deadline=Deadline.after_ms(HELLO_S * 1e3))
         try:
             token = body.decode() or None
         except UnicodeDecodeError:

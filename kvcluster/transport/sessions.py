@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
+from typing import Generic, TypeVar
 
 from kvcluster.core.ids import CLUSTER, Attempt, Tenant
 from kvcluster.core.messages import (
@@ -58,20 +59,22 @@ from kvcluster.transport.page_writer import PageWriter
 from kvcluster.transport.record_order import in_order_of_use
 from kvcluster.wire.frames import Record
 
+RequestT = TypeVar("RequestT", bound=SessionRequest)
+
 
 def _nothing() -> None:
     """Does nothing: for transports that cannot be stopped from outside."""
 
 
-class ExchangeSession:
+class ExchangeSession(Generic[RequestT]):
     """Carries out a page session (page_session.py) on its transport's thread. Use as a context manager: when it ends,
-    no byte of the exchange moves any more."""
+    no byte of the exchange moves any more. `granted`: the pages of a load or store, by the index of their want."""
 
     def __init__(
         self,
         host: PageHost,
         tenant: Tenant,
-        request: SessionRequest,
+        request: RequestT,
         stop: Callable[[], object] = _nothing,
         deadline: Deadline | None = None,
         *,
@@ -82,13 +85,14 @@ class ExchangeSession:
         self._tenant = tenant
         self._path = path
         self._began = time.monotonic()
-        self._attempt = request.attempt
+        self._request = request
         self._session = PageSession(tenant, request)
         self._stop = stop
         self._deadline = deadline
         self._watch = ExitStack()
         self._lock = threading.Lock()  # guards the session: a lease is revoked from another thread
         self._pages: Sequence[GrantedItem] = ()
+        self.granted: dict[int, PageSlot] = {}
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -100,8 +104,9 @@ class ExchangeSession:
 
     def _open(self) -> None:
         try:
-            self._watch.enter_context(self._host.on_revoke(self._attempt, self._revoked))
+            self._watch.enter_context(self._host.on_revoke(self._request.attempt, self._revoked))
             self._drive(Open())
+            self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
         except BaseException as error:
             self._watch.close()
             self._tell(error)
@@ -112,9 +117,8 @@ class ExchangeSession:
         self._drive(MoveNext())
 
     def _end(self, *, for_good: bool = True) -> None:
-        """Returns the lease. The core gets this message even if its answer is late, unless the shard has ended."""
+        """Returns the lease. The core steps this message even if no time is left, unless the shard has ended."""
         self._watch.close()
-        self._deadline = None  # with no time left, the message would be dropped while it is not the tenant's turn
         self._drive(Stopped(for_good))
 
     def _tell(self, error: BaseException | None) -> None:
@@ -122,7 +126,7 @@ class ExchangeSession:
         A caller that was not attached yet had no exchange: it tries a path like this, and attaches before it asks
         again."""
         seconds = time.monotonic() - self._began
-        named = self._operation(), self._path, self._tenant, self._attempt
+        named = self._operation(), self._path, self._tenant, self._request.attempt
         if isinstance(error, RefusedByShard):
             if error.refused.kind is RefusedKind.UNKNOWN_NAMESPACE:
                 return
@@ -168,37 +172,19 @@ class ExchangeSession:
         """Asks the core, and waits no longer than the caller of this session. The core steps the question even if the
         wait ends before."""
         wait_s = ask.wait_ns / 1e9
+        if self._deadline is not None:
+            wait_s = min(wait_s, self._deadline.remaining_s())
         try:
-            return self._host.ask(ask.build, wait_s if self._deadline is None else min(wait_s, self._remaining_s()))
+            return self._host.ask(ask.build, wait_s)
         except Unavailable as trouble:
             return trouble.miss
 
-    def _remaining_s(self) -> float:
-        assert self._deadline is not None
-        return self._deadline.remaining_s()
 
-
-class ReadSession(ExchangeSession):
-    """One load. `outcome` is for each want None or its miss, and `granted` the pinned pages, by the index of their
-    want."""
-
-    def __init__(
-        self,
-        host: PageHost,
-        tenant: Tenant,
-        request: ReadRequest,
-        stop: Callable[[], object] = _nothing,
-        deadline: Deadline | None = None,
-        *,
-        path: str,
-    ) -> None:
-        super().__init__(host, tenant, request, stop, deadline, path=path)
-        self._wants = request.wants
-        self.granted: dict[int, PageSlot] = {}
+class ReadSession(ExchangeSession[ReadRequest]):
+    """One load. `outcome` is for each want None or its miss."""
 
     def __enter__(self) -> ReadSession:
         self._open()
-        self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
         return self
 
     def _operation(self) -> Operation:
@@ -206,7 +192,7 @@ class ReadSession(ExchangeSession):
 
     def _summary(self, named: tuple[Operation, str, Tenant, Attempt], seconds: float) -> ExchangeSummary:
         missed = missed_reads(self._pages) if len(self.granted) < len(self._pages) else {}
-        moved = read_bytes(PageWants.of(self._wants), self.granted)
+        moved = read_bytes(PageWants.of(self._request.wants), self.granted)
         return ExchangeSummary(*named, ExchangeResult.DONE, seconds, len(self.granted), moved, missed)
 
     @property
@@ -224,7 +210,7 @@ class ReadSession(ExchangeSession):
         room = nbytes
         sums = {item: checksum.unpack_sums(slot.sums) for item, slot in self.granted.items()}
         items, layer_bytes = list(self.granted), [slot.nbytes // slot.key.part.layers for slot in self.granted.values()]
-        for layer, count, pages in in_order_of_use([self._wants[item] for item in items], layer_bytes):
+        for layer, count, pages in in_order_of_use([self._request.wants[item] for item in items], layer_bytes):
             for at in pages:
                 item, each = items[at], layer_bytes[at]
                 slot = self.granted[item]
@@ -240,9 +226,8 @@ class ReadSession(ExchangeSession):
             yield batch
 
 
-class WriteSession(ExchangeSession):
-    """One store; pages that `finish` did not commit are aborted at its end. `granted` are the pages to write, by their
-    index in the request."""
+class WriteSession(ExchangeSession[WriteRequest]):
+    """One store; pages that `finish` did not commit are aborted at its end."""
 
     def __init__(
         self,
@@ -257,17 +242,13 @@ class WriteSession(ExchangeSession):
         if deadline is not None:  # waiting for room longer than the worker would keep a thread busy for nothing
             request = replace(request, wait_ns=min(request.wait_ns, deadline.remaining_ns()))
         super().__init__(host, tenant, request, stop, deadline, path=path)
-        self._namespace = request.namespace
-        self._asked = request.pages
         self._arrivals = PageWriter(request.namespace, {}, host.view)
         self._left = False
         self._written: list[Written] | None = None  # once all is committed
-        self.granted: dict[int, PageSlot] = {}
 
     def __enter__(self) -> WriteSession:
         self._open()
-        self.granted = {item: page for item, page in enumerate(self._pages) if isinstance(page, PageSlot)}
-        self._arrivals = PageWriter(self._namespace, self.granted, self._host.view)
+        self._arrivals = PageWriter(self._request.namespace, self.granted, self._host.view)
         return self
 
     def __exit__(
@@ -306,7 +287,7 @@ class WriteSession(ExchangeSession):
         layers, one page after the other. Raises as `receive`."""
         at = 0
         for item in items:
-            stop = at + self._asked[item].key.part.layers
+            stop = at + self._request.pages[item].key.part.layers
             self._arrivals.written(item, sums[at:stop])
             at = stop
 

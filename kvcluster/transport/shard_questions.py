@@ -1,4 +1,5 @@
-"""What a worker asks of a shard besides moving pages: the same over everything that carries questions."""
+"""The questions that all transports ask a shard in the same way: to attach, for its offers, to flush, and so on. A
+transport supplies `_ask`; loads, stores and Attends are its own."""
 
 from __future__ import annotations
 

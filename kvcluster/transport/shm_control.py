@@ -24,9 +24,9 @@ from kvcluster.transport.attend_frames import ask_to_attend
 from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket, dial
-from kvcluster.wire import shm_frames, streams
+from kvcluster.wire import shm_frames, socket_frames
 from kvcluster.wire.shm_frames import Places
-from kvcluster.wire.streams import Kind
+from kvcluster.wire.socket_frames import FrameKind
 
 _RENEWALS = 8
 """A worker shows that it is alive this many times per lease, however slow its sink or source is."""
@@ -44,9 +44,9 @@ class Turn(Enum):
 
 
 class ShmConnection:
-    """One connection. `shut` may be called from any thread; all else belongs to one thread at a time."""
+    """One connection. `shutdown` may be called from any thread; all else belongs to one thread at a time."""
 
-    def __init__(self, link: FramedSocket, welcome: shm_frames.Welcome, maps: Maps) -> None:
+    def __init__(self, link: FramedSocket, welcome: shm_frames.Welcome, maps: ArenaMappings) -> None:
         self.arena = maps.get(link, welcome.arena_bytes, writable=False)
         self.turn = Turn.IDLE
         self._link = link
@@ -54,25 +54,25 @@ class ShmConnection:
         self._writable: Mapping | None = None
         self.lease_ttl_ns = welcome.lease_ttl_ns
         self._renew_ns = welcome.lease_ttl_ns // _RENEWALS
-        self._said_ns = 0
+        self._sent_ns = 0
         self._owner = os.getpid()
         self.unbroken = threading.Lock()
-        """Held while a slice is on its way into the arena: `shut` waits for it."""
-        self._shut = False
+        """Held while a slice is on its way into the arena: `shutdown` waits for it."""
+        self._ended = False
 
     # ------------------------------------------------------------------------------------------ frames
 
     def ask_to_read(self, request: ReadRequest, deadline: Deadline) -> tuple[list[Miss | None], Places]:
         """Returns the outcome for each want, and where the granted pages lie. Raises Unavailable, RefusedByShard or
         ProtocolError."""
-        body = self._ask(Kind.READ, streams.encode_read(request, deadline.remaining_ns()), deadline)
+        body = self._ask(FrameKind.READ, socket_frames.encode_read(request, deadline.remaining_ns()), deadline)
         answer = shm_frames.decode_read_grant(body, request.wants, self.arena.nbytes)
         self.turn = Turn.OURS
         return answer
 
     def ask_to_write(self, request: WriteRequest, deadline: Deadline) -> tuple[list[Written | None], Places]:
         """As `ask_to_read`. The first time, the arena is mapped for writing."""
-        body = self._ask(Kind.WRITE, streams.encode_write(request, deadline.remaining_ns()), deadline)
+        body = self._ask(FrameKind.WRITE, socket_frames.encode_write(request, deadline.remaining_ns()), deadline)
         if self._writable is None:
             self._writable = self._maps.get(self._link, self.arena.nbytes, writable=True)
         answer = shm_frames.decode_write_grant(body, request.pages, self.arena.nbytes)
@@ -91,43 +91,43 @@ class ShmConnection:
         self.turn = Turn.IDLE
         return results
 
-    def say(self, kind: Kind, body: bytes, deadline: Deadline, *, then: Turn = Turn.OURS) -> None:
+    def send(self, kind: FrameKind, body: bytes, deadline: Deadline, *, then: Turn = Turn.OURS) -> None:
         """Sends a frame, after which the turn is `then`."""
         self.turn = Turn.THEIRS
         self._check_process()
         self._link.send(kind, body, deadline)
-        self._said_ns = time.monotonic_ns()
+        self._sent_ns = time.monotonic_ns()
         self.turn = then
 
-    def hear(self, kind: Kind, deadline: Deadline, *, then: Turn) -> bytes:
+    def receive(self, kind: FrameKind, deadline: Deadline, *, then: Turn) -> bytes:
         """Returns the body of the next frame, which must be of that kind; after it the turn is `then`."""
         self.turn = Turn.THEIRS
         _, body = self._link.receive(kind, deadline=deadline)
         self.turn = then
         return body
 
-    def listen(self, deadline: Deadline) -> None:
+    def raise_failure(self, deadline: Deadline) -> None:
         """Raises the shard's error, if it has sent one: without a question it sends only when the exchange is over."""
         deadline.check(self._link.peer)
         if not self._link.is_quiet():
-            self.hear(Kind.FAILED, deadline, then=Turn.THEIRS)
+            self.receive(FrameKind.FAILED, deadline, then=Turn.THEIRS)
 
     def renew(self, deadline: Deadline) -> None:
         """Renews the lease if this side has sent nothing for a while; does not wait for an answer."""
-        if time.monotonic_ns() - self._said_ns >= self._renew_ns:
+        if time.monotonic_ns() - self._sent_ns >= self._renew_ns:
             self.renew_now(deadline)
 
     def renew_now(self, deadline: Deadline) -> None:
         """As `renew`, unconditionally."""
-        self.listen(deadline)
-        self.say(Kind.RENEW, shm_frames.encode_renew(answer=False), deadline)
+        self.raise_failure(deadline)
+        self.send(FrameKind.RENEW, shm_frames.encode_renew(answer=False), deadline)
 
-    def _ask(self, kind: Kind, body: bytes, deadline: Deadline) -> bytes:
-        self.say(kind, body, deadline, then=Turn.THEIRS)
-        kind, body = self._link.receive(Kind.GRANT, Kind.REFUSED, deadline=deadline)
-        if kind is Kind.REFUSED:
+    def _ask(self, kind: FrameKind, body: bytes, deadline: Deadline) -> bytes:
+        self.send(kind, body, deadline, then=Turn.THEIRS)
+        kind, body = self._link.receive(FrameKind.GRANT, FrameKind.REFUSED, deadline=deadline)
+        if kind is FrameKind.REFUSED:
             self.turn = Turn.IDLE
-            raise RefusedByShard(streams.decode_refused(body))
+            raise RefusedByShard(socket_frames.decode_refused(body))
         return body
 
     def _check_process(self) -> None:
@@ -148,7 +148,7 @@ class ShmConnection:
         """Raises Unavailable if this is closed. Must be called under `unbroken`, before anything is written."""
         assert self.turn is Turn.OURS
         self._check_process()
-        if self._shut:
+        if self._ended:
             raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self._link.peer}: this connection was closed"))
 
     # ------------------------------------------------------------------------------------- a connection
@@ -156,18 +156,18 @@ class ShmConnection:
     def is_quiet(self) -> bool:
         return self._link.is_quiet()
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         """Ends the stream, after waiting for the slice in progress: at the end of the stream the shard gives the pages
         that were being written to others."""
         with self.unbroken:
-            self._shut = True
-            self._link.shut()
+            self._ended = True
+            self._link.shutdown()
 
     def close(self) -> None:
         self._link.close()
 
 
-class Maps:
+class ArenaMappings:
     """The mappings of one arena that connections share."""
 
     def __init__(self) -> None:
@@ -193,8 +193,8 @@ class Maps:
                 os.close(fd)
 
 
-def reach(
-    address: str, token: str | None, maps: Maps, deadline: Deadline, version: int = PROTOCOL_VERSION
+def open_connection(
+    address: str, token: str | None, maps: ArenaMappings, deadline: Deadline, version: int = PROTOCOL_VERSION
 ) -> ShmConnection:
     """Opens a new connection. Raises Unavailable, CredentialError or ProtocolError."""
     connected = _connected(address, deadline)

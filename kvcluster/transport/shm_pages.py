@@ -27,12 +27,12 @@ from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Streams
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
-from kvcluster.transport.shm_control import Maps, ShmConnection, Turn, reach
+from kvcluster.transport.shm_control import ArenaMappings, ShmConnection, Turn, open_connection
 from kvcluster.transport.shm_views import BorrowedPages, borrow
 from kvcluster.transport.worker_exchange import check_answer_length
 from kvcluster.wire import shard, shm_frames
 from kvcluster.wire.shm_frames import Places, Progress
-from kvcluster.wire.streams import Kind
+from kvcluster.wire.socket_frames import FrameKind
 
 WRITTEN_BYTES = 4 * limits.FRAME_BYTES
 """A writer reports written pages to the shard in batches of this size. Waking the shard costs the writer as much as
@@ -62,9 +62,9 @@ class ShmPages:
         if not address.startswith("@") or not 1 < len(address.encode()) <= _NAME_BYTES or "\0" in address:
             raise ConfigError(f"{address!r} is not an address of the shared-memory transport, which has the form @name")
         self.address = address
-        maps = Maps()
+        maps = ArenaMappings()
         self._connections: ConnectionPool[ShmConnection] = ConnectionPool(
-            address, lambda deadline: reach(address, token, maps, deadline, version)
+            address, lambda deadline: open_connection(address, token, maps, deadline, version)
         )
 
     def connect(self, deadline: Deadline) -> None:
@@ -79,18 +79,18 @@ class ShmPages:
         try:
             outcome, places = control.ask_to_read(request, deadline)
             yield from _copies(control, request, places, sink, deadline)
-            control.say(Kind.DONE, b"", deadline, then=Turn.IDLE)
+            control.send(FrameKind.DONE, b"", deadline, then=Turn.IDLE)
             return outcome
         finally:
-            self._end(control, Kind.DONE)
+            self._end(control, FrameKind.DONE)
 
     def borrow(self, request: ReadRequest, deadline: Deadline) -> BorrowedPages:
         """Returns the wanted pages in place in the arena, without a copy: see BorrowedPages. Raises as `read`."""
         control = self._connections.take(deadline)
         try:
-            return borrow(control, request, deadline, end=lambda: self._end(control, Kind.DONE))
+            return borrow(control, request, deadline, end=lambda: self._end(control, FrameKind.DONE))
         except BaseException:
-            self._end(control, Kind.DONE)
+            self._end(control, FrameKind.DONE)
             raise
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
@@ -99,19 +99,19 @@ class ShmPages:
             _, places = control.ask_to_write(request, deadline)
             _store(control, request, places, source, deadline)
             source.drained()
-            control.say(Kind.DONE, b"", deadline, then=Turn.THEIRS)
-            tail = shard.decode_write_tail(control.hear(Kind.TAIL, deadline, then=Turn.IDLE))
+            control.send(FrameKind.DONE, b"", deadline, then=Turn.THEIRS)
+            tail = shard.decode_write_tail(control.receive(FrameKind.TAIL, deadline, then=Turn.IDLE))
             check_answer_length(tail, request.pages, self.address)
             return tail
         finally:
-            self._end(control, Kind.ABORT)
+            self._end(control, FrameKind.ABORT)
 
     def attend(self, request: AttendRequest, query: memoryview, deadline: Deadline) -> SpanResults:
         control = self._connections.take(deadline)
         try:
             return control.ask_to_attend(request, query, deadline)
         finally:
-            self._end(control, Kind.DONE)
+            self._end(control, FrameKind.DONE)
 
     def tidy(self) -> None:
         """Releases the memory of a shard that has ended, unless a view still refers to it. For owners that keep this
@@ -122,12 +122,12 @@ class ShmPages:
         """Ends exchanges that are under way, after the chunk in progress. May be called from any thread, and again."""
         self._connections.close()
 
-    def _end(self, control: ShmConnection, last: Kind) -> None:
+    def _end(self, control: ShmConnection, last: FrameKind) -> None:
         """Ends an unfinished exchange: with the frame `last` if the shard waits for one, otherwise by closing the
         connection. Keeps the connection if no exchange is under way."""
         if control.turn is Turn.OURS:
             try:
-                control.say(last, b"", Deadline.after_ms(_LAST_MESSAGE_MS), then=Turn.IDLE)
+                control.send(last, b"", Deadline.after_ms(_LAST_MESSAGE_MS), then=Turn.IDLE)
             except KVClusterError:
                 """The shard has ended the exchange."""
         if control.turn is Turn.IDLE:
@@ -146,12 +146,12 @@ def _copies(
     for start, stop in records.slices(limits.FRAME_BYTES):
         if start:
             yield
-            control.listen(deadline)
+            control.raise_failure(deadline)
         control.renew(deadline)
         copies.run(start, stop)
     if len(records):
         yield
-        control.listen(deadline)
+        control.raise_failure(deadline)
 
 
 def _store(
@@ -174,9 +174,9 @@ def _store(
         due = nbytes >= WRITTEN_BYTES or stop == len(records)
         items, sums = records.ended_items(begin, stop) if due else ((), ())
         if items:
-            control.listen(deadline)
+            control.raise_failure(deadline)
             progress = Progress(items, sums, cpu_affinity.here())
-            control.say(Kind.WRITTEN, shm_frames.encode_written(progress), deadline)
+            control.send(FrameKind.WRITTEN, shm_frames.encode_written(progress), deadline)
             begin, nbytes = stop, 0
         else:
             control.renew(deadline)

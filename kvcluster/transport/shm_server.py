@@ -31,8 +31,8 @@ from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.listener import Listener, TenantNow, TenantOf, bounded, patient, serve_exchanges
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.shm_control import peer_of
-from kvcluster.wire import shard, shm_frames, streams
-from kvcluster.wire.streams import Kind
+from kvcluster.wire import shard, shm_frames, socket_frames
+from kvcluster.wire.socket_frames import FrameKind
 
 NAME = "shm"
 _LAST_MESSAGE_MS = 200
@@ -85,7 +85,7 @@ class ShmServer:
     def _serve(self, link: FramedSocket, tenant_now: TenantNow) -> None:
         host = self._host
         welcome = shm_frames.Welcome(host.arena_bytes, host.lease_ttl_ns)
-        self._send_arena(link, Kind.WELCOME, shm_frames.encode_welcome(welcome), bounded(), writable=False)
+        self._send_arena(link, FrameKind.WELCOME, shm_frames.encode_welcome(welcome), bounded(), writable=False)
         has_stored = False
 
         def write(link: FramedSocket, tenant: Tenant, body: bytes) -> None:
@@ -94,35 +94,37 @@ class ShmServer:
             has_stored = True
 
         attend = partial(serve_attend_frames, host, NAME)
-        serve_exchanges(link, tenant_now, {Kind.READ: self._read, Kind.WRITE: write, Kind.ATTEND: attend})
+        serve_exchanges(
+            link, tenant_now, {FrameKind.READ: self._read, FrameKind.WRITE: write, FrameKind.ATTEND: attend}
+        )
 
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
-        request, remaining_ns = streams.decode_read(body)
+        request, remaining_ns = socket_frames.decode_read(body)
         with ReadSession(self._host, tenant, request, stop=link.shutdown_read, path=NAME) as session:
             grant = shm_frames.encode_read_grant(request.wants, session.outcome, session.granted)
             try:
-                link.send(Kind.GRANT, grant, bounded(remaining_ns))
+                link.send(FrameKind.GRANT, grant, bounded(remaining_ns))
                 while True:
-                    kind, body = link.receive(Kind.RENEW, Kind.DONE, deadline=patient())
-                    if kind is Kind.DONE:
+                    kind, body = link.receive(FrameKind.RENEW, FrameKind.DONE, deadline=patient())
+                    if kind is FrameKind.DONE:
                         return
                     session.alive()
                     if shm_frames.decode_renew(body):
-                        link.send(Kind.RENEW, shm_frames.encode_renew(answer=True), bounded())
+                        link.send(FrameKind.RENEW, shm_frames.encode_renew(answer=True), bounded())
             except Unavailable:
                 session.alive()  # raises this instead if the lease ended and not the worker
                 raise
 
     def _write(self, link: FramedSocket, tenant: Tenant, body: bytes, *, first: bool) -> None:
-        request, remaining_ns = streams.decode_write(body)
+        request, remaining_ns = socket_frames.decode_write(body)
         deadline = bounded(remaining_ns)
         with WriteSession(self._host, tenant, request, deadline=deadline, path=NAME) as session:
             try:
                 grant = shm_frames.encode_write_grant(session.outcome, session.granted)
                 if first:
-                    self._send_arena(link, Kind.GRANT, grant, deadline, writable=True)
+                    self._send_arena(link, FrameKind.GRANT, grant, deadline, writable=True)
                 else:
-                    link.send(Kind.GRANT, grant, deadline)
+                    link.send(FrameKind.GRANT, grant, deadline)
                 whole = self._until_written(link, session, request, deadline)
             except BaseException as error:
                 self._until_stopped(link, error)
@@ -132,7 +134,7 @@ class ShmServer:
             if not whole:
                 return
             tail = session.finish()
-        link.send(Kind.TAIL, shard.encode_write_tail(tail), deadline)
+        link.send(FrameKind.TAIL, shard.encode_write_tail(tail), deadline)
 
     def _until_written(
         self, link: FramedSocket, session: WriteSession, request: WriteRequest, deadline: Deadline
@@ -140,11 +142,13 @@ class ShmServer:
         """Verifies pages as they are written, until the worker has stopped. False if it has aborted."""
         with AffinityGuard() as thread:
             while True:
-                kind, body = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=deadline)
-                if kind is Kind.DONE or kind is Kind.ABORT:
-                    return kind is Kind.DONE
+                kind, body = link.receive(
+                    FrameKind.WRITTEN, FrameKind.RENEW, FrameKind.DONE, FrameKind.ABORT, deadline=deadline
+                )
+                if kind is FrameKind.DONE or kind is FrameKind.ABORT:
+                    return kind is FrameKind.DONE
                 session.alive()
-                if kind is Kind.RENEW:
+                if kind is FrameKind.RENEW:
                     shm_frames.decode_renew(body)
                     continue
                 progress = shm_frames.decode_written(body, request.pages)
@@ -157,11 +161,15 @@ class ShmServer:
         link.fail(words, Deadline.after_ms(_LAST_MESSAGE_MS))
         while not link.ended:
             with contextlib.suppress(KVClusterError):
-                kind, _ = link.receive(Kind.WRITTEN, Kind.RENEW, Kind.DONE, Kind.ABORT, deadline=patient())
-                if kind is Kind.DONE or kind is Kind.ABORT:
+                kind, _ = link.receive(
+                    FrameKind.WRITTEN, FrameKind.RENEW, FrameKind.DONE, FrameKind.ABORT, deadline=patient()
+                )
+                if kind is FrameKind.DONE or kind is FrameKind.ABORT:
                     return
 
-    def _send_arena(self, link: FramedSocket, kind: Kind, body: bytes, deadline: Deadline, *, writable: bool) -> None:
+    def _send_arena(
+        self, link: FramedSocket, kind: FrameKind, body: bytes, deadline: Deadline, *, writable: bool
+    ) -> None:
         descriptor = self._host.open_arena(writable=writable)
         try:
             link.send_fds(kind, body, [descriptor], deadline)

@@ -24,7 +24,7 @@ from kvcluster.pages import checksum
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.shm_control import ShmConnection, Turn
 from kvcluster.wire import shm_frames
-from kvcluster.wire.streams import Kind
+from kvcluster.wire.socket_frames import FrameKind
 
 
 class NotLent(Exception):
@@ -83,8 +83,8 @@ class BorrowedPages:
 
         def ask() -> None:
             deadline.check()
-            self._control.say(Kind.RENEW, shm_frames.encode_renew(answer=True), deadline)
-            self._control.hear(Kind.RENEW, deadline, then=Turn.OURS)
+            self._control.send(FrameKind.RENEW, shm_frames.encode_renew(answer=True), deadline)
+            self._control.receive(FrameKind.RENEW, deadline, then=Turn.OURS)
 
         with self._lock:
             return self._while_it_lives(ask)

@@ -38,9 +38,9 @@ from kvcluster.transport.listening import bound_socket, first_free
 from kvcluster.transport.rpc import check_address, host_and_port
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.worker_exchange import RequestedLayers, check_answer_length, outgoing_records
-from kvcluster.wire import shard, streams
+from kvcluster.wire import shard, socket_frames
 from kvcluster.wire.frames import RecordHead
-from kvcluster.wire.streams import Kind
+from kvcluster.wire.socket_frames import FrameKind
 
 T = TypeVar("T")
 
@@ -78,15 +78,15 @@ class TcpPages:
         self, request: ReadRequest, sink: PageSink, deadline: Deadline
     ) -> Generator[None, None, list[Miss | None]]:
         with self._exchange(deadline) as link:
-            link.send(Kind.READ, streams.encode_read(request, deadline.remaining_ns()), deadline)
+            link.send(FrameKind.READ, socket_frames.encode_read(request, deadline.remaining_ns()), deadline)
             outcome = self._head(link, shard.decode_read_head, request.wants, deadline)
             asked = RequestedLayers(request, outcome, self.address)
             stage = Staging()
             while True:
-                kind, body = link.receive(Kind.PAGES, Kind.DONE, deadline=deadline)
-                if kind is Kind.DONE:
+                kind, body = link.receive(FrameKind.PAGES, FrameKind.DONE, deadline=deadline)
+                if kind is FrameKind.DONE:
                     return outcome
-                heads = streams.decode_pages(body)
+                heads = socket_frames.decode_pages(body)
                 asked.check(heads)
                 room = stage.room(_stage_bytes(heads))
                 records = arrived_records(heads)
@@ -100,13 +100,15 @@ class TcpPages:
 
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         with self._exchange(deadline) as link:
-            link.send(Kind.WRITE, streams.encode_write(request, deadline.remaining_ns()), deadline)
+            link.send(FrameKind.WRITE, socket_frames.encode_write(request, deadline.remaining_ns()), deadline)
             outcome = self._head(link, shard.decode_write_head, request.pages, deadline)
             for batch in outgoing_records(request, outcome, source):
-                link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
+                link.send(
+                    FrameKind.PAGES, socket_frames.encode_pages(batch), deadline, [record.data for record in batch]
+                )
             source.drained()
-            link.send(Kind.DONE, b"", deadline)
-            _, body = link.receive(Kind.TAIL, deadline=deadline)
+            link.send(FrameKind.DONE, b"", deadline)
+            _, body = link.receive(FrameKind.TAIL, deadline=deadline)
             tail = shard.decode_write_tail(body)
             check_answer_length(tail, request.pages, self.address)
             return tail
@@ -138,9 +140,9 @@ class TcpPages:
     def _head(
         self, link: FramedSocket, decode: Callable[[bytes], list[T]], asked: Sequence[object], deadline: Deadline
     ) -> list[T]:
-        kind, body = link.receive(Kind.HEAD, Kind.REFUSED, deadline=deadline)
-        if kind is Kind.REFUSED:
-            raise RefusedByShard(streams.decode_refused(body))
+        kind, body = link.receive(FrameKind.HEAD, FrameKind.REFUSED, deadline=deadline)
+        if kind is FrameKind.REFUSED:
+            raise RefusedByShard(socket_frames.decode_refused(body))
         outcome = decode(body)
         check_answer_length(outcome, asked, self.address)
         return outcome
@@ -222,33 +224,39 @@ class TcpServer:
 
     def _serve(self, link: FramedSocket, tenant_now: TenantNow) -> None:
         link.tune(_tune)
-        link.send(Kind.WELCOME, b"", bounded())
+        link.send(FrameKind.WELCOME, b"", bounded())
         attend = partial(serve_attend_frames, self._host, TcpPages.name)
-        serve_exchanges(link, tenant_now, {Kind.READ: self._read, Kind.WRITE: self._write, Kind.ATTEND: attend})
+        serve_exchanges(
+            link, tenant_now, {FrameKind.READ: self._read, FrameKind.WRITE: self._write, FrameKind.ATTEND: attend}
+        )
 
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
-        request, remaining_ns = streams.decode_read(body)
+        request, remaining_ns = socket_frames.decode_read(body)
         deadline = bounded(remaining_ns)
-        with ReadSession(self._host, tenant, request, stop=link.shut, deadline=deadline, path=TcpPages.name) as session:
-            link.send(Kind.HEAD, shard.encode_read_head(session.outcome), deadline)
+        with ReadSession(
+            self._host, tenant, request, stop=link.shutdown, deadline=deadline, path=TcpPages.name
+        ) as session:
+            link.send(FrameKind.HEAD, shard.encode_read_head(session.outcome), deadline)
             for batch in session.frames(_FRAME_BYTES):
-                link.send(Kind.PAGES, streams.encode_pages(batch), deadline, [record.data for record in batch])
-        link.send(Kind.DONE, b"", deadline)
+                link.send(
+                    FrameKind.PAGES, socket_frames.encode_pages(batch), deadline, [record.data for record in batch]
+                )
+        link.send(FrameKind.DONE, b"", deadline)
 
     def _write(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
-        request, remaining_ns = streams.decode_write(body)
+        request, remaining_ns = socket_frames.decode_write(body)
         deadline = bounded(remaining_ns)
         with WriteSession(
-            self._host, tenant, request, stop=link.shut, deadline=deadline, path=TcpPages.name
+            self._host, tenant, request, stop=link.shutdown, deadline=deadline, path=TcpPages.name
         ) as session:
-            link.send(Kind.HEAD, shard.encode_write_head(session.outcome), deadline)
+            link.send(FrameKind.HEAD, shard.encode_write_head(session.outcome), deadline)
             while True:
-                kind, body = link.receive(Kind.PAGES, Kind.DONE, deadline=deadline)
-                if kind is Kind.DONE:
+                kind, body = link.receive(FrameKind.PAGES, FrameKind.DONE, deadline=deadline)
+                if kind is FrameKind.DONE:
                     break
                 session.alive()
-                for head in streams.decode_pages(body):
+                for head in socket_frames.decode_pages(body):
                     payload = link.incoming(head.nbytes, deadline)
                     session.receive(head.item, head.layer, head.codec, head.sums, payload)
             tail = session.finish()
-        link.send(Kind.TAIL, shard.encode_write_tail(tail), deadline)
+        link.send(FrameKind.TAIL, shard.encode_write_tail(tail), deadline)

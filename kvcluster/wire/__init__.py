@@ -6,6 +6,7 @@ LimitError or SpecError, and nothing else.
 
     methods.py      a table of the unary methods of both services, for servers and clients
     frames.py       the streams of pages, and tickets: bytes that no protobuf service describes
+    socket_frames.py, shm_frames.py     frames on plain sockets, for tcp and shm
     checks.py       the checks of single values, and what they raise
     fields.py       how a message is declared: once, for both directions, with its bounds
     coordinator.py, answers.py, reports.py, orders.py, shard.py     the declarations;     common.py     what they share

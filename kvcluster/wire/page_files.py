@@ -24,10 +24,11 @@ from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, RECORD_BYTES, Shape
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.wire import common
 from kvcluster.wire.checks import QUANTITY_MAX, at_most, must

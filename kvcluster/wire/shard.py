@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.messages import (
     AttachedShard,
     Flush,
@@ -25,7 +26,6 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
 from kvcluster.wire.checks import agree, at_most, numbers
 from kvcluster.wire.common import (

@@ -9,6 +9,7 @@ import math
 from typing import TypeVar
 
 from kvcluster.core import limits
+from kvcluster.core.groups import DTYPE_BYTES, Part
 from kvcluster.core.ids import BlockHash, SpanId
 from kvcluster.core.messages import (
     AttendAnswer,
@@ -23,7 +24,6 @@ from kvcluster.core.messages import (
     SpansLacking,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import DTYPE_BYTES, Part
 from kvcluster.errors import ProtocolError
 from kvcluster.wire.checks import at_most, must
 from kvcluster.wire.common import ATTEMPT, EPOCH, HASHES, HOLDER, INDEX_MAX, LOSS, PLACE_TABLE

@@ -18,8 +18,8 @@ import kvcluster
 from kvcluster.actors import embedded
 from kvcluster.actors.local import LocalCluster
 from kvcluster.client import Client
+from kvcluster.core.groups import Part
 from kvcluster.core.miss import MissReason
-from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, ConfigError
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 from tests.actors.conftest import QUICK

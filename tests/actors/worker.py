@@ -21,7 +21,8 @@ import torch
 import kvcluster
 from kvcluster.client import batch_copies
 from kvcluster.config import ClientConfig
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.groups import Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 from tests.actors.processes import session
 from tests.waiting import eventually

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan
 from kvcluster.attention.page_span import DTYPES
 from kvcluster.core.codecs import Codec
-from kvcluster.core.spec import Group, Plane
+from kvcluster.core.groups import Group, Plane
 from kvcluster.pages.codec_torch import TorchCoder
 
 

@@ -11,7 +11,7 @@ import torch
 
 from kvcluster.attention import ROOT, PageAddresses, PageLayout, PageSpan, Partial, QueryRow, Subtree, merge, partial
 from kvcluster.core.codecs import Codec
-from kvcluster.core.spec import Group, Plane
+from kvcluster.core.groups import Group, Plane
 from kvcluster.errors import CallerError
 from tests.attention.references import context, layout_of
 

@@ -64,7 +64,7 @@ class Served:
         self._back.start()
         self._tcp.start()
         self._shard.start(self._offers)
-        eventually(lambda: any(member.cursor.current for member in self._coordinator.core.members.all()))
+        eventually(lambda: any(member.cursor.current for member in self._coordinator.core.state.members.all()))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -87,7 +87,7 @@ class Served:
 
     def tombstones(self) -> int:
         """Returns the tombstones that purges have left."""
-        left = self._coordinator.inspect(lambda: len(self._coordinator.core.tombstones.all()))
+        left = self._coordinator.inspect(lambda: len(self._coordinator.core.state.tombstones.all()))
         assert isinstance(left, int)
         return left
 

@@ -227,7 +227,7 @@ def test_drain_outlives_the_coordinator(
     command = threading.Thread(target=lambda: ended.append(served.run("drain", "shard-0", token="operator")))
     command.start()
     draining = served.cluster.shards[ShardId("shard-0")]
-    eventually(lambda: draining.core._orders.draining)
+    eventually(lambda: draining.core.state.draining)
     served.cluster.stop_coordinator()
     served.cluster.start_coordinator()
     may_go.set()
@@ -245,7 +245,7 @@ def test_a_coordinator_that_stays_away_is_not_waited_for(
     command = threading.Thread(target=lambda: ended.append(served.run("drain", "shard-0", token="operator")))
     command.start()
     draining = served.cluster.shards[ShardId("shard-0")]
-    eventually(lambda: draining.core._orders.draining)
+    eventually(lambda: draining.core.state.draining)
     served.cluster.stop_coordinator()
     command.join()
     assert ended == [1]

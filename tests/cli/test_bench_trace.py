@@ -152,7 +152,7 @@ def test_nothing_is_left_of_a_request_but_its_blocks() -> None:
     cluster = small(16)
     cluster.store(chain(4), 0, Loss.EXACT)
     assert cluster.load(chain(8)).blocks == 4
-    assert len(cluster.coordinator.tickets) == 0
+    assert len(cluster.coordinator.state.tickets) == 0
     assert [len(shard.leases) for shard in cluster.shards] == [0]
     checked(cluster)
 
@@ -163,7 +163,7 @@ def test_a_store_larger_than_the_tier_waits_its_time_and_keeps_what_fits() -> No
     cluster.store(chain(40, first=100), 0, Loss.EXACT)
     for second in range(1, 6):
         cluster.advance(second * 1_000 * MS)
-    assert len(cluster.coordinator.tickets) == 0
+    assert len(cluster.coordinator.state.tickets) == 0
     assert 0 < cluster.load(chain(40, first=100)).blocks <= 8
     checked(cluster)
 

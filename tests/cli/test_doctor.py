@@ -77,7 +77,7 @@ class Served:
         cluster.wait_until(lambda: {shard["address"] for shard in self.status()} == known)
 
     def status(self) -> list[dict[str, Any]]:
-        members = self.cluster.coordinator_core().members.all()
+        members = self.cluster.coordinator_core().state.members.all()
         return [{"address": member.info.address} for member in members]
 
     def _offer(self, name: str, host: ShardHost) -> None:
@@ -299,7 +299,7 @@ def test_a_shard_that_cannot_be_reached_is_named_and_the_status_is_1(
 def test_a_lost_shard_is_not_tried() -> None:
     with serving(membership_ttl_ms=1_500) as served:
         served.cluster.stop_shard(ShardId("shard-0"))
-        members = served.cluster.coordinator_core().members
+        members = served.cluster.coordinator_core().state.members
         served.cluster.wait_until(lambda: "shard-0" in members.lost)
         found = examine(served.address, "default", openers={"tcp": open_path})
         shard = next(shard for shard in found["shards"] if shard["shard"] == "shard-0")

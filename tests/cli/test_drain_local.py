@@ -78,7 +78,7 @@ def test_every_shard_of_this_machine_drains_and_its_node_leaves(
     assert said[0].startswith("left here: shard-0 with ")
     assert said[-1] == "drained: shard-0, shard-1"
     assert sorted(served.cluster.drained) == ["shard-0", "shard-1"]
-    assert set(served.cluster.coordinator_core().members.leaving) == {"shard-0", "shard-1"}
+    assert set(served.cluster.coordinator_core().state.members.leaving) == {"shard-0", "shard-1"}
 
 
 @pytest.mark.usefixtures("on_the_shards_machine")

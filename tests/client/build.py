@@ -14,6 +14,7 @@ import torch
 
 from kvcluster.client.client import Client
 from kvcluster.client.results import Loaded, Pinned
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Epoch, NamespaceId
 from kvcluster.core.messages import (
     AttachedShard,
@@ -26,7 +27,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.miss import Miss
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport
 

@@ -26,6 +26,7 @@ from kvcluster.client.plan_messages import (
 )
 from kvcluster.client.policy import SILENT_SHARE, ShardPolicy
 from kvcluster.client.results import Loaded
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     BlockFate,
@@ -40,7 +41,6 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.transport.base import RefusedByShard, Streams, Unavailable
 from tests.client.build import HEADS, LAYERS, SPEC
 

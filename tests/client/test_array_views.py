@@ -119,7 +119,7 @@ def test_what_is_no_array_has_no_view(value: Any) -> None:
 
 
 def test_bytes_are_served_for_planes_that_no_tensor_holds(cluster: MemoryCluster) -> None:
-    from kvcluster.core.spec import Group, Plane
+    from kvcluster.core.groups import Group, Plane
 
     planes = (Plane("k", 1, 6, "float16"), Plane("v", 1, 4, "float16"), Plane.opaque("state", 5))
     spec = KVSpec(model="m", weights="sha256:0", block_tokens=BLOCK, groups=(Group((0, 1), planes),))

@@ -81,9 +81,9 @@ def test_explain_promises_and_touches_nothing(cluster: MemoryCluster) -> None:
     client = cluster.client(SPEC)
     client.store(TOKENS, kv(3))
     client.flush()
-    stamps = [record.stamp for space in cluster.coordinator_core().directory for record in space.index]
+    stamps = [record.stamp for space in cluster.coordinator_core().state.namespaces for record in space.index]
     assert all(e.hit for e in client.explain(TOKENS))
-    assert [record.stamp for space in cluster.coordinator_core().directory for record in space.index] == stamps
+    assert [record.stamp for space in cluster.coordinator_core().state.namespaces for record in space.index] == stamps
     assert client.status()["tickets"] == 0
     assert client.status()["counters"]["asked_blocks"] == 0
 

@@ -19,11 +19,11 @@ from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.results import Loaded
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import Need, PageKey, ReadRequest, ShardAddress, Source, TicketBody, Tier
 from kvcluster.core.messages.common import Run
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.pages import checksum, codec, native
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, Transport

@@ -583,4 +583,4 @@ def test_a_prepare_whose_answer_is_lost_is_asked_again(alone: MemoryCluster) -> 
     port.after = lose_the_first
     with watched_client(alone, port=port) as client, client.prepare_load(client.hashes(TOKENS)) as ticket:
         assert ticket.blocks == 4
-        assert len(alone.coordinator_core().tickets) == 1
+        assert len(alone.coordinator_core().state.tickets) == 1

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvcluster.client.layouts import Buffers, Paged
 from kvcluster.client.memory import BoundMemory, bind
-from kvcluster.core.spec import Group, KVSpec, Part, Plane
+from kvcluster.core.groups import Group, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.pages.copy_geometry import BlockGeometry
 from tests.client.test_memory import K_AND_V, SPEC, WHOLE, Case, Layout, Row, layers, memories, parts
 

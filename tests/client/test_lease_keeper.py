@@ -159,11 +159,11 @@ def test_a_ticket_lives_on_beyond_its_time_while_its_client_keeps_it(start: Star
     client.flush()
     with client.prepare_load(client.hashes(tokens)) as ticket:
         name = DEFAULT_TENANT, ticket.body.attempt
-        granted = cluster.coordinator_core().tickets.get(name)
+        granted = cluster.coordinator_core().state.tickets.get(name)
         assert granted is not None
         first_expiry = granted.expires_at
         cluster.wait_until(lambda: granted.expires_at >= first_expiry + 600_000_000)
-        assert cluster.coordinator_core().tickets.get(name) is granted
+        assert cluster.coordinator_core().state.tickets.get(name) is granted
     cluster.wait_until_idle()
     assert client.status()["tickets"] == 0
 

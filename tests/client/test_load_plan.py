@@ -23,10 +23,10 @@ from kvcluster.client.policy import ASKING_SHARE
 from kvcluster.client.results import Loaded
 from kvcluster.client.retry import ROUNDS
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.transport.base import Cancelled, Streams, Unavailable
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES

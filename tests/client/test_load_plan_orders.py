@@ -26,9 +26,9 @@ from kvcluster.client.plan_messages import (
     StartRead,
     StopRead,
 )
+from kvcluster.core.groups import Part
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.testing.sim.destination import Destination
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import HEADS, LAYERS, SPEC

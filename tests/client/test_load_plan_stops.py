@@ -17,9 +17,9 @@ from kvcluster.client.plan_messages import (
 )
 from kvcluster.client.policy import ASKING_SHARE
 from kvcluster.client.results import Loaded
+from kvcluster.core.groups import Part
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import HEADS, LAYERS
 from tests.client.stepping import (

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kvcluster.client.layouts import Buffers, Dense, Paged
 from kvcluster.client.memory import BoundMemory, bind
-from kvcluster.core.spec import DTYPE_BYTES, Group, KVSpec, Part, Plane
+from kvcluster.core.groups import DTYPE_BYTES, Group, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ProtocolError, SpecError
 from kvcluster.pages.staging import Staging
 

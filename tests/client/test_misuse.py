@@ -14,8 +14,8 @@ from kvcluster.client.client import Client
 from kvcluster.client.layouts import Buffers, Paged
 from kvcluster.client.tickets import Ticket
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, LimitError, ProtocolError, SpecError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline

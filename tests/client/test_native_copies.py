@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kvcluster.client.layouts import Paged
 from kvcluster.client.memory import BoundMemory
 from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.core.spec import Group, KVSpec, Part, Plane
+from kvcluster.core.groups import Group, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum, codec, native
 from kvcluster.pages.codec_torch import TorchCoder
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus

@@ -17,6 +17,7 @@ from kvcluster.client.policy import Permit, ShardPolicy
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.core import limits
+from kvcluster.core.groups import Group, Plane
 from kvcluster.core.messages import (
     CoordinatorQuestion,
     EndTicket,
@@ -30,7 +31,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import Group, KVSpec, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import (

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kvcluster.client.layouts import Dense, Paged
+from kvcluster.core.groups import Group, Plane, window
 from kvcluster.core.miss import MissReason
-from kvcluster.core.spec import Group, KVSpec, Plane, window
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from tests.client.build import BLOCK, DIM, HEADS, PAGE_BYTES, SPEC, kv, noise, prompt, room, same, unwritten

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvcluster.client.pieces import Piece
 from kvcluster.client.read_ranges import ReadRanges
+from kvcluster.core.groups import Part
 from kvcluster.core.messages import PageKey, PageWant
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
 from kvcluster.transport.base import Cancelled
 from tests.client.build import BOUND_S

@@ -81,7 +81,7 @@ def doubled(single: MemoryCluster) -> MemoryCluster:
     core = single.coordinator_core()
 
     def known_twice() -> bool:
-        (space,) = core.directory
+        (space,) = core.state.namespaces
         records = [space.index.get(block) for block in client.hashes(TOKENS)]
         return all(record is not None and len(record.copies.entries) == 2 for record in records)
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from kvcluster.client.pieces import Piece, cover, plan_pieces
 from kvcluster.client.retry import ROUNDS, RetryPlan
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import BlockFate, Need, PageKey, PageWant, Run, ShardAddress, Source, TicketBody, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, ProtocolError
 from tests.client.build import HEADS, LAYERS, SPEC
 

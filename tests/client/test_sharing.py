@@ -14,11 +14,12 @@ import torch
 from kvcluster.client.layouts import Buffers, Dense, Paged
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import Loaded, Stored
+from kvcluster.core.groups import LAST, Group, Part, Plane, window
 from kvcluster.core.hashing import chain, root
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import PrepareStore
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import LAST, Group, KVSpec, Part, Plane, window
+from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Unavailable
 from tests.client.build import (
@@ -220,7 +221,7 @@ def test_a_ticket_is_redeemed_by_others_each_for_its_own_part(cluster: MemoryClu
             assert loaded.blocks == 4
             assert same(into, of(values, part))
             redeemed.release()  # it is not this client's to end
-        assert len(cluster.coordinator_core().tickets) == 1
+        assert len(cluster.coordinator_core().state.tickets) == 1
 
 
 def test_a_rank_loads_the_layers_and_heads_that_are_its_own_and_no_other_bytes_of_them(cluster: MemoryCluster) -> None:

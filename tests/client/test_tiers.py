@@ -15,11 +15,12 @@ from kvcluster.client.client import Client
 from kvcluster.client.results import Stored
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import LAST, Group, Part, Plane
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import Done, Drain, ReadRequest, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.page import Page
-from kvcluster.core.spec import LAST, Group, KVSpec, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.pages.codec_torch import TorchCoder
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline, Streams

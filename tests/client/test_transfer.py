@@ -15,8 +15,8 @@ import torch
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline
@@ -375,10 +375,10 @@ def test_closing_ends_transfers_that_are_under_way_and_queued(cluster: MemoryClu
 def test_closing_gives_tickets_back(cluster: MemoryCluster) -> None:
     client = cluster.client(SPEC)
     tickets = [client.prepare_load(client.hashes(TOKENS)) for _ in range(3)]
-    assert len(cluster.coordinator_core().tickets) == 3
+    assert len(cluster.coordinator_core().state.tickets) == 3
     client.close()
     client.close()
-    assert len(cluster.coordinator_core().tickets) == 0
+    assert len(cluster.coordinator_core().state.tickets) == 0
     for ticket in tickets:
         ticket.release()
 

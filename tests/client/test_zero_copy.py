@@ -23,6 +23,7 @@ from kvcluster.client.layouts import Buffers
 from kvcluster.client.tensors import page_tensor
 from kvcluster.client.tickets import Ticket, TicketSeal
 from kvcluster.config import TRANSPORTS, ClientConfig
+from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     AttachedShard,
@@ -38,7 +39,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page, PageState
-from kvcluster.core.spec import Group, KVSpec, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.runtime.auth import DEFAULT_TENANT
 from kvcluster.runtime.shard_host import ShardHost

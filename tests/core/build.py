@@ -5,11 +5,12 @@ Block number i of the one chain here follows block i - 1; the first follows ROOT
 
 from __future__ import annotations
 
+from kvcluster.core.groups import PREFIX, Group, Part, Plane, Reuse
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import GoneEvent, PageEvent, PageKey, ShardAddress, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.shares import Owner
-from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, Reuse
+from kvcluster.core.spec import KVSpec
 
 SPACE = NamespaceId(b"n" * HASH_BYTES)
 ROOT = BlockHash(b"r" * HASH_BYTES)

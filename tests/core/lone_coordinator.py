@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, CallId, Epoch, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator
 from kvcluster.core.messages import (
@@ -56,7 +57,7 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.testing.core_stepper import CoreStepper, build_request
 from tests.core.samples import MEMBERSHIP_MS, OURS, SECOND, SPEC, THEIRS, WHOLE, attempt, chain, gone, ours, root, whole
 

@@ -136,7 +136,7 @@ class LoneShard(CoreStepper):
         shard = cls(pages, host_pages=host_pages, found=found, spec=spec, **config)
         shard.attach(spec)
         shard.settle()
-        assert shard.core.member(shard.now)
+        assert shard.core.state.member(shard.now)
         return shard
 
     def read_clock(self) -> int:

@@ -95,7 +95,7 @@ def interrupt(shard: LoneShard, how: str) -> None:
         case "no coordinator":
             shard.settle()
             shard.later(6 * SECOND)
-            assert not shard.core.member(shard.now)
+            assert not shard.core.state.member(shard.now)
         case "the end":
             shard.hear(leave=LeaveReason.DRAINED)
             assert shard.moving.attempt in shard.revoked

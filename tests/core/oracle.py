@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcluster.core.spec import Part, Reuse
+from kvcluster.core.groups import Part, Reuse
 
 
 def cells(part: Part) -> set[tuple[int, int]]:

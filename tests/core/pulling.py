@@ -81,12 +81,12 @@ def others(
 
 def homes(coordinator: LoneCoordinator, block: BlockHash) -> list[str]:
     """The shards, alive, that the index names for this block."""
-    for space in coordinator.core.directory:
+    for space in coordinator.core.state.namespaces:
         record = space.index.get(block)
         if record is not None:
             slots = dict.fromkeys(copy.slot for copy in record.copies.entries)
-            alive = [slot for slot in slots if coordinator.core.book.alive(slot)]
-            return sorted(coordinator.core.book.address(slot).shard for slot in alive)
+            alive = [slot for slot in slots if coordinator.core.state.book.alive(slot)]
+            return sorted(coordinator.core.state.book.address(slot).shard for slot in alive)
     return []
 
 

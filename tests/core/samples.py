@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import Attempt, BlockHash, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import GoneEvent, Need, PageEvent, PageKey, Tier
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
+from kvcluster.core.spec import KVSpec
 from kvcluster.testing.core_stepper import Build, build_request
 
 MS = 1_000_000

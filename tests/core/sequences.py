@@ -53,7 +53,7 @@ class Syncing:
         self.sync(TableChange(sequence, 0, closed=True))
 
     def table(self, sequence: SequenceId) -> tuple[BlockHash, ...] | None:
-        return self.coordinator.core.tables.table((self.tenant, self.holder), sequence)
+        return self.coordinator.core.state.tables.table((self.tenant, self.holder), sequence)
 
 
 def private_page(block: BlockHash, tier: Tier = Tier.DEVICE) -> PageEvent:

@@ -122,7 +122,7 @@ class TablesAgainstLists(RuleBasedStateMachine):
             assert self.tables.claimed_blocks == len(claimed)
             for tenant in (OURS, THEIRS):
                 own = [name for name in claimed if name[0] in (namespace(tenant, PUBLIC), namespace(tenant, PRIVATE))]
-                assert self.tables.claimed_bytes(tenant) == BLOCK_BYTES * len(own)
+                assert self.tables._bytes.held(tenant) == BLOCK_BYTES * len(own)
 
 
 TestTablesAgainstLists = TablesAgainstLists.TestCase

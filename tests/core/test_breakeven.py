@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven, LinkRate
+from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, Reuse, window
 from kvcluster.core.miss import MissReason
-from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, Reuse, window
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from tests.core.build import SECOND_NS
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core.codecs import Codec, Coding, coding, layer_bytes, page_bytes, plane_bytes
+from kvcluster.core.groups import Plane
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Plane
 from tests.core.samples import CODED, LEFT, MIXED, RIGHT, SPEC, WHOLE
 
 DTYPES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "uint8"]

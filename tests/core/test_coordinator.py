@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import (
     Attach,
@@ -39,7 +40,6 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_coordinator import (
     BLOCKS,
@@ -101,7 +101,7 @@ def test_the_namespace_of_another_tenant_is_unknown(question: CoordinatorQuestio
     unknown = coordinator.ask(Refused, build_request(question, THEIRS, HYBRID.namespace(OURS)))
     assert theirs.kind is RefusedKind.UNKNOWN_NAMESPACE
     assert theirs == unknown
-    assert not len(coordinator.core.tickets)
+    assert not len(coordinator.core.state.tickets)
 
 
 def test_a_ticket_is_not_shown_to_workers_of_another_namespace() -> None:
@@ -213,11 +213,11 @@ def test_a_lost_shard_is_shown_until_shards_of_other_names_have_taken_its_place(
 def test_a_node_that_is_to_be_taken_down_is_remembered_by_its_shard_until_it_is_heard() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages([A]))
     coordinator.ask(Done, ours(Drain(ShardId("unknown"), leaving=True)))
-    assert coordinator.core.members.leaving == {}
+    assert coordinator.core.state.members.leaving == {}
     coordinator.ask(Done, ours(Drain(ShardId("a"))))
-    assert coordinator.core.members.leaving == {}
+    assert coordinator.core.state.members.leaving == {}
     coordinator.ask(Done, ours(Drain(ShardId("a"), leaving=True)))  # one that drains already
-    assert coordinator.core.members.leaving == {"a": "a:1"}
+    assert coordinator.core.state.members.leaving == {"a": "a:1"}
 
 
 def test_what_a_shard_found_is_kept_for_the_operator_and_no_other_run() -> None:
@@ -274,7 +274,7 @@ def test_every_counter_adds_up() -> None:
         beat(coordinator, voice, until=coordinator.now + 6 * SECOND)
         coordinator.ask(Purged, ours(Purge()))
         coordinator.store(of[3], BLOCKS[:1])
-        voice.report(PurgedEvent(coordinator.core.tombstones.highest))
+        voice.report(PurgedEvent(coordinator.core.state.tombstones.highest))
 
     once(1)
     first = dict(coordinator.status().counters)

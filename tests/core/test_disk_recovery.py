@@ -65,7 +65,7 @@ class DiskShard(LoneShard):
         shard = cls(found=found, spec=spec, **config)
         shard.attach(spec)
         shard.settle()
-        assert shard.core.member(shard.now)
+        assert shard.core.state.member(shard.now)
         return shard
 
     def step(self, message: ShardMessage) -> list[Effect]:

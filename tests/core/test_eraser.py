@@ -128,7 +128,7 @@ def test_a_page_that_is_claimed_within_its_grace_stays() -> None:
     for _ in range(4):
         beat(coordinator, voice, until=coordinator.now + 10 * SECOND)
         worker.sync()
-    assert voice.info.shard == "a" and coordinator.core.tables.claimed_blocks == 1
+    assert voice.info.shard == "a" and coordinator.core.state.tables.claimed_blocks == 1
     assert erased(voice.report()) == [PAGES[1]]
 
 

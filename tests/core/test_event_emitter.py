@@ -123,7 +123,7 @@ def test_blocks_that_a_lost_shard_held_alone_are_removed() -> None:
     coordinator, voice, outsider = published()
     voice.report(*pages(CHAIN))
     coordinator.later(60_000_000_000)
-    assert not coordinator.core.members.all()
+    assert not coordinator.core.state.members.all()
     assert outsider.blocks == {}
     assert outsider.heard[-1].events == (BlocksRemoved(Tier.DEVICE, CHAIN),)
 

@@ -71,13 +71,13 @@ class Index:
 class Worth:
     """A policy whose scores are drawn: they rise and fall as they like."""
 
-    falls = True
+    scores_fall = True
 
     def score(self, block: Block, now: int) -> int:
         assert isinstance(block, Record)
         return block.worth
 
-    def taken(self, score: int, now: int) -> None:
+    def evicted(self, score: int, now: int) -> None:
         pass
 
 
@@ -172,7 +172,7 @@ class QueueAgainstLists(RuleBasedStateMachine):
         for record in taken:
             free = [leaf for leaf in self.leaves() if not leaf.held and leaf.space not in closed]
             assert record in free, "a block is evicted after its followers, and a held or closed one never"
-            if not self.policy.falls:
+            if not self.policy.scores_fall:
                 assert bound == 2 or self.score(record) == min(map(self.score, free))
             del self.queued[record.hash]
         if not self.index.queue.cut_short and len(taken) < most:

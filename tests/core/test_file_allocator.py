@@ -20,8 +20,8 @@ from kvcluster.core.file_allocator import (
     Shape,
     default_file_bytes,
 )
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, NamespaceId
-from kvcluster.core.spec import Part
 from kvcluster.errors import ConfigError
 from tests.core.build import SPACE, WHOLE, key
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcluster.core.groups import PREFIX, Group, Plane, window
 from kvcluster.core.model_config import read_kv
-from kvcluster.core.spec import PREFIX, Group, KVSpec, Plane, window
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError, SpecError
 
 LLAMA = {

@@ -6,11 +6,12 @@ import pytest
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import LAST, PREFIX, Part
 from kvcluster.core.ids import HASH_BYTES, NamespaceId, Tenant
 from kvcluster.core.messages import Need, Tombstone
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
 from kvcluster.core.replica_sets import ReplicaTable
-from kvcluster.core.spec import LAST, PREFIX, KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.core.tombstones import Tombstones
 from tests.core.build import WHOLE, address, page, spec
 

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import NewPage, NewPages, PageKey
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Part
 
 PARTS = [Part(0, 4, 0, 2), Part(4, 8, 0, 2)]
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey, PageWant, PageWants, WantKind
-from kvcluster.core.spec import Part
 
 PARTS = [Part(0, 4, 0, 2), Part(4, 8, 0, 2)]
 

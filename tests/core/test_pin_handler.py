@@ -514,11 +514,11 @@ def test_a_reader_who_waits_for_room_is_given_nothing_once_no_coordinator_is_the
     shard.later(SECOND)
     shard.settle()
     shard.later(4_800_000_000)
-    assert shard.core.member(shard.now)
+    assert shard.core.state.member(shard.now)
     call = shard.pinning(attempt(1), B, C)
     assert call not in shard.replies
     shard.later(ROOM_NS)
-    assert not shard.core.member(shard.now)
+    assert not shard.core.state.member(shard.now)
     assert misses(shard.replies[call]) == [MissReason.SHARD_LOST] * 2
     assert end(shard, attempt(0)) and not end(shard, attempt(1))
     assert shard.stages == [] and host_bytes(shard) == 0
@@ -611,7 +611,7 @@ def test_a_page_read_after_the_coordinator_was_lost_is_given_to_no_reader() -> N
     call = shard.pinning(attempt(1), A, B)
     shard.settle()
     shard.later(6 * SECOND)
-    assert not shard.core.member(shard.now) and attempt(1) not in shard.revoked
+    assert not shard.core.state.member(shard.now) and attempt(1) not in shard.revoked
     shard.read()
     assert misses(shard.replies[call]) == [MissReason.SHARD_LOST] * 2, "nor what was in memory all the time"
     assert host_bytes(shard) == 0

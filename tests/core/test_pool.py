@@ -13,10 +13,11 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocator
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
-from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier, TierUse, Written
+from kvcluster.core.messages import PageEvent, PageKey, PageSlot, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.page import TRANSITIONS, IllegalTransition, Page, PageAction, PageState
 from kvcluster.core.pool import PagePool
+from kvcluster.core.tiers import FASTEST
 from tests.core.build import SPACE, key, parent
 
 OTHER_SPACE = NamespaceId(b"o" * HASH_BYTES)
@@ -41,6 +42,22 @@ def ready(pool: PagePool, number: int) -> Page:
     page = written(pool, number)
     pool.commit(page, SUMS)
     return page
+
+
+def pin_one(pool: PagePool, page: Page) -> None:
+    pool.pin([page])
+
+
+def unpin_one(pool: PagePool, page: Page) -> bool:
+    """Whether that freed the page."""
+    pool.unpin([page])
+    return page.state is PageState.FREE
+
+
+def condemn_one(pool: PagePool, page: Page) -> bool:
+    """Whether that freed the page."""
+    pool.condemn(page)
+    return page.state is PageState.FREE
 
 
 class PoolAgainstLists(RuleBasedStateMachine):
@@ -96,7 +113,7 @@ class PoolAgainstLists(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         if page := self.in_state(data, PageState.READY):
-            self.pool.pin(page)
+            self.pool.pin([page])
             self.pins[page] += 1
 
     @rule(data=st.data())
@@ -104,14 +121,14 @@ class PoolAgainstLists(RuleBasedStateMachine):
         if page := self.in_state(data, PageState.READY, PageState.CONDEMNED, pinned=True):
             self.pins[page] -= 1
             freed = self.state[page] is PageState.CONDEMNED and not self.pins[page]
-            assert self.pool.unpin(page) == freed
+            assert unpin_one(self.pool, page) == freed
             if freed:
                 self.free(page)
 
     @rule(data=st.data())
     def condemn(self, data: st.DataObject) -> None:
         if page := self.in_state(data, PageState.READY):
-            assert self.pool.condemn(page) == (not self.pins[page])
+            assert condemn_one(self.pool, page) == (not self.pins[page])
             self.state[page] = PageState.CONDEMNED
             if not self.pins[page]:
                 self.free(page)
@@ -120,7 +137,7 @@ class PoolAgainstLists(RuleBasedStateMachine):
         data=st.data(),
         mistake=st.sampled_from(
             [
-                (PagePool.pin, PageState.READY),
+                (pin_one, PageState.READY),
                 (PagePool.abort, PageState.WRITING),
                 (PagePool.condemn, PageState.READY),
             ]
@@ -176,7 +193,7 @@ def page_in(state: PageState) -> tuple[PagePool, Page]:
     elif state is not PageState.WRITING:
         pool.commit(page, SUMS)
         if state is PageState.CONDEMNED:
-            pool.pin(page)
+            pool.pin([page])
             pool.condemn(page)
     assert page.state is state
     return pool, page
@@ -200,7 +217,7 @@ ACTS: dict[PageAction, Callable[[PagePool, Page], object]] = {
     PageAction.ABORT: PagePool.abort,
     PageAction.LEND: lambda pool, page: pool.lend(page, b"other sums"),
     PageAction.CONDEMN: PagePool.condemn,
-    PageAction.LAST_UNPIN: PagePool.unpin,
+    PageAction.LAST_UNPIN: unpin_one,
 }
 PAGES = [(page_in, state, action) for state in PageState for action in PageAction]
 COPIES = [(copy_in, state, action) for state in PageState for action in PageAction if state is not PageState.READY]
@@ -251,7 +268,7 @@ def test_only_a_ready_page_gets_a_new_reader(in_state: InState, state: PageState
     pool, page = in_state(state)
     before = everything_of(pool, page)
     with pytest.raises(IllegalTransition, match=f"pin of a page that is {state.value}"):
-        pool.pin(page)
+        pool.pin([page])
     assert everything_of(pool, page) == before
 
 
@@ -263,24 +280,24 @@ def test_every_state_is_reached_and_left_by_the_table() -> None:
 def test_a_condemned_page_keeps_its_bytes_for_the_readers_that_it_has() -> None:
     pool = pool_of(1)
     page = ready(pool, 0)
-    pool.pin(page)
-    pool.pin(page)
-    assert not pool.condemn(page)
+    pool.pin([page])
+    pool.pin([page])
+    assert not condemn_one(pool, page)
     assert pool.get(SPACE, key(0)) is None and reserve(pool, 1) is None
-    assert not pool.unpin(page)
-    assert pool.unpin(page)
+    assert not unpin_one(pool, page)
+    assert unpin_one(pool, page)
     assert reserve(pool, 1) is not None
 
 
 def test_a_key_may_be_written_again_while_its_condemned_page_is_still_read() -> None:
     pool = pool_of(2)
     old = ready(pool, 0)
-    pool.pin(old)
+    pool.pin([old])
     pool.condemn(old)
     new = ready(pool, 0)
     assert pool.get(SPACE, key(0)) is new
     assert new.offset != old.offset and new.generation > old.generation
-    pool.unpin(old)
+    pool.unpin([old])
     assert pool.get(SPACE, key(0)) is new and list(pool.everything()) == [new]
 
 
@@ -381,8 +398,9 @@ def used(pool: PagePool) -> list[int]:
     return [allocator.used_bytes for allocator in pool.allocators.values()]
 
 
-def wanted(loss: Loss) -> NewPage:
-    return NewPage(key(0), parent(0), 0, loss)
+def taken(pool: PagePool, loss: Loss, into: Tier = FASTEST) -> Written | None:
+    """Why page 0 need not be written with that loss."""
+    return pool.taken(pool.there(SPACE, key(0)), loss, into)
 
 
 def test_the_tiers_lie_one_behind_the_other_in_one_arena() -> None:
@@ -482,7 +500,7 @@ def test_what_is_being_written_in_any_tier_is_pending(tier: Tier) -> None:
     assert pool.get(SPACE, key(0)) is page
     miss = pool.find(SPACE, key(0), Loss.Q4)
     assert isinstance(miss, Miss) and miss.reason is MissReason.PENDING
-    assert pool.taken(SPACE, wanted(Loss.EXACT)) is pool.taken(SPACE, wanted(Loss.Q4)) is Written.PENDING
+    assert taken(pool, Loss.EXACT) is taken(pool, Loss.Q4) is Written.PENDING
 
 
 @pytest.mark.parametrize("accept", Loss)
@@ -504,7 +522,7 @@ def test_a_reader_gets_what_has_lost_no_more_than_he_accepts(tier: Tier, loss: L
 def test_what_loses_more_and_is_being_written_elsewhere_gives_way(tier: Tier, into: Tier) -> None:
     pool = tiers_of()
     written_in(pool, tier, loss=Loss.Q8)
-    assert pool.taken(SPACE, wanted(Loss.EXACT), into) is (Written.PENDING if into is tier else None)
+    assert taken(pool, Loss.EXACT, into) is (Written.PENDING if into is tier else None)
 
 
 @pytest.mark.parametrize("there", Loss)
@@ -513,7 +531,7 @@ def test_what_loses_more_and_is_being_written_elsewhere_gives_way(tier: Tier, in
 def test_what_is_there_with_no_more_loss_is_not_written_again(tier: Tier, there: Loss, new: Loss) -> None:
     pool = tiers_of()
     ready_in(pool, tier, loss=there)
-    assert pool.taken(SPACE, wanted(new)) is (Written.DUPLICATE if there <= new else None)
+    assert taken(pool, new) is (Written.DUPLICATE if there <= new else None)
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
@@ -521,8 +539,8 @@ def test_a_better_page_that_is_being_written_beside_a_worse_one_is_pending_for_w
     pool = tiers_of()
     ready_in(pool, tier, loss=Loss.Q8)
     written_in(pool, Tier.DEVICE)
-    assert pool.taken(SPACE, wanted(Loss.EXACT)) is Written.PENDING
-    assert pool.taken(SPACE, wanted(Loss.Q8)) is Written.DUPLICATE
+    assert taken(pool, Loss.EXACT) is Written.PENDING
+    assert taken(pool, Loss.Q8) is Written.DUPLICATE
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
@@ -532,12 +550,12 @@ def test_each_tier_has_room_of_its_own(tier: Tier) -> None:
     at = tier - 1
     capacity = pool.below()[at].capacity_bytes
     assert pool.reserve(SPACE, key(1), 1, parent=parent(1), depth=1, loss=Loss.EXACT, tier=tier) is None
-    pool.pin(below)
+    pool.pin([below])
     pool.condemn(below)
     pool.condemn(above)
     assert pool.allocator.free_bytes == ALIGN_BYTES
     assert (pool.below()[at].free_bytes, pool.below()[at].pages) == (0, 0)
-    assert pool.unpin(below)
+    assert unpin_one(pool, below)
     assert pool.below()[at].free_bytes == capacity
     pool.check()
 
@@ -605,9 +623,9 @@ def test_what_was_adopted_goes_like_any_other_page() -> None:
     assert pool.adopt(Tier.DISK, found_page())
     page = pool.get(SPACE, key(0))
     assert page is not None
-    pool.pin(page)
-    assert not pool.condemn(page)
-    assert pool.unpin(page)
+    pool.pin([page])
+    assert not condemn_one(pool, page)
+    assert unpin_one(pool, page)
     assert used(pool) == [0, 0, 0]
     assert pool.adopt(Tier.DISK, found_page(0, slot=1)), "its key may be taken again"
 
@@ -642,10 +660,10 @@ def test_a_private_copy_cannot_be_found_and_is_no_page_of_its_tier() -> None:
         assert pool.find(SPACE, key(0), Loss.EXACT) is pool.get(SPACE, key(0)) is page
         assert pool.on(Tier.HOST, SPACE, key(0)) is None and list(pool.ready()) == [page]
         assert (pool.count(Tier.HOST), len(pool)) == (0, 1)
-        assert pool.taken(SPACE, wanted(Loss.EXACT), Tier.HOST) is Written.DUPLICATE, "by its page alone"
+        assert taken(pool, Loss.EXACT, Tier.HOST) is Written.DUPLICATE, "by its page alone"
         assert list(pool.everything()) == [page, copy], "it takes room"
     pool.condemn(page)
-    assert pool.get(SPACE, key(0)) is None and pool.taken(SPACE, wanted(Loss.EXACT), Tier.HOST) is None
+    assert pool.get(SPACE, key(0)) is None and taken(pool, Loss.EXACT, Tier.HOST) is None
 
 
 def test_a_page_of_its_tier_may_be_written_beside_a_private_copy_of_the_same_key() -> None:
@@ -655,7 +673,7 @@ def test_a_page_of_its_tier_may_be_written_beside_a_private_copy_of_the_same_key
     host = ready_in(pool, Tier.HOST)
     assert pool.get(SPACE, key(0)) is host and host.offset != copy.offset
     pool.lend(copy, SUMS)
-    assert pool.unpin(copy)
+    assert unpin_one(pool, copy)
     assert pool.get(SPACE, key(0)) is host
     assert used(pool) == [0, ALIGN_BYTES, SECTOR_BYTES]
 
@@ -666,7 +684,7 @@ def test_a_private_copy_is_lent_to_one_reader_and_its_room_is_free_with_him() ->
     pool.lend(copy, SUMS)
     assert (copy.state, copy.pins, copy.sums) == (PageState.CONDEMNED, 1, SUMS)
     assert copy.slot().tier is Tier.HOST
-    assert pool.unpin(copy)
+    assert unpin_one(pool, copy)
     assert used(pool) == [0, 0, SECTOR_BYTES]
 
 
@@ -737,12 +755,12 @@ class TwinsAgainstLists(RuleBasedStateMachine):
             self.pool.abort(page)
             del self.live[at]
         elif act == "pin" and not writing:
-            self.pool.pin(page)
+            self.pool.pin([page])
         elif act == "unpin" and page.pins:
-            assert not self.pool.unpin(page)
+            assert not unpin_one(self.pool, page)
         elif act == "condemn" and not writing:
             del self.live[at]
-            if not self.pool.condemn(page):
+            if not condemn_one(self.pool, page):
                 self.condemned.append(page)
 
     @rule(number=st.integers(0, 2))
@@ -765,14 +783,14 @@ class TwinsAgainstLists(RuleBasedStateMachine):
             self.copies[copy] = True
             return
         if self.copies.pop(copy):
-            assert self.pool.unpin(copy)
+            assert unpin_one(self.pool, copy)
         else:
             self.pool.abort(copy)
 
     @rule()
     def readers_end(self) -> None:
         for page in self.condemned:
-            while not self.pool.unpin(page):
+            while not unpin_one(self.pool, page):
                 pass
         self.condemned.clear()
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
@@ -37,7 +38,6 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_coordinator import (
     BLOCKS,
@@ -170,7 +170,7 @@ def test_a_load_without_a_hold_promises_nothing() -> None:
     coordinator, _ = LoneCoordinator.serving(*pages([A]))
     grant = coordinator.load(attempt(1), [A], hold=False)
     assert (grant.blocks, grant.hold_ns) == (1, 0)
-    assert not len(coordinator.core.tickets)
+    assert not len(coordinator.core.state.tickets)
 
 
 def test_a_holder_of_too_many_tickets_is_answered_without_a_hold_and_stores_nothing(
@@ -219,7 +219,7 @@ def test_renewing_a_ticket_spares_its_blocks_for_as_long_again() -> None:
     coordinator.load(attempt(1), [A])
     beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
     assert renew_ticket(coordinator, attempt(1))
-    record = coordinator.core.directory.record(coordinator.space, A)
+    record = coordinator.core.state.namespaces.record(coordinator.space, A)
     assert record is not None
     assert (record.stamp, record.held_until) == (coordinator.now, coordinator.now + 3 * SECOND)
     assert end_ticket(coordinator, attempt(1))
@@ -232,7 +232,7 @@ def test_a_ticket_outlives_the_namespace_that_it_was_for(monkeypatch: pytest.Mon
     coordinator.load(attempt(1), [A])
     voice.report(gone(A))
     coordinator.ask(Attached, ours(Attach(HYBRID)))
-    assert coordinator.core.directory.known(coordinator.space) is None, "it held nothing and made room"
+    assert coordinator.core.state.namespaces.known(coordinator.space) is None, "it held nothing and made room"
     assert renew_ticket(coordinator, attempt(1))
     assert end_ticket(coordinator, attempt(1))
 
@@ -267,7 +267,7 @@ def test_a_store_uses_its_chain_once_in_a_while() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages([A, B]), refresh_ms=1_000)
 
     def used_at() -> int:
-        record = coordinator.core.directory.record(coordinator.space, A)
+        record = coordinator.core.state.namespaces.record(coordinator.space, A)
         assert record is not None
         return record.stamp
 
@@ -409,13 +409,13 @@ def test_a_store_whose_pages_fit_no_shard_is_refused_and_not_counted_as_written(
 def test_a_run_is_placed_once_however_many_blocks_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator, _ = LoneCoordinator.serving(run_blocks=6)
     placed: list[BlockHash] = []
-    place = coordinator.core.members.place
+    place = coordinator.core.state.members.place
 
     def noted(run: BlockHash, **about: Any) -> Member | None:
         placed.append(run)
         return place(run, **about)
 
-    monkeypatch.setattr(coordinator.core.members, "place", noted)
+    monkeypatch.setattr(coordinator.core.state.members, "place", noted)
     assert decisions(coordinator.store(attempt(1), BLOCKS)) == [(12, Decision.WRITE)]
     assert placed == [BLOCKS[0], BLOCKS[6]]
 
@@ -446,5 +446,5 @@ def test_a_shard_that_has_yet_to_carry_out_a_purge_is_given_nothing_new() -> Non
     coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:2]))
     coordinator.ask(Purged, ours(Purge()))
     assert decisions(coordinator.store(attempt(1), BLOCKS[:2])) == [(2, Decision.REFUSED)]
-    voice.report(PurgedEvent(coordinator.core.tombstones.highest))
+    voice.report(PurgedEvent(coordinator.core.state.tombstones.highest))
     assert decisions(coordinator.store(attempt(2), BLOCKS[:2])) == [(2, Decision.WRITE)]

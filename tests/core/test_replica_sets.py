@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvcluster.core import replica_sets as module
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Part
 from kvcluster.core.messages import Need, Source, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable, Served
-from kvcluster.core.spec import Part
 from tests.core.build import WHOLE, address
 from tests.core.oracle import cells, covered
 

@@ -416,7 +416,7 @@ def test_a_tombstone_that_a_shard_passed_over_is_given_to_it_by_another_number()
     assert coordinator.load(attempt(2), [A]).blocks == 0, "it has not carried out the clear"
     early.report(PurgedEvent(101), *pages([C]))
     assert coordinator.load(attempt(3), [C]).blocks == 1
-    assert coordinator.core.tombstones.all() == (again,)
+    assert coordinator.core.state.tombstones.all() == (again,)
     assert late.report().tombstones == (again,), "to carry it out twice is safe"
 
 

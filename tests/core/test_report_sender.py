@@ -73,7 +73,7 @@ def test_a_pin_granted_before_the_term_ended_may_be_read_to_its_end() -> None:
     shard.store(attempt(1), A)
     shard.pin(attempt(2), A)
     shard.later(6 * SECOND)
-    assert not shard.core.member(shard.now)
+    assert not shard.core.state.member(shard.now)
     assert renew(shard, attempt(2))
 
 
@@ -104,7 +104,7 @@ def test_a_newer_incarnation_ends_this_one() -> None:
     assert granted(shard, waiting) == granted(shard, later) == (Written.LOST,)
     assert shard.replies[flush] == Done(False)
     assert misses(shard.pin(attempt(5), A)) == [MissReason.SHARD_LOST]
-    assert not shard.core.member(shard.now)
+    assert not shard.core.state.member(shard.now)
     assert end(shard, attempt(3))
     assert (shard.sent, shard.core.next_deadline()) == (None, None), "it has nothing more to say"
 

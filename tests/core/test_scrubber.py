@@ -8,17 +8,13 @@ import pytest
 
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits, scrubber
-from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.ids import CLUSTER, Epoch, ShardId, Tenant
 from kvcluster.core.inventory import Inventoried
-from kvcluster.core.leases import LeaseBook, OwnAttempts
 from kvcluster.core.messages import Done, GoneEvent, Refused, RefusedKind, Suspect, Verified, Verify
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.page import Page
-from kvcluster.core.pool import PagePool
-from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.scrubber import ROUND_NS, Scrubber
-from kvcluster.core.withdrawal import Withdrawal
+from kvcluster.core.shard_state import ShardState
 from kvcluster.testing.core_stepper import build_request
 from tests.core.build import ROOT, SPACE, key
 from tests.core.lone_shard import BLOCKS, A, B, C, LoneShard, counters, end, misses, pinned
@@ -31,11 +27,14 @@ class Reader:
     """A verifier over a pool of pages of 64 bytes. The test plays the shell, and finds no page corrupt."""
 
     def __init__(self, *, scrub_bytes: int = 64, pages: int = 16) -> None:
-        self.pool = PagePool(PageAllocator(pages * 64, 64))
-        sender = ReportSender(ShardConfig(), membership_ttl_ms=10_000, everything=lambda: Inventoried([]))
-        own, withdraw = OwnAttempts(ShardId("s"), Epoch(1)), Withdrawal(self.pool, sender)
-        counters = {"verified": 0, "corrupt": 0}
-        self.core = Scrubber(self.pool, LeaseBook(SECOND, 1), own, withdraw, counters, scrub_bytes=scrub_bytes)
+        state = ShardState(
+            *(ShardId("s"), Epoch(1), ShardConfig(device_bytes=pages * 64, host_bytes=0, extent_bytes=64), {}),
+            membership_ttl_ms=10_000,
+            uses=lambda namespace: True,
+            everything=lambda: Inventoried([]),
+        )
+        self.pool = state.pool
+        self.core = Scrubber(state, scrub_bytes=scrub_bytes)
 
     def commit(self, number: int) -> Page:
         page = self.pool.reserve(SPACE, key(number), 64, parent=ROOT, depth=0, loss=Loss.EXACT)

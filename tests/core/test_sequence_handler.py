@@ -146,7 +146,7 @@ class TablesOfWorkers(RuleBasedStateMachine):
     @invariant()
     def tables_and_claims_are_those_of_the_model(self) -> None:
         self.coordinator.later(0)
-        tables = self.coordinator.core.tables
+        tables = self.coordinator.core.state.tables
         held = {of: self.model[of].tables if of in self.model else {} for of in range(2)}
         for of, worker in enumerate(self.workers):
             for sequence in (Q, R, S):
@@ -266,9 +266,9 @@ def test_many_leases_end_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         Syncing(coordinator, number).sync(TableChange(Q, 0), TableChange(R, 0))
     coordinator.now += TTL_MS * MS
     coordinator.step(Tick())
-    assert coordinator.core.tables.__len__() == 6
+    assert coordinator.core.state.tables.__len__() == 6
     coordinator.later(0)
-    assert len(coordinator.core.tables) == 0
+    assert len(coordinator.core.state.tables) == 0
 
 
 def test_a_stalled_coordinator_extends_leases() -> None:

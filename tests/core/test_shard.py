@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.messages import (
     Abort,
     AttachedShard,
@@ -28,7 +29,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import (
     OTHER,
     A,
@@ -268,4 +269,4 @@ def test_a_stall_extends_nothing_that_the_shard_owes() -> None:
     assert granted(shard, waiting) == (Written.LOST,), "and it no longer considers itself a member"
     shard.step(Tick())
     assert shard.replies[flush] == Done()
-    assert not shard.core.member(shard.now)
+    assert not shard.core.state.member(shard.now)

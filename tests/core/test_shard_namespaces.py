@@ -11,6 +11,7 @@ from kvcluster.core import limits
 from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPages
+from kvcluster.core.groups import Group, Plane
 from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import (
     Abort,
@@ -27,7 +28,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
-from kvcluster.core.spec import Group, KVSpec, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_shard import (
     OTHER,

@@ -391,7 +391,7 @@ def test_a_shard_without_a_coordinator_saves() -> None:
     shard = holding(A, found=disk())
     shard.settle()
     shard.later(6 * SECOND)
-    assert not shard.core.member(shard.now)
+    assert not shard.core.state.member(shard.now)
     call = save(shard)
     while shard.moving is None:
         shard.later(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, SpanId, Tenant
 from kvcluster.core.messages import (
     Done,
@@ -23,7 +24,6 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.page import PageState
-from kvcluster.core.spec import Part
 from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard
 from tests.core.samples import CODED, MEMBERSHIP_MS, MS, OURS, SPEC, THEIRS, WHOLE, chain

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core import limits
+from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, Reuse, window
 from kvcluster.core.ids import Tenant
-from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane, Reuse, differing_fields, window
+from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import SpecError
 
 TENANT = Tenant("default")

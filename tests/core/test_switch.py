@@ -50,7 +50,7 @@ def test_status_says_so_and_it_is_kept_for_the_next_coordinator() -> None:
     assert kept.settings == coordinator.status().policy
 
     successor, _ = LoneCoordinator.serving()
-    assert successor.core.set_policy(kept.settings) is None
+    assert successor.core.admin_handler.apply_policy(kept.settings) is None
     assert successor.status().policy == kept.settings
     assert why(successor.load(attempt(1), BLOCKS[:1])) is MissReason.OFF
 

@@ -10,6 +10,7 @@ import pytest
 
 from kvcluster.core import limits, tiering
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Group, Plane
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     Decision,
@@ -28,7 +29,6 @@ from kvcluster.core.messages import (
     TierUse,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.spec import Group, Plane
 from tests.core.lone_coordinator import (
     BLOCKS,
     A,
@@ -675,7 +675,7 @@ def test_what_came_up_is_queued_once_for_its_way_down() -> None:
     coordinator, voice = serving(*encoded(A), promote_loads=1)
     heat(coordinator, A, loads=1)
     carry_out(voice, voice.report(), *decoded(A))
-    [member] = coordinator.core.members.all()
+    [member] = coordinator.core.state.members.all()
     assert [len(member.cold[tier]) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)] == [1, 1, 0]
 
 

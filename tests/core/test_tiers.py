@@ -11,7 +11,7 @@ import pytest
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import ALIGN_BYTES
-from kvcluster.core.disk_recovery import RecoveredPages, carried_out
+from kvcluster.core.disk_recovery import RecoveredPages, applied_tombstones
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import ShardInfo, TierUse, Tombstone
@@ -96,10 +96,10 @@ def test_a_pool_has_the_tiers_that_are_configured_and_opened() -> None:
 
 
 def test_only_what_every_store_has_carried_out_counts_as_carried_out() -> None:
-    assert carried_out([]) == ()
-    assert carried_out([replace(OPENED, tombstones=(OLD, NEW))]) == (OLD, NEW)
+    assert applied_tombstones([]) == ()
+    assert applied_tombstones([replace(OPENED, tombstones=(OLD, NEW))]) == (OLD, NEW)
     one, other = replace(OPENED, tombstones=(OLD, NEW)), replace(OPENED, tombstones=(OLD,))
-    assert carried_out([one, other]) == carried_out([other, one]) == (OLD,)
-    assert carried_out([one, RecoveredPages(trouble="no drive")]) == (OLD, NEW), (
+    assert applied_tombstones([one, other]) == applied_tombstones([other, one]) == (OLD,)
+    assert applied_tombstones([one, RecoveredPages(trouble="no drive")]) == (OLD, NEW), (
         "a store that could not be opened holds nothing"
     )

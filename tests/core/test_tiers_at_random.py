@@ -162,7 +162,8 @@ class TiersOfAShard(RuleBasedStateMachine):
     def read(self, data: st.DataObject, sound: bool) -> None:
         """The drive is done with what one of the readers wants."""
         shard = self.shard
-        running = {of for of in self.open if shard.core.leases.running(of)} if shard.core.member(shard.now) else set()
+        member = shard.core.state.member(shard.now)
+        running = {of for of in self.open if shard.core.leases.running(of)} if member else set()
         before = dict(shard.replies)
         corrupt = () if sound else (0,)
         shard.read(*corrupt, which=data.draw(st.sampled_from(range(len(shard.stages)))))

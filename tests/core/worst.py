@@ -18,6 +18,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
+from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, SequenceId, ShardId, SpanId
 from kvcluster.core.messages import (
     Abort,
@@ -92,7 +93,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss
 from kvcluster.core.probes import SINCE_VERSION
 from kvcluster.core.shard import Shard
-from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
+from kvcluster.core.spec import KVSpec
 from tests.core.build import block, holder, parent
 from tests.core.samples import MEMBERSHIP_MS, OURS, SECOND, SUMS
 
@@ -420,7 +421,7 @@ def get_status(size: int) -> Step:
 
 def begin_probe(size: int) -> Step:
     core, _ = coordinator(size)
-    for member in core.members.all():
+    for member in core.state.members.all():
         member.info = replace(member.info, protocol=SINCE_VERSION)
     return Step(core, asks(Probe()))
 
@@ -600,7 +601,7 @@ class LoneShard:
         if self._sent is None:
             self.step(asks(Flush(0)))
         if self._sent is None:
-            self.core._sender.say_soon()
+            self.core.state.report_sender.say_soon()
             self.step(asks(GetOffers()))
         return self.ack(**said)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.core.spec import Group, Plane
+from kvcluster.core.groups import Group, Plane
 from kvcluster.pages import checksum, codec, native
 from kvcluster.pages.copy_batch import CopyStatus
 from kvcluster.pages.region import address_of

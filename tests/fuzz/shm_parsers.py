@@ -11,10 +11,10 @@ from itertools import islice
 from typing import cast
 
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, BlockHash
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.errors import LimitError, ProtocolError, SpecError
 from kvcluster.pages import checksum
 from kvcluster.wire import shm_frames

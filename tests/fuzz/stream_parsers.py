@@ -9,7 +9,7 @@ from kvcluster.core.messages import ReadRequest, WriteRequest
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, SpecError
 from kvcluster.pages import codec
-from kvcluster.wire import spans, streams
+from kvcluster.wire import socket_frames, spans
 from kvcluster.wire.frames import Record, RecordHead
 from tests.fuzz.contract import Parser, trees
 from tests.fuzz.trees import Kind, Node, fields, message
@@ -24,27 +24,29 @@ _SHAPES = [[], [(1, 0)], [(1, 8)], [(2, 6)], [(1, 4), (3, 3)], [(2, 4)] * 5]
 
 def stream_parsers() -> Iterator[Parser]:
     """All of them."""
-    yield Parser("stream header", streams.decode_header, _headers, _ERRORS, lambda read: streams.encode_header(*read))
+    yield Parser(
+        "stream header", socket_frames.decode_header, _headers, _ERRORS, lambda read: socket_frames.encode_header(*read)
+    )
     yield Parser(
         "stream read",
-        streams.decode_read,
-        lambda: trees([streams.encode_read(request, 7) for request in drawn(of.read_requests)], _request),
+        socket_frames.decode_read,
+        lambda: trees([socket_frames.encode_read(request, 7) for request in drawn(of.read_requests)], _request),
         _ERRORS,
         _write_request,
     )
     yield Parser(
         "stream write",
-        streams.decode_write,
-        lambda: trees([streams.encode_write(request, 7) for request in drawn(of.write_requests)], _request),
+        socket_frames.decode_write,
+        lambda: trees([socket_frames.encode_write(request, 7) for request in drawn(of.write_requests)], _request),
         _ERRORS,
         _write_request,
     )
     yield Parser(
         "stream attend",
-        streams.decode_attend,
-        lambda: trees([streams.encode_attend(request, 7) for request in drawn(of.attend_requests)], _request),
+        socket_frames.decode_attend,
+        lambda: trees([socket_frames.encode_attend(request, 7) for request in drawn(of.attend_requests)], _request),
         _ERRORS,
-        lambda read: streams.encode_attend(*read),
+        lambda read: socket_frames.encode_attend(*read),
     )
     yield Parser(
         "stream partials",
@@ -53,13 +55,13 @@ def stream_parsers() -> Iterator[Parser]:
         _ERRORS,
         spans.encode_attend_answer,
     )
-    yield Parser("stream pages", streams.decode_pages, lambda: trees(_bodies(), _pages), _ERRORS, _write_pages)
+    yield Parser("stream pages", socket_frames.decode_pages, lambda: trees(_bodies(), _pages), _ERRORS, _write_pages)
     yield Parser("stream failure", _read_failure, lambda: trees(_failures(), _failure), _ERRORS)
 
 
 def _headers() -> list[Any]:
     return trees(
-        [streams.encode_header(kind, 0) for kind in streams.Kind],
+        [socket_frames.encode_header(kind, 0) for kind in socket_frames.FrameKind],
         lambda data: Node(Kind.MANY, children=fields(data, (2, 1, 1, 4))),
     )
 
@@ -71,13 +73,13 @@ def _request(data: bytes) -> Node:
 def _write_request(read: tuple[ReadRequest | WriteRequest, int]) -> bytes:
     request, remaining_ns = read
     if isinstance(request, ReadRequest):
-        return streams.encode_read(request, remaining_ns)
-    return streams.encode_write(request, remaining_ns)
+        return socket_frames.encode_read(request, remaining_ns)
+    return socket_frames.encode_write(request, remaining_ns)
 
 
 def _bodies() -> list[bytes]:
     return [
-        streams.encode_pages(
+        socket_frames.encode_pages(
             [
                 Record(item, item, codec.RAW, tuple(range(layers)), memoryview(bytes(nbytes)))
                 for item, (layers, nbytes) in enumerate(shape)
@@ -99,7 +101,7 @@ def _pages(data: bytes) -> Node:
 
 def _write_pages(heads: list[RecordHead]) -> bytes:
     """With views of no bytes where the heads speak of very many: an encoder looks at their length alone."""
-    return streams.encode_pages([Record(*head[:4], _Length(head.nbytes)) for head in heads])  # type: ignore[arg-type]
+    return socket_frames.encode_pages([Record(*head[:4], _Length(head.nbytes)) for head in heads])  # type: ignore[arg-type]
 
 
 class _Length:
@@ -113,8 +115,8 @@ def _failures() -> list[bytes]:
     errors: list[KVClusterError] = [
         kind("what was wrong") for kind in (ProtocolError, CallerError, LimitError, CredentialError)
     ]
-    lost = [streams.Broken(Miss(reason, "words")) for reason in (MissReason.DEADLINE, MissReason.SHARD_LOST)]
-    return [streams.encode_failure(error) for error in [*errors, *lost]]
+    lost = [socket_frames.PeerFailed(Miss(reason, "words")) for reason in (MissReason.DEADLINE, MissReason.SHARD_LOST)]
+    return [socket_frames.encode_failure(error) for error in [*errors, *lost]]
 
 
 def _failure(data: bytes) -> Node:
@@ -122,5 +124,5 @@ def _failure(data: bytes) -> Node:
 
 
 def _read_failure(data: bytes) -> tuple[str, str]:
-    error = streams.decode_failure(data)
+    error = socket_frames.decode_failure(data)
     return type(error).__name__, str(error)

@@ -38,7 +38,7 @@ from kvcluster.transport.rpc import RpcHandler
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
-from kvcluster.wire import frames, streams
+from kvcluster.wire import frames, socket_frames
 from kvcluster.wire.methods import SHARD
 from tests.client.build import LAYERS, SPEC, counters, kv, prompt, room, same
 
@@ -178,10 +178,14 @@ def over_shm(host: ShardHost, to_reader: Wire, to_shard: Wire) -> Iterator[Way]:
 @contextmanager
 def _over(server: TcpServer | ShmServer, to_reader: Wire, to_shard: Wire) -> Iterator[None]:
     def send(
-        link: FramedSocket, kind: streams.Kind, body: bytes, deadline: Deadline, payloads: Sequence[memoryview] = ()
+        link: FramedSocket,
+        kind: socket_frames.FrameKind,
+        body: bytes,
+        deadline: Deadline,
+        payloads: Sequence[memoryview] = (),
     ) -> None:
         wire = to_reader if " peer " in link.peer else to_shard
-        frame = b"".join([streams.encode_header(kind, len(body)), body, *payloads])
+        frame = b"".join([socket_frames.encode_header(kind, len(body)), body, *payloads])
         left = memoryview(wire.carry(frame))
         while left:
             sent = link._send([left])
@@ -200,8 +204,8 @@ def _over(server: TcpServer | ShmServer, to_reader: Wire, to_shard: Wire) -> Ite
 
 _FRAMES: dict[object, tuple[Kinds, Kinds]] = {
     over_grpc: ((frames.DATA,), (frames.HEAD, frames.DATA, frames.TAIL)),
-    over_tcp: ((streams.Kind.PAGES,), tuple(streams.Kind)),
-    over_shm: ((streams.Kind.GRANT, streams.Kind.WRITTEN), tuple(streams.Kind)),
+    over_tcp: ((socket_frames.FrameKind.PAGES,), tuple(socket_frames.FrameKind)),
+    over_shm: ((socket_frames.FrameKind.GRANT, socket_frames.FrameKind.WRITTEN), tuple(socket_frames.FrameKind)),
 }
 
 

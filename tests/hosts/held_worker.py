@@ -31,9 +31,9 @@ from kvcluster.runtime.auth import new_token
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.grpc_pages import WRITE
 from kvcluster.transport.rpc import Connection, identity
-from kvcluster.wire import streams
+from kvcluster.wire import socket_frames
 from kvcluster.wire.methods import COORDINATOR, SHARD
-from kvcluster.wire.streams import HEADER, Kind
+from kvcluster.wire.socket_frames import HEADER, FrameKind
 from tests.hosts.worker import BLOCKS, SPEC, kv, load, store, tokens
 
 HELD = ClientConfig(deadline_ms=10_000, connect_ms=30_000, store_wait_ms=3_000, breaker_failures=1)
@@ -179,11 +179,11 @@ class HeldWorker:
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port)), 10) as peer:
             body = token.encode()
-            peer.sendall(HEADER.pack(streams.MAGIC, version, Kind.HELLO, len(body)) + body)
+            peer.sendall(HEADER.pack(socket_frames.MAGIC, version, FrameKind.HELLO, len(body)) + body)
             header = peer.recv(HEADER.size, socket.MSG_WAITALL)
-            kind, nbytes = streams.decode_header(header, streams.version_of(header))
-            assert kind is Kind.FAILED, kind
-            return str(streams.decode_failure(peer.recv(nbytes, socket.MSG_WAITALL)))
+            kind, nbytes = socket_frames.decode_header(header, socket_frames.version_of(header))
+            assert kind is FrameKind.FAILED, kind
+            return str(socket_frames.decode_failure(peer.recv(nbytes, socket.MSG_WAITALL)))
 
     def _soon(self) -> Deadline:
         return Deadline.after_ms(10_000)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from kvcluster.client.layouts import Buffers, Dense, Paged
-from kvcluster.core.spec import Group, KVSpec, Part, Plane
+from kvcluster.core.groups import Group, Part, Plane
+from kvcluster.core.spec import KVSpec
 
 UNWRITTEN = 0x5A5A
 

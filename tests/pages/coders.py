@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.core.spec import Group, Plane
+from kvcluster.core.groups import Group, Plane
 from kvcluster.pages import codec
 from kvcluster.pages.codec_torch import TorchCoder
 from tests.pages.test_codec import DTYPES, GOLDEN, LOSSY, drawn, group_of, layer_of

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey
-from kvcluster.core.spec import Part
 from kvcluster.pages import checksum
 from kvcluster.pages.codec import RAW
 

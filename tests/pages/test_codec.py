@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvcluster.core.codecs import Codec, Coding, coding, layer_bytes
+from kvcluster.core.groups import Group, Plane
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Group, Plane
 from kvcluster.pages import codec, native
 from kvcluster.pages.codec import Coder
 from kvcluster.pages.codec_torch import TorchCoder

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.core.spec import Group, Part, Plane
+from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, PlaneShape, page_layout, strided

@@ -24,7 +24,7 @@ from kvcluster.attention.arithmetic import fused, plain
 from kvcluster.attention.call import Scoring, check_call
 from kvcluster.attention.torch_kernel import attend
 from kvcluster.core.codecs import Codec, Coding, coding, layer_bytes, plane_bytes
-from kvcluster.core.spec import DTYPE_BYTES, Group
+from kvcluster.core.groups import DTYPE_BYTES, Group
 from kvcluster.pages import checksum
 from kvcluster.pages.codec_torch import TorchCoder
 from tests.attention.references import context, layout_of

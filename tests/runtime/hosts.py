@@ -174,6 +174,6 @@ def flip(host: ShardHost, number: int, bit: int = 0) -> None:
 
 def counted(host: ShardHost) -> dict[str, int]:
     """The shard's counters."""
-    counters = host.inspect(lambda: dict(host.core._counters))
+    counters = host.inspect(lambda: dict(host.core.state.counters))
     assert isinstance(counters, dict)
     return counters

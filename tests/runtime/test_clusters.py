@@ -206,7 +206,7 @@ def test_a_coordinator_that_restarts_goes_on_with_a_drain() -> None:
         held = cluster.shards[FIRST]
         with reading(held):  # while its pages are read it stays
             assert ask(cluster, Drain(FIRST)) == Done(True)
-            cluster.wait_until(lambda: held.core._orders.draining)
+            cluster.wait_until(lambda: held.core.state.draining)
             cluster.stop_coordinator()
             cluster.start_coordinator()
             cluster.wait_until_up()

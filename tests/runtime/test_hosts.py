@@ -266,7 +266,7 @@ def test_a_coordinator_remembers_what_the_last_one_was_told_to_purge(tmp_path: P
     config = replace(configured(), coordinator=replace(configured().coordinator, state_dir=str(tmp_path)))
     for epoch in (1, 2):
         host = CoordinatorHost(Epoch(epoch), config, on_end=lambda leave: None)
-        known = host.core.tombstones.all()
+        known = host.core.state.tombstones.all()
         assert [stone.tenant for stone in known] == [ME] * (epoch - 1)
         assert purge(host) == Purged(0)
         host.close()

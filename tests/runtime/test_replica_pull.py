@@ -178,7 +178,7 @@ def test_at_its_source_a_fetch_has_a_name_that_no_client_could_take_before(pair:
     pair.way.after_frame = lambda: names.extend(lease.attempt for lease in pair.source.core.leases.all())
     pair.pull(1)
     pair.pull(2)
-    own = pair.target.core._own.next()
+    own = pair.target.core.state.own.next()
     assert len(set(names)) == 2
     assert own.holder not in {name.holder for name in names}
 
@@ -310,7 +310,7 @@ def test_a_source_that_cannot_be_reached_costs_nothing(pair: Pair, monkeypatch: 
 
 def test_a_source_of_another_epoch_gives_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     store(pair.source, [1])
-    monkeypatch.setattr(pair.source.core, "epoch", Epoch(EPOCH + 1))
+    monkeypatch.setattr(pair.source.core.state, "epoch", Epoch(EPOCH + 1))
     pair.pull(1)
     assert held(pair.target) == {}
 

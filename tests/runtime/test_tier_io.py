@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from kvcluster.core.codecs import Codec, page_bytes
+from kvcluster.core.groups import LAST, Group, Part, Plane
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import Moved, MovePages, PageKey, PageMove, PageSlot, Stage, Staged, Tier
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import LAST, Group, KVSpec, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.scrub import matches
 from kvcluster.runtime.tier_io import move, stage

@@ -48,9 +48,9 @@ from kvcluster.transport.rpc import Connection, RpcHandler, identity
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
-from kvcluster.wire import frames, streams
+from kvcluster.wire import frames, socket_frames
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
-from kvcluster.wire.streams import HEADER, Kind
+from kvcluster.wire.socket_frames import HEADER, FrameKind
 from kvcluster.wire.versions import FIRST, OURS, VERSIONS_KEY, Versions, encode_versions
 from tests.runtime.hosts import BOUND_S, Coordinator, soon
 from tests.runtime.hosts import shard as hosted
@@ -358,7 +358,7 @@ def _dialled(site: Site, path: str) -> socket.socket:
     return connected
 
 
-def _frame(connected: socket.socket) -> tuple[int, Kind, bytes]:
+def _frame(connected: socket.socket) -> tuple[int, FrameKind, bytes]:
     """The next frame: its version, its kind and its body."""
 
     def exactly(nbytes: int) -> bytes:
@@ -370,7 +370,7 @@ def _frame(connected: socket.socket) -> tuple[int, Kind, bytes]:
         return data
 
     _, version, kind, nbytes = HEADER.unpack(exactly(HEADER.size))
-    return version, Kind(kind), exactly(nbytes)
+    return version, FrameKind(kind), exactly(nbytes)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -378,11 +378,11 @@ def _frame(connected: socket.socket) -> tuple[int, Kind, bytes]:
 def test_a_connection_of_either_version_works_and_stays_in_it(served: Site, path: str, version: int) -> None:
     before = served.refused
     with _dialled(served, path) as connected:
-        connected.sendall(streams.encode_header(Kind.HELLO, 0, version))
-        assert _frame(connected)[:2] == (version, Kind.WELCOME)
-        body = streams.encode_read(NOTHING, 10**9)
-        connected.sendall(streams.encode_header(Kind.READ, len(body), version) + body)
-        assert _frame(connected)[:2] == (version, Kind.REFUSED), "the namespace is not known"
+        connected.sendall(socket_frames.encode_header(FrameKind.HELLO, 0, version))
+        assert _frame(connected)[:2] == (version, FrameKind.WELCOME)
+        body = socket_frames.encode_read(NOTHING, 10**9)
+        connected.sendall(socket_frames.encode_header(FrameKind.READ, len(body), version) + body)
+        assert _frame(connected)[:2] == (version, FrameKind.REFUSED), "the namespace is not known"
     with closing(PATHS[path](served.paths[path], version)) as ours, pytest.raises(RefusedByShard):
         run_to_completion(ours.read(NOTHING, Nowhere(), soon()))
     assert served.refused == before
@@ -395,10 +395,10 @@ def test_a_connection_of_another_version_is_refused_in_its_own_version_and_count
 ) -> None:
     before = served.refused
     with _dialled(served, path) as connected:
-        connected.sendall(streams.encode_header(Kind.HELLO, 0, version))
+        connected.sendall(socket_frames.encode_header(FrameKind.HELLO, 0, version))
         said, kind, body = _frame(connected)
-        assert kind is Kind.FAILED and said == (version or PROTOCOL_VERSION)
-        error = streams.decode_failure(body)
+        assert kind is FrameKind.FAILED and said == (version or PROTOCOL_VERSION)
+        error = socket_frames.decode_failure(body)
         assert isinstance(error, ProtocolError)
         older = "the other side" if version < OLDEST_VERSION else "this side"
         assert f"of version {version} came" in str(error) and f"upgrade {older}" in str(error)
@@ -412,13 +412,13 @@ def test_a_connection_of_another_version_is_refused_in_its_own_version_and_count
 @pytest.mark.parametrize("later", [OLDEST_VERSION, PROTOCOL_VERSION + 1, 0])
 def test_a_version_that_changes_within_a_connection_ends_it(served: Site, path: str, later: int) -> None:
     with _dialled(served, path) as connected:
-        connected.sendall(streams.encode_header(Kind.HELLO, 0, PROTOCOL_VERSION))
-        assert _frame(connected)[1] is Kind.WELCOME
-        body = streams.encode_read(NOTHING, 10**9)
-        connected.sendall(streams.encode_header(Kind.READ, len(body), later) + body)
+        connected.sendall(socket_frames.encode_header(FrameKind.HELLO, 0, PROTOCOL_VERSION))
+        assert _frame(connected)[1] is FrameKind.WELCOME
+        body = socket_frames.encode_read(NOTHING, 10**9)
+        connected.sendall(socket_frames.encode_header(FrameKind.READ, len(body), later) + body)
         version, kind, words = _frame(connected)
-        assert (version, kind) == (PROTOCOL_VERSION, Kind.FAILED)
-        assert f"a frame of version {later} came" in str(streams.decode_failure(words))
+        assert (version, kind) == (PROTOCOL_VERSION, FrameKind.FAILED)
+        assert f"a frame of version {later} came" in str(socket_frames.decode_failure(words))
 
 
 @pytest.mark.parametrize("peer", SPOKEN, ids=str)

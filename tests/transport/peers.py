@@ -17,22 +17,22 @@ from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.testing.conformance.world import ONE, TWO
 from kvcluster.transport.base import PageHost
 from kvcluster.transport.memory import MemoryTransport
-from kvcluster.wire import streams
+from kvcluster.wire import socket_frames
 from kvcluster.wire.methods import Method
-from kvcluster.wire.streams import HEADER, Kind
+from kvcluster.wire.socket_frames import HEADER, FrameKind
 
 SECRET = "between the actors"
 
-TERABYTE = struct.pack("<HBBI", streams.MAGIC, PROTOCOL_VERSION, Kind.READ, 2**32 - 1)
-OTHER_VERSION = struct.pack("<HBBI", streams.MAGIC, PROTOCOL_VERSION + 1, Kind.READ, 0)
-OTHER_KIND = struct.pack("<HBBI", streams.MAGIC, PROTOCOL_VERSION, 99, 0)
+TERABYTE = struct.pack("<HBBI", socket_frames.MAGIC, PROTOCOL_VERSION, FrameKind.READ, 2**32 - 1)
+OTHER_VERSION = struct.pack("<HBBI", socket_frames.MAGIC, PROTOCOL_VERSION + 1, FrameKind.READ, 0)
+OTHER_KIND = struct.pack("<HBBI", socket_frames.MAGIC, PROTOCOL_VERSION, 99, 0)
 NO_FRAMES = [
     (b"GET / HTTP/1.1\r\n\r\n", "another service"),
     (bytes(64), "another service"),
     (OTHER_VERSION, "upgrade this side"),
     (OTHER_KIND, "kind 99"),
     (TERABYTE, "exceeds the limit|expected"),
-    (streams.encode_header(Kind.PAGES, 4), "expected"),
+    (socket_frames.encode_header(FrameKind.PAGES, 4), "expected"),
 ]
 """What a peer may send instead of a frame, and a pattern of the error that it gets."""
 
@@ -73,8 +73,8 @@ class StreamPeer:
         self.fds: list[int] = []
         self._socket = connected
         if hello:
-            self.send(Kind.HELLO, token(ONE).encode())
-            assert self.frame()[0] is Kind.WELCOME
+            self.send(FrameKind.HELLO, token(ONE).encode())
+            assert self.frame()[0] is FrameKind.WELCOME
 
     def __enter__(self) -> Self:
         return self
@@ -84,22 +84,22 @@ class StreamPeer:
         for fd in self.fds:
             os.close(fd)
 
-    def send(self, kind: Kind, body: bytes = b"") -> None:
-        self.send_bytes(streams.encode_header(kind, len(body)) + body)
+    def send(self, kind: FrameKind, body: bytes = b"") -> None:
+        self.send_bytes(socket_frames.encode_header(kind, len(body)) + body)
 
     def send_bytes(self, data: bytes) -> None:
         self._socket.sendall(data)
 
-    def frame(self) -> tuple[Kind, bytes]:
+    def frame(self) -> tuple[FrameKind, bytes]:
         header = self._exactly(HEADER.size)
-        kind, nbytes = streams.decode_header(header, streams.version_of(header))
+        kind, nbytes = socket_frames.decode_header(header, socket_frames.version_of(header))
         return kind, self._exactly(nbytes)
 
     def refusal(self) -> KVClusterError:
         """What the server says next, instead of an answer."""
         kind, body = self.frame()
-        assert kind is Kind.FAILED
-        return streams.decode_failure(body)
+        assert kind is FrameKind.FAILED
+        return socket_frames.decode_failure(body)
 
     def is_closed(self) -> bool:
         """Waits for the end of the stream."""

@@ -55,9 +55,9 @@ from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
+from kvcluster.wire import socket_frames
 from kvcluster.wire import spans as wire
-from kvcluster.wire import streams
-from kvcluster.wire.streams import Kind
+from kvcluster.wire.socket_frames import FrameKind
 
 LAYERS, HEADS, DIM, BLOCK, GROUP = 2, 2, 16, 16, 2
 SPEC = KVSpec.uniform(
@@ -396,7 +396,7 @@ def sample(**settings: Any) -> AttendRequest:
 
 def test_requests_and_answers_come_back_as_they_were() -> None:
     request = sample()
-    assert streams.decode_attend(streams.encode_attend(request, 77)) == (request, 77)
+    assert socket_frames.decode_attend(socket_frames.encode_attend(request, 77)) == (request, 77)
     for answer in (
         Attended(99, Loss.Q4),
         SpansLacking(((SpanId(3), SpanMiss.STORED), (SpanId(2**60), SpanMiss.LOSSY))),
@@ -420,7 +420,7 @@ TOO_MUCH: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", TOO_MUCH)
 def test_a_request_beyond_the_bounds_is_refused_before_its_query_is_read(what: str) -> None:
     with pytest.raises(KVClusterError):
-        streams.decode_attend(streams.encode_attend(sample(**TOO_MUCH[what]), 1))
+        socket_frames.decode_attend(socket_frames.encode_attend(sample(**TOO_MUCH[what]), 1))
 
 
 def test_an_answer_with_more_bytes_than_are_allowed_is_refused() -> None:
@@ -434,6 +434,6 @@ def test_a_query_that_ends_early_ends_the_connection_and_pins_nothing(cluster: M
         path = opened("tcp", host, stack)
         assert isinstance(path, TcpPages)
         link = path._links.take(soon())
-        link.send(Kind.ATTEND, streams.encode_attend(sample(), 10**9), soon(), [memoryview(b"short")])
+        link.send(FrameKind.ATTEND, socket_frames.encode_attend(sample(), 10**9), soon(), [memoryview(b"short")])
         path._links.discard(link)
     assert not any(page.pins for page in host.core.pool.everything())

@@ -23,7 +23,7 @@ class Fake:
     def is_quiet(self) -> bool:
         return self.quiet
 
-    def shut(self) -> None:
+    def shutdown(self) -> None:
         self.done.append("shut")
 
     def close(self) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId
 from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords

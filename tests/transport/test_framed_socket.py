@@ -19,7 +19,7 @@ from kvcluster.errors import CallerError, CredentialError, ProtocolError
 from kvcluster.testing.conformance.world import BOUND_S, soon
 from kvcluster.transport.base import Deadline, Unavailable, read_whole
 from kvcluster.transport.framed_socket import FramedSocket, dial
-from kvcluster.wire.streams import Kind
+from kvcluster.wire.socket_frames import FrameKind
 
 
 class Pair:
@@ -51,8 +51,8 @@ def test_what_follows_a_frame_arrives_in_order_however_it_is_cut(pair: Pair, asi
     draw = random.Random(1)
     payloads = [memoryview(draw.randbytes(draw.choice([0, 1, 63, 5_000]))) for _ in range(3_000)]
     body = draw.randbytes(100_000)
-    sent = aside.submit(lambda: pair.near.send(Kind.READ, body, soon(), payloads))
-    assert pair.far.receive(Kind.READ, deadline=soon()) == (Kind.READ, body)
+    sent = aside.submit(lambda: pair.near.send(FrameKind.READ, body, soon(), payloads))
+    assert pair.far.receive(FrameKind.READ, deadline=soon()) == (FrameKind.READ, body)
     for payload in payloads:
         into = bytearray(payload.nbytes)
         read_whole(pair.far.incoming(payload.nbytes, soon()), memoryview(into))
@@ -61,21 +61,21 @@ def test_what_follows_a_frame_arrives_in_order_however_it_is_cut(pair: Pair, asi
 
 
 def test_a_payload_never_takes_what_comes_after_it(pair: Pair) -> None:
-    pair.near.send(Kind.READ, b"", soon(), [memoryview(b"abc")])
-    pair.near.send(Kind.DONE, b"", soon())
-    pair.far.receive(Kind.READ, deadline=soon())
+    pair.near.send(FrameKind.READ, b"", soon(), [memoryview(b"abc")])
+    pair.near.send(FrameKind.DONE, b"", soon())
+    pair.far.receive(FrameKind.READ, deadline=soon())
     into = memoryview(bytearray(100))
     incoming = pair.far.incoming(3, soon())
     assert incoming.read_into(into) == 3
     assert incoming.read_into(into) == 0, "it is at its end, and waits for nothing"
-    assert pair.far.receive(Kind.DONE, deadline=soon()) == (Kind.DONE, b"")
+    assert pair.far.receive(FrameKind.DONE, deadline=soon()) == (FrameKind.DONE, b"")
 
 
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda link: link.receive(Kind.READ, deadline=Deadline.after_ms(20)),
-        lambda link: link.send(Kind.READ, b"", Deadline.after_ms(20), [memoryview(bytes(10**7))]),
+        lambda link: link.receive(FrameKind.READ, deadline=Deadline.after_ms(20)),
+        lambda link: link.send(FrameKind.READ, b"", Deadline.after_ms(20), [memoryview(bytes(10**7))]),
         lambda link: read_whole(link.incoming(1, Deadline.after_ms(20)), memoryview(bytearray(1))),
     ],
 )
@@ -88,8 +88,8 @@ def test_every_wait_ends_by_its_deadline(pair: Pair, wait: Callable[[FramedSocke
 @pytest.mark.parametrize(
     "wait",
     [
-        lambda link: link.receive(Kind.READ, deadline=soon()),
-        lambda link: link.send(Kind.READ, b"", soon(), [memoryview(bytes(10**7))]),
+        lambda link: link.receive(FrameKind.READ, deadline=soon()),
+        lambda link: link.send(FrameKind.READ, b"", soon(), [memoryview(bytes(10**7))]),
     ],
 )
 def test_any_thread_may_end_what_another_waits_for(
@@ -103,7 +103,7 @@ def test_any_thread_may_end_what_another_waits_for(
 
     ended = aside.submit(waiting)
     assert begun.wait(BOUND_S)
-    pair.near.shut()
+    pair.near.shutdown()
     with pytest.raises(Unavailable) as trouble:
         ended.result(BOUND_S)
     assert trouble.value.miss.reason is MissReason.SHARD_LOST
@@ -113,7 +113,7 @@ def test_why_the_other_side_takes_no_more_is_told_in_its_own_words(pair: Pair) -
     pair.far.fail(CallerError("too many pages"), soon())
     pair.far.close()
     with pytest.raises(CallerError, match="too many pages"):
-        pair.near.send(Kind.READ, b"", soon(), [memoryview(bytes(10**7))])
+        pair.near.send(FrameKind.READ, b"", soon(), [memoryview(bytes(10**7))])
 
 
 def test_who_waits_to_send_learns_that_the_other_side_has_ended_with_all_of_it_read(
@@ -123,11 +123,11 @@ def test_who_waits_to_send_learns_that_the_other_side_has_ended_with_all_of_it_r
         near = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
     pair = Pair(near, accepted)
-    sending = aside.submit(lambda: pair.near.send(Kind.READ, b"", soon(), [memoryview(bytes(2**26))]))
-    pair.far.receive(Kind.READ, deadline=soon())
+    sending = aside.submit(lambda: pair.near.send(FrameKind.READ, b"", soon(), [memoryview(bytes(2**26))]))
+    pair.far.receive(FrameKind.READ, deadline=soon())
     while select.select((), (near,), (), 0.05)[1]:
         """Its window is not full yet."""
-    pair.far.shut()  # and what it reads from here on opens the window no more
+    pair.far.shutdown()  # and what it reads from here on opens the window no more
     with pytest.raises(Unavailable):
         pair.far.fill(memoryview(bytearray(2**26)), soon())
     pair.far.close()
@@ -138,22 +138,22 @@ def test_who_waits_to_send_learns_that_the_other_side_has_ended_with_all_of_it_r
 
 
 def test_a_frame_of_another_kind_is_refused_before_its_body_is_read(pair: Pair) -> None:
-    pair.near.send(Kind.TAIL, bytes(1_000), soon())
+    pair.near.send(FrameKind.TAIL, bytes(1_000), soon())
     with pytest.raises(ProtocolError, match="a TAIL frame, expected HEAD or DONE"):
-        pair.far.receive(Kind.HEAD, Kind.DONE, deadline=soon())
+        pair.far.receive(FrameKind.HEAD, FrameKind.DONE, deadline=soon())
 
 
 def test_descriptors_travel_with_a_frame_and_end_with_the_link(pair: Pair) -> None:
     reading, writing = os.pipe()
-    pair.near.send_fds(Kind.WELCOME, b"hello", [reading], soon())
+    pair.near.send_fds(FrameKind.WELCOME, b"hello", [reading], soon())
     os.close(reading)
-    assert pair.far.receive(Kind.WELCOME, deadline=soon()) == (Kind.WELCOME, b"hello")
+    assert pair.far.receive(FrameKind.WELCOME, deadline=soon()) == (FrameKind.WELCOME, b"hello")
     (taken,) = pair.far.take_fds()
     os.write(writing, b"through")
     assert os.read(taken, 10) == b"through"
-    pair.near.send_fds(Kind.WELCOME, b"", [taken], soon())
+    pair.near.send_fds(FrameKind.WELCOME, b"", [taken], soon())
     os.close(taken)
-    pair.far.receive(Kind.WELCOME, deadline=soon())
+    pair.far.receive(FrameKind.WELCOME, deadline=soon())
     pair.far.close()  # with a descriptor that was never received
     with pytest.raises(BrokenPipeError):
         os.write(writing, b"the other end is closed")
@@ -162,9 +162,9 @@ def test_descriptors_travel_with_a_frame_and_end_with_the_link(pair: Pair) -> No
 
 def test_a_link_with_nothing_to_say_is_quiet_and_one_that_has_ended_is_not(pair: Pair) -> None:
     assert pair.near.is_quiet()
-    pair.far.send(Kind.DONE, b"", soon())
+    pair.far.send(FrameKind.DONE, b"", soon())
     assert not pair.near.is_quiet()
-    pair.near.receive(Kind.DONE, deadline=soon())
+    pair.near.receive(FrameKind.DONE, deadline=soon())
     pair.far.close()
     assert not pair.near.is_quiet()
 
@@ -174,7 +174,7 @@ def test_a_credential_that_is_refused_ends_the_handshake_and_its_socket(aside: T
 
     def refuse() -> bytes:
         link = FramedSocket(far, "far")
-        _, body = link.receive(Kind.HELLO, deadline=soon())
+        _, body = link.receive(FrameKind.HELLO, deadline=soon())
         link.fail(CredentialError("who is that?"), soon())
         link.close()
         return body
@@ -189,23 +189,23 @@ def test_a_credential_that_is_refused_ends_the_handshake_and_its_socket(aside: T
 def test_a_failure_is_told_as_trouble_with_the_name_of_who_had_it(pair: Pair) -> None:
     pair.near.fail(Unavailable(Miss(MissReason.DEADLINE, "the lease ended")), soon())
     with pytest.raises(Unavailable) as trouble:
-        pair.far.receive(Kind.HEAD, deadline=soon())
+        pair.far.receive(FrameKind.HEAD, deadline=soon())
     assert trouble.value.miss == Miss(MissReason.DEADLINE, "far: the lease ended")
 
 
 def test_who_is_hushed_hears_the_end_and_can_still_be_heard(pair: Pair) -> None:
     pair.near.shutdown_read()
     with pytest.raises(Unavailable):
-        pair.near.receive(Kind.READ, deadline=soon())
+        pair.near.receive(FrameKind.READ, deadline=soon())
     assert pair.near.ended
-    pair.near.send(Kind.DONE, b"", soon())
-    assert pair.far.receive(Kind.DONE, deadline=soon()) == (Kind.DONE, b"")
+    pair.near.send(FrameKind.DONE, b"", soon())
+    assert pair.far.receive(FrameKind.DONE, deadline=soon()) == (FrameKind.DONE, b"")
     assert not pair.far.ended
 
 
 def test_who_is_hushed_while_it_waits_to_send_goes_on(pair: Pair, aside: ThreadPoolExecutor) -> None:
-    sending = aside.submit(lambda: pair.near.send(Kind.READ, b"", soon(), [memoryview(bytes(300_000))]))
-    pair.far.receive(Kind.READ, deadline=soon())
+    sending = aside.submit(lambda: pair.near.send(FrameKind.READ, b"", soon(), [memoryview(bytes(300_000))]))
+    pair.far.receive(FrameKind.READ, deadline=soon())
     pair.near.shutdown_read()
     pair.far.fill(memoryview(bytearray(300_000)), soon())
     sending.result(BOUND_S)
@@ -214,14 +214,14 @@ def test_who_is_hushed_while_it_waits_to_send_goes_on(pair: Pair, aside: ThreadP
 def test_the_end_of_the_other_sides_process_is_the_end_of_its_stream_once_what_it_said_is_heard(pair: Pair) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         pair.far.end_with(os.pidfd_open(process.pid))
-        pair.near.send(Kind.READ, b"last", soon())
+        pair.near.send(FrameKind.READ, b"last", soon())
         with pytest.raises(Unavailable) as late:
-            pair.far.receive(Kind.READ, deadline=soon())
-            pair.far.receive(Kind.READ, deadline=Deadline.after_ms(20))
+            pair.far.receive(FrameKind.READ, deadline=soon())
+            pair.far.receive(FrameKind.READ, deadline=Deadline.after_ms(20))
         assert late.value.miss.reason is MissReason.DEADLINE and not pair.far.ended
-        pair.near.send(Kind.READ, b"words", soon())
+        pair.near.send(FrameKind.READ, b"words", soon())
         process.communicate(b"\n")
-    assert pair.far.receive(Kind.READ, deadline=soon()) == (Kind.READ, b"words")
+    assert pair.far.receive(FrameKind.READ, deadline=soon()) == (FrameKind.READ, b"words")
     with pytest.raises(Unavailable, match="has ended") as gone:
-        pair.far.receive(Kind.READ, deadline=soon())
+        pair.far.receive(FrameKind.READ, deadline=soon())
     assert gone.value.miss.reason is MissReason.SHARD_LOST and pair.far.ended

@@ -209,7 +209,7 @@ def test_a_store_given_up_while_it_waits_for_room_waits_no_longer(world: World) 
     reading = read_begun(world.open(), fill(world, transport))
     with suppress(Unavailable):  # or it is told in time that the shard is full
         write(transport, new, wait_ns=int(BOUND_S * 1e9), deadline=Deadline.after_ms(50))
-    world.watched.wait_until(lambda: not world.host.core._queue, "the request for room ends with its caller")
+    world.watched.wait_until(lambda: not world.host.core.state.queue, "the request for room ends with its caller")
     assert world.leased(reading.request.attempt), "long before the lease in the way expires"
     reading.pieces.close()
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import pytest
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Abort,
@@ -33,7 +34,6 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.errors import ProtocolError
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.page_session import (

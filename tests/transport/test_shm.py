@@ -39,9 +39,9 @@ from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
-from kvcluster.wire import shard, shm_frames, streams
+from kvcluster.wire import shard, shm_frames, socket_frames
 from kvcluster.wire.shm_frames import Progress, Welcome
-from kvcluster.wire.streams import Kind
+from kvcluster.wire.socket_frames import FrameKind
 from tests.transport.peers import NO_FRAMES, OTHER_VERSION, token
 from tests.transport.shm_served import Raw, Served, path
 from tests.waiting import eventually
@@ -92,7 +92,7 @@ def bad_request(request: pytest.FixtureRequest) -> BadRequest:
 def written(*items: int, layers: int = 2, wrong: int = 0) -> bytes:
     """A WRITTEN frame of these pages, whose sums are those of nothing."""
     body = shm_frames.encode_written(Progress(items, (0,) * layers * len(items), 0)) + bytes(wrong)
-    return streams.encode_header(Kind.WRITTEN, len(body)) + body
+    return socket_frames.encode_header(FrameKind.WRITTEN, len(body)) + body
 
 
 @pytest.fixture(
@@ -103,10 +103,10 @@ def written(*items: int, layers: int = 2, wrong: int = 0) -> bytes:
         (written(0, 0), "must be written once"),
         (written(0, layers=3), "one sum for each"),
         (written(0, wrong=1), "one sum for each"),
-        (streams.encode_header(Kind.WRITTEN, 4) + b"\xff\xff\xff\xff", "is too short"),
-        (streams.encode_header(Kind.RENEW, 1) + b"\7", "must be one byte"),
-        (streams.encode_header(Kind.TAIL, 0), "expected"),
-        (written(0) + streams.encode_header(Kind.DONE, 0), "before page 1 was whole"),
+        (socket_frames.encode_header(FrameKind.WRITTEN, 4) + b"\xff\xff\xff\xff", "is too short"),
+        (socket_frames.encode_header(FrameKind.RENEW, 1) + b"\7", "must be one byte"),
+        (socket_frames.encode_header(FrameKind.TAIL, 0), "expected"),
+        (written(0) + socket_frames.encode_header(FrameKind.DONE, 0), "before page 1 was whole"),
     ],
     ids=lambda case: case[1],
 )
@@ -116,8 +116,8 @@ def bad_store(request: pytest.FixtureRequest) -> BadStore:
 
     def send(world: World, content: Content) -> str:
         with Raw(world) as peer:
-            peer.send(Kind.WRITE, streams.encode_write(content.write_request(), 10**10))
-            assert peer.frame()[0] is Kind.GRANT
+            peer.send(FrameKind.WRITE, socket_frames.encode_write(content.write_request(), 10**10))
+            assert peer.frame()[0] is FrameKind.GRANT
             peer.send_bytes(second)
             said = peer.refusal()
             if says == "before page 1 was whole":
@@ -131,19 +131,19 @@ def bad_store(request: pytest.FixtureRequest) -> BadStore:
     return send, says
 
 
-@pytest.fixture(params=[(kind, cut) for kind in (Kind.READ, Kind.WRITE) for cut in range(0, 400, 27)])
+@pytest.fixture(params=[(kind, cut) for kind in (FrameKind.READ, FrameKind.WRITE) for cut in range(0, 400, 27)])
 def cut_store(request: pytest.FixtureRequest) -> CutStore:
     """Sends so many 400ths of the bytes of a store, or of a load."""
     kind, cut = request.param
 
     def send(world: World, content: Content) -> None:
-        if kind is Kind.READ:
-            body = streams.encode_read(content.read_request(), 10**10)
-            rest = streams.encode_header(Kind.RENEW, 1) + shm_frames.encode_renew(answer=True)
+        if kind is FrameKind.READ:
+            body = socket_frames.encode_read(content.read_request(), 10**10)
+            rest = socket_frames.encode_header(FrameKind.RENEW, 1) + shm_frames.encode_renew(answer=True)
         else:
-            body = streams.encode_write(content.write_request(), 10**10)
+            body = socket_frames.encode_write(content.write_request(), 10**10)
             rest = written(0)
-        everything = streams.encode_header(kind, len(body)) + body + rest
+        everything = socket_frames.encode_header(kind, len(body)) + body + rest
         with Raw(world) as peer:
             peer.send_bytes(everything[: len(everything) * cut // 400])
             peer.end()
@@ -190,9 +190,9 @@ def connect_as_another_user(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect("\0" + address[1:])
         peer.settimeout(BOUND_S)
-        header = peer.recv(streams.HEADER.size)
-        kind, nbytes = streams.decode_header(header)
-        print(kind.name, streams.decode_failure(peer.recv(nbytes)))
+        header = peer.recv(socket_frames.HEADER.size)
+        kind, nbytes = socket_frames.decode_header(header)
+        print(kind.name, socket_frames.decode_failure(peer.recv(nbytes)))
 
 
 def test_another_user_is_refused_by_either_side_in_words(world: World) -> None:
@@ -278,29 +278,29 @@ def answering(answer: Callable[[socket.socket], object]) -> Iterator[ShmPages]:
             thread.join()
 
 
-def frame(kind: Kind, body: bytes = b"") -> bytes:
-    return streams.encode_header(kind, len(body)) + body
+def frame(kind: FrameKind, body: bytes = b"") -> bytes:
+    return socket_frames.encode_header(kind, len(body)) + body
 
 
 class Shard:
     """What greets with an arena, and answers the frames that come with these, one after another; then it hangs up."""
 
     def __init__(self, *answers: bytes, arena_bytes: int = 4_096, lease_ttl_ns: int = 10**12) -> None:
-        self.heard: list[Kind] = []
+        self.heard: list[FrameKind] = []
         self._answers = answers
-        self._welcome = frame(Kind.WELCOME, shm_frames.encode_welcome(Welcome(arena_bytes, lease_ttl_ns)))
+        self._welcome = frame(FrameKind.WELCOME, shm_frames.encode_welcome(Welcome(arena_bytes, lease_ttl_ns)))
 
     def __call__(self, peer: socket.socket) -> None:
         with Arena(4_096) as memory:
             self._hear(peer)
             self._send(peer, self._welcome, memory.open(writable=False))
             for answer in self._answers:
-                while self._hear(peer) in (Kind.RENEW, Kind.WRITTEN):
+                while self._hear(peer) in (FrameKind.RENEW, FrameKind.WRITTEN):
                     """A message for whose answer no caller waits."""
                 self._send(peer, answer, memory.open(writable=True))
 
-    def _hear(self, peer: socket.socket) -> Kind:
-        kind, nbytes = streams.decode_header(self._exactly(peer, streams.HEADER.size))
+    def _hear(self, peer: socket.socket) -> FrameKind:
+        kind, nbytes = socket_frames.decode_header(self._exactly(peer, socket_frames.HEADER.size))
         self._exactly(peer, nbytes)
         self.heard.append(kind)
         return kind
@@ -315,8 +315,8 @@ class Shard:
         return data
 
     def _send(self, peer: socket.socket, data: bytes, descriptor: int) -> None:
-        first_store = self.heard.count(Kind.WRITE) == 1 and self.heard[-1] is Kind.WRITE
-        fds = [descriptor] if self.heard == [Kind.HELLO] or first_store else []
+        first_store = self.heard.count(FrameKind.WRITE) == 1 and self.heard[-1] is FrameKind.WRITE
+        fds = [descriptor] if self.heard == [FrameKind.HELLO] or first_store else []
         try:
             if fds:
                 socket.send_fds(peer, [data], fds)
@@ -351,7 +351,7 @@ def greeting(body: bytes, *files: int) -> Callable[[socket.socket], object]:
 
     def greet(peer: socket.socket) -> None:
         peer.recv(4_096)
-        socket.send_fds(peer, [frame(Kind.WELCOME, body)], files)
+        socket.send_fds(peer, [frame(FrameKind.WELCOME, body)], files)
 
     return greet
 
@@ -371,7 +371,7 @@ def test_an_arena_that_is_none_or_smaller_than_it_says_is_refused(tmp_path: Path
             (welcome, [good] * 5, "more file descriptors"),
             (welcome, [file], "not a memory file|not sealed"),
             (welcome, [unsealed], "not sealed"),
-            (terabyte, [good], "has 4096"),
+            (terabyte, [good], "a memory file of 4096"),
             (shm_frames.encode_welcome(Welcome(0, 0)), [good], "of 0 bytes"),
             (b"", [good], "a WELCOME has"),
         ]:
@@ -389,15 +389,15 @@ WRITE_HEAD = shm_frames.encode_write_grant([None] * 2, {})[4:]
 def grant(*numbers: int, head: bytes = HEAD) -> bytes:
     """A GRANT of pages at these offsets, of these sizes and, to be read, in these codecs; and so many sums as are
     left."""
-    return frame(Kind.GRANT, struct.pack("<I", len(head)) + head + struct.pack(f"<{len(numbers)}Q", *numbers))
+    return frame(FrameKind.GRANT, struct.pack("<I", len(head)) + head + struct.pack(f"<{len(numbers)}Q", *numbers))
 
 
 @pytest.fixture(
     params=[
-        frame(Kind.GRANT),
-        frame(Kind.GRANT, b"\xff\xff\xff\xff"),
-        frame(Kind.DONE),
-        frame(Kind.GRANT, b"\2\0\0\0\xff\xff"),
+        frame(FrameKind.GRANT),
+        frame(FrameKind.GRANT, b"\xff\xff\xff\xff"),
+        frame(FrameKind.DONE),
+        frame(FrameKind.GRANT, b"\2\0\0\0\xff\xff"),
         grant(),
         grant(0, 24, 24),
         grant(0, 24, 24, 24),
@@ -420,14 +420,14 @@ GOOD_GRANT = grant(0, 24, 24, 24, head=WRITE_HEAD)
 
 @pytest.fixture(
     params=[
-        [frame(Kind.GRANT)],
+        [frame(FrameKind.GRANT)],
         [grant(0, 24, 24, head=WRITE_HEAD)],
         [grant(0, 24, 24, 24, 0, head=WRITE_HEAD)],
         [grant(0, 24, 24, 48, head=WRITE_HEAD)],
         [grant(0, 4_080, 24, 24, head=WRITE_HEAD)],
-        [GOOD_GRANT, frame(Kind.GRANT)],
-        [GOOD_GRANT, frame(Kind.TAIL, b"nonsense")],
-        [GOOD_GRANT, frame(Kind.TAIL)],
+        [GOOD_GRANT, frame(FrameKind.GRANT)],
+        [GOOD_GRANT, frame(FrameKind.TAIL, b"nonsense")],
+        [GOOD_GRANT, frame(FrameKind.TAIL)],
     ]
 )
 def bad_store_answer(request: pytest.FixtureRequest) -> Iterator[ShmPages]:
@@ -438,7 +438,7 @@ def bad_store_answer(request: pytest.FixtureRequest) -> Iterator[ShmPages]:
 @pytest.fixture
 def refusing() -> Iterator[tuple[ShmPages, Refused]]:
     refused = Refused(RefusedKind.LIMIT, "too much")
-    with answering(Shard(frame(Kind.REFUSED, streams.encode_refused(refused)))) as way:
+    with answering(Shard(frame(FrameKind.REFUSED, socket_frames.encode_refused(refused)))) as way:
         yield way, refused
 
 
@@ -462,7 +462,7 @@ def test_a_worker_shows_that_it_lives_however_little_it_moves() -> None:
         sink = ContentSink(CONTENT, request)
         list(way.read(request, sink, soon()))
         assert len(sink.corrupt) == 6, "zeros match no checksum"
-    assert fake.heard.count(Kind.RENEW) == 2, "a record each"
+    assert fake.heard.count(FrameKind.RENEW) == 2, "a record each"
 
 
 # ------------------------------------------------------------------------------------------------- connections
@@ -668,19 +668,19 @@ def test_a_writer_that_continues_after_the_sums_are_made_gives_no_reader_a_wrong
     page = b"".join(content.layers[key])
     sums = checksum.layer_sums(checksum.identity(content.namespace, key, codec.RAW), 0, 2, memoryview(page))
     with Raw(world) as peer:
-        peer.send(Kind.WRITE, streams.encode_write(request, 10**10))
+        peer.send(FrameKind.WRITE, socket_frames.encode_write(request, 10**10))
         kind, body = peer.frame()
-        assert kind is Kind.GRANT
+        assert kind is FrameKind.GRANT
         nbytes = world.host.arena_bytes
         _, places = shm_frames.decode_write_grant(body, request.pages, nbytes)
         memory = Mapping(peer.fds[-1], nbytes, writable=True).view(places.offsets[0], len(page))
         memory[:] = page
         if when == "before it is told":
             memory[1_500] ^= 1
-        peer.send(Kind.WRITTEN, shm_frames.encode_written(Progress([0], sums, 0)))
-        peer.send(Kind.DONE)
+        peer.send(FrameKind.WRITTEN, shm_frames.encode_written(Progress([0], sums, 0)))
+        peer.send(FrameKind.DONE)
         kind, body = peer.frame()
-        assert kind is Kind.TAIL
+        assert kind is FrameKind.TAIL
         if when == "before it is told":
             assert shard.decode_write_tail(body) == [Written.CORRUPT]
             assert load(transport, content) == [EVICTED]

@@ -126,7 +126,7 @@ def test_a_page_of_a_writer_that_was_stopped_past_its_lease_is_not_reused(world:
             assert states(world).count(WRITING) == MINE, "by time alone it loses nothing"
         assert write(transport, others[0]) == [Written.COMMITTED] * (room - MINE) + [Written.FULL] * MINE
         pool = world.host.core.pool
-        world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])
+        world.host.inspect(lambda: list(map(pool.condemn, list(pool.ready()))))
         assert write(transport, others[1]) == [Written.COMMITTED] * (room - MINE) + [Written.FULL] * MINE
         stopped.send(signal.SIGCONT)
         assert stopped.says() == "deadline", "its store is not called done"
@@ -260,7 +260,7 @@ def test_a_reader_that_was_stopped_past_its_lease_misses_and_has_no_wrong_byte(w
         world.expire_leases()
         world.wait_until_unleased()
         pool = world.host.core.pool
-        world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])
+        world.host.inspect(lambda: list(map(pool.condemn, list(pool.ready()))))
         others = Content.of(world, pool.allocator.room(FRAME), 4, FRAME // 4, first=100)
         store(transport, others)  # every page is another's now
         stopped.send(signal.SIGCONT)

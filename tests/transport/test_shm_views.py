@@ -16,7 +16,7 @@ from kvcluster.testing.conformance.world import BOUND_S, soon
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.shm_control import Turn
 from kvcluster.transport.shm_pages import ShmPages
-from kvcluster.wire.streams import Kind
+from kvcluster.wire.socket_frames import FrameKind
 from tests.transport.shm_served import Served, path
 
 
@@ -78,7 +78,7 @@ def test_a_borrowed_page_is_not_reused(world: World, way: ShmPages) -> None:
     content = stored(world)
     pool = world.host.core.pool
     with way.borrow(content.read_request(), soon()) as borrowed:
-        world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])
+        world.host.inspect(lambda: list(map(pool.condemn, list(pool.ready()))))
         while room := pool.allocator.room(4_000):
             pages = min(room, limits.WRITE_PAGES)
             store(world.open(), Content.of(world, pages, 4, 1_000, first=100 + room))
@@ -101,14 +101,14 @@ def test_renewing_does_not_wait_for_a_thread_that_asks_whether_it_was_valid(worl
     content, asking, go_on = stored(world), threading.Event(), threading.Event()
     with way.borrow(content.read_request(), soon()) as borrowed:
         control = borrowed._control
-        hear = control.hear
+        receive = control.receive
 
-        def held(kind: Kind, deadline: Deadline, *, then: Turn) -> bytes:
+        def held(kind: FrameKind, deadline: Deadline, *, then: Turn) -> bytes:
             asking.set()
             assert go_on.wait(BOUND_S)
-            return hear(kind, deadline, then=then)
+            return receive(kind, deadline, then=then)
 
-        control.hear = held  # type: ignore[method-assign]
+        control.receive = held  # type: ignore[method-assign]
         valid = world.meanwhile(lambda: borrowed.valid(soon()))
         assert asking.wait(BOUND_S)
         assert borrowed.renew(soon()), "that thread renews it"

@@ -31,9 +31,9 @@ from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
-from kvcluster.wire import shard, streams
+from kvcluster.wire import shard, socket_frames
 from kvcluster.wire.frames import Record
-from kvcluster.wire.streams import Kind
+from kvcluster.wire.socket_frames import FrameKind
 from tests.transport.peers import (
     NO_FRAMES,
     OTHER_KIND,
@@ -100,15 +100,15 @@ class Raw(StreamPeer):
         return said
 
 
-TOO_MUCH = streams.encode_header(Kind.HELLO, limits.TOKEN_BYTES + 1)
+TOO_MUCH = socket_frames.encode_header(FrameKind.HELLO, limits.TOKEN_BYTES + 1)
 
 
 NO_REQUESTS = [
     *((hello, *frame) for hello in (True, False) for frame in (*NO_FRAMES, (TOO_MUCH, "exceeds the limit|expected"))),
-    (False, streams.encode_header(Kind.HELLO, 2) + b"\xff\xfe", "UTF-8"),
+    (False, socket_frames.encode_header(FrameKind.HELLO, 2) + b"\xff\xfe", "UTF-8"),
     *(
-        (True, streams.encode_header(kind, len(body)) + body, says)
-        for kind in (Kind.READ, Kind.WRITE)
+        (True, socket_frames.encode_header(kind, len(body)) + body, says)
+        for kind in (FrameKind.READ, FrameKind.WRITE)
         for body, says in [
             (b"", "before its remaining time"),
             (bytes(8), "a namespace is 32 bytes"),
@@ -136,14 +136,14 @@ def bad_request(request: pytest.FixtureRequest) -> BadRequest:
 def pages(item: int = 0, layer: int = 0, layers: int = 1, nbytes: int = 100, in_codec: int = codec.RAW) -> bytes:
     """A PAGES frame of one record, and its bytes."""
     data = memoryview(bytes(nbytes))
-    body = streams.encode_pages([Record(item, layer, in_codec, (0,) * layers, data)])
-    return streams.encode_header(Kind.PAGES, len(body)) + body + data
+    body = socket_frames.encode_pages([Record(item, layer, in_codec, (0,) * layers, data)])
+    return socket_frames.encode_header(FrameKind.PAGES, len(body)) + body + data
 
 
 def claiming(nbytes: int) -> bytes:
     """A PAGES frame of one record that says of itself how large it is."""
     body = struct.pack("<IIHHHHQQ", 1, 0, 0, 1, codec.RAW, 0, nbytes, 0)
-    return streams.encode_header(Kind.PAGES, len(body)) + body
+    return socket_frames.encode_header(FrameKind.PAGES, len(body)) + body
 
 
 @pytest.fixture(
@@ -156,10 +156,10 @@ def claiming(nbytes: int) -> bytes:
         (pages(layer=0), "has 2 layers"),
         (pages(in_codec=0x7F01), "codec 0x7f01"),
         (claiming(2**40), "exceeds the limit"),
-        (streams.encode_header(Kind.PAGES, 2) + b"xx", "before its number of records"),
-        (streams.encode_header(Kind.PAGES, 4) + b"\xff\xff\xff\xff", "cannot hold"),
-        (streams.encode_header(Kind.TAIL, 0), "expected"),
-        (streams.encode_header(Kind.DONE, 0), "before page 0 was whole"),
+        (socket_frames.encode_header(FrameKind.PAGES, 2) + b"xx", "before its number of records"),
+        (socket_frames.encode_header(FrameKind.PAGES, 4) + b"\xff\xff\xff\xff", "cannot hold"),
+        (socket_frames.encode_header(FrameKind.TAIL, 0), "expected"),
+        (socket_frames.encode_header(FrameKind.DONE, 0), "before page 0 was whole"),
     ],
     ids=lambda case: case[1],
 )
@@ -168,8 +168,8 @@ def bad_store(request: pytest.FixtureRequest) -> BadStore:
 
     def send(world: World, content: Content) -> str:
         with Raw(world) as peer:
-            peer.send(Kind.WRITE, streams.encode_write(content.write_request(), 10**10))
-            assert peer.frame()[0] is Kind.HEAD
+            peer.send(FrameKind.WRITE, socket_frames.encode_write(content.write_request(), 10**10))
+            assert peer.frame()[0] is FrameKind.HEAD
             peer.send_bytes(pages() + second)
             said = peer.refusal()
         assert isinstance(said, ProtocolError)
@@ -183,8 +183,8 @@ def cut_store(request: pytest.FixtureRequest) -> CutStore:
     """Sends so many 300ths of the bytes of a store."""
 
     def send(world: World, content: Content) -> None:
-        body = streams.encode_write(content.write_request(), 10**10)
-        everything = streams.encode_header(Kind.WRITE, len(body)) + body + pages() + pages(layer=1)
+        body = socket_frames.encode_write(content.write_request(), 10**10)
+        everything = socket_frames.encode_header(FrameKind.WRITE, len(body)) + body + pages() + pages(layer=1)
         with Raw(world) as peer:
             peer.send_bytes(everything[: len(everything) * request.param // 300])
             peer.end()
@@ -219,7 +219,7 @@ def test_a_connection_is_used_again_and_one_that_the_shard_has_closed_is_not(wor
     store(transport, content)
     assert load(transport, content) == [None] * 2
     (link,) = transport.path._links._idle  # type: ignore[attr-defined]
-    link.shut()
+    link.shutdown()
     assert load(transport, content) == [None] * 2
     assert link not in transport.path._links._idle  # type: ignore[attr-defined]
 
@@ -239,7 +239,7 @@ def few_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_shard_keeps_so_many_connections_and_says_so_to_one_more(few_streams: None, world: World) -> None:
     with Raw(world), Raw(world), Raw(world, hello=False) as third:
-        third.send(Kind.HELLO, token(ONE).encode())
+        third.send(FrameKind.HELLO, token(ONE).encode())
         said = third.refusal()
     assert "2 connections of this tenant, which is its share" in str(said)
 
@@ -321,12 +321,12 @@ def test_another_service_is_a_protocol_error(words: bytes) -> None:
         use(address, soon())
 
 
-def frame(kind: Kind, body: bytes = b"") -> bytes:
-    return streams.encode_header(kind, len(body)) + body
+def frame(kind: FrameKind, body: bytes = b"") -> bytes:
+    return socket_frames.encode_header(kind, len(body)) + body
 
 
-WELCOME = frame(Kind.WELCOME)
-HEAD_OF_TWO = frame(Kind.HEAD, shard.encode_read_head([None, None]))
+WELCOME = frame(FrameKind.WELCOME)
+HEAD_OF_TWO = frame(FrameKind.HEAD, shard.encode_read_head([None, None]))
 
 
 def piece(item: int, layer: int, layers: int = 1) -> bytes:
@@ -344,9 +344,9 @@ def client_of(answer: bytes) -> Iterator[TcpPages]:
 
 @pytest.fixture(
     params=[
-        (frame(Kind.HEAD, shard.encode_read_head([None])), 0),
-        (frame(Kind.HEAD, shard.encode_read_head([None] * 3)), 0),
-        (frame(Kind.TAIL, shard.encode_write_tail([Written.COMMITTED] * 2)), 0),
+        (frame(FrameKind.HEAD, shard.encode_read_head([None])), 0),
+        (frame(FrameKind.HEAD, shard.encode_read_head([None] * 3)), 0),
+        (frame(FrameKind.TAIL, shard.encode_write_tail([Written.COMMITTED] * 2)), 0),
         (b"nonsense", 0),
         (HEAD_OF_TWO + b"nonsense", 0),
         (HEAD_OF_TWO + piece(2, 0), 0),
@@ -355,7 +355,7 @@ def client_of(answer: bytes) -> Iterator[TcpPages]:
         (HEAD_OF_TWO + piece(0, 0, layers=3), 0),
         (HEAD_OF_TWO + piece(1, 0, layers=2) + piece(1, 2), 2),
         (HEAD_OF_TWO + claiming(2**40), 0),
-        (frame(Kind.HEAD, shard.encode_read_head([None, Miss(MissReason.EVICTED)])) + piece(1, 0), 0),
+        (frame(FrameKind.HEAD, shard.encode_read_head([None, Miss(MissReason.EVICTED)])) + piece(1, 0), 0),
     ]
 )
 def bad_load_answer(request: pytest.FixtureRequest) -> Iterator[tuple[TcpPages, int]]:
@@ -366,11 +366,11 @@ def bad_load_answer(request: pytest.FixtureRequest) -> Iterator[tuple[TcpPages, 
 
 @pytest.fixture(
     params=[
-        frame(Kind.HEAD, shard.encode_write_head([None])),
-        frame(Kind.HEAD, shard.encode_write_head([None] * 3)),
-        frame(Kind.HEAD, shard.encode_write_head([None] * 2)) + frame(Kind.TAIL, shard.encode_write_tail([])),
-        frame(Kind.HEAD, shard.encode_write_head([None] * 2)) * 2,
-        frame(Kind.TAIL, shard.encode_write_tail([Written.COMMITTED] * 2)),
+        frame(FrameKind.HEAD, shard.encode_write_head([None])),
+        frame(FrameKind.HEAD, shard.encode_write_head([None] * 3)),
+        frame(FrameKind.HEAD, shard.encode_write_head([None] * 2)) + frame(FrameKind.TAIL, shard.encode_write_tail([])),
+        frame(FrameKind.HEAD, shard.encode_write_head([None] * 2)) * 2,
+        frame(FrameKind.TAIL, shard.encode_write_tail([Written.COMMITTED] * 2)),
         b"nonsense",
     ]
 )
@@ -382,7 +382,7 @@ def bad_store_answer(request: pytest.FixtureRequest) -> Iterator[TcpPages]:
 @pytest.fixture
 def refusing() -> Iterator[tuple[TcpPages, Refused]]:
     refused = Refused(RefusedKind.LIMIT, "too much")
-    with client_of(frame(Kind.REFUSED, streams.encode_refused(refused))) as path:
+    with client_of(frame(FrameKind.REFUSED, socket_frames.encode_refused(refused))) as path:
         yield path, refused
 
 

@@ -26,8 +26,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvcluster.core import hashing
+from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.spec import PREFIX, Group, Part, Plane, window
 from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.errors import CallerError

@@ -16,8 +16,9 @@ from kvcluster.cli.bench.codec import synthetic
 from kvcluster.client.layouts import Paged
 from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.core.codecs import Codec, layer_bytes
+from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.miss import MissReason
-from kvcluster.core.spec import Group, KVSpec, Part, Plane, differing_fields
+from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.engines.vllm import compat, kv_format
 from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.engines.vllm.registration import spec_of

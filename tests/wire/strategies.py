@@ -13,6 +13,7 @@ from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, Shape
+from kvcluster.core.groups import DTYPE_BYTES, LAST, PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import SUM_BYTES, Attempt, CallId, ShardId, Tenant
 from kvcluster.core.messages import (
     Attach,
@@ -110,7 +111,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import DTYPE_BYTES, LAST, PREFIX, Group, KVSpec, Part, Plane, window
+from kvcluster.core.spec import KVSpec
 from kvcluster.wire.page_files import LIFE_BYTES, Head
 
 hashes: SearchStrategy[Any] = st.binary(min_size=32, max_size=32)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId
 from kvcluster.core.messages import (
     PageKey,
@@ -23,7 +24,6 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Miss
-from kvcluster.core.spec import Part
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire import frames

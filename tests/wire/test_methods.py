@@ -18,6 +18,7 @@ from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.coordinator_state import UNKNOWN
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Caller, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     Answer,
@@ -46,7 +47,6 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.errors import CallerError, LimitError, ProtocolError, VersionError
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire import answers, common, orders, shard

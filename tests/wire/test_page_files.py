@@ -15,10 +15,11 @@ from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, Shape
+from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import SUM_BYTES, BlockHash, Tenant
 from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError
 from kvcluster.wire import checks, common, page_files
 from kvcluster.wire.page_files import Head

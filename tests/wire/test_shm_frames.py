@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.pages.checksum import pack_sums, unpack_sums
 from kvcluster.wire import shm_frames

@@ -13,6 +13,7 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, SequenceId, ShardId, Tenant
 from kvcluster.core.messages import (
     Attached,
@@ -75,7 +76,7 @@ from kvcluster.core.messages import (
     WriteRequest,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError, VersionError
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire import common, reports, shard

@@ -23,6 +23,7 @@ from kvcluster.cli.bench.report import table
 from kvcluster.cli.bench.rounds import interleaved, latency_ms, medians
 from kvcluster.cli.bench.specs import llama_8b, page_shape
 from kvcluster.core.eviction_queue import EvictionQueue
+from kvcluster.core.groups import PREFIX, Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId
 from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import (
@@ -37,7 +38,6 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.replica_sets import ReplicaTable
-from kvcluster.core.spec import PREFIX, Part
 from kvcluster.core.tiers import FASTEST
 from kvcluster.eviction.lru import LRU
 from kvcluster.transport.auto import own_attempts

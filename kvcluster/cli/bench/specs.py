@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvcluster.config import size_text
-from kvcluster.core.spec import Group, KVSpec, Plane
+from kvcluster.core.groups import Group, Plane
+from kvcluster.core.spec import KVSpec
 
 
 def llama_8b(block_tokens: int = 16, *, layers: int = 32, heads: int = 8) -> KVSpec:

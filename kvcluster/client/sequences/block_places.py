@@ -17,10 +17,11 @@ from kvcluster.client.sequences.block_questions import block_questions
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.ship_plan import CutBlocks
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Explain, Explained, Plan, ShardAddress
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Explain, Need
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 
 
 def block_questions(

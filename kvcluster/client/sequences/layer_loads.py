@@ -18,9 +18,10 @@ from kvcluster.client.sequences.scratch_pages import ScratchPages
 from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.transfer_queue import TransferQueue
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import LostTokens
 from kvcluster.transport.base import Deadline
 

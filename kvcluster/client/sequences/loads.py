@@ -26,10 +26,11 @@ from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.core import limits
 from kvcluster.core.breakeven import LinkRate
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Need
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, LostTokens
 from kvcluster.transport.base import Deadline
 

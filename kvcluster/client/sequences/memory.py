@@ -20,7 +20,8 @@ from kvcluster.client.sequences.block_table import ABSENT, CODED, CodedPage, Pag
 from kvcluster.client.sequences.blocks import PageNumber
 from kvcluster.client.sequences.page_memory import PageMemory
 from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.groups import Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec import coder
 

@@ -21,6 +21,7 @@ from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, ShardId
 from kvcluster.core.messages import (
     BlockFate,
@@ -29,7 +30,7 @@ from kvcluster.core.messages import (
     ShardAddress,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 

@@ -26,6 +26,7 @@ from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Ship
 from kvcluster.client.sequences.shipped_counter import ShippedCounter
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.worker_pool import WorkerPool
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, SpanId
 from kvcluster.core.messages import (
     AttendDeclined,
@@ -39,7 +40,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.position_tree import CUT_TOKENS
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.attending import NotAttending
 from kvcluster.transport.base import Deadline, PathLost, Unavailable

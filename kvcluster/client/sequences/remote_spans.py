@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.ship_plan import CutBlocks
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Holder, SpanId
 from kvcluster.core.messages import RegisterSpans, ShardAddress, SpanBlocks
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Part
 
 _Key = tuple[BlockHash | None, int, Loss]
 """The name of the last block of a span, its cut, and the loss that is accepted. The name, since a block that is written

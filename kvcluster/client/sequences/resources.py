@@ -20,9 +20,10 @@ from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.zero_copy import Borrower
 from kvcluster.config import ClientConfig
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Group, Part
 from kvcluster.core.ids import HASH_BYTES, Attempt
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Group, KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline
 

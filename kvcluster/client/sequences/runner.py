@@ -25,8 +25,9 @@ from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.core import hashing
+from kvcluster.core.groups import Part
 from kvcluster.core.messages import SyncTables, TablesSynced
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ResidentSetFull
 from kvcluster.transport.base import Deadline
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Part
 from kvcluster.core.tiers import Tier
 
 
@@ -50,7 +50,7 @@ Plan = tuple[tuple[Source, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` consecutive blocks with one plan."""
+    """`count` consecutive blocks that are loaded by the same plan."""
 
     count: int
     plan: Plan

@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages.common import Need, Plan, Run, ShardAddress
 from kvcluster.core.messages.reports import ShardInfo
 from kvcluster.core.miss import Loss, Miss
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 
 
 @dataclass(frozen=True, slots=True)

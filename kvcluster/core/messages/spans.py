@@ -7,10 +7,11 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, SpanId
 from kvcluster.core.messages.shard import PageSlot
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 
 
 class SpanBlocks(NamedTuple):

@@ -26,7 +26,8 @@ import torch
 
 import kvcluster.engines.sglang.compat as compat
 from kvcluster.client.layouts import Buffers, Paged
-from kvcluster.core.spec import Group, KVSpec, Part, Plane
+from kvcluster.core.groups import Group, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.engines.sglang.compat import HostPool, PoolMemory, Rank
 from kvcluster.engines.sglang.settings import StorageSettings
 from kvcluster.errors import CallerError, SpecError

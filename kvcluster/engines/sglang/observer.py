@@ -16,8 +16,9 @@ from typing import Any
 
 from kvcluster.client.trace_file import HASH_BYTES, TraceHeader, request_line
 from kvcluster.client.trace_writer import Log, TraceWriter
+from kvcluster.core.groups import Part
 from kvcluster.core.reuse_prediction import ObservedRequest
-from kvcluster.core.spec import KVSpec, Part
+from kvcluster.core.spec import KVSpec
 from kvcluster.engines.sglang.settings import StorageSettings
 from kvcluster.engines.texts import process_name
 

@@ -14,7 +14,8 @@ import hashlib
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcluster.core.spec import Group, KVSpec, Plane
+from kvcluster.core.groups import Group, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.engines.texts import canonical, settings_digest
 from kvcluster.engines.transformers.compat import check_model, layers, planes, text_config
 from kvcluster.errors import CallerError

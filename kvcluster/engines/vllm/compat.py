@@ -22,7 +22,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
 import kvcluster
-from kvcluster.core.spec import PREFIX, Group, Part, window
+from kvcluster.core.groups import PREFIX, Group, Part, window
 from kvcluster.engines.vllm.kv_format import KVFormat, kv_format
 from kvcluster.errors import CallerError
 

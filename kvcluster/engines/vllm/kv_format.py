@@ -20,7 +20,7 @@ import torch
 from vllm.platforms import current_platform
 
 from kvcluster.client.layouts import Paged
-from kvcluster.core.spec import Plane
+from kvcluster.core.groups import Plane
 from kvcluster.errors import CallerError
 
 _DIGITS = 3

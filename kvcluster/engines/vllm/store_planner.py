@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import kvcluster.engines.vllm.compat as compat
 from kvcluster.core import limits
+from kvcluster.core.groups import PREFIX
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import PREFIX
 from kvcluster.engines.vllm.loads_in_flight import LoadsInFlight
 from kvcluster.engines.vllm.lossy_blocks import LossyBlocks
 from kvcluster.engines.vllm.request_state import RequestState

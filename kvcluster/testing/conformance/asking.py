@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Epoch, NamespaceId
 from kvcluster.core.messages import PageKey, PageWant, RefusedKind
 from kvcluster.core.miss import MissReason
-from kvcluster.core.spec import Part
 from kvcluster.testing.conformance.content import (
     Content,
     ContentSink,
@@ -132,7 +132,7 @@ class AskingClaims:
         coordinator = world.cluster.coordinator_core()
 
         def known() -> bool:
-            space = coordinator.directory.known(content.namespace)
+            space = coordinator.state.namespaces.known(content.namespace)
             return space is not None and all(space.index.get(key.hash) for key in content.keys)
 
         assert world.cluster.running_coordinator().inspect(known)

@@ -14,10 +14,11 @@ from typing import Protocol
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import Group, Plane
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch
 from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest, RefusedKind, WriteRequest, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Group, KVSpec, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum, codec
 from kvcluster.testing.conformance.world import ONE, Pause, World, soon
 from kvcluster.transport.base import (

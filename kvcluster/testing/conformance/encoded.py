@@ -156,6 +156,6 @@ class EncodedClaims:
         reading = read(world.open(), content, accept=Loss.Q8)
         next(reading.pieces)
         pool = world.host.core.pool
-        world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])
+        world.host.inspect(lambda: list(map(pool.condemn, list(pool.ready()))))
         assert reading.finish() == [None] * 2
         assert reading.sink.came == expected

@@ -12,9 +12,10 @@ from functools import partial
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane
 from kvcluster.core.messages import PageKey, PageWant, Written
 from kvcluster.core.miss import MissReason
-from kvcluster.core.spec import LAST, PREFIX, Group, KVSpec, Part, Plane
+from kvcluster.core.spec import KVSpec
 from kvcluster.testing.conformance.content import (
     Content,
     ContentSource,
@@ -237,7 +238,7 @@ class MovingClaims:
         (transport, content), other = stored(world), Content.of(world, 12, 2, FRAME // 2, first=100)
         reading = read_begun(transport, content)
         pool = world.host.core.pool
-        world.host.inspect(lambda: [pool.condemn(page) for page in list(pool.ready())])
+        world.host.inspect(lambda: list(map(pool.condemn, list(pool.ready()))))
         store(world.open(), other)  # into memory that is not kept for the reader
         reading.finish()
         reading.sink.check()

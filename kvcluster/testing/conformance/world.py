@@ -221,7 +221,7 @@ class World:
     def _order(self, moves: Sequence[Move]) -> None:
         """Gives these orders and waits until the shard has carried them out and reported so."""
         coordinator, core = self.cluster.running_coordinator(), self.cluster.coordinator_core()
-        (member,) = core.members.all()
+        (member,) = core.state.members.all()
 
         def order() -> None:
             core.tiering.order(member, moves)

@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 from kvcluster.core import codecs, hashing
 from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import BlockHash, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import Need, PageKey
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import PREFIX, Group, KVSpec, Part, Plane, window
+from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 
 LONGEST = 8

@@ -47,8 +47,9 @@ from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.oracle import Name, namespace_of
 from kvcluster.testing.sim.order_oracle import GivenOrders
 from kvcluster.testing.sim.sequence_oracle import SequenceOracle
-from kvcluster.testing.sim.shard import Place, ShardProcess
+from kvcluster.testing.sim.shard import ShardProcess
 from kvcluster.testing.sim.surroundings import Setting
+from kvcluster.testing.sim.tier_io import TierPlace
 from kvcluster.testing.sim.violation import require
 
 
@@ -107,13 +108,13 @@ class CoordinatorOracle:
         self._drain_began(c, request.question.shard)
 
     def _drain_began(self, c: CoordinatorProcess, shard: ShardId) -> None:
-        member = c.core.members.get(shard)
+        member = c.core.state.members.get(shard)
         if member is not None and member.drain_until is not None:
             self._drain_until[c.name, member.address] = member.drain_until
             self._others_had.setdefault((c.name, member.address), self._had_by_others(shard))
 
     def _orders_given(self, c: CoordinatorProcess, m: Report | Inventory, ack: ReportAck, now: int) -> None:
-        member = c.core.members.get(m.info.shard)
+        member = c.core.state.members.get(m.info.shard)
         if member is not None:
             for order in self._orders.setdefault((c.name, member.address), GivenOrders()).given(ack.orders):
                 if isinstance(order, EvictOrder):
@@ -155,12 +156,12 @@ class CoordinatorOracle:
     def _ticked(self, c: CoordinatorProcess) -> None:
         heard = [entry for entry in c.backlog if entry[0] == c.receive]
         require(not heard, "members are judged before the messages that have arrived")
-        for info in c.core.members.lost.values():
+        for info in c.core.state.members.lost.values():
             shard = self._world.incarnations[info.shard, info.epoch]
-            serves = shard.running and shard.coordinator is c and shard.core.member(shard.now())
+            serves = shard.running and shard.coordinator is c and shard.core.state.member(shard.now())
             require(not serves, f"{info.shard} is considered lost, but grants leases of this coordinator's term")
         for of, (ticket, _) in list(self._answers.items()):
-            if of[0] == c.name and c.core.tickets.get(of[1]) is not ticket:
+            if of[0] == c.name and c.core.state.tickets.get(of[1]) is not ticket:
                 del self._answers[of]
 
     def _ticket_ended(self, c: CoordinatorProcess, request: Request[EndTicket], reply: object, now: int) -> None:
@@ -173,11 +174,11 @@ class CoordinatorOracle:
         was purged since."""
         name = request.tenant, request.question.attempt
         of = c.name, name
-        space = c.core.directory.known(namespace_of(request))
+        space = c.core.state.namespaces.known(namespace_of(request))
         before = self._answers.pop(of, None)
-        if before is not None and space is not None and before[0].known == (c.core.book.version, space.purged):
+        if before is not None and space is not None and before[0].known == (c.core.state.book.version, space.purged):
             require(reply == before[1], "a repeated prepare gets a different answer")
-        ticket = c.core.tickets.get(name)
+        ticket = c.core.state.tickets.get(name)
         if ticket is not None:
             self._answers[of] = ticket, reply
 
@@ -203,7 +204,7 @@ class CoordinatorOracle:
             at += count
 
     def _is_member(self, c: CoordinatorProcess, address: ShardAddress) -> None:
-        member = c.core.members.get(address.shard)
+        member = c.core.state.members.get(address.shard)
         require(member is not None and member.address == address, f"an answer names {address.shard}, which is lost")
 
     def _is_newer(self, address: ShardAddress, names: list[Name], purged_at: int) -> None:
@@ -225,9 +226,9 @@ class CoordinatorOracle:
         if shard.told_to_leave or until is None or now >= until:
             return
         shard.told_to_leave = True
-        takers = [member for member in c.core.members.all() if member.takes_replicas]
-        doomed = [known.id for known in c.core.directory if known.purged > shard.purged]
-        blocks: dict[tuple[NamespaceId, BlockHash], list[Place]] = {}
+        takers = [member for member in c.core.state.members.all() if member.takes_replicas]
+        doomed = [known.id for known in c.core.state.namespaces if known.purged > shard.purged]
+        blocks: dict[tuple[NamespaceId, BlockHash], list[TierPlace]] = {}
         for place in shard.ready:
             blocks.setdefault((place[0], place[1].hash), []).append(place)
         for (space, block), places in blocks.items():
@@ -253,7 +254,7 @@ class CoordinatorOracle:
         if name in self._others_had.get((c.name, shard.address), {}):
             return True
         placed = self._placed.get(name, {})
-        members = [member.address for member in c.core.members.all()]
+        members = [member.address for member in c.core.state.members.all()]
         others = [
             other
             for other in self._world.incarnations.values()

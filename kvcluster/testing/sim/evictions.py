@@ -15,9 +15,9 @@ from kvcluster.testing.sim.violation import require
 def judge_order(coordinator: Coordinator, member: Member, order: EvictOrder, now: int) -> None:
     """Raises Violation if an order given at `now` names a block of an open sequence, a held or pinned one, or a block
     before its tail. A private block that no sequence claims may always be erased."""
-    for space in coordinator.directory:
+    for space in coordinator.state.namespaces:
         ordered = {block: None for space_id, block in order.blocks if space_id == space.id}
-        claimed = [block for block in ordered if coordinator.tables.claims(space.id, block)]
+        claimed = [block for block in ordered if coordinator.state.tables.claims(space.id, block)]
         require(not claimed, f"an order takes {' '.join(block.hex()[:6] for block in claimed)} of open sequences")
         if space.spec.private:
             continue
@@ -39,7 +39,7 @@ def judge_floors(
     held: dict[Tenant, int] = {}
     taken: dict[Tenant, int] = {}
     largest = 0
-    for space in coordinator.directory:
+    for space in coordinator.state.namespaces:
         ordered = {block: None for space_id, block in order.blocks if space_id == space.id}
         if ordered and space.spec.private:
             return  # what no sequence claims any more is erased, whatever is left
@@ -86,7 +86,7 @@ def _tails_first(
             continue
         parent = space.index.get(record.parent)
         if parent is not None and record.copies.on(member.slot, order.tier):
-            spared = _promised(space, record.hash, now) or coordinator.tables.claims(space.id, record.hash) > 0
+            spared = _promised(space, record.hash, now) or coordinator.state.tables.claims(space.id, record.hash) > 0
             require(spared, f"{record.parent.hex()[:6]} is to be evicted before its tail")
 
 

@@ -81,7 +81,7 @@ class Faults:
     def _tell_to_stop(self) -> bool:
         """An operator stops a shard in an orderly way. Its deadline comes soon, late, or before it has begun."""
         shard = self._world.shards[self._rng.choice(self._world.names)]
-        if not shard.running or shard.core.stopping:
+        if not shard.running or shard.core.state.stopping:
             return False
         shard.save_and_end(self._rng.choice((0, 20, 200, 2_000)) * MS)
         return True

@@ -52,7 +52,7 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
     coordinator = world.coordinator
     require(not coordinator.dead and not coordinator.core.rebuilding, "the coordinator is not back")
     require(all(worker.idle for worker in world.workers), "a call has not ended")
-    require(not len(coordinator.core.tickets), "a ticket is left")
+    require(not len(coordinator.core.state.tickets), "a ticket is left")
     require(not coordinator.unanswered(), "the coordinator has not answered a question")
     require(not coordinator.listener.behind and not coordinator.core.retelling, "a listener to KV events is behind")
     require(not any(world.shards[name].dead for name in world.names), "a shard has not been restarted")
@@ -60,19 +60,19 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
     require(
         sorted(shard.shard for shard in living) == sorted(world.names), "a shard is missing, or an old one lives on"
     )
-    members = [member.info.shard for member in coordinator.core.members.all()]
+    members = [member.info.shard for member in coordinator.core.state.members.all()]
     require(sorted(members) == sorted(world.names), "a shard that is gone is still a member")
     told = _told(world)
     for shard in living:
-        member = coordinator.core.members.get(shard.shard)
+        member = coordinator.core.state.members.get(shard.shard)
         require(member is not None, f"{shard.shard} is not known")
         assert member is not None
         require(member.info.epoch == shard.core.epoch and member.cursor.current, f"{shard.shard} is not up")
-        require(shard.core.member(shard.now()), f"{shard.shard} has no coordinator")
+        require(shard.core.state.member(shard.now()), f"{shard.shard} has no coordinator")
         # A report that was lost before the healing is awaited for longer than a shard may be silent.
         silent_ns = coordinator.now() - coordinator.heard[shard.shard, shard.core.epoch]
         require(silent_ns < world.kernel.now - healed_at, f"{shard.shard} has not reported since")
-        late = any(member.purged < space.purged for space in coordinator.core.directory)
+        late = any(member.purged < space.purged for space in coordinator.core.state.namespaces)
         require(not late, f"{shard.shard} has a purge to carry out")
         require(not member.draining, f"{shard.shard} is still draining")
         require(not len(shard.core.leases), f"{shard.shard} has a lease left")
@@ -97,9 +97,9 @@ def _all_is_at_rest(world: SimulatedWorld, healed_at: int) -> None:
 def _sequences_are_over(world: SimulatedWorld) -> None:
     """All sequences are closed, or their holders are gone: nothing of them is left but public blocks."""
     core = world.coordinator.core
-    require(not len(core.tables) and not core.tables.releasing, "a table of a sequence is left")
-    require(not core.tables.claimed_blocks, "a block is claimed without a sequence")
-    require(not core.directory.private_blocks, "a private block is left")
+    require(not len(core.state.tables) and not core.state.tables.releasing, "a table of a sequence is left")
+    require(not core.state.tables.claimed_blocks, "a block is claimed without a sequence")
+    require(not core.state.namespaces.private_blocks, "a private block is left")
     for worker in world.workers:
         if isinstance(worker, SequenceWorker):
             worker.machine.check()
@@ -109,7 +109,7 @@ def _sequences_are_over(world: SimulatedWorld) -> None:
 def _told(world: SimulatedWorld) -> dict[int, list[tuple[NamespaceId, PageKey, Tier]]]:
     """Returns what the index says, by slot."""
     told: dict[int, list[tuple[NamespaceId, PageKey, Tier]]] = {}
-    for space in world.coordinator.core.directory:
+    for space in world.coordinator.core.state.namespaces:
         for record in space.index:
             for copy in record.copies.entries:
                 key = PageKey(record.hash, copy.group, copy.part)
@@ -156,7 +156,7 @@ def _all_is_told(world: SimulatedWorld) -> Script:
     """Waits until no shard is sending its inventory: the last load may have moved so many pages that a shard sends it
     again."""
     for _ in range(_LOOKS):
-        if all(member.cursor.current for member in world.coordinator.core.members.all()):
+        if all(member.cursor.current for member in world.coordinator.core.state.members.all()):
             return
         yield None, _LOOK_NS
 
@@ -204,8 +204,8 @@ def _restorable(world: SimulatedWorld, model: content.Model, hashes: tuple[Block
 
 
 def _is_too_much(world: SimulatedWorld, hashes: tuple[BlockHash, ...]) -> bool:
-    """Whether these blocks would fill the staging tier of a shard, counting those read from a store and those in that
-    tier anyway. Half of the tier counts as full, since pages of two sizes may waste the rest."""
+    """Returns whether some shard has to read pages of these blocks from a store, and all its pages of them below the
+    first tier take more than half of its staging tier. With pages of two sizes, half of it may be wasted."""
     for shard in world.incarnations.values():
         pages = shard.core.pool.ready() if not shard.dead else ()
         below = [page for page in pages if page.tier is not FASTEST and page.key.hash in hashes]

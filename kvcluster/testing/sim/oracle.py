@@ -41,7 +41,8 @@ from kvcluster.testing.kernel import Kernel
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.sessions import Layer
-from kvcluster.testing.sim.shard import Place, ShardProcess
+from kvcluster.testing.sim.shard import ShardProcess
+from kvcluster.testing.sim.tier_io import TierPlace
 from kvcluster.testing.sim.violation import require
 
 Name = tuple[NamespaceId, PageKey]
@@ -90,7 +91,7 @@ class Oracle:
     # --------------------------------------------------------------------------------------------- shards
 
     def shard_stepped(self, shard: ShardProcess, message: object, effects: list[Effect], now: int) -> None:
-        if shard.core.stopping:
+        if shard.core.state.stopping:
             self._gave_way_to_saved(shard)
         judge = self._of_shard.get(type(message.question if isinstance(message, Request) else message))
         if judge is not None:
@@ -102,7 +103,7 @@ class Oracle:
                 if isinstance(reply, WriteGrant):
                     slots = [page for page in reply.pages if isinstance(page, PageSlot)]
                     if slots:
-                        require(not shard.core.stopping, "a shard that stops accepts a store")
+                        require(not shard.core.state.stopping, "a shard that stops accepts a store")
                         self._may_grant(shard, now)
                         self._check_not_in_use(shard, slots)
                         self._gave_way(shard)
@@ -184,7 +185,7 @@ class Oracle:
         assert isinstance(reply, CommitGrant)
         committed = [index for index, fate in zip(m.indices, reply.pages, strict=True) if fate is Written.COMMITTED]
         session = shard.sessions.get(m.attempt)
-        may = session is not None and not session.revoked and shard.core.member(shard.now())
+        may = session is not None and not session.revoked and shard.core.state.member(shard.now())
         require(not may or Written.LOST not in reply.pages, "pages written under a live lease are lost")
         if not committed:
             return
@@ -229,13 +230,13 @@ class Oracle:
     def _moved(self, shard: ShardProcess, m: Moved, effects: list[Effect]) -> None:
         """A page that is READY in its new place is correct there; a page that is gone from its old one was demoted, or
         corrupt."""
-        order, session = shard.moves[m.attempt], shard.sessions[m.attempt]
+        order, session = shard.tier_io.moves[m.attempt], shard.sessions[m.attempt]
         for namespace, _, _, _, _, source, target, _ in order.pages:
             page = shard.core.pool.on(target.tier, namespace, target.key)
             if page is None or page.generation != target.generation:
                 continue
             require(not session.revoked, "a lease that was revoked is committed")
-            if shard.core.stopping and not target.tier.spec.addressable:  # it needs no coordinator for that
+            if shard.core.state.stopping and not target.tier.spec.addressable:  # it needs no coordinator for that
                 require(content.private_holder(target.key.hash) is None, "a private page is saved to disk")
             else:
                 self._may_grant(shard, shard.now())
@@ -258,7 +259,7 @@ class Oracle:
 
     def _staged(self, shard: ShardProcess, m: Staged, effects: list[Effect]) -> None:
         """A page that is read from disk is correct in memory; a page that is gone from the disk was corrupt."""
-        order = shard.moves[m.attempt]
+        order = shard.tier_io.moves[m.attempt]
         answers = [effect.reply for effect in effects if isinstance(effect, Answer)]
         lent = {slot for reply in answers if isinstance(reply, PinGrant) for slot in reply.pages}
         for page in order.pages:
@@ -288,9 +289,9 @@ class Oracle:
             if data != content.content(space, key, slot.codec, slot.loss).data:
                 require(shard.storage.is_rotten(slot), f"{shard.name} holds wrong bytes of {key.hash.hex()[:6]}")
 
-    def _vanished(self, shard: ShardProcess) -> list[Place]:
+    def _vanished(self, shard: ShardProcess) -> list[TierPlace]:
         on = shard.core.pool.on
-        gone: list[Place] = []
+        gone: list[TierPlace] = []
         for place, (slot, _) in shard.ready.items():
             space, key, tier = place
             page = on(tier, space, key)

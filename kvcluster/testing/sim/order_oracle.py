@@ -57,7 +57,7 @@ class HeardOrders:
             self._heard.clear()
             self._pull = None
             return False
-        if ack.epoch < self._epoch or ack.leave is not None or shard.stopping:  # one that stops accepts no orders
+        if ack.epoch < self._epoch or ack.leave is not None or shard.state.stopping:  # one that stops accepts no orders
             return False
         new = [order for order in ack.orders if order.number > self._highest]
         for order in new:

@@ -112,10 +112,10 @@ class SequenceOracle:
         spared = {**sent.refused, **dict.fromkeys((*answer.refused, *answer.reopen))}
         for name, blocks in sent.tables.items():
             if name not in spared:
-                told = coordinator.core.tables.table(owner, name)
+                told = coordinator.core.state.tables.table(owner, name)
                 require(told == blocks, "the coordinator's table of a sequence is not the worker's")
-        extra = coordinator.core.tables.count(owner) - sum(
-            coordinator.core.tables.table(owner, name) is not None for name in {**sent.tables, **spared}
+        extra = coordinator.core.state.tables.count(owner) - sum(
+            coordinator.core.state.tables.table(owner, name) is not None for name in {**sent.tables, **spared}
         )
         require(not extra, "the coordinator keeps a table of a sequence that is closed")
         self._agreed[coordinator.name, owner] = {
@@ -182,7 +182,7 @@ class SequenceOracle:
 
     def check_index(self, c: CoordinatorProcess) -> None:
         """Private blocks are recorded in namespaces of private pages alone."""
-        for space in c.core.directory:
+        for space in c.core.state.namespaces:
             for record in space.index:
                 private = content.private_holder(record.hash) is not None
                 require(private == space.spec.private, "a private block is recorded where others find it")

@@ -1,8 +1,8 @@
 """A shard's process: what runtime/shard_host.py does, on simulated time and memory.
 
 Effects end here. One script at a time carries reports to the coordinator, and a revoked lease stops its session. Pages
-are verified, moved between tiers and read from disk in the background, page by page; a Fetch brings pages from another
-shard, and Leave ends the process.
+are verified in the background, page by page, and moved between tiers and read from disk by tier_io.py. A Fetch brings
+pages from another shard, and Leave ends the process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import carried_out
+from kvcluster.core.disk_recovery import applied_tombstones
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -21,10 +21,8 @@ from kvcluster.core.messages import (
     Fetch,
     Inventory,
     Leave,
-    Moved,
     MovePages,
     PageKey,
-    PageMove,
     PageSlot,
     PagesSaved,
     PageWant,
@@ -40,7 +38,6 @@ from kvcluster.core.messages import (
     Send,
     ShardAddress,
     Stage,
-    Staged,
     Suspect,
     Tier,
     Verified,
@@ -61,9 +58,7 @@ from kvcluster.testing.sim.order_oracle import HeardOrders
 from kvcluster.testing.sim.sessions import ArrivedSums, Layer, Session, SessionRequest
 from kvcluster.testing.sim.shard_storage import ShardStorage
 from kvcluster.testing.sim.surroundings import Supervisor, Surroundings
-
-Place = tuple[NamespaceId, PageKey, Tier]
-"""A page in one tier of a shard."""
+from kvcluster.testing.sim.tier_io import SimulatedTierIO, TierPlace
 
 FETCH_NS = 2 * SECOND
 """The longest time that a fetch from another shard may take."""
@@ -124,16 +119,14 @@ class ShardProcess(SimulatedCore):
         self.sessions: dict[Attempt, Session] = {}
         self.coordinator: CoordinatorProcess | None = None  # the one whose epoch it has adopted
         self.adopted = Epoch(0)
-        self.ready: dict[Place, tuple[PageSlot, int]] = {}  # the oracle's own list
+        self.ready: dict[TierPlace, tuple[PageSlot, int]] = {}  # the oracle's own list
         for page in core.pool.ready():
             stored_at = self.disks[page.tier].stored_at(page.offset)
             self.ready[page.space, page.key, page.tier] = page.slot(), stored_at
-        self.moves: dict[Attempt, MovePages | Stage] = {}  # under way, or ending now
-        self._moved_stored_at: dict[Attempt, list[int]] = {}  # when the pages of each queued MovePages were stored
+        self.tier_io = SimulatedTierIO(self)
         self.heard = HeardOrders()
-        self._queue: list[MovePages | Erase] = []  # the jobs of one thread, in order
         # The oracle's own number too: that of the last tombstone that this shard has carried out.
-        self.purged = max((stone.number for stone in carried_out(found.values())), default=0)
+        self.purged = max((stone.number for stone in applied_tombstones(found.values())), default=0)
         self.told_to_leave = False
         self._leaving = False
 
@@ -211,15 +204,9 @@ class ShardProcess(SimulatedCore):
             case Fetch():
                 self.start(self._fetch(effect))
             case MovePages() | Erase():
-                if isinstance(effect, MovePages):  # a better copy may replace a page before it is written
-                    self._moved_stored_at[effect.attempt] = [
-                        self.ready[page.namespace, page.source.key, page.source.tier][1] for page in effect.pages
-                    ]
-                self._queue.append(effect)
-                if len(self._queue) == 1:
-                    self.start(self._work())
+                self.tier_io.queue(effect)
             case Stage():
-                self.start(self._stage(effect))
+                self.start(self.tier_io.stage(effect))
             case Leave(for_good=True) if any(disk.owner is self for disk in self.disks.values()):
                 self.start(self._save_and_leave())
             case Leave():
@@ -250,86 +237,6 @@ class ShardProcess(SimulatedCore):
                 corrupt.append(index)
         self.finish(session)
         self.step(Verified(effect.attempt, tuple(corrupt)))
-
-    def _work(self) -> Script:
-        """Runs the jobs of the mover's thread."""
-        while self._queue:
-            effect = self._queue[0]
-            yield None, self.world.rng.randrange(2 * MS)
-            if isinstance(effect, Erase):
-                for disk in self.disks.values():
-                    disk.erase(effect)
-            else:
-                yield from self._move(effect)
-            del self._queue[0]
-
-    def _move(self, effect: MovePages) -> Script:
-        """Moves pages in the background, page by page: sound pages are encoded, decoded or copied."""
-        session = self._began(effect)
-        stored_at = self._moved_stored_at.pop(effect.attempt)
-        sums: list[bytes | None] = []
-        corrupt: list[int] = []
-        for index, page in enumerate(effect.pages):
-            yield None, self.world.rng.randrange(2 * MS)
-            before = self.storage.bytes_of(page.source)
-            sound = self.storage.matches(page.namespace, page.source, before)
-            if not page.target.tier.spec.addressable:
-                made = (yield from self._write(page, before, stored_at[index])) if sound else None
-            else:
-                made = self.storage.recode(page, before)
-            if not sound:
-                corrupt.append(index)
-            sums.append(made)
-            tiers = f"{page.source.tier.name} to {page.target.tier.name}".lower()
-            self.world.count("move", tiers if made is not None else "cannot be")
-        self._ended(session, Moved(effect.attempt, tuple(sums), tuple(corrupt)))
-
-    def _began(self, effect: MovePages | Stage) -> Session:
-        self.moves[effect.attempt] = effect
-        session = Session(effect.attempt, None, None, writes=True)
-        slots = (slot for page in effect.pages for slot in (page.source, page.target))
-        session.pages = [slot for slot in slots if slot.tier.spec.addressable]
-        self.begin(session)
-        return session
-
-    def _ended(self, session: Session, message: Moved | Staged) -> None:
-        session.moving = False
-        self.step(message)
-        self.finish(session)
-        del self.moves[session.attempt]
-
-    def _write(self, page: PageMove, before: bytes | None, stored_at: int) -> Script:
-        """Writes a page to a store, as it is or encoded. Returns its packed sums; None if it cannot be encoded."""
-        encodes = page.source.codec is not page.target.codec
-        encoded = self.storage.encoded(page, before) if encodes else None
-        if encodes and encoded is None:
-            return None
-        disk = self.disks[page.target.tier]
-        disk.begin_write(page)
-        yield None, self.world.rng.randrange(2 * MS)  # dying now leaves neither the old page nor the new
-        data = self.storage.bytes_of(page.source)
-        if encoded is not None:
-            data, sums = encoded
-            page = page._replace(source=page.source._replace(sums=sums))
-        assert data is not None
-        disk.write(page, data, stored_at)
-        return page.source.sums
-
-    def _stage(self, effect: Stage) -> Script:
-        """Reads pages from stores into private copies."""
-        session = self._began(effect)
-        corrupt: list[int] = []
-        if self.world.working and self.world.rng.random() < 0.05:  # the drive takes longer than a lease runs
-            yield None, self.world.rng.randrange(3 * SECOND)
-        for index, page in enumerate(effect.pages):
-            yield None, self.world.rng.randrange(4 * MS)
-            data = self.disks[page.source.tier].read(page.source)
-            if data is not None:
-                self.memory.write(page.target.offset, data)
-            if not self.storage.matches(page.namespace, page.source, data):
-                corrupt.append(index)
-            self.world.count("stage", "corrupt" if index in corrupt else "read")
-        self._ended(session, Staged(effect.attempt, tuple(corrupt)))
 
     def _fetch(self, effect: Fetch) -> Script:
         """Fetches pages as a worker would, under the cluster's own credential, straight into this shard's pages."""

@@ -27,10 +27,10 @@ from kvcluster.client.store_pages import StoreTerms
 from kvcluster.client.store_plan import StorePlan
 from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core import messages
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.messages import PageKey, StoreGrant
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.spec import Part
 from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.client_process import ClientProcess

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Holder
 from kvcluster.core.messages import Done, LoadGrant, Need, PrepareLoad, RenewTicket, TicketBody
-from kvcluster.core.spec import Part
 from kvcluster.testing.kernel import MS, TIMED_OUT, Clock, Promise, Script
 from kvcluster.testing.sim.client_process import ClientProcess, ClientSurroundings
 from kvcluster.testing.sim.content import Model

@@ -98,7 +98,7 @@ def open_and_fork(worker: Worker, keeper: TableKeeper) -> None:
 
 def test_ten_thousand_sequences_leave_nothing_behind_but_public_blocks() -> None:
     cluster = Cluster()
-    tables = cluster.coordinator.core.tables
+    tables = cluster.coordinator.core.state.tables
     opened = 0
     for number in range(SLICES):
         worker = Worker(pages=4 * SLICE, policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
@@ -121,7 +121,7 @@ def test_ten_thousand_sequences_leave_nothing_behind_but_public_blocks() -> None
         cluster.lease_ends()
         cluster.erase()
         cluster.check()
-        assert (len(tables), tables.claimed_blocks, tables.claimed_bytes(OURS)) == (0, 0, 0)
+        assert (len(tables), tables.claimed_blocks, tables._bytes.held(OURS)) == (0, 0, 0)
         assert not cluster.private and not cluster.coordinator.status().private_blocks
         assert cluster.coordinator.status().blocks == len(cluster.public) == 2 * PROMPTS
         assert cluster.coordinator.core._sequence_handler.holders == 0

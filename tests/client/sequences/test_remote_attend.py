@@ -23,6 +23,7 @@ from kvcluster.client.sequences import block_places
 from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, StepFacts
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
+from kvcluster.core.groups import Group, Plane
 from kvcluster.core.ids import NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
     AttendDeclined,
@@ -37,7 +38,6 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.position_tree import CUT_TOKENS
-from kvcluster.core.spec import Group, Plane
 from kvcluster.errors import CallerError, LimitError, LostTokens
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster

@@ -12,10 +12,10 @@ from kvcluster.client.sequences.blocks import StoreState
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import CutBlocks, shippable_cuts
 from kvcluster.core import limits
+from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Holder, SpanId
 from kvcluster.core.messages import BlockFate, Explain, Explained, RegisterSpans, Source, Tier
 from kvcluster.core.miss import Loss
-from kvcluster.core.spec import Part
 from kvcluster.errors import Unreachable
 from kvcluster.transport.base import Deadline
 from tests.client.build import SPEC

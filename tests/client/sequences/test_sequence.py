@@ -106,11 +106,11 @@ def test_a_sequence_takes_arrays_of_other_libraries(cluster: MemoryCluster, arra
 
 
 def blocks(cluster: MemoryCluster) -> int:
-    return cluster.coordinator_core().directory.blocks
+    return cluster.coordinator_core().state.namespaces.blocks
 
 
 def claimed(cluster: MemoryCluster) -> int:
-    return cluster.coordinator_core().tables.claimed_blocks
+    return cluster.coordinator_core().state.tables.claimed_blocks
 
 
 def test_a_sequence_reads_as_one_tensor(cluster: MemoryCluster) -> None:

@@ -57,13 +57,13 @@ class Teller:
             self.sync()
 
     def table(self, state: SequenceState) -> tuple[BlockHash, ...] | None:
-        return self.coordinator.core.tables.table((OURS, HOLDER), state.name)
+        return self.coordinator.core.state.tables.table((OURS, HOLDER), state.name)
 
     def check(self) -> None:
         self.settle()
         for state in self.open:
             assert self.table(state) == tuple(block.name for block in state.blocks[: state.sealed])
-        assert self.coordinator.core.tables.count((OURS, HOLDER)) == len(self.open)
+        assert self.coordinator.core.state.tables.count((OURS, HOLDER)) == len(self.open)
 
 
 class Telling(RuleBasedStateMachine):

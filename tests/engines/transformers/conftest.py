@@ -31,7 +31,7 @@ def cluster() -> Iterator[MemoryCluster]:
 
 def settle(cluster: MemoryCluster) -> None:
     """No sequence, ticket or lease is left behind, and no invariant is broken."""
-    cluster.wait_until(lambda: cluster.coordinator_core().tables.claimed_blocks == 0)
+    cluster.wait_until(lambda: cluster.coordinator_core().state.tables.claimed_blocks == 0)
     cluster.wait_until_idle()
     cluster.check()
 

@@ -44,7 +44,7 @@ def test_a_drained_shard_may_take_what_was_committed_before_it_heard_of_a_purge(
     shard = next(shard for shard in world.shards.values() if len(shard.core.leases))
     world.told_to_go[shard.shard] = None
     worker.start(worker.ask(Drain(shard.shard), content.RED, worker.now() + SECOND))
-    member = world.coordinator.core.members.get(shard.shard)
+    member = world.coordinator.core.state.members.get(shard.shard)
     assert member is not None
     run_until(world, lambda: member.info.draining)
     assert not shard.ready

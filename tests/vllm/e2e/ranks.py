@@ -6,7 +6,7 @@ from typing import Any
 
 import kvcluster
 from kvcluster.client.layouts import Dense
-from kvcluster.core.spec import Part
+from kvcluster.core.groups import Part
 from tests.chaos import victims
 from tests.vllm.e2e.audit import dense
 from tests.vllm.e2e.run import BLOCK, CLIENT, House, answers, differences, eventually, loaded, prompts

@@ -6,7 +6,7 @@ import torch
 
 from kvcluster.cli.bench.transfer.worker import warm_memory
 from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.core.spec import Group
+from kvcluster.core.groups import Group
 from kvcluster.pages import codec
 
 

@@ -14,7 +14,7 @@ from kvcluster.cli.bench.codec.synthetic import Attention, attention, output
 from kvcluster.cli.bench.rounds import interleaved, medians, sweep_caches
 from kvcluster.cli.bench.transfer.worker import warm_memory
 from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.core.spec import Group, Plane
+from kvcluster.core.groups import Group, Plane
 from kvcluster.pages import codec, native
 
 LOSSY = (Codec.Q8, Codec.Q4)

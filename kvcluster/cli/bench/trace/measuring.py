@@ -133,7 +133,7 @@ def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any
     for shard in cluster.shards:
         check_shard(shard)
     counters: Counter[str] = Counter()
-    for member in cluster.coordinator.members.all():
+    for member in cluster.coordinator.state.members.all():
         counters.update(dict(member.info.counters))
     return {
         "hit_blocks": found["hits"],
@@ -151,7 +151,7 @@ def _held(cluster: TraceCluster) -> dict[str, float]:
     """Returns the current blocks and use of the tiers. A block in both tiers counts in each, and once in
     `cached_blocks`."""
     pools = [shard.pool for shard in cluster.shards]
-    held: dict[str, float] = {"cached_blocks": cluster.coordinator.directory.blocks}
+    held: dict[str, float] = {"cached_blocks": cluster.coordinator.state.namespaces.blocks}
     for tier in Tier:
         allocators = [pool.allocators[tier] for pool in pools if tier in pool.allocators]
         capacity_bytes = sum(allocator.capacity_bytes for allocator in allocators)

@@ -19,8 +19,8 @@ def stale_generation_read(original: Any, self: SpanRegistry, name: Any, span: An
     return span if span.found is not None else original(self, name, span)
 
 
-@stale_generation_read.also(PagePool, "pin_all")
-def _pin_all(original: Any, self: PagePool, pages: Any) -> None:
+@stale_generation_read.also(PagePool, "pin")
+def _pin(original: Any, self: PagePool, pages: Any) -> None:
     for page in pages:
         page.pins += 1
 
@@ -31,9 +31,7 @@ def spans_not_pinned(original: Any, self: SpanHandler, request: Any, now: int) -
     effects = original(self, request, now)
     for lease in self._leases.all():
         if lease.attempt == request.question.attempt:
-            for page in lease.pages:
-                if page is not None:
-                    self._pool.unpin(page)
+            self._pool.unpin(page for page in lease.pages if page is not None)
             lease.pages = []
     return effects
 

@@ -9,6 +9,7 @@ from kvcluster.core import members
 from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.evictor import Evictor
+from kvcluster.core.groups import Part
 from kvcluster.core.members import Membership
 from kvcluster.core.messages import Persist, Tick
 from kvcluster.core.namespaces import NamespaceTable
@@ -20,7 +21,6 @@ from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.report_stream import ReportCursor
-from kvcluster.core.spec import Part
 from kvcluster.core.tenant_floors import TenantFloors
 from kvcluster.eviction.lru import DEPTH_BITS, LRU
 from kvcluster.testing.core_process import CoreProcess

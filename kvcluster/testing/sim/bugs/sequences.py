@@ -65,9 +65,9 @@ def private_pages_stay(original: Any, self: Eraser, name: Any) -> None:
 
 
 @planted(Eraser, "__init__")
-def no_grace(original: Any, self: Eraser, grace_ns: int, directory: Any, book: Any, tables: Any) -> None:
+def no_grace(original: Any, self: Eraser, grace_ns: int, namespaces: Any, book: Any, tables: Any) -> None:
     """Private blocks that no sequence claims are erased at once, even if the coordinator has just restarted."""
-    original(self, 0, directory, book, tables)
+    original(self, 0, namespaces, book, tables)
 
 
 @planted(SequenceHandler, "sync")

@@ -9,14 +9,16 @@ from kvcluster.core.leases import LeaseBook
 from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant
 from kvcluster.core.miss import Loss
 from kvcluster.core.order_stream import OrderCursor
-from kvcluster.core.page import PageAction, PageState
+from kvcluster.core.page import PageState
 from kvcluster.core.pin_handler import PinHandler
 from kvcluster.core.pool import PagePool
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.report_sender import ReportSender
 from kvcluster.core.shard import Shard
+from kvcluster.core.shard_state import ShardState
 from kvcluster.core.shutdown_saver import ShutdownSaver
 from kvcluster.core.withdrawal import Withdrawal
+from kvcluster.core.worker_handler import WorkerHandler
 from kvcluster.pages import checksum
 from kvcluster.testing.sim.bugs.planting import planted
 from kvcluster.testing.sim.disk import Disk
@@ -25,10 +27,10 @@ from kvcluster.testing.sim.shard_storage import ShardStorage
 # ---------------------------------------------------------------------------------------------- fences
 
 
-@planted(Shard, "_check")
-def no_epoch_fence(original: Any, self: Shard, tenant: Any, m: Any) -> Any:
+@planted(WorkerHandler, "_refused")
+def no_epoch_fence(original: Any, self: WorkerHandler, tenant: Any, m: Any) -> Any:
     """A shard does not compare the epoch in a worker's question with its own."""
-    return original(self, tenant, replace(m, epoch=self.epoch))
+    return original(self, tenant, replace(m, epoch=self._state.epoch))
 
 
 @planted(ReportSender, "answered")
@@ -74,34 +76,31 @@ def late_commit(original: Any, self: LeaseBook, attempt: Any) -> bool:
 
 
 @planted(PagePool, "unpin")
-def skipped_unpin(original: Any, self: PagePool, page: Any) -> Any:
+def skipped_unpin(original: Any, self: PagePool, pages: Any) -> None:
     """A page that was condemned while it was read is not unpinned."""
-    return False if page.state is PageState.CONDEMNED else original(self, page)
+    original(self, [page for page in pages if page.state is not PageState.CONDEMNED])
 
 
-@planted(PagePool, "_free_if_unread")
-def forgotten_generation(original: Any, self: PagePool, page: Any) -> bool:
+@planted(PagePool, "condemn")
+def forgotten_generation(original: Any, self: PagePool, page: Any) -> None:
     """A condemned page is freed at once, even if it is still read."""
-    if page.state is not PageState.CONDEMNED:
-        return False
-    self._act(page, PageAction.LAST_UNPIN)
-    del self._condemned[page.generation]
-    self._free(page)
-    return True
+    original(self, page)
+    if page.state is PageState.CONDEMNED:
+        self._free_condemned(page)
 
 
-@planted(Shard, "_pin")
-def condemned_served(original: Any, self: Shard, request: Any, space: Any, now: int) -> list[Any]:
+@planted(WorkerHandler, "pin")
+def condemned_served(original: Any, self: WorkerHandler, request: Any, space: Any, now: int) -> list[Any]:
     """A condemned page that is still being read is granted to one more reader."""
     m = request.question
     effects: list[Any] = original(self, request, space, now)
-    lease = next((lease for lease in self.leases.all() if lease.attempt == m.attempt), None)
+    lease = next((lease for lease in self._state.leases.all() if lease.attempt == m.attempt), None)
     answer = effects[0] if effects else None  # no answer yet if pages have to be read from disk
     if lease is None or not isinstance(answer, Answer) or not isinstance(answer.reply, PinGrant):
         return effects
     pages = list(answer.reply.pages)
     for at, key in enumerate(m.keys):
-        for page in self.pool.everything():
+        for page in self._state.pool.everything():
             if lease.pages[at] is None and page.state is PageState.CONDEMNED and page.key == key:
                 page.pins += 1
                 lease.pages[at], pages[at] = page, page.slot()
@@ -114,8 +113,8 @@ def commit_before_verifying(original: Any, self: ShardStorage, namespace: Any, s
     return checksum.pack_sums(sums)
 
 
-@planted(Shard, "_end")
-def lost_abort(original: Any, self: Shard, request: Any, now: int) -> Any:
+@planted(WorkerHandler, "end")
+def lost_abort(original: Any, self: WorkerHandler, request: Any, now: int) -> Any:
     """A writer's abort is acknowledged and ignored."""
     heard = not isinstance(request.question, Abort)
     return original(self, request, now) if heard else [Answer(request.call, Done())]
@@ -132,14 +131,14 @@ def freed_by_time(original: Any, self: Shard, m: Any, now: int) -> list[Any]:
     return effects
 
 
-@planted(Shard, "_suspect")
-def condemned_by_word(original: Any, self: Shard, request: Any, space: Any, now: int) -> Any:
+@planted(WorkerHandler, "suspect")
+def condemned_by_word(original: Any, self: WorkerHandler, request: Any, space: Any, now: int) -> Any:
     """A page that a reader suspects is condemned without being verified."""
     for key in request.question.keys:
-        page = self.pool.get(space.id, key)
+        page = self._state.pool.get(space.id, key)
         if page is not None and page.state is PageState.READY:
-            self.pool.condemn(page)
-            self._sender.tell(GoneEvent(space.id, key, corrupt=True))
+            self._state.pool.condemn(page)
+            self._state.report_sender.tell(GoneEvent(space.id, key, corrupt=True))
     return original(self, request, space, now)
 
 
@@ -175,9 +174,9 @@ def moved_unverified(original: Any, self: ShardStorage, namespace: Any, slot: An
 
 
 @planted(PinHandler, "staged")
-def disk_unverified(original: Any, self: PinHandler, m: Any, *, may_grant: bool) -> Any:
+def disk_unverified(original: Any, self: PinHandler, m: Any, now: int) -> Any:
     """A page that is read from disk is not verified."""
-    return original(self, replace(m, corrupt=()), may_grant=may_grant)
+    return original(self, replace(m, corrupt=()), now)
 
 
 @planted(Disk, "erase")
@@ -195,10 +194,10 @@ def private_copy_given_back(original: Any, self: PagePool, copy: Any, sums: byte
     self._free(copy)
 
 
-@planted(Shard, "_takes_writes")
-def stores_while_stopping(original: Any, self: Shard, now: int) -> bool:
+@planted(ShardState, "takes_writes")
+def stores_while_stopping(original: Any, self: ShardState, now: int) -> bool:
     """A shard that saves its pages because it is to stop accepts new stores."""
-    return self.member(now) and not self._orders.draining
+    return self.member(now) and not self.draining
 
 
 @planted(ShutdownSaver, "_is_private")

@@ -1,4 +1,4 @@
-"""Streams: frames on a plain socket, for the transports that do not use gRPC.
+"""Frames on a plain socket, for the transports that do not use gRPC.
 
 A frame is a header and a body whose length it gives. The bodies of READ, WRITE, HEAD and TAIL are protobuf, as in a
 gRPC stream (frames.py). PAGES holds the headers of records; their bytes follow the frame, so that they can be sent
@@ -51,7 +51,7 @@ _COUNT = struct.Struct("<I")
 _TIME = struct.Struct("<Q")
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kind of a frame."""
 
     HELLO = 1
@@ -72,10 +72,16 @@ class Kind(IntEnum):
     PARTIALS = 16
 
 
-_MOST = {Kind.HELLO: limits.TOKEN_BYTES, Kind.FAILED: limits.WORDS_BYTES, Kind.DONE: 0, Kind.RENEW: 1, Kind.ABORT: 0}
+_MOST = {
+    FrameKind.HELLO: limits.TOKEN_BYTES,
+    FrameKind.FAILED: limits.WORDS_BYTES,
+    FrameKind.DONE: 0,
+    FrameKind.RENEW: 1,
+    FrameKind.ABORT: 0,
+}
 
 
-def encode_header(kind: Kind, nbytes: int, version: int = PROTOCOL_VERSION) -> bytes:
+def encode_header(kind: FrameKind, nbytes: int, version: int = PROTOCOL_VERSION) -> bytes:
     """Encodes the header of a frame whose body has `nbytes` bytes."""
     return HEADER.pack(MAGIC, version, kind, nbytes)
 
@@ -88,7 +94,7 @@ def version_of(header: bytes) -> int:
     return int(version)
 
 
-def decode_header(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[Kind, int]:
+def decode_header(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[FrameKind, int]:
     """Returns the kind and the body bytes, on a connection of that version. Raises ProtocolError, before anything is
     allocated, if the body is larger than its kind allows, and VersionError for a frame of another version."""
     must(len(data) == HEADER.size, f"the header of a frame has {HEADER.size} bytes, not {len(data)}")
@@ -96,7 +102,7 @@ def decode_header(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[Kind, i
     check_magic(magic, MAGIC)
     check_version(theirs, oldest=version, newest=version, of="a frame")
     try:
-        known = Kind(kind)
+        known = FrameKind(kind)
     except ValueError:
         raise ProtocolError(f"a frame of kind {kind} is not known here") from None
     must(nbytes <= _MOST.get(known, limits.MESSAGE_BYTES), f"a {known.name} frame of {nbytes} bytes exceeds the limit")
@@ -151,11 +157,11 @@ def decode_pages(body: bytes) -> list[RecordHead]:
 
 _CODES: list[type[KVClusterError]] = [ProtocolError, CallerError, LimitError, CredentialError]
 _DEADLINE, _LOST = 16, 17
-"""The codes of the two kinds of Trouble, which the transport defines."""
+"""The codes of errors that have a Miss: the deadline has passed, or the shard is lost."""
 
 
-class Broken(Unreachable):
-    """The other side failed; `miss` says how."""
+class PeerFailed(Unreachable):
+    """The other side has sent an error that has a Miss; here it is again."""
 
     def __init__(self, miss: Miss) -> None:
         super().__init__(str(miss))
@@ -163,8 +169,8 @@ class Broken(Unreachable):
 
 
 def encode_failure(error: KVClusterError) -> bytes:
-    """Encodes an error of errors.py. One that has a `miss` is Trouble: with a code for the deadline, and one for all
-    else."""
+    """Encodes an error of errors.py. Of one with a `miss`, as Unavailable of transport/base.py has it, the code says
+    whether the deadline has passed or the shard is lost."""
     miss = getattr(error, "miss", None)
     if isinstance(miss, Miss):
         code, words = (_DEADLINE if miss.reason is MissReason.DEADLINE else _LOST), miss.detail
@@ -175,11 +181,11 @@ def encode_failure(error: KVClusterError) -> bytes:
 
 
 def decode_failure(body: bytes) -> KVClusterError:
-    """The inverse. Returns the error to raise, `Broken` for Trouble."""
+    """The inverse. Returns the error to raise: PeerFailed for one that had a `miss`."""
     must(body, "a FAILED frame is empty")
     words = body[1:].decode("utf-8", "replace")
     if body[0] == _DEADLINE:
-        return Broken(Miss(MissReason.DEADLINE, words))
+        return PeerFailed(Miss(MissReason.DEADLINE, words))
     if body[0] == _LOST:
-        return Broken(Miss(MissReason.SHARD_LOST, words))
+        return PeerFailed(Miss(MissReason.SHARD_LOST, words))
     return _CODES[body[0]](words) if body[0] < len(_CODES) else ProtocolError(words)

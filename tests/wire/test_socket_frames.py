@@ -21,24 +21,26 @@ from kvcluster.errors import (
     SpecError,
 )
 from kvcluster.release import PROTOCOL_VERSION
-from kvcluster.wire import streams
+from kvcluster.wire import socket_frames
 from kvcluster.wire.frames import Record
-from kvcluster.wire.streams import Broken, Kind
+from kvcluster.wire.socket_frames import FrameKind, PeerFailed
 from tests.wire import strategies as of
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_a_header_says_what_follows_and_how_much(kind: Kind) -> None:
-    data = streams.encode_header(kind, 0)
+@pytest.mark.parametrize("kind", FrameKind)
+def test_a_header_says_what_follows_and_how_much(kind: FrameKind) -> None:
+    data = socket_frames.encode_header(kind, 0)
     assert len(data) == 8
-    assert streams.decode_header(data) == (kind, 0)
+    assert socket_frames.decode_header(data) == (kind, 0)
 
 
 def test_the_layout_is_the_one_that_is_documented() -> None:
-    assert streams.encode_header(Kind.PAGES, 0x01020304) == bytes.fromhex(f"4b53 {PROTOCOL_VERSION:02x} 08 04030201")
-    body = streams.encode_pages([Record(7, 3, 0x0102, (2**64 - 1, 0), memoryview(b"abcd"))])
+    assert socket_frames.encode_header(FrameKind.PAGES, 0x01020304) == bytes.fromhex(
+        f"4b53 {PROTOCOL_VERSION:02x} 08 04030201"
+    )
+    body = socket_frames.encode_pages([Record(7, 3, 0x0102, (2**64 - 1, 0), memoryview(b"abcd"))])
     assert body == bytes.fromhex("01000000 07000000 0300 0200 0201 0000 0400000000000000") + b"\xff" * 8 + bytes(8)
-    assert streams.encode_failure(LimitError("no")) == b"\x02no"
+    assert socket_frames.encode_failure(LimitError("no")) == b"\x02no"
 
 
 NOW = PROTOCOL_VERSION
@@ -48,49 +50,54 @@ NOW = PROTOCOL_VERSION
     ("data", "says"),
     [
         (b"GET / HT", "another service"),
-        (struct.pack("<HBBI", streams.MAGIC, NOW - 1, 1, 0), "upgrade the other side"),
-        (struct.pack("<HBBI", streams.MAGIC, NOW, 0, 0), "kind 0"),
-        (struct.pack("<HBBI", streams.MAGIC, NOW, Kind.DONE, 1), "exceeds the limit"),
+        (struct.pack("<HBBI", socket_frames.MAGIC, NOW - 1, 1, 0), "upgrade the other side"),
+        (struct.pack("<HBBI", socket_frames.MAGIC, NOW, 0, 0), "kind 0"),
+        (struct.pack("<HBBI", socket_frames.MAGIC, NOW, FrameKind.DONE, 1), "exceeds the limit"),
         (
-            struct.pack("<HBBI", streams.MAGIC, NOW, Kind.HELLO, limits.TOKEN_BYTES + 1),
+            struct.pack("<HBBI", socket_frames.MAGIC, NOW, FrameKind.HELLO, limits.TOKEN_BYTES + 1),
             "exceeds the limit",
         ),
         (
-            struct.pack("<HBBI", streams.MAGIC, NOW, Kind.READ, limits.MESSAGE_BYTES + 1),
+            struct.pack("<HBBI", socket_frames.MAGIC, NOW, FrameKind.READ, limits.MESSAGE_BYTES + 1),
             "exceeds the limit",
         ),
     ],
 )
 def test_a_header_that_makes_no_sense_is_refused_in_words(data: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
-        streams.decode_header(data)
+        socket_frames.decode_header(data)
 
 
 @given(of.read_requests, st.integers(0, 2**62))
 def test_a_load_goes_with_the_time_that_its_caller_has(request: ReadRequest, remaining_ns: int) -> None:
-    assert streams.decode_read(streams.encode_read(request, remaining_ns)) == (request, remaining_ns)
+    assert socket_frames.decode_read(socket_frames.encode_read(request, remaining_ns)) == (request, remaining_ns)
 
 
 @given(of.write_requests, st.integers(0, 2**62))
 def test_a_store_goes_with_the_time_that_its_caller_has(request: WriteRequest, remaining_ns: int) -> None:
-    assert streams.decode_write(streams.encode_write(request, remaining_ns)) == (request, remaining_ns)
+    assert socket_frames.decode_write(socket_frames.encode_write(request, remaining_ns)) == (request, remaining_ns)
 
 
 @given(of.refusals)
 def test_a_refusal_arrives_as_it_was(refused: Refused) -> None:
-    assert streams.decode_refused(streams.encode_refused(refused)) == refused
+    assert socket_frames.decode_refused(socket_frames.encode_refused(refused)) == refused
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 16)), max_size=5))
 def test_pages_are_announced_as_they_will_come(shape: list[tuple[int, int, int]]) -> None:
     sent = [Record(i, i, 1, tuple(range(n)), memoryview(bytes(n * size))) for i, n, size in shape]
-    heads = streams.decode_pages(streams.encode_pages(sent))
+    heads = socket_frames.decode_pages(socket_frames.encode_pages(sent))
     assert [(*head[:4], head.nbytes) for head in heads] == [(*record[:4], record.data.nbytes) for record in sent]
 
 
 @given(st.binary(max_size=64))
 def test_any_other_bytes_are_a_protocol_error_and_nothing_else(data: bytes) -> None:
-    for decode in (streams.decode_pages, streams.decode_read, streams.decode_write, streams.decode_refused):
+    for decode in (
+        socket_frames.decode_pages,
+        socket_frames.decode_read,
+        socket_frames.decode_write,
+        socket_frames.decode_refused,
+    ):
         try:
             decode(data)
         except (ProtocolError, LimitError, SpecError):
@@ -99,22 +106,22 @@ def test_any_other_bytes_are_a_protocol_error_and_nothing_else(data: bytes) -> N
 
 @pytest.mark.parametrize("kind", [ProtocolError, CallerError, LimitError, CredentialError])
 def test_an_error_is_raised_again_as_what_it_was(kind: type[KVClusterError]) -> None:
-    error = streams.decode_failure(streams.encode_failure(kind("because")))
+    error = socket_frames.decode_failure(socket_frames.encode_failure(kind("because")))
     assert type(error) is kind
     assert str(error) == "because"
 
 
 @pytest.mark.parametrize("reason", [MissReason.DEADLINE, MissReason.SHARD_LOST])
 def test_trouble_is_told_as_the_miss_that_it_amounts_to(reason: MissReason) -> None:
-    error = streams.decode_failure(streams.encode_failure(Broken(Miss(reason, "because"))))
-    assert isinstance(error, Broken)
+    error = socket_frames.decode_failure(socket_frames.encode_failure(PeerFailed(Miss(reason, "because"))))
+    assert isinstance(error, PeerFailed)
     assert error.miss == Miss(reason, "because")
 
 
 def test_an_error_of_another_kind_keeps_its_words_and_no_frame_of_words_is_too_long() -> None:
-    error = streams.decode_failure(streams.encode_failure(ConfigError("strange")))
+    error = socket_frames.decode_failure(socket_frames.encode_failure(ConfigError("strange")))
     assert isinstance(error, ProtocolError)
     assert "strange" in str(error)
-    assert len(streams.encode_failure(ConfigError("x" * 10**6))) <= limits.WORDS_BYTES
+    assert len(socket_frames.encode_failure(ConfigError("x" * 10**6))) <= limits.WORDS_BYTES
     with pytest.raises(ProtocolError, match="empty"):
-        streams.decode_failure(b"")
+        socket_frames.decode_failure(b"")
