@@ -66,6 +66,11 @@ class ComputeSpeed:
         line.record(count, round(seconds * _SECOND_NS), now)
         self._lines[size] = line, max(most, count)
 
+    def most_keys(self, queries: int) -> int:
+        """Returns the most keys of a compute of this size so far."""
+        _, most = self._lines.get(queries.bit_length(), (None, 0))
+        return most
+
     def estimate(self, queries: int, keys: int) -> _Estimate | None:
         """Returns how long each compute of this size takes beyond its fixed part: by those of the nearest size among
         those of at least half as many keys, or, if there were none, by those of the most keys. None before the
@@ -106,9 +111,15 @@ class AttendSpeeds:
         self._fastest = 0.0  # bytes a second of the fastest message
 
     def computed(self, keys: Mapping[int, int], seconds: float, now: int) -> None:
-        """Records a compute of one layer in this process (ComputeSpeed.record)."""
+        """Records a compute of one layer in this process (ComputeSpeed.record), beside which nothing was shipped:
+        shards of this host would have taken its time."""
         with self._lock:
             self._here.record(keys, seconds, now)
+
+    def to_measure(self, queries: int, keys: int) -> bool:
+        """Whether a compute of so many keys in this process tells more than those before: it has twice as many."""
+        with self._lock:
+            return keys > 2 * self._here.most_keys(queries)
 
     def shipped(self, shard: str, nbytes: int, seconds: float) -> None:
         """Records a message to a shard that brought `nbytes`, its query's included, and took so long without the

@@ -31,8 +31,13 @@ _PRICE_SHARE = 4
 _LEAST_GAIN = 0.05
 """Nothing is fetched for a smaller part of a step's time: measured times vary as much."""
 
-_STEPS_AHEAD = 8
+_STEPS_AHEAD = 4
 """Loads under way take as long as so many steps."""
+
+_WAIT_FROM = 3
+"""A step that ships waits for the loads that begin with it if it takes so many times what it would take here. Loads
+beside queries take longer than alone (assumed: half as long again), and of each step that they take, 2/3 and more are
+lost to shipping."""
 
 
 class StepCosts(NamedTuple):
@@ -69,12 +74,9 @@ class CostPlanner:
             choice = SpanChoice.FETCH if len(kept) == len(away) else SpanChoice.LOCAL
             return [SpanChoice.LOCAL if _at_hand(span) else choice for span in step.spans]
         begun = self._to_fetch(step, costs, kept)
+        to_fetch = SpanChoice.FETCH if costs.ship_s > _WAIT_FROM * costs.here_s else SpanChoice.SHIP_AND_FETCH
         return [
-            SpanChoice.LOCAL
-            if _at_hand(span)
-            else SpanChoice.SHIP_AND_FETCH
-            if span.start in begun
-            else SpanChoice.SHIP
+            SpanChoice.LOCAL if _at_hand(span) else to_fetch if span.start in begun else SpanChoice.SHIP
             for span in step.spans
         ]
 
