@@ -12,10 +12,13 @@ resident set has no room. That is how a prompt's chunk of many query tokens diff
 
 Otherwise it ships. How many steps follow is unknown, so whether to fetch for them is the ski-rental problem: shipping
 is the rent, fetching the price. What shipping took longer than attending here is added up over steps of one size, and
-once it is a quarter of the price, the pages are fetched while queries are shipped still. A generation that ends before
-has lost nothing. One that goes on has lost at most a quarter of the price against one that had fetched at once, if the
-link has room for both. Where shards compute faster than this process would, the rent is negative, and nothing is
-fetched.
+once it is a quarter of the price, the pages are fetched, some in each step, while queries are shipped still. A
+generation that ends before has lost nothing. One that goes on has lost at most a quarter of the price against one that
+had fetched at once, if the link has room for both.
+
+Loads beside queries take longer than alone, and most of a step that takes long by shipping is lost. So such a step
+waits for the loads that begin with it; they begin once the rent is half of the price. Where shards compute faster than
+this process would, the rent is negative, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from kvcluster.client.sequences.attend_planner import SpanChoice, SpanFacts, Ste
 
 _PRICE_SHARE = 4
 """Spans are fetched once shipping them has cost 1/4 of what fetching costs: see the module."""
+
+_SHARE_WAITED = 2
+"""The same where steps wait for loads: such loads cost their whole time, unless shipping goes on for long."""
 
 _LEAST_GAIN = 0.05
 """Nothing is fetched for a smaller part of a step's time: measured times vary as much."""
@@ -74,7 +80,7 @@ class CostPlanner:
             choice = SpanChoice.FETCH if len(kept) == len(away) else SpanChoice.LOCAL
             return [SpanChoice.LOCAL if _at_hand(span) else choice for span in step.spans]
         begun = self._to_fetch(step, costs, kept)
-        to_fetch = SpanChoice.FETCH if costs.ship_s > _WAIT_FROM * costs.here_s else SpanChoice.SHIP_AND_FETCH
+        to_fetch = SpanChoice.FETCH if _waits(costs) else SpanChoice.SHIP_AND_FETCH
         return [
             SpanChoice.LOCAL if _at_hand(span) else to_fetch if span.start in begun else SpanChoice.SHIP
             for span in step.spans
@@ -83,11 +89,11 @@ class CostPlanner:
     def explain(self, step: StepFacts) -> str:
         """Returns the costs that decide a step, in one line."""
         costs, away = step_costs(step), [span for span in step.spans if not _at_hand(span)]
-        longer_s = step.account.seconds(max(step.queries, default=0))
+        longer_s, share = step.account.seconds(max(step.queries, default=0)), _share(costs)
         return (
             f"a step takes {_ms(costs.ship_s)} by shipping, and {_ms(costs.here_s)} here after {_ms(costs.fetch_s)} of "
             f"fetching; shipping has taken {_ms(longer_s)} longer so far, and fetching begins once that is "
-            f"1/{_PRICE_SHARE} of its time; there is room for {len(_kept(away, step.room_bytes))} of {len(away)} spans"
+            f"1/{share} of its time; there is room for {len(_kept(away, step.room_bytes))} of {len(away)} spans"
         )
 
     def _to_fetch(self, step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> dict[int, None]:
@@ -100,7 +106,8 @@ class CostPlanner:
             waiting = [min(waiting, key=lambda span: span.absent_bytes)] if len(waiting) == len(kept) else []
         price_s = step.speeds.load_s(sum(span.absent_bytes for span in waiting))
         size = max(step.queries)
-        if step.account.seconds(size) * _PRICE_SHARE < price_s:
+        share = _share(costs)
+        if step.account.seconds(size) * share < price_s:
             return {}
         under_way_s = step.speeds.load_s(sum(span.absent_bytes for span in kept if span.fetching))
         begun: dict[int, None] = {}
@@ -110,7 +117,7 @@ class CostPlanner:
             load_s = step.speeds.load_s(span.absent_bytes)
             under_way_s += load_s
             begun[span.start] = None
-            step.account.spend(size, load_s / _PRICE_SHARE)
+            step.account.spend(size, load_s / share)
         return begun
 
 
@@ -175,6 +182,16 @@ def _gain(step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> float
         spans=tuple(span._replace(absent_bytes=0) if span.start in starts else span for span in step.spans)
     )
     return costs.ship_s - step_costs(after).ship_s
+
+
+def _waits(costs: StepCosts) -> bool:
+    """Whether a step waits for the loads that begin with it."""
+    return costs.ship_s > _WAIT_FROM * costs.here_s
+
+
+def _share(costs: StepCosts) -> int:
+    """Returns what part of the price of spans shipping must have cost before they are fetched: one of so many."""
+    return _SHARE_WAITED if _waits(costs) else _PRICE_SHARE
 
 
 def _ms(seconds: float) -> str:
