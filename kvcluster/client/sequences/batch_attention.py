@@ -198,7 +198,7 @@ class BatchAttention:
         """Attends as planned. Returns None in place of the result if a shard did not do its part; then the plan is
         another next time."""
         left = [row._replace(depths=local.depths) for row, local in zip(rows, plan.local, strict=True)]
-        alone, computing_s = self._to_measure(left), 0.0
+        alone, computing_s = self._to_measure(left, plan), 0.0
 
         def compute(made: Sequence[QueryRow]) -> list[list[Partial]]:
             nonlocal computing_s
@@ -237,9 +237,11 @@ class BatchAttention:
         self._planner.account.add(most, ended - began - (0.0 if alone else computing_s) - here_s)
         return merged, shipment
 
-    def _to_measure(self, left: Sequence[SeenBlocks]) -> bool:
+    def _to_measure(self, left: Sequence[SeenBlocks], plan: ShipPlan) -> bool:
         """Whether these rows, which are attended to here, are computed before anything is shipped: the time that they
-        take beside shards of this host would not tell what everything takes here."""
+        take beside shards of this host, or loads, would not tell what everything takes here."""
+        if plan.fetched or plan.behind or self._loads.absent.fetches:
+            return False
         tokens = max(sum(map(len, row.depths)) * row.state.block_tokens for row in left)
         return self._remote.speeds.to_measure(sum(row.queries for row in left), tokens)
 
