@@ -34,6 +34,9 @@ _PRICE_SHARE = 4
 _SHARE_WAITED = 2
 """The same where steps wait for loads: such loads cost their whole time, unless shipping goes on for long."""
 
+_FIRST_LOAD = 8
+"""Before the link was measured, 1/8 of the spans are loaded: a single one takes most of its time for what is fixed."""
+
 _LEAST_GAIN = 0.05
 """Nothing is fetched for a smaller part of a step's time: measured times vary as much."""
 
@@ -80,43 +83,42 @@ class CostPlanner:
             choice = SpanChoice.FETCH if len(kept) == len(away) else SpanChoice.LOCAL
             return [SpanChoice.LOCAL if _at_hand(span) else choice for span in step.spans]
         begun = self._to_fetch(step, costs, kept)
-        to_fetch = SpanChoice.FETCH if _waits(costs) else SpanChoice.SHIP_AND_FETCH
         return [
-            SpanChoice.LOCAL if _at_hand(span) else to_fetch if span.start in begun else SpanChoice.SHIP
-            for span in step.spans
+            SpanChoice.LOCAL if _at_hand(span) else begun.get(span.start, SpanChoice.SHIP) for span in step.spans
         ]
 
     def explain(self, step: StepFacts) -> str:
         """Returns the costs that decide a step, in one line."""
         costs, away = step_costs(step), [span for span in step.spans if not _at_hand(span)]
-        longer_s, share = step.account.seconds(max(step.queries, default=0)), _share(costs)
+        longer_s = step.account.seconds(max(step.queries, default=0))
         return (
             f"a step takes {_ms(costs.ship_s)} by shipping, and {_ms(costs.here_s)} here after {_ms(costs.fetch_s)} of "
             f"fetching; shipping has taken {_ms(longer_s)} longer so far, and fetching begins once that is "
-            f"1/{share} of its time; there is room for {len(_kept(away, step.room_bytes))} of {len(away)} spans"
+            f"1/{_PRICE_SHARE} of its time; there is room for {len(_kept(away, step.room_bytes))} of {len(away)} spans"
         )
 
-    def _to_fetch(self, step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> dict[int, None]:
-        """Returns the first positions of the spans whose loads begin with this step. Those under way are kept at what
+    def _to_fetch(self, step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> dict[int, SpanChoice]:
+        """Returns the choice for spans whose loads begin with this step, by their first positions. Those under way are kept at what
         the link takes in some steps: that keeps it busy, and a query waits for little."""
         waiting = [span for span in kept if not span.fetching]
         if not waiting or _gain(step, costs, kept) < _LEAST_GAIN * costs.ship_s:
             return {}
-        if step.speeds.link is None:  # one load shows how fast the others will be
-            waiting = [min(waiting, key=lambda span: span.absent_bytes)] if len(waiting) == len(kept) else []
+        if step.speeds.link is None:  # a load of some shows how fast the others will be
+            waiting = waiting[: -(-len(waiting) // _FIRST_LOAD)] if len(waiting) == len(kept) else []
         price_s = step.speeds.load_s(sum(span.absent_bytes for span in waiting))
         size = max(step.queries)
-        share = _share(costs)
-        if step.account.seconds(size) * share < price_s:
+        if step.account.seconds(size) * _PRICE_SHARE < price_s:
             return {}
+        waits = _waits(costs) and step.account.seconds(size) * _SHARE_WAITED >= price_s
+        choice, share = (SpanChoice.FETCH, _SHARE_WAITED) if waits else (SpanChoice.SHIP_AND_FETCH, _PRICE_SHARE)
         under_way_s = step.speeds.load_s(sum(span.absent_bytes for span in kept if span.fetching))
-        begun: dict[int, None] = {}
+        begun: dict[int, SpanChoice] = {}
         for span in waiting:
             if under_way_s >= _STEPS_AHEAD * costs.ship_s:
                 break
             load_s = step.speeds.load_s(span.absent_bytes)
             under_way_s += load_s
-            begun[span.start] = None
+            begun[span.start] = choice
             step.account.spend(size, load_s / share)
         return begun
 
@@ -187,11 +189,6 @@ def _gain(step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> float
 def _waits(costs: StepCosts) -> bool:
     """Whether a step waits for the loads that begin with it."""
     return costs.ship_s > _WAIT_FROM * costs.here_s
-
-
-def _share(costs: StepCosts) -> int:
-    """Returns what part of the price of spans shipping must have cost before they are fetched: one of so many."""
-    return _SHARE_WAITED if _waits(costs) else _PRICE_SHARE
 
 
 def _ms(seconds: float) -> str:
