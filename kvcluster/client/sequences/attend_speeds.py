@@ -33,6 +33,9 @@ _FAR = 8
 """Computes of so many times fewer keys tell how long one of more keys takes: a line through several sizes does. Those
 of still fewer take most of their time for what is fixed."""
 
+_MEASURED = 3
+"""So many computes of about the most keys so far are measured."""
+
 _MESSAGES = 5
 """So many of the last messages to a shard say how long one takes."""
 
@@ -46,13 +49,21 @@ class _Estimate(NamedTuple):
     keys: int
 
 
+class _SizeLine(NamedTuple):
+    """Computes of one size: their line, the most keys of one, and how many had more than half as many."""
+
+    line: BandwidthEstimator
+    most: int = 0
+    count: int = 0
+
+
 class ComputeSpeed:
     """Of one place: how long attention of so many query tokens to so many keys takes, each of which takes `read_s` to
     be read."""
 
     def __init__(self, read_s: float) -> None:
         self._read_s = read_s
-        self._lines: dict[int, tuple[BandwidthEstimator, int]] = {}  # by bits of the number of query tokens; most keys
+        self._lines: dict[int, _SizeLine] = {}  # by bits of the number of query tokens
 
     def record(self, keys: Mapping[int, int], seconds: float, now: int) -> None:
         """Records a compute of one layer: over so many keys, by the number of query tokens that attended to them. It
@@ -62,16 +73,23 @@ class ComputeSpeed:
         if count <= 0 or weighed < count:
             return
         size = round(weighed / count).bit_length()
-        line, most = self._lines.get(size, (BandwidthEstimator(), 0))
+        line, most, large = self._lines.get(size) or _SizeLine(BandwidthEstimator())
         line.record(count, round(seconds * _SECOND_NS), now)
-        self._lines[size] = line, max(most, count)
+        large = 1 if count > 2 * most else large + (2 * count > most)
+        self._lines[size] = _SizeLine(line, max(most, count), large)
+
+    def to_measure(self, queries: int, keys: int) -> bool:
+        """Whether a compute of so many keys tells more than those before: none of them had half as many, or few
+        had."""
+        _, most, large = self._lines.get(queries.bit_length()) or _SizeLine(BandwidthEstimator())
+        return keys > 2 * most or (2 * keys > most and large < _MEASURED)
 
     def estimate(self, queries: int, keys: int) -> _Estimate | None:
         """Returns how long each compute of this size takes beyond its fixed part: by those of the nearest size among
         those of at least half as many keys, or, if there were none, by those of the most keys. None before the
         first."""
         size, found = queries.bit_length(), list[tuple[tuple[int, int], _Estimate]]()
-        for other, (line, most) in self._lines.items():
+        for other, (line, most, _) in self._lines.items():
             rate, fit = line.last_estimate(), (min(2 * most, keys), -abs(other - size))
             if rate is not None:
                 found.append((fit, _Estimate(self._scaled(keys / rate.bytes_per_s, keys, size - other), most)))
@@ -106,9 +124,15 @@ class AttendSpeeds:
         self._fastest = 0.0  # bytes a second of the fastest message
 
     def computed(self, keys: Mapping[int, int], seconds: float, now: int) -> None:
-        """Records a compute of one layer in this process (ComputeSpeed.record)."""
+        """Records a compute of one layer in this process (ComputeSpeed.record), beside which nothing was shipped or
+        loaded: that would have taken its time."""
         with self._lock:
             self._here.record(keys, seconds, now)
+
+    def to_measure(self, queries: int, keys: int) -> bool:
+        """Whether a compute of so many keys in this process is worth measuring (ComputeSpeed.to_measure)."""
+        with self._lock:
+            return self._here.to_measure(queries, keys)
 
     def shipped(self, shard: str, nbytes: int, seconds: float) -> None:
         """Records a message to a shard that brought `nbytes`, its query's included, and took so long without the

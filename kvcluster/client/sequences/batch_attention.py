@@ -169,7 +169,7 @@ class BatchAttention:
                 window=scoring.window,
                 threads=step.threads,
             )
-            self._computed(made, start)
+            self._computed(made, time.monotonic() - start)
             return found
 
         return self._repeated(lambda: self._read_or_streamed(rows, query, step, compute), step.deadline)
@@ -197,12 +197,8 @@ class BatchAttention:
     ) -> tuple[Partial | None, Shipment]:
         """Attends as planned. Returns None in place of the result if a shard did not do its part; then the plan is
         another next time."""
-        began = time.monotonic()
-        shipment = self._remote.ship(plan, sent, step.deadline)
-        if plan.behind:
-            self._loads.fetch_behind(plan.behind, step.deadline, self._remote.submit)
         left = [row._replace(depths=local.depths) for row, local in zip(rows, plan.local, strict=True)]
-        computing_s = 0.0
+        alone, computing_s = self._to_measure(left, plan), 0.0
 
         def compute(made: Sequence[QueryRow]) -> list[list[Partial]]:
             nonlocal computing_s
@@ -212,11 +208,21 @@ class BatchAttention:
             ]
             start = time.monotonic()
             found = subtree_partials(query, mine, step.layout, step.layer, step.scoring, threads=step.threads)
-            computing_s = self._computed(made, start)
+            computing_s = time.monotonic() - start
+            if alone:
+                self._computed(made, computing_s)
             return found
 
-        blocks = self._needed
-        results = self._repeated(lambda: self._held(left, blocks(left), plan.fetched, step, compute), step.deadline)
+        def attend_here() -> list[list[Partial]]:
+            blocks = self._needed(left)
+            return self._repeated(lambda: self._held(left, blocks, plan.fetched, step, compute), step.deadline)
+
+        results = attend_here() if alone else []
+        began = time.monotonic()
+        shipment = self._remote.ship(plan, sent, step.deadline)
+        if plan.behind:
+            self._loads.fetch_behind(plan.behind, step.deadline, self._remote.submit)
+        results = results or attend_here()
         if not shipment.wait():
             return None, shipment
         for row, partials in shipment.results.items():
@@ -227,12 +233,20 @@ class BatchAttention:
         merged = merge_rows(results, step.layout.value_dim, query.shape[1])
         here_s = self._remote.here_s(plan, sent)
         most = max(row.queries for row in rows)
-        self._planner.account.add(most, time.monotonic() - began - computing_s - here_s)
+        ended = max(shipment.ended, began + computing_s) if plan.fetched else time.monotonic()  # without loads
+        self._planner.account.add(most, ended - began - (0.0 if alone else computing_s) - here_s)
         return merged, shipment
 
-    def _computed(self, made: Sequence[QueryRow], start: float) -> float:
-        """Records how long a compute of these rows, which began at `start`, took. Returns that."""
-        seconds = time.monotonic() - start
+    def _to_measure(self, left: Sequence[SeenBlocks], plan: ShipPlan) -> bool:
+        """Whether these rows, which are attended to here, are computed before anything is shipped: the time that they
+        take beside shards of this host, or loads, would not tell what everything takes here."""
+        if plan.fetched or plan.behind or self._loads.absent.fetches:
+            return False
+        tokens = max(sum(map(len, row.depths)) * row.state.block_tokens for row in left)
+        return self._remote.speeds.to_measure(sum(row.queries for row in left), tokens)
+
+    def _computed(self, made: Sequence[QueryRow], seconds: float) -> None:
+        """Records how long a compute of these rows took."""
         spans = {id(span): span for row in made for span in row.spans}
         queries = dict.fromkeys(spans, 0)
         for row in made:
@@ -242,7 +256,6 @@ class BatchAttention:
         for at, count in queries.items():
             keys[count] = keys.get(count, 0) + spans[at].tokens
         self._remote.speeds.computed(keys, seconds, time.monotonic_ns())
-        return seconds
 
     def _repeated(self, attempt: Callable[[], R | None], deadline: Deadline) -> R:
         """Returns what `attempt` returns, which is None if pages were taken away meanwhile, or did not come. Raises

@@ -12,10 +12,13 @@ resident set has no room. That is how a prompt's chunk of many query tokens diff
 
 Otherwise it ships. How many steps follow is unknown, so whether to fetch for them is the ski-rental problem: shipping
 is the rent, fetching the price. What shipping took longer than attending here is added up over steps of one size, and
-once it is a quarter of the price, the pages are fetched while queries are shipped still. A generation that ends before
-has lost nothing. One that goes on has lost at most a quarter of the price against one that had fetched at once, if the
-link has room for both. Where shards compute faster than this process would, the rent is negative, and nothing is
-fetched.
+once it is a quarter of the price, the pages are fetched, some in each step, while queries are shipped still. A
+generation that ends before has lost nothing. One that goes on has lost at most a quarter of the price against one that
+had fetched at once, if the link has room for both.
+
+Loads beside queries take longer than alone, and most of a step that takes long by shipping is lost. So such a step
+waits for the loads that begin with it; they begin once the rent is half of the price. Where shards compute faster than
+this process would, the rent is negative, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -28,11 +31,22 @@ from kvcluster.client.sequences.attend_planner import SpanChoice, SpanFacts, Ste
 _PRICE_SHARE = 4
 """Spans are fetched once shipping them has cost 1/4 of what fetching costs: see the module."""
 
+_SHARE_WAITED = 2
+"""The same where steps wait for loads: such loads cost their whole time, unless shipping goes on for long."""
+
+_FIRST_LOAD = 8
+"""Before the link was measured, 1/8 of the spans are loaded: a single one takes most of its time for what is fixed."""
+
 _LEAST_GAIN = 0.05
 """Nothing is fetched for a smaller part of a step's time: measured times vary as much."""
 
-_STEPS_AHEAD = 8
+_STEPS_AHEAD = 4
 """Loads under way take as long as so many steps."""
+
+_WAIT_FROM = 3
+"""A step that ships waits for the loads that begin with it if it takes so many times what it would take here. Loads
+beside queries take longer than alone (assumed: half as long again), and of each step that they take, 2/3 and more are
+lost to shipping."""
 
 
 class StepCosts(NamedTuple):
@@ -70,12 +84,7 @@ class CostPlanner:
             return [SpanChoice.LOCAL if _at_hand(span) else choice for span in step.spans]
         begun = self._to_fetch(step, costs, kept)
         return [
-            SpanChoice.LOCAL
-            if _at_hand(span)
-            else SpanChoice.SHIP_AND_FETCH
-            if span.start in begun
-            else SpanChoice.SHIP
-            for span in step.spans
+            SpanChoice.LOCAL if _at_hand(span) else begun.get(span.start, SpanChoice.SHIP) for span in step.spans
         ]
 
     def explain(self, step: StepFacts) -> str:
@@ -88,27 +97,29 @@ class CostPlanner:
             f"1/{_PRICE_SHARE} of its time; there is room for {len(_kept(away, step.room_bytes))} of {len(away)} spans"
         )
 
-    def _to_fetch(self, step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> dict[int, None]:
-        """Returns the first positions of the spans whose loads begin with this step. Those under way are kept at what
+    def _to_fetch(self, step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> dict[int, SpanChoice]:
+        """Returns the choice for spans whose loads begin with this step, by their first positions. Those under way are kept at what
         the link takes in some steps: that keeps it busy, and a query waits for little."""
         waiting = [span for span in kept if not span.fetching]
         if not waiting or _gain(step, costs, kept) < _LEAST_GAIN * costs.ship_s:
             return {}
-        if step.speeds.link is None:  # one load shows how fast the others will be
-            waiting = [min(waiting, key=lambda span: span.absent_bytes)] if len(waiting) == len(kept) else []
+        if step.speeds.link is None:  # a load of some shows how fast the others will be
+            waiting = waiting[: -(-len(waiting) // _FIRST_LOAD)] if len(waiting) == len(kept) else []
         price_s = step.speeds.load_s(sum(span.absent_bytes for span in waiting))
         size = max(step.queries)
         if step.account.seconds(size) * _PRICE_SHARE < price_s:
             return {}
+        waits = _waits(costs) and step.account.seconds(size) * _SHARE_WAITED >= price_s
+        choice, share = (SpanChoice.FETCH, _SHARE_WAITED) if waits else (SpanChoice.SHIP_AND_FETCH, _PRICE_SHARE)
         under_way_s = step.speeds.load_s(sum(span.absent_bytes for span in kept if span.fetching))
-        begun: dict[int, None] = {}
+        begun: dict[int, SpanChoice] = {}
         for span in waiting:
             if under_way_s >= _STEPS_AHEAD * costs.ship_s:
                 break
             load_s = step.speeds.load_s(span.absent_bytes)
             under_way_s += load_s
-            begun[span.start] = None
-            step.account.spend(size, load_s / _PRICE_SHARE)
+            begun[span.start] = choice
+            step.account.spend(size, load_s / share)
         return begun
 
 
@@ -173,6 +184,11 @@ def _gain(step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> float
         spans=tuple(span._replace(absent_bytes=0) if span.start in starts else span for span in step.spans)
     )
     return costs.ship_s - step_costs(after).ship_s
+
+
+def _waits(costs: StepCosts) -> bool:
+    """Whether a step waits for the loads that begin with it."""
+    return costs.ship_s > _WAIT_FROM * costs.here_s
 
 
 def _ms(seconds: float) -> str:

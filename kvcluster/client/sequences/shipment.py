@@ -4,6 +4,7 @@ results of some are never merged with a second computation of the rest."""
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,6 +42,8 @@ class Shipment:
     error: Exception | None = None
     loss: Loss = Loss.EXACT
     results: dict[int, list[Partial]] = field(default_factory=dict)
+    ended: float = 0.0
+    """When the last answer came, on the monotonic clock."""
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def take(self, answer: ShardResults | ShardFailure) -> None:
@@ -56,6 +59,7 @@ class Shipment:
                     self.results.setdefault(row, []).extend(partials)
                 self.loss = max(self.loss, answer.loss)
             self.left -= 1
+            self.ended = time.monotonic()
             self.changed.notify_all()
 
     def wait(self) -> bool:

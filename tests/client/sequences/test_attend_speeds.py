@@ -77,3 +77,15 @@ def test_before_this_process_has_computed_of_many_keys_it_is_guessed_or_as_fast_
 def test_before_the_first_compute_all_places_are_alike() -> None:
     speeds = AttendSpeeds(products=100, key_bytes=400)
     assert speeds.here_s(2, KEYS) == speeds.shard_s("shard-0", 2, KEYS) > speeds.here_s(1, KEYS) > 0
+
+
+def test_a_compute_of_twice_as_many_keys_as_before_is_worth_measuring() -> None:
+    speeds = AttendSpeeds()
+    assert speeds.to_measure(1, 64) and not speeds.to_measure(1, 0)
+    for _ in range(3):
+        assert speeds.to_measure(1, KEYS), "one of three"
+        speeds.computed({1: KEYS}, KEYS * HERE_S_PER_KEY, 0)
+    assert not speeds.to_measure(1, KEYS)
+    assert not speeds.to_measure(1, 2 * KEYS)
+    assert speeds.to_measure(1, 2 * KEYS + 1)
+    assert speeds.to_measure(64, 64), "of that size nothing was measured"
