@@ -16,8 +16,8 @@ once it is a quarter of the price, the pages are fetched, some in each step, whi
 generation that ends before has lost nothing. One that goes on has lost at most a quarter of the price against one that
 had fetched at once, if the link has room for both.
 
-Loads beside queries take longer than alone, and most of a step that takes long by shipping is lost. So such a step
-waits for the loads that begin with it; they begin once the rent is half of the price. Where shards compute faster than
+Loads beside queries take longer than alone, and most of a step that takes long by shipping is lost. So once the rent is
+half of the price of what is left, such a step waits for the loads that begin with it. Where shards compute faster than
 this process would, the rent is negative, and nothing is fetched.
 """
 
@@ -32,7 +32,7 @@ _PRICE_SHARE = 4
 """Spans are fetched once shipping them has cost 1/4 of what fetching costs: see the module."""
 
 _SHARE_WAITED = 2
-"""The same where steps wait for loads: such loads cost their whole time, unless shipping goes on for long."""
+"""The same before a step waits for its loads: these cost their whole time if the generation ends then."""
 
 _FIRST_LOAD = 8
 """Before the link was measured, 1/8 of the spans are loaded: a single one takes most of its time for what is fixed."""
@@ -44,7 +44,7 @@ _STEPS_AHEAD = 4
 """Loads under way take as long as so many steps."""
 
 _WAIT_FROM = 3
-"""A step that ships waits for the loads that begin with it if it takes so many times what it would take here. Loads
+"""A step that ships may wait for the loads that begin with it if it takes so many times what it would take here. Loads
 beside queries take longer than alone (assumed: half as long again), and of each step that they take, 2/3 and more are
 lost to shipping."""
 
@@ -83,9 +83,7 @@ class CostPlanner:
             choice = SpanChoice.FETCH if len(kept) == len(away) else SpanChoice.LOCAL
             return [SpanChoice.LOCAL if _at_hand(span) else choice for span in step.spans]
         begun = self._to_fetch(step, costs, kept)
-        return [
-            SpanChoice.LOCAL if _at_hand(span) else begun.get(span.start, SpanChoice.SHIP) for span in step.spans
-        ]
+        return [SpanChoice.LOCAL if _at_hand(span) else begun.get(span.start, SpanChoice.SHIP) for span in step.spans]
 
     def explain(self, step: StepFacts) -> str:
         """Returns the costs that decide a step, in one line."""
@@ -98,8 +96,8 @@ class CostPlanner:
         )
 
     def _to_fetch(self, step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> dict[int, SpanChoice]:
-        """Returns the choice for spans whose loads begin with this step, by their first positions. Those under way are kept at what
-        the link takes in some steps: that keeps it busy, and a query waits for little."""
+        """Returns the choice for each span whose load begins with this step, by its first position. Loads under way are
+        kept at what the link takes in some steps: that keeps it busy, and a query waits for little."""
         waiting = [span for span in kept if not span.fetching]
         if not waiting or _gain(step, costs, kept) < _LEAST_GAIN * costs.ship_s:
             return {}
@@ -107,9 +105,10 @@ class CostPlanner:
             waiting = waiting[: -(-len(waiting) // _FIRST_LOAD)] if len(waiting) == len(kept) else []
         price_s = step.speeds.load_s(sum(span.absent_bytes for span in waiting))
         size = max(step.queries)
-        if step.account.seconds(size) * _PRICE_SHARE < price_s:
+        rent_s = step.account.seconds(size)
+        if rent_s * _PRICE_SHARE < price_s:
             return {}
-        waits = _waits(costs) and step.account.seconds(size) * _SHARE_WAITED >= price_s
+        waits = costs.ship_s > _WAIT_FROM * costs.here_s and rent_s * _SHARE_WAITED >= price_s
         choice, share = (SpanChoice.FETCH, _SHARE_WAITED) if waits else (SpanChoice.SHIP_AND_FETCH, _PRICE_SHARE)
         under_way_s = step.speeds.load_s(sum(span.absent_bytes for span in kept if span.fetching))
         begun: dict[int, SpanChoice] = {}
@@ -184,11 +183,6 @@ def _gain(step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> float
         spans=tuple(span._replace(absent_bytes=0) if span.start in starts else span for span in step.spans)
     )
     return costs.ship_s - step_costs(after).ship_s
-
-
-def _waits(costs: StepCosts) -> bool:
-    """Whether a step waits for the loads that begin with it."""
-    return costs.ship_s > _WAIT_FROM * costs.here_s
 
 
 def _ms(seconds: float) -> str:

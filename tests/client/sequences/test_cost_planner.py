@@ -184,13 +184,13 @@ def generation(world: World, tokens: int, way: str) -> float:
     bytes_per_s=st.sampled_from([10**7, 10**8, 10**9, 10**10]),
     tokens=st.sampled_from([1, 4, 8, 16, 32, 64, 300]),
 )
-def test_a_generation_of_unknown_length_takes_less_than_twice_as_long_as_the_better_way(
+def test_a_generation_of_unknown_length_takes_at_most_half_as_long_again_as_the_better_way(
     round_trip_s: float, bytes_per_s: int, tokens: int
 ) -> None:
     world = World(round_trip_s, bytes_per_s)
     best = min(generation(world, tokens, "ship"), generation(world, tokens, "fetch"))
     waits = waited(world)
-    assert generation(world, tokens, "cost") <= (1.75 if waits else 4 / 3) * best
+    assert generation(world, tokens, "cost") <= (3 / 2 if waits else 4 / 3) * best
 
 
 def waited(world: World) -> bool:
@@ -198,11 +198,11 @@ def waited(world: World) -> bool:
     return SpanChoice.FETCH in chosen(world.step(paid_s=100.0))
 
 
-def test_steps_that_take_long_by_shipping_wait_for_loads_and_begin_them_at_half_of_the_price() -> None:
+def test_steps_that_take_long_by_shipping_wait_for_loads_from_half_of_the_price_on() -> None:
     near, far = World(round_trip_s=0.002), World(round_trip_s=0.01)
     assert not waited(near) and waited(far)
     price_s = 8 * SPAN_BYTES / far.bytes_per_s
-    assert chosen(far.step(paid_s=price_s / 2 * 0.99)) == [SpanChoice.SHIP] * 8
+    assert SpanChoice.SHIP_AND_FETCH in chosen(far.step(paid_s=price_s / 2 * 0.99))
     begun = chosen(far.step(paid_s=price_s / 2 * 1.01))
     load_s = begun.count(SpanChoice.FETCH) * SPAN_BYTES / far.bytes_per_s
     assert SpanChoice.SHIP in begun and load_s <= 4 * step_costs(far.step()).ship_s + SPAN_BYTES / far.bytes_per_s
