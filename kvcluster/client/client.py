@@ -7,8 +7,7 @@
     3  sequence   append, advance, read, truncate, fork, close        KV that grows token by token
 
 Every call has one deadline, which all its parts share. Misuse raises CallerError before any bytes move; a failure in
-the cluster is a miss with a reason, and the engine recomputes. Every error raised is of the tree in errors.py. The
-client's own threads move bytes (transfer_queue.py) and one more renews tickets: no event loop is needed.
+the cluster is a miss with a reason. The client's own threads move bytes and renew tickets: no event loop is needed.
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class AttendPlanner(Protocol):
                 ship, fetch = kvcluster.SpanChoice.SHIP, kvcluster.SpanChoice.FETCH
                 return [ship if span.queries <= 8 else fetch for span in step.spans]
 
-    It is asked once a step, and again when a page has moved meanwhile; its choice serves all layers. A span that the
-    shard does not attend to after all is loaded.
+    It is asked once a step, and again when a page has moved meanwhile, or when the first message of this client has
+    come back; its choice serves all layers. A span that the shard does not attend to after all is loaded.
     """
 
     def choose(self, step: StepFacts) -> Sequence[SpanChoice]:

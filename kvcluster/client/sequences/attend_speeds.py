@@ -29,9 +29,9 @@ READ_BYTES_PER_S = 4_000_000_000
 """How fast keys and values are read where no query of this size was measured. What a compute of more query tokens took
 beyond that was arithmetic, of which fewer take less."""
 
-_FAR = 8
-"""Computes of so many times fewer keys tell how long one of more keys takes: a line through several sizes does. Those
-of still fewer take most of their time for what is fixed."""
+_FAR = 2
+"""Computes of so many times fewer keys tell how long one of more keys takes. Those of still fewer take much of their
+time for what is fixed, also by a line through several sizes."""
 
 _MEASURED = 3
 """So many computes of about the most keys so far are measured."""
@@ -50,11 +50,11 @@ class _Estimate(NamedTuple):
 
 
 class _SizeLine(NamedTuple):
-    """Computes of one size: their line, the most keys of one, and how many had more than half as many."""
+    """Computes of one size: their line, the most keys of one, and how many `large` ones had more than half as many."""
 
     line: BandwidthEstimator
     most: int = 0
-    count: int = 0
+    large: int = 0
 
 
 class ComputeSpeed:
@@ -146,6 +146,11 @@ class AttendSpeeds:
         with self._lock:
             self._shards.setdefault(shard, ComputeSpeed(self._read_s)).record(keys, seconds, now)
 
+    @property
+    def messages_known(self) -> bool:
+        """Whether a message was measured."""
+        return bool(self._messages)
+
     def here_s(self, queries: int, keys: int) -> float:
         """Returns the seconds that attention of one layer takes in this process, its fixed part left out. Before it
         was measured, a guess, or what a faster shard took: shards are busy with what others ask, too."""
@@ -195,7 +200,7 @@ class AttendSpeeds:
         lock."""
         places = (self._here, *self._shards.values())
         known = [found for place in places if (found := place.estimate(queries, keys)) is not None]
-        return [found.seconds for found in known if 2 * found.keys >= keys]
+        return [found.seconds for found in known if _FAR * found.keys >= keys]
 
 
 def _own(place: ComputeSpeed | None, queries: int, keys: int) -> float | None:

@@ -65,11 +65,12 @@ class StepPlanner:
         result_bytes: int,
         deadline: Deadline,
     ) -> ShipPlan:
-        """Returns the plan of this step: that of the last call if nothing has changed. A query token of a layer has
-        `query_bytes`, and each result of it `result_bytes`. Raises CallerError if the planner does not choose for each
-        span."""
+        """Returns the plan of this step: that of the last call if nothing has changed, and the first message has not
+        come back meanwhile, which tells how fast the link is. A query token of a layer has `query_bytes`, and each
+        result of it `result_bytes`. Raises CallerError if the planner does not choose for each span."""
         known = self._spans(rows, deadline)
-        key = (query_bytes, known.key, *((row.depths, row.visible, row.queries) for row in rows))
+        seen = ((row.depths, row.visible, row.queries) for row in rows)
+        key = (query_bytes, known.key, self._remote.speeds.messages_known, *seen)
         if self._key == key and self._planner is planner:
             return self._plan
         facts = tuple(
