@@ -111,8 +111,8 @@ def test_what_is_no_arena_of_that_size_is_refused(tmp_path: Path) -> None:
             (file, 1, "not a memory file|not sealed"),
             (reading, 1, "not a memory file"),
             (loose, NBYTES, "not sealed"),
-            (descriptor, NBYTES + 1, f"has {NBYTES}"),
-            (descriptor, 2**40, f"has {NBYTES}"),
+            (descriptor, NBYTES + 1, f"a memory file of {NBYTES}"),
+            (descriptor, 2**40, f"a memory file of {NBYTES}"),
             (descriptor, 0, "of 0 bytes"),
         ]:
             with pytest.raises(ProtocolError, match=says):
