@@ -98,11 +98,16 @@ def test_every_planted_bug_has_a_seed_that_finds_it() -> None:
     assert list(SEEDS) == list(bugs.BUGS)
 
 
+RARE = (45, 46, 61)
+"""Seeds with what comes about in one of a hundred: a stale name, block tables opened again, a page found corrupt when it
+is staged. CI draws 500 seeds beside these tests, so that a few serve here."""
+
+
 @pytest.mark.slow
 def test_seeds_are_clean_and_have_seen_trouble() -> None:
-    tally = runner.run(range(100))
+    tally = runner.run([*range(30), *RARE])
     assert not tally.failures, tally.failures[0].story
-    assert tally.seeds == 100
+    assert tally.seeds == 30 + len(RARE)
     assert not set(scenario.FAULTS) - set(tally.faults), "a kind of fault that never came about"
     for outcome in (
         "load: hit",
