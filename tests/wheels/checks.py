@@ -165,7 +165,8 @@ def test_a_cluster_of_the_wheel_serves_the_example_of_the_readme(tmp_path: Path)
     try:
         answer = environment.says("python", "-", stdin=example.replace("127.0.0.1:7070", f"127.0.0.1:{port}"))
         assert "64" in answer and "below_block" in answer
-        assert "2 shard" in environment.says("kvcluster", "status", "--port", port)
+        status = environment.says("kvcluster", "status", "--port", port)
+        assert "4 blocks" in status and "shard-1  up" in status
         environment.says("kvcluster", "doctor", "--port", port)
     finally:
         environment.says("kvcluster", "down", "--port", port)
