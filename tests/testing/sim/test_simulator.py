@@ -99,8 +99,8 @@ def test_every_planted_bug_has_a_seed_that_finds_it() -> None:
 
 
 RARE = (45, 46, 61)
-"""Seeds with what comes about in one of a hundred: a stale name, block tables opened again, a page found corrupt when it
-is staged. CI draws 500 seeds beside these tests, so that a few serve here."""
+"""Seeds with what comes about in one of a hundred: a stale name, block tables opened again, a page found corrupt when
+it is staged. CI draws 500 seeds beside these tests, so that a few serve here."""
 
 
 @pytest.mark.slow
