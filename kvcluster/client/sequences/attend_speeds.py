@@ -81,8 +81,10 @@ class ComputeSpeed:
     def to_measure(self, queries: int, keys: int) -> bool:
         """Whether a compute of so many keys tells more than those before: none of them had half as many, or few
         had."""
-        _, most, large = self._lines.get(queries.bit_length()) or _SizeLine(BandwidthEstimator())
-        return keys > 2 * most or (2 * keys > most and large < _MEASURED)
+        known = self._lines.get(queries.bit_length())
+        if known is None or keys > 2 * known.most:
+            return keys > 0
+        return 2 * keys > known.most and known.large < _MEASURED
 
     def estimate(self, queries: int, keys: int) -> _Estimate | None:
         """Returns how long each compute of this size takes beyond its fixed part: by those of the nearest size among

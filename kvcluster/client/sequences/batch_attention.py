@@ -240,7 +240,9 @@ class BatchAttention:
     def _to_measure(self, left: Sequence[SeenBlocks], plan: ShipPlan) -> bool:
         """Whether these rows, which are attended to here, are computed before anything is shipped: the time that they
         take beside shards of this host, or loads, would not tell what everything takes here."""
-        if plan.fetched or plan.behind or self._loads.absent.fetches:
+        with self._runner.lock:
+            loading = plan.fetched or plan.behind or self._loads.absent.fetches
+        if loading:
             return False
         tokens = max(sum(map(len, row.depths)) * row.state.block_tokens for row in left)
         return self._remote.speeds.to_measure(sum(row.queries for row in left), tokens)
