@@ -134,7 +134,7 @@ class BatchAttention:
             if planner is not None and sent is not None and tries < _TRIES:
                 each = sent.data.nbytes // max(1, len(query))
                 results = result_bytes(1, sent.heads, sent.value_dim)
-                plan = self._planner.plan(rows, planner, each, results, step.deadline)
+                plan = self._planner.plan(step.layer, rows, planner, each, results, step.deadline)
             try:
                 if plan is not None and sent is not None and (plan.asks or plan.fetched):
                     with suppress(ResidentSetFull):

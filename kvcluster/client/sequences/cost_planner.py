@@ -8,7 +8,8 @@ For a step over L layers, with the spans that are not at hand:
     now   = the longer of fetch and here, and one layer of the shorter, since a layer is loaded while another computes
 
 If `now` is less than `ship`, this very step is faster with the pages here: it fetches them, or streams them where the
-resident set has no room. That is how a prompt's chunk of many query tokens differs from a decode step.
+resident set has no room. That is how a prompt's chunk of many query tokens differs from a decode step. A step that is
+planned again after some layers compares what is left of it.
 
 Otherwise it ships. How many steps follow is unknown, so whether to fetch for them is the ski-rental problem: shipping
 is the rent, fetching the price. What shipping took longer than attending here is added up over steps of one size, and
@@ -57,9 +58,13 @@ class StepCosts(NamedTuple):
     fetch_s: float
 
     def now_s(self, layers: int) -> float:
-        """Returns the seconds of a step that loads the pages and attends here."""
+        """Returns the seconds of a step of so many layers that loads the pages and attends here."""
         computing = self.here_s
         return max(self.fetch_s, computing) + min(self.fetch_s, computing) / layers
+
+    def of_layers(self, share: float) -> StepCosts:
+        """Returns the same for a share of the layers. Pages are loaded with all of theirs."""
+        return StepCosts(self.ship_s * share, self.here_s * share, self.fetch_s)
 
 
 class CostPlanner:
@@ -79,7 +84,8 @@ class CostPlanner:
             return [SpanChoice.LOCAL] * len(step.spans)
         costs = step_costs(step)
         kept = _kept(away, step.room_bytes)
-        if costs.now_s(step.layers) < costs.ship_s:
+        rest = costs.of_layers(step.layers_left / step.layers)
+        if rest.now_s(step.layers_left) < rest.ship_s:
             choice = SpanChoice.FETCH if len(kept) == len(away) else SpanChoice.LOCAL
             return [SpanChoice.LOCAL if _at_hand(span) else choice for span in step.spans]
         begun = self._to_fetch(step, costs, kept)

@@ -59,15 +59,17 @@ class StepPlanner:
 
     def plan(
         self,
+        layer: int,
         rows: Sequence[SeenBlocks],
         planner: AttendPlanner,
         query_bytes: int,
         result_bytes: int,
         deadline: Deadline,
     ) -> ShipPlan:
-        """Returns the plan of this step: that of the last call if nothing has changed, and the first message has not
-        come back meanwhile, which tells how fast the link is. A query token of a layer has `query_bytes`, and each
-        result of it `result_bytes`. Raises CallerError if the planner does not choose for each span."""
+        """Returns the plan of this step, from `layer` on: that of the last call if nothing has changed, and the first
+        message has not come back meanwhile, which tells how fast the link is. A query token of a layer has
+        `query_bytes`, and each result of it `result_bytes`. Raises CallerError if the planner does not choose for each
+        span."""
         known = self._spans(rows, deadline)
         seen = ((row.depths, row.visible, row.queries) for row in rows)
         key = (query_bytes, known.key, self._remote.speeds.messages_known, *seen)
@@ -80,7 +82,7 @@ class StepPlanner:
         speeds = self._remote.speeds
         speeds.link = self._loads.link()
         queries = tuple(row.queries for row in rows)
-        sizes = self._layers, queries, query_bytes, result_bytes, known.room_bytes
+        sizes = self._layers, self._layers - layer, queries, query_bytes, result_bytes, known.room_bytes
         step = StepFacts(facts, *sizes, speeds, self.account)
         choices = planner.choose(step)
         if len(choices) != len(facts):

@@ -60,7 +60,7 @@ class World(NamedTuple):
         )
         account = ShippingAccount()
         account.add(queries, paid_s)
-        return StepFacts(spans, LAYERS, (queries,), 2048, 4128, room_bytes, self.speeds(), account)
+        return StepFacts(spans, LAYERS, LAYERS, (queries,), 2048, 4128, room_bytes, self.speeds(), account)
 
 
 def chosen(step: StepFacts) -> list[SpanChoice]:
@@ -80,6 +80,12 @@ def test_a_decode_step_ships_and_a_chunk_of_a_prompt_fetches() -> None:
     assert chosen(busy.step(1)) == [SpanChoice.SHIP] * 8
     many = busy.step(2_000)
     assert chosen(many) == [SpanChoice.FETCH] * 8
+
+
+def test_a_step_that_is_planned_again_compares_what_is_left_of_it() -> None:
+    chunk = World(shard_factor=4.0).step(500)
+    assert chosen(chunk) == [SpanChoice.FETCH] * 8
+    assert chosen(chunk._replace(layers_left=1)) == [SpanChoice.SHIP] * 8
 
 
 def test_what_has_no_room_is_streamed_when_that_is_faster_than_shipping() -> None:
