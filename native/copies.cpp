@@ -1,14 +1,13 @@
 // Batches of copies. A layer whose rows are runs of whole stripes is copied straight between page and rows, and summed on
-// the way; a layer that is one run of bytes likewise. Any other is copied to or from a stage in the cache, where it is
-// summed. From there it is decoded straight into rows, or cut into heads and elements.
+// the way; a layer that is one run of bytes likewise. Planes whose values have gaps between them go by a stage in the
+// cache, the others of such a layer straight. Any other layer is copied to or from the stage, where it is summed. From
+// there it is decoded straight into rows, or cut into heads and elements.
 #include "copies.hpp"
 
 #include <time.h>
 
 #include <algorithm>
 #include <cstring>
-
-#include "transpose.hpp"
 
 namespace kvc {
 namespace {
@@ -69,6 +68,11 @@ struct BatchRun::Place {
 
 namespace {
 
+// How many bytes a plane of a layer of a page has, with so many heads.
+std::size_t plane_bytes(const Plane& plane, std::size_t heads) {
+    return plane.tokens * heads * plane.elements * plane.element_bytes;
+}
+
 // Whether all planes of a layer are one run, and so the page's bytes of it. `rows` are its planes.
 bool one_run(const Rows* rows, std::size_t planes) {
     for (std::size_t plane = 0; plane < planes; plane++) {
@@ -99,18 +103,27 @@ bool aligned(const Rows* rows, std::size_t planes, std::size_t align) {
 
 }  // namespace
 
-// Fills rows_ with the planes of each layer, then once more those of the first, and one more.
+// Fills rows_ with the planes of each layer, then once more those of the first, and one more. Planes whose values have
+// gaps between them lie in the stage.
 void BatchRun::rows_of(const Place& place) {
     const Geometry& geometry = place.geometry;
     const std::size_t planes = geometry.planes.size();
+    stage_.resize(std::max(stage_.size(), std::max(place.page_layer_bytes, place.heads * geometry.head_bytes())));
     rows_.clear();
     for (std::size_t layer = 0; layer < place.count; layer++) {
+        u8* staged = stage_.data();
         for (std::size_t number = 0; number < planes; number++) {
             const Plane& plane = geometry.planes[number];
+            u8* const stage = staged;
+            staged += plane_bytes(plane, place.heads);
+            if (plane.elements != 1) {
+                rows_.push_back({stage, plane_bytes(plane, place.heads), 1, 1, 0, 0});
+                continue;
+            }
             const std::size_t i = (place.memory_layer + layer) * planes + number;
             Rows rows{};
             rows.base = at_address(place.first_row(i));
-            rows.run = plane.elements * plane.element_bytes;
+            rows.run = plane.element_bytes;
             rows.inner = place.fills;
             rows.inner_stride = static_cast<std::ptrdiff_t>(geometry.head_strides[i]);
             rows.outer = plane.tokens;
@@ -145,7 +158,7 @@ PlaneRows BatchRun::plane_rows(const Place& place, std::size_t layer, std::size_
 }
 
 // Copies the heads that are filled between one plane of a raw layer of a page and the caller's memory.
-void BatchRun::move_elements(const Place& place, std::size_t layer, std::size_t number, u8* page, bool into_page) const {
+void BatchRun::move_elements(const Kernels& kernels, const Place& place, std::size_t layer, std::size_t number, u8* page, bool into_page) const {
     const Plane& plane = place.geometry.planes[number];
     const PlaneRows rows = plane_rows(place, layer, number, 1);
     const auto stride = place.geometry.element_strides[(place.memory_layer + layer) * place.geometry.planes.size() + number];
@@ -157,8 +170,8 @@ void BatchRun::move_elements(const Place& place, std::size_t layer, std::size_t 
         for (std::size_t head = 0; head < heads; head++) {
             u8* const memory = rows.base + static_cast<std::ptrdiff_t>(head) * rows.head_stride;
             u8* const bytes = first + head * elements * nbytes;
-            if (into_page) transpose(bytes, page_stride, memory, stride, elements, plane.tokens, false);
-            else transpose(memory, stride, bytes, page_stride, plane.tokens, elements, true);
+            if (into_page) kernels.transpose(bytes, page_stride, memory, stride, elements, plane.tokens, Touches::kSource);
+            else kernels.transpose(memory, stride, bytes, page_stride, plane.tokens, elements, Touches::kTarget);
         }
         return;
     }
@@ -173,12 +186,12 @@ void BatchRun::move_elements(const Place& place, std::size_t layer, std::size_t 
     }
 }
 
-// Likewise all planes.
-void BatchRun::move_layer(const Place& place, std::size_t layer, u8* page, bool into_page) const {
+// Likewise all planes, or those whose values have gaps between them.
+void BatchRun::move_planes(const Kernels& kernels, const Place& place, std::size_t layer, u8* page, bool into_page, bool gaps_only) const {
     for (std::size_t number = 0; number < place.geometry.planes.size(); number++) {
         const Plane& plane = place.geometry.planes[number];
-        move_elements(place, layer, number, page, into_page);
-        page += plane.tokens * place.heads * plane.elements * plane.element_bytes;
+        if (plane.elements != 1 || !gaps_only) move_elements(kernels, place, layer, number, page, into_page);
+        page += plane_bytes(plane, place.heads);
     }
 }
 
@@ -192,7 +205,7 @@ void BatchRun::decode(const Kernels& kernels, const Place& place, std::size_t la
     for (std::size_t number = 0; number < shape.planes.size(); from += shape.planes[number++].coded_bytes) {
         const PlaneShape& plane = shape.planes[number];
         if (plane.coding == Coding::kRaw) {
-            move_elements(place, layer, number, from, false);
+            move_elements(kernels, place, layer, number, from, false);
         } else if (place.geometry.planes[number].elements == 1) {
             PlaneRows rows = plane_rows(place, layer, number, kernels.align);
             rows.ahead = next ? next + (from - stage_.data()) : nullptr;
@@ -200,7 +213,7 @@ void BatchRun::decode(const Kernels& kernels, const Place& place, std::size_t la
         } else {
             decoded_.resize(std::max(decoded_.size(), plane.raw_bytes));
             kernels.codecs->decode(plane, from, dense_rows(plane, decoded_.data()), scratch_.data());
-            move_elements(place, layer, number, decoded_.data(), false);
+            move_elements(kernels, place, layer, number, decoded_.data(), false);
         }
     }
 }
@@ -253,32 +266,52 @@ void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) 
     }
 }
 
+// How many bytes a layer can be copied by between a page and rows_; 0 if it has to be staged as a whole.
+std::size_t BatchRun::straight_step(const Place& place) {
+    const std::size_t planes = place.geometry.planes.size();
+    if (place.coded || place.fills != place.heads) return 0;
+    for (std::size_t number = 0; number + 1 < planes; number++) {
+        const Plane& plane = place.geometry.planes[number];
+        const bool turns = (plane.elements != 1) != (place.geometry.planes[number + 1].elements != 1);
+        if (turns && plane_bytes(plane, place.heads) % kSegmentBytes) return 0;
+    }
+    return step_of(rows_.data(), planes);
+}
+
+// Copies a raw layer of a page into its planes, and returns the sum of what was written.
+u64 BatchRun::scatter(const Kernels& kernels, const Place& place, const Rows* rows, const u8* page, std::size_t step,
+                      u64 seed) {
+    const std::vector<Plane>& planes = place.geometry.planes;
+    segments_.clear();
+    for (std::size_t start = 0, stop = 0; start < planes.size(); start = stop) {
+        const bool gaps = planes[start].elements != 1;
+        std::size_t nbytes = 0;
+        for (; stop < planes.size() && (planes[stop].elements != 1) == gaps; stop++)
+            nbytes += plane_bytes(planes[stop], place.heads);
+        segments_.push_back({rows + start, nbytes, !gaps && aligned(rows + start, stop - start, kernels.align)});
+    }
+    return kernels.scatter(segments_.data(), segments_.size(), page, step, seed);
+}
+
 std::uint8_t BatchRun::load(const Kernels& kernels, const Place& place) {
     const std::size_t planes = place.geometry.planes.size(), nbytes = place.page_layer_bytes;
-    const bool whole = place.fills == place.heads;
     const u64* const expected = batch_.records.sums + batch_.records.sum_starts[place.at];
     const u64 identity = batch_.identities[place.at];
     const bool rows_are_runs = place.geometry.rows_are_runs();
+    const std::size_t step = straight_step(place);
     for (std::size_t layer = 0; layer < place.count; layer++) {
         const Rows* const rows = rows_.data() + layer * planes;
         u8* const page = place.page + layer * nbytes;
         const u64 seed = seed_of(identity, place.first + layer, nbytes);
         const Layers one{1, nbytes, seed, 0};
-        const bool straight = whole && rows_are_runs;
-        u8* const run = straight && one_run(rows, planes) ? rows->base : nullptr;
-        const std::size_t step = straight ? step_of(rows, planes) : 0;
+        const bool raw = !place.coded && place.fills == place.heads && rows_are_runs && one_run(rows, planes);
         u64 sum = 0;
-        if (!place.coded && run) {
-            kernels.copy_sums(run, page, one, &sum);
-        } else if (!place.coded && step) {
-            sum = kernels.scatter(rows, page, nbytes, step, seed, aligned(rows, planes, kernels.align));
-        } else {
-            stage_.resize(std::max(stage_.size(), nbytes));
-            kernels.stage_sums(stage_.data(), page, one, &sum);
-        }
+        if (raw) kernels.copy_sums(rows->base, page, one, &sum);
+        else if (step) sum = scatter(kernels, place, rows, page, step, seed);
+        else kernels.stage_sums(stage_.data(), page, one, &sum);
         if (sum != expected[layer]) return kMismatch;
         if (place.coded) decode(kernels, place, layer);
-        else if (!run && !step) move_layer(place, layer, stage_.data(), false);
+        else if (!raw) move_planes(kernels, place, layer, stage_.data(), false, step != 0);
     }
     return kDone;
 }
@@ -286,6 +319,7 @@ std::uint8_t BatchRun::load(const Kernels& kernels, const Place& place) {
 void BatchRun::store(const Kernels& kernels, const Place& place) {
     const std::size_t planes = place.geometry.planes.size(), nbytes = place.page_layer_bytes;
     const bool rows_are_runs = place.geometry.rows_are_runs();
+    const std::size_t step = straight_step(place);
     u64* const sums = batch_.records.sums + batch_.records.sum_starts[place.at];
     const bool past_caches = batch_.pages != nullptr;  // the stage of a stream is sent at once
     for (std::size_t layer = 0; layer < place.count; layer++) {
@@ -293,16 +327,16 @@ void BatchRun::store(const Kernels& kernels, const Place& place) {
         u8* const page = place.page + layer * nbytes;
         const u64 seed = seed_of(batch_.identities[place.at], place.first + layer, nbytes);
         const Layers one{1, nbytes, seed, 0};
-        const std::size_t step = rows_are_runs ? step_of(rows, planes) : 0;
         const auto copy_sums = past_caches ? kernels.copy_sums : kernels.stage_sums;
         if (rows_are_runs && one_run(rows, planes)) {
             copy_sums(page, rows->base, one, sums + layer);
-        } else if (step) {
+            continue;
+        }
+        move_planes(kernels, place, layer, stage_.data(), true, step != 0);
+        if (step) {
             const bool streaming = past_caches && (reinterpret_cast<std::uintptr_t>(page) | nbytes) % kernels.align == 0;
             sums[layer] = kernels.gather(page, rows, nbytes, step, seed, streaming);
         } else {
-            stage_.resize(std::max(stage_.size(), nbytes));
-            move_layer(place, layer, stage_.data(), true);
             copy_sums(page, stage_.data(), one, sums + layer);
         }
     }

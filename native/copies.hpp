@@ -106,15 +106,20 @@ class BatchRun {
     std::uint8_t load(const Kernels& kernels, const Place& place);
     void store(const Kernels& kernels, const Place& place);
     void rows_of(const Place& place);
+    std::size_t straight_step(const Place& place);
+    std::uint64_t scatter(const Kernels& kernels, const Place& place, const Rows* rows, const std::uint8_t* page, std::size_t step, std::uint64_t seed);
     PlaneRows plane_rows(const Place& place, std::size_t layer, std::size_t plane, std::size_t align) const;
-    void move_elements(const Place& place, std::size_t layer, std::size_t plane, std::uint8_t* page, bool into_page) const;
-    void move_layer(const Place& place, std::size_t layer, std::uint8_t* page, bool into_page) const;
+    void move_elements(const Kernels& kernels, const Place& place, std::size_t layer, std::size_t plane, std::uint8_t* page,
+                       bool into_page) const;
+    void move_planes(const Kernels& kernels, const Place& place, std::size_t layer, std::uint8_t* page, bool into_page,
+                     bool gaps_only) const;
     void decode(const Kernels& kernels, const Place& place, std::size_t layer);
 
     Batch batch_;
     std::string refusal_;
     bool able_ = true;
     std::vector<Rows> rows_;  // of the record under way, and of what is prefetched after it
+    std::vector<RowSegment> segments_;
     std::vector<std::uint8_t> stage_, decoded_;
     std::vector<float> scratch_;
 };

@@ -14,6 +14,7 @@
 
 #include "stripe.hpp"
 #include "tables.hpp"
+#include "transpose.hpp"
 
 namespace kvc {
 namespace {
@@ -178,68 +179,101 @@ struct Walk {
     }
 };
 
-// Runs ahead of what is read, if that is rows.
-struct NoWalk {
-    explicit NoWalk(const Rows*) {}
+// In place of a walk that runs ahead of what is read: that is one run.
+struct NoWalk {};
+
+// A sum over bytes that come in several parts.
+struct Running {
+    Secret secret;
+    Stripe sums = start();
+    std::size_t nbytes = 0;
+
+    explicit Running(u64 seed) : secret(seed) {}
+
+    // Adds a part: a multiple of kStep bytes, copied between places that hand out kStep bytes at a time. `last` says
+    // whether the sum ends with it; any other is whole blocks.
+    template <To to, std::size_t kStep, class From, class Into, class Ahead>
+    void add(Into& into, From& from, Ahead& ahead, std::size_t part, bool last) {
+        constexpr std::size_t kStripes = kStep / kStripe, kBlock = kStripe * kStripesPerBlock;
+        static_assert(kBlock == kSegmentBytes);
+        const Secret keys = secret;  // what is written may be anything that is not local
+        const Stripe scrambler = keys.at(kSecretBytes - kStripe);
+        Stripe lanes = sums;
+        const auto take = [&](std::size_t number, std::size_t end) __attribute__((always_inline)) {
+            const u8* const data = from.next(kStep);
+            u8* const place = into.next(kStep);
+            const u8* fetch = data + kPrefetch;
+            if constexpr (std::is_same_v<Ahead, Walk>) fetch = ahead.next(kStep);
+#pragma GCC unroll 16
+            for (std::size_t i = 0; i < kStripes; i++) {
+                __builtin_prefetch(fetch + i * kStripe);
+                const Stripe stripe = Stripe::load(data + i * kStripe);
+                const std::size_t key = number + i == end ? kSecretBytes - kStripe - 7 : 8 * (number + i);
+                lanes.add(stripe, keys.at(key));
+                put<to>(stripe, place + i * kStripe);
+            }
+        };
+        const std::size_t blocks = (part - (last ? 1 : 0)) / kBlock;
+        for (std::size_t block = 0; block < blocks; block++) {
+#pragma GCC unroll 16
+            for (std::size_t number = 0; number < kStripesPerBlock; number += kStripes) take(number, kStripesPerBlock);
+            lanes.scramble(scrambler);
+        }
+        const std::size_t rest = part / kStripe - blocks * kStripesPerBlock;
+        for (std::size_t number = 0; number < rest; number += kStripes) take(number, rest - 1);
+        sums = lanes;
+        nbytes += part;
+    }
+    u64 end() const {
+        alignas(64) u64 lanes[8];
+        sums.store(reinterpret_cast<u8*>(lanes));
+        return finish(lanes, secret, nbytes);
+    }
 };
 
-// As `sum`, of a multiple of kStep bytes between places that hand out kStep bytes at a time.
-template <To to, std::size_t kStep, class From, class Into, class Ahead>
-u64 sum_steps(Into into, From from, Ahead ahead, std::size_t nbytes, u64 seed) {
-    constexpr std::size_t kStripes = kStep / kStripe;
-    const Secret secret(seed);
-    const Stripe scrambler = secret.at(kSecretBytes - kStripe);
-    alignas(64) u64 lanes[8];
-    Stripe sums = start();
-    const auto take = [&](std::size_t number, std::size_t last) __attribute__((always_inline)) {
-        const u8* const data = from.next(kStep);
-        u8* const place = into.next(kStep);
-        const u8* fetch = data + kPrefetch;
-        if constexpr (std::is_same_v<Ahead, Walk>) fetch = ahead.next(kStep);
-#pragma GCC unroll 16
-        for (std::size_t i = 0; i < kStripes; i++) {
-            __builtin_prefetch(fetch + i * kStripe);
-            const Stripe stripe = Stripe::load(data + i * kStripe);
-            const std::size_t key = number + i == last ? kSecretBytes - kStripe - 7 : 8 * (number + i);
-            sums.add(stripe, secret.at(key));
-            put<to>(stripe, place + i * kStripe);
-        }
-    };
-    const std::size_t blocks = (nbytes - 1) / (kStripe * kStripesPerBlock);
-    for (std::size_t block = 0; block < blocks; block++) {
-#pragma GCC unroll 16
-        for (std::size_t number = 0; number < kStripesPerBlock; number += kStripes) take(number, kStripesPerBlock);
-        sums.scramble(scrambler);
+template <std::size_t kStep>
+u64 scatter_steps(const RowSegment* segments, std::size_t count, const u8* data, u64 seed) {
+    Running sum(seed);
+    Run from{const_cast<u8*>(data)};
+    NoWalk none;
+    for (std::size_t i = 0; i < count; i++) {
+        const RowSegment& each = segments[i];
+        Walk into(each.rows);
+        if (each.past_caches) sum.add<To::kPastCaches, kStep>(into, from, none, each.nbytes, i + 1 == count);
+        else sum.add<To::kMemory, kStep>(into, from, none, each.nbytes, i + 1 == count);
     }
-    const std::size_t rest = nbytes / kStripe - blocks * kStripesPerBlock;
-    for (std::size_t number = 0; number < rest; number += kStripes) take(number, rest - 1);
-    sums.store(reinterpret_cast<u8*>(lanes));
-    return finish(lanes, secret, nbytes);
+    return sum.end();
 }
 
-template <To to, class From, class Into, class Ahead>
-u64 sum_by(std::size_t step, Into into, From from, Ahead ahead, std::size_t nbytes, u64 seed) {
+template <std::size_t kStep>
+u64 gather_steps(u8* into, const Rows* rows, std::size_t nbytes, u64 seed, bool aligned) {
+    Walk from(rows), ahead(rows);
+    for (std::size_t at = 0; at < kAhead && at < nbytes; at += kStep) ahead.next(kStep);
+    Running sum(seed);
+    Run to{into};
+    if (aligned) sum.add<To::kPastCaches, kStep>(to, from, ahead, nbytes, true);
+    else sum.add<To::kMemory, kStep>(to, from, ahead, nbytes, true);
+    return sum.end();
+}
+
+u64 scatter(const RowSegment* segments, std::size_t count, const u8* data, std::size_t step, u64 seed) {
     switch (step) {
-        case 64: return sum_steps<to, 64>(into, from, ahead, nbytes, seed);
-        case 128: return sum_steps<to, 128>(into, from, ahead, nbytes, seed);
-        case 256: return sum_steps<to, 256>(into, from, ahead, nbytes, seed);
-        case 512: return sum_steps<to, 512>(into, from, ahead, nbytes, seed);
-        default: return sum_steps<to, 1024>(into, from, ahead, nbytes, seed);
+        case 64: return scatter_steps<64>(segments, count, data, seed);
+        case 128: return scatter_steps<128>(segments, count, data, seed);
+        case 256: return scatter_steps<256>(segments, count, data, seed);
+        case 512: return scatter_steps<512>(segments, count, data, seed);
+        default: return scatter_steps<1024>(segments, count, data, seed);
     }
-}
-
-u64 scatter(const Rows* rows, const u8* data, std::size_t nbytes, std::size_t step, u64 seed, bool aligned) {
-    const Run from{const_cast<u8*>(data)};
-    const NoWalk none(rows);
-    return aligned ? sum_by<To::kPastCaches>(step, Walk(rows), from, none, nbytes, seed)
-                   : sum_by<To::kMemory>(step, Walk(rows), from, none, nbytes, seed);
 }
 
 u64 gather(u8* into, const Rows* rows, std::size_t nbytes, std::size_t step, u64 seed, bool aligned) {
-    Walk ahead(rows);
-    for (std::size_t at = 0; at < kAhead && at < nbytes; at += step) ahead.next(step);
-    return aligned ? sum_by<To::kPastCaches>(step, Run{into}, Walk(rows), ahead, nbytes, seed)
-                   : sum_by<To::kMemory>(step, Run{into}, Walk(rows), ahead, nbytes, seed);
+    switch (step) {
+        case 64: return gather_steps<64>(into, rows, nbytes, seed, aligned);
+        case 128: return gather_steps<128>(into, rows, nbytes, seed, aligned);
+        case 256: return gather_steps<256>(into, rows, nbytes, seed, aligned);
+        case 512: return gather_steps<512>(into, rows, nbytes, seed, aligned);
+        default: return gather_steps<1024>(into, rows, nbytes, seed, aligned);
+    }
 }
 
 template <To to>
@@ -277,6 +311,6 @@ extern const AttentionKernels KVC_TABLE(attention);
 extern const Codecs KVC_TABLE(codecs);
 extern const Kernels KVC_TABLE(kernels);
 const Kernels KVC_TABLE(kernels){KVC_TEXT(KVC_ISA), Stripe::kAlign, sums,   copy_sums, stage_sums,
-                                 scatter,           gather,         fence, &KVC_TABLE(codecs), &KVC_TABLE(attention)};
+                                 scatter,           gather,         transpose, fence, &KVC_TABLE(codecs), &KVC_TABLE(attention)};
 
 }  // namespace kvc

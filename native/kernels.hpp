@@ -32,6 +32,20 @@ struct Rows {
     std::ptrdiff_t outer_stride;
 };
 
+// Planes that are written in the same way. All but the last of a layer are whole kilobytes.
+struct RowSegment {
+    const Rows* rows;
+    std::size_t nbytes;
+    bool past_caches;  // all addresses are multiples of Kernels::align; the caller fences
+};
+
+constexpr std::size_t kSegmentBytes = 1024;
+
+constexpr std::size_t kTile = 8;  // rows and columns of the tiles by which matrices are transposed
+
+// Which side of a copy is memory; the other one is in a cache.
+enum class Touches { kSource, kTarget };
+
 struct Kernels {
     const char* name;
     std::size_t align;  // rows at multiples of it are written past the caches
@@ -42,14 +56,18 @@ struct Kernels {
     void (*copy_sums)(std::uint8_t* into, const std::uint8_t* data, const Layers& layers, std::uint64_t* sums);
     // As copy_sums, through the caches: for bytes that are read again at once.
     void (*stage_sums)(std::uint8_t* into, const std::uint8_t* data, const Layers& layers, std::uint64_t* sums);
-    // Copies a layer of `nbytes` bytes into rows, and returns the sum of the bytes that were written. Every run is a
-    // multiple of `step`, a power of two from 64 to 1,024. `rows` are the planes of this layer; at least one more
-    // follows, which is not written. `aligned`: all addresses are multiples of `align`; then the caller fences.
-    std::uint64_t (*scatter)(const Rows* rows, const std::uint8_t* data, std::size_t nbytes, std::size_t step,
-                             std::uint64_t seed, bool aligned);
-    // The reverse; `aligned` is that of `into`. As many planes follow as the layer has, which are prefetched, and one more.
+    // Copies a layer into the rows of these segments, and returns the sum of the bytes that were written. Every run is a
+    // multiple of `step`, a power of two from 64 to 1,024. At least one more plane follows those of the last segment, which
+    // is not written.
+    std::uint64_t (*scatter)(const RowSegment* segments, std::size_t count, const std::uint8_t* data, std::size_t step,
+                             std::uint64_t seed);
+    // Copies a layer of `nbytes` bytes from rows; `aligned`: `into` is a multiple of `align`, and so is `nbytes`. As many planes follow as the layer has, which are prefetched, and one more.
     std::uint64_t (*gather)(std::uint8_t* into, const Rows* rows, std::size_t nbytes, std::size_t step,
                             std::uint64_t seed, bool aligned);
+    // into[column][row] = from[row][column], of 16-bit numbers. Strides are in bytes; `rows` and `columns` are multiples of
+    // kTile. A source in memory is prefetched; to a target there it may write past the caches, so the caller fences.
+    void (*transpose)(std::uint8_t* into, std::ptrdiff_t into_stride, const std::uint8_t* from, std::ptrdiff_t from_stride,
+                      std::size_t rows, std::size_t columns, Touches touches);
     void (*fence)();  // what is said after it is heard after the bytes are there
     const Codecs* codecs;
     const AttentionKernels* attention;

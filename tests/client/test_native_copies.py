@@ -243,9 +243,16 @@ def read(caches: list[torch.Tensor], block: int, layer: int) -> bytes:
     return caches[layer][:, block].contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("tokens", [8, 16, 24, 64, 72, 136])
-def test_transposed_keys_of_any_number_of_tiles_are_moved_both_ways(kernels: str, tokens: int) -> None:
-    shape = {"num_layers": 1, "num_kv_heads": 3, "head_dim": 40, "dtype": "bfloat16", "block_tokens": tokens}
+TRANSPOSED = [(8, 3, 40), (16, 3, 40), (24, 3, 40), (64, 3, 40), (72, 3, 40), (136, 3, 40)]
+STRAIGHT = [(16, 4, 128), (24, 2, 64), (8, 1, 64), (16, 1, 32)]
+"""Tokens, heads and channels of vLLM's CPU layout: values go straight between page and rows in the second."""
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dim"), TRANSPOSED + STRAIGHT + [(8, 1, 32), (8, 3, 32)])
+def test_transposed_keys_of_any_number_of_tiles_are_moved_both_ways(
+    kernels: str, tokens: int, heads: int, dim: int
+) -> None:
+    shape = {"num_layers": 1, "num_kv_heads": heads, "head_dim": dim, "dtype": "bfloat16", "block_tokens": tokens}
     spec = KVSpec.uniform(model="m", weights="w", **shape)
     part = spec.whole(0)
     case = Case(spec=spec, part=part, blocks=2, seed=tokens)
@@ -258,6 +265,30 @@ def test_transposed_keys_of_any_number_of_tiles_are_moved_both_ways(kernels: str
     run(pages.batch(case.bind(other, writable=True), CopyDirection.LOAD))
     for block in range(case.blocks):
         assert case.page(other_row, block, part) == bytes(pages.page(block))
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dim"), STRAIGHT)
+def test_a_flipped_bit_of_transposed_keys_or_of_values_beside_them_is_found(
+    kernels: str, tokens: int, heads: int, dim: int
+) -> None:
+    shape = {"num_layers": 2, "num_kv_heads": heads, "head_dim": dim, "dtype": "bfloat16", "block_tokens": tokens}
+    spec = KVSpec.uniform(model="m", weights="w", **shape)
+    case = Case(spec=spec, part=spec.whole(0), blocks=2, seed=tokens)
+    (memory, _), (other, row) = vllm_cpu(case, random.Random(1)), vllm_cpu(case, random.Random(2))
+    pages = Pages(case, case.part, range(2), 0, 1)
+    run(pages.batch(case.bind(memory, writable=False), CopyDirection.STORE))
+    for at in range(len(pages.records)):
+        pages.records.set_sums(at, pages.sums(at))
+    bound = case.bind(other, writable=True)
+    for place in (0, pages.layer_bytes // 2 - 1, pages.layer_bytes // 2, pages.layer_bytes - 1):
+        pages.page(1)[pages.layer_bytes + place] ^= 4
+        batch = pages.batch(bound, CopyDirection.LOAD)
+        run(batch)
+        found = [CopyStatus(status) for status in batch.status]
+        assert found == [CopyStatus.DONE] * 3 + [CopyStatus.MISMATCH], place
+        pages.page(1)[pages.layer_bytes + place] ^= 4
+    run(pages.batch(bound, CopyDirection.LOAD))
+    assert case.page(row, 1, case.part) == bytes(pages.page(1))
 
 
 def test_what_another_thread_changes_meanwhile_is_never_accepted_wrong(kernels: str, nightly: bool) -> None:

@@ -39,7 +39,7 @@ LAYER_BYTES = SPEC.layer_bytes(0, SPEC.whole(0))
 PAGE_BYTES = LAYERS * LAYER_BYTES
 IDENTITY = 7
 LAYOUTS = ("dense", "nhd", "vllm cpu")
-"""One for each way of copying: one run of bytes, rows, and a stage of whose values each lies by itself."""
+"""One for each way of copying: one run of bytes, rows, and keys of which each value lies by itself beside rows."""
 
 _NEVER = 2**62
 _SWITCH_S = 1e-5
