@@ -20,6 +20,7 @@ from kvcluster.core import limits
 from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import MappedMemory
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport import cpu_affinity
@@ -34,9 +35,16 @@ from kvcluster.wire import shard, shm_frames
 from kvcluster.wire.shm_frames import Places, Progress
 from kvcluster.wire.socket_frames import FrameKind
 
+SLICE_BYTES = 8 * limits.FRAME_BYTES
+"""The most that one native call loads. Between two calls threads of this process wait for one another, some 30 us; a
+caller that waits for layers is told of them after each call."""
+
+_SLICES = 8
+"""A load of less is copied in so many slices, so that its first layers can be used while others are copied."""
+
 WRITTEN_BYTES = 4 * limits.FRAME_BYTES
-"""A writer reports written pages to the shard in batches of this size. Waking the shard costs the writer as much as
-copying 256 KiB, but little should be left to verify when everything is written."""
+"""A writer copies so much by one call, and reports the written pages to the shard. Waking the shard costs the writer as
+much as copying 256 KiB, but little should be left to verify when everything is written."""
 
 _LAST_MESSAGE_MS = 200
 
@@ -139,11 +147,11 @@ class ShmPages:
 def _copies(
     control: ShmConnection, request: ReadRequest, places: Places, sink: PageSink, deadline: Deadline
 ) -> Generator[None, None, None]:
-    """Copies the granted layers in the order of use; yields after each slice of about FRAME_BYTES."""
+    """Copies the granted layers in the order of use; yields after each slice."""
     records = granted_records(request.wants, places)
     arena = control.arena
     copies = open_load(sink, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
-    for start, stop in records.slices(limits.FRAME_BYTES):
+    for start, stop in records.slices(_slice_bytes(records)):
         if start:
             yield
             control.raise_failure(deadline)
@@ -152,6 +160,11 @@ def _copies(
     if len(records):
         yield
         control.raise_failure(deadline)
+
+
+def _slice_bytes(records: CopyRecords) -> int:
+    """Returns how many bytes of a load are copied by one call."""
+    return min(SLICE_BYTES, max(limits.FRAME_BYTES, sum(records.nbytes) // _SLICES))
 
 
 def _store(
@@ -164,19 +177,17 @@ def _store(
     records = reserved_records(request.pages, places)
     arena = control.writable
     copies = open_store(source, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
-    begin = nbytes = 0  # the first record that is not reported to the shard yet, and the bytes from there on
-    for start, stop in records.slices(limits.FRAME_BYTES):
+    begin = 0  # the first record that is not reported to the shard yet
+    for start, stop in records.slices(WRITTEN_BYTES):
         deadline.check()
         with control.unbroken:
             control.check_open()
             copies.run(start, stop)
-        nbytes += sum(records.nbytes[start:stop])
-        due = nbytes >= WRITTEN_BYTES or stop == len(records)
-        items, sums = records.ended_items(begin, stop) if due else ((), ())
+        items, sums = records.ended_items(begin, stop)
         if items:
             control.raise_failure(deadline)
             progress = Progress(items, sums, cpu_affinity.here())
             control.send(FrameKind.WRITTEN, shm_frames.encode_written(progress), deadline)
-            begin, nbytes = stop, 0
+            begin = stop
         else:
             control.renew(deadline)
