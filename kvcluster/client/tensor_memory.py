@@ -8,9 +8,11 @@ would wake its threads. Only bits are moved; no number is converted.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,30 +39,50 @@ with warnings.catch_warnings():
 def bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int], keeps: object) -> PartMemory:
     """Returns the memory over checked tensors `[num_blocks, planes, block_tokens, heads, dim]`, one per layer for each
     run."""
-    tensors = [tensor for run in runs for tensor in run]
-    geometry = _Geometry(ask, tensors, joined=len(runs) == 1)
+    placed = [[_Placed.of(tensor) for tensor in run] for run in runs]
+    geometry = _Geometry(ask, [each for run in placed for each in run], joined=len(runs) == 1)
     if not rows:
         return Pages(ask, [])
-    stacked = [_stack(run, geometry.word_bytes) for run in runs]
-    if ask.writable and (
-        len({tensor.data_ptr() for tensor in tensors}) < len(tensors)
-        or any(_overlaps(stack) for stacks in stacked for stack in stacks)
-    ):
-        raise ask.shared()
-    whole = stacked[0][0]
-    if len(stacked) > 1 or len(stacked[0]) > 1 or not whole[0].is_contiguous():
-        return _Strided(ask, geometry, stacked, rows, _layouts(runs, len(ask.planes)), keeps)
-    start, stride = whole.data_ptr(), whole.stride(0) * geometry.word_bytes
-    pages = [bytes_at(start + row * stride, whole[0].nbytes) for row in rows]
+    stacks = [_stack(run, geometry.word_bytes) for run in placed]
+    if ask.writable:
+        starts = [each.start for run in placed for each in run]
+        shapes = dict.fromkeys((stack.shape, stack.strides, stack.width) for run in stacks for stack in run)
+        if len(set(starts)) < len(starts) or any(_overlaps(*shape) for shape in shapes):
+            raise ask.shared()
+    whole = stacks[0][0]
+    if len(stacks) > 1 or len(stacks[0]) > 1 or not whole.blocks_are_runs():
+        return _Strided(ask, geometry, stacks, rows, _layouts(placed, len(ask.planes)), keeps)
+    stride, nbytes = whole.strides[0], math.prod(whole.shape[1:]) * whole.width
+    pages = [bytes_at(whole.start + row * stride, nbytes) for row in rows]
     return _TensorPages(ask, geometry, pages, keeps)
+
+
+class _Placed(NamedTuple):
+    """Where a tensor lies: the address of its first value, and strides in bytes."""
+
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Placed:
+        size = tensor.element_size()
+        return cls(tensor.data_ptr(), tuple(tensor.shape), tuple([stride * size for stride in tensor.stride()]), size)
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What layers of one cache have in common, as a key."""
+        return self.shape, self.strides, self.size, self.start % 8
 
 
 class _Geometry:
     """Views page bytes of a group as tensors, one for each run of planes that lie in one tensor."""
 
-    def __init__(self, ask: Ask, tensors: Sequence[Tensor], *, joined: bool) -> None:
+    def __init__(self, ask: Ask, tensors: Sequence[_Placed], *, joined: bool) -> None:
         rows = [plane.dim * DTYPE_BYTES[plane.dtype] for plane in ask.planes]
-        fitting = (w for w in _WORDS if all(n % w == 0 for n in rows) and all(_fits(tensor, w) for tensor in tensors))
+        kinds = {tensor.alike: tensor for tensor in tensors}.values()
+        fitting = (w for w in _WORDS if all(n % w == 0 for n in rows) and all(_fits(tensor, w) for tensor in kinds))
         self.word_bytes = next(fitting, 0)
         if not self.word_bytes:
             raise CallerError(
@@ -101,7 +123,7 @@ class _TensorPages(Pages):
 class _Strided:
     """Memory of tensors `[num_blocks, layers, planes, tokens, heads, words]`, block i at index `rows[i]`.
 
-    `runs` has for each run of planes one tensor with all layers if the strides permit, otherwise one per layer. `keeps`
+    `runs` has for each run of planes one stack with all layers if the strides permit, otherwise one per layer. `keeps`
     keeps their memory alive.
     """
 
@@ -109,7 +131,7 @@ class _Strided:
         self,
         ask: Ask,
         geometry: _Geometry,
-        runs: Sequence[Sequence[Tensor]],
+        runs: Sequence[Sequence[_Stack]],
         rows: Sequence[int],
         layouts: Sequence[Sequence[PlaneLayout]],
         keeps: object,
@@ -119,6 +141,7 @@ class _Strided:
         self.head_bytes = ask.head_bytes
         self._geometry = geometry
         self._runs = runs
+        self._tensors: list[list[Tensor]] | None = None  # native code moves bytes without them
         self._rows = rows
         self._table = strided(ask.spec.groups[ask.index], ask.spec.block_tokens, ask.part, rows, layouts)
 
@@ -143,7 +166,9 @@ class _Strided:
     def _pairs(self, block: int, both: Part, pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the rectangle `both` of a block piece by piece, each with the matching piece of `pages`."""
         row, first = self._rows[block], both.layer_start - self.part.layer_start
-        for stacks, page in zip(self._runs, pages, strict=True):
+        if self._tensors is None:
+            self._tensors = [[stack.tensor() for stack in run] for run in self._runs]
+        for stacks, page in zip(self._tensors, pages, strict=True):
             if len(stacks) == 1:
                 yield self._heads(stacks[0].select(0, row).narrow(0, first, both.layers), both), page
                 continue
@@ -173,69 +198,88 @@ def _copy(into: Tensor, source: Tensor) -> None:
         into[i : i + step].copy_(source[i : i + step])
 
 
-def _layouts(runs: Sequence[Sequence[Tensor]], planes: int) -> list[list[PlaneLayout]]:
+def _layouts(runs: Sequence[Sequence[_Placed]], planes: int) -> list[list[PlaneLayout]]:
     """Returns where each plane of each layer lies, from tensors `[num_blocks, planes, tokens, heads, dim]`."""
     layers = []
+    kinds = {each.alike: each for run in runs for each in run}
+    reaches = {alike: _reach(each.size, each.shape, each.strides) for alike, each in kinds.items()}
     for of_layer in zip(*runs, strict=True):
         layouts = []
         for plane in range(planes):
             tensor, index = (of_layer[0], plane) if len(runs) == 1 else (of_layer[plane], 0)
-            size, start = tensor.element_size(), tensor.data_ptr()
-            strides = [stride * size for stride in tensor.stride()]
-            row, of_plane, token, head, element = strides
-            stop = start + size + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+            row, of_plane, token, head, element = tensor.strides
+            start, stop = tensor.start, tensor.start + reaches[tensor.alike]
             layouts.append(PlaneLayout(start + index * of_plane, row, token, head, element, start, stop))
         layers.append(layouts)
     return layers
 
 
-def _stack(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
-    """Returns aliases `[num_blocks, layers, planes, tokens, heads, words]`, with words of `width` bytes.
+class _Stack(NamedTuple):
+    """Memory as words of `width` bytes `[num_blocks, layers, planes, tokens, heads, words]`. Strides are in bytes."""
 
-    One alias for all layers if they lie at equal distances in memory, as in a Dense and in caches that were allocated
-    as one; otherwise one per layer.
-    """
-    layouts = [_layout(tensor, width) for tensor in tensors]
-    starts = [tensor.data_ptr() for tensor in tensors]
-    distances = list({second - first for first, second in pairwise(starts)}) or [0]
-    shape, strides = layouts[0]
-    step = distances[0]
-    if len(distances) == 1 and step >= 0 and step % width == 0 and all(layout == layouts[0] for layout in layouts):
-        return [_alias(starts[0], width, [shape[0], len(tensors), *shape[1:]], [strides[0], step, *strides[1:]])]
-    return [
-        _alias(start, width, [shape[0], 1, *shape[1:]], [strides[0], 0, *strides[1:]])
-        for start, (shape, strides) in zip(starts, layouts, strict=True)
-    ]
+    start: int
+    width: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
+    def tensor(self) -> Tensor:
+        """Returns an alias of that memory."""
+        data = bytes_at(self.start, _reach(self.width, self.shape, self.strides))
+        with torch.inference_mode(False):  # an alias made in inference mode could not be written outside it
+            words = torch.frombuffer(data, dtype=_WORDS[self.width])
+            return words.as_strided(self.shape, [stride // self.width for stride in self.strides])
 
-def _layout(tensor: Tensor, width: int) -> tuple[list[int], list[int]]:
-    """Returns the shape in words, and the strides in bytes."""
-    size = tensor.element_size()
-    strides = [stride * size for stride in tensor.stride()]
-    if width != size:
-        strides[-1] = width
-    return [*tensor.shape[:-1], tensor.shape[-1] * size // width], strides
-
-
-def _alias(start: int, width: int, shape: list[int], strides: list[int]) -> Tensor:
-    reach = width + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    words = torch.frombuffer(bytes_at(start, reach), dtype=_WORDS[width])
-    return words.as_strided(shape, [stride // width for stride in strides])
-
-
-def _fits(tensor: Tensor, width: int) -> bool:
-    """Whether words of `width` bytes can address the tensor, each holding whole values or lying within one."""
-    size = tensor.element_size()
-    if width == size:
+    def blocks_are_runs(self) -> bool:
+        """Whether the words of each block lie one after the other."""
+        expected = self.width
+        for n, stride in zip(reversed(self.shape[1:]), reversed(self.strides[1:]), strict=True):
+            if n != 1 and stride != expected:
+                return False
+            expected *= n
         return True
-    *outer, inner = [stride * size if n > 1 else 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return inner in (0, size) and all(stride % width == 0 for stride in [*outer, tensor.data_ptr()])
 
 
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether two indices may address one element. Exact for any tensor made by slicing, permuting and expanding."""
-    reach = 1
-    for stride, n in sorted((stride, n) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1):
+def _stack(tensors: Sequence[_Placed], width: int) -> list[_Stack]:
+    """Returns one stack for all layers if they lie at equal distances in memory, as in a Dense and in caches that were
+    allocated as one; otherwise one per layer."""
+    kinds = {tensor.alike: _in_words(tensor, width) for tensor in tensors}
+    distances = list({second.start - first.start for first, second in pairwise(tensors)}) or [0]
+    shape, strides = kinds[tensors[0].alike]
+    step = distances[0]
+    if len(distances) == 1 and step >= 0 and step % width == 0 and len(set(kinds.values())) == 1:
+        shape, strides = (shape[0], len(tensors), *shape[1:]), (strides[0], step, *strides[1:])
+        return [_Stack(tensors[0].start, width, shape, strides)]
+    stacks = []
+    for tensor in tensors:
+        shape, strides = kinds[tensor.alike]
+        stacks.append(_Stack(tensor.start, width, (shape[0], 1, *shape[1:]), (strides[0], 0, *strides[1:])))
+    return stacks
+
+
+def _in_words(tensor: _Placed, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the shape in words of `width` bytes, and their strides in bytes."""
+    *outer, last = tensor.shape
+    strides = tensor.strides if width == tensor.size else (*tensor.strides[:-1], width)
+    return (*outer, last * tensor.size // width), strides
+
+
+def _reach(width: int, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns the bytes from the first value to the end of the last."""
+    return width + sum([(n - 1) * stride for n, stride in zip(shape, strides, strict=True)])
+
+
+def _fits(tensor: _Placed, width: int) -> bool:
+    """Whether words of `width` bytes can address the tensor, each holding whole values or lying within one."""
+    if width == tensor.size:
+        return True
+    *outer, inner = [stride if n > 1 else 0 for n, stride in zip(tensor.shape, tensor.strides, strict=True)]
+    return inner in (0, tensor.size) and all(stride % width == 0 for stride in [*outer, tensor.start])
+
+
+def _overlaps(shape: Sequence[int], strides: Sequence[int], width: int) -> bool:
+    """Whether two indices may address one word. Exact for any tensor made by slicing, permuting and expanding."""
+    reach = width
+    for stride, n in sorted((stride, n) for n, stride in zip(shape, strides, strict=True) if n > 1):
         if stride < reach:
             return True
         reach += stride * (n - 1)

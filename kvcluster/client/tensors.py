@@ -89,6 +89,8 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
             "give a tuple of tensors per layer, one per plane"
         )
     planes = ask.planes[:1] if joined else ask.planes
+    sizes = [_sizes(ask, plane, joined=joined) for plane in planes]
+    least, most = (min(rows), max(rows)) if rows else (0, -1)
     runs: list[list[Tensor]] = [[] for _ in planes]
     keeps: list[object] = []
     for number, layer in enumerate(layers):
@@ -96,12 +98,12 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
         tensors = layer if isinstance(layer, (list, tuple)) else (layer,)
         if len(tensors) != len(planes):
             raise CallerError(f"{name} has {len(tensors)} tensor(s); expected {len(planes)}, as many for every layer")
-        for array, plane, run in zip(tensors, planes, runs, strict=True):
-            tensor = _checked(ask, name, array, plane, _sizes(ask, plane, joined=joined))
+        for array, plane, expected, run in zip(tensors, planes, sizes, runs, strict=True):
+            tensor = _checked(ask, name, array, plane, expected)
             keeps.append(tensor)
-            if rows and not 0 <= min(rows) <= max(rows) < tensor.shape[0]:
+            if rows and not 0 <= least <= most < tensor.shape[0]:
                 raise CallerError(
-                    f"{name} has {tensor.shape[0]} blocks, but block_ids go from {min(rows)} to {max(rows)}: "
+                    f"{name} has {tensor.shape[0]} blocks, but block_ids go from {least} to {most}: "
                     "they are indices of its first dimension"
                 )
             run.append(_full(tensor, plane, joined=joined))
@@ -156,7 +158,7 @@ def _checked(ask: Ask, name: str, array: object, plane: Plane, sizes: dict[str, 
 
 def _check_block_ids(ask: Ask, block_ids: Sequence[int] | Tensor) -> list[int]:
     try:
-        ids = [operator.index(i) for i in (block_ids.tolist() if isinstance(block_ids, Tensor) else block_ids)]
+        ids = list(map(operator.index, block_ids.tolist() if isinstance(block_ids, Tensor) else block_ids))
     except TypeError:
         raise CallerError(
             f"block_ids of {ask.name} are {block_ids!r:.80}; expected a flat sequence of integers"
