@@ -23,20 +23,20 @@ from pathlib import Path
 from kvcluster.cli.bench.rounds import sweep_caches
 from kvcluster.cli.bench.specs import BY_PAGE_BYTES, page_shape
 from kvcluster.cli.bench.transfer import end_to_end, worker
+from kvcluster.cli.bench.transfer.layout import LAYOUTS
 from kvcluster.cli.child_process import ChildProcess
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 
 HERE = Path(__file__).resolve().parents[1]
 MOVED_BYTES = 128 * 2**20
 SIZES = {"2 MiB": 2 * 2**20, "64 KiB": 64 * 2**10}
-LAYOUTS = {"dense": "dense", "paged": "nhd"}
-CALLS = [f"{call} {layout}" for call, layout in product(("load", "store"), LAYOUTS)]
+CALLS = ("load", "store")
 
 
 class Side:
     """The cluster of one checkout and a client of it. The processes end with `stack`."""
 
-    def __init__(self, checkout: Path, path: str, page_bytes: int, stack: ExitStack) -> None:
+    def __init__(self, checkout: Path, path: str, page_bytes: int, layouts: list[str], stack: ExitStack) -> None:
         if not (checkout / "kvcluster").is_dir():
             raise SystemExit(f"{checkout} has no package kvcluster")
         # They run in the checkout's folder, so that the processes of its cluster import from there too.
@@ -48,12 +48,11 @@ class Side:
         self._client = stack.enter_context(ChildProcess(inside))
         at = self._server.ask("serve", **shared)["at"]
         shape = page_shape(BY_PAGE_BYTES[page_bytes])
-        self._client.ask("connect", at=at, layouts=list(LAYOUTS.values()), shape=shape, **shared)
+        self._client.ask("connect", at=at, layouts=layouts, shape=shape, **shared)
 
-    def seconds(self, call: str, batch: int) -> float:
+    def seconds(self, operation: str, layout: str, batch: int) -> float:
         """Makes a call: a load of what is kept, or a store of a new batch, which is purged afterwards."""
-        operation, layout = call.split()
-        moved = {"path": self._path, "layout": LAYOUTS[layout], "batch": batch if operation == "store" else 0}
+        moved = {"path": self._path, "layout": layout, "batch": batch if operation == "store" else 0}
         sweep_caches()
         began, ended = self._client.ask("move", operation=operation, **moved)
         self._client.ask("check", **moved)
@@ -62,22 +61,22 @@ class Side:
         return float(ended - began) / 1e9
 
 
-def compare(other: Path, path: str, size: str, calls: list[str], turns: int) -> None:
-    """Prints a line for each call."""
+def compare(other: Path, path: str, size: str, layouts: list[str], calls: list[str], turns: int) -> None:
+    """Prints a line for each call and layout."""
     with ExitStack() as stack:
-        sides = [Side(checkout, path, SIZES[size], stack) for checkout in (HERE, other)]
+        sides = [Side(checkout, path, SIZES[size], layouts, stack) for checkout in (HERE, other)]
         batches = count(1)
-        for call in calls:
+        for call, layout in product(calls, layouts):
             ratios, own = [], []
             for turn in range(turns + 1):
                 batch = next(batches)
-                took = {side: side.seconds(call, batch) for side in random.sample(sides, 2)}
+                took = {side: side.seconds(call, layout, batch) for side in random.sample(sides, 2)}
                 if turn:  # the first warms up
                     own.append(took[sides[0]])
                     ratios.append(took[sides[0]] / took[sides[1]])
             low, high = median_within(ratios)
             print(
-                f"{path:5} {size:>7} {call:12} {statistics.median(own) * 1e3:8.1f} ms   "
+                f"{path:5} {size:>7} {call:5} {layout:12} {statistics.median(own) * 1e3:8.1f} ms   "
                 f"{statistics.median(ratios):.3f} of the other, {low:.3f} to {high:.3f}",
                 flush=True,
             )
@@ -97,12 +96,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=41, help="number of turns of each call (default 41)")
     parser.add_argument("--paths", nargs="+", default=["shm", "tcp"], help="transports (default shm tcp)")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES), help="page sizes (default all)")
-    parser.add_argument(
-        "--calls", nargs="+", default=CALLS, choices=CALLS, metavar="CALL", help="such as 'load dense' (all)"
-    )
+    layouts = ["dense", *LAYOUTS]
+    parser.add_argument("--layouts", nargs="+", default=["dense", "nhd"], choices=layouts, help="(default dense nhd)")
+    parser.add_argument("--calls", nargs="+", default=list(CALLS), choices=CALLS, help="(default load store)")
     options = parser.parse_args()
     for path, size in product(options.paths, options.sizes):
-        compare(options.other.resolve(), path, size, options.calls, options.turns)
+        compare(options.other.resolve(), path, size, options.layouts, options.calls, options.turns)
 
 
 if __name__ == "__main__":

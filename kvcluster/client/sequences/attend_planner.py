@@ -66,8 +66,8 @@ class StepFacts(NamedTuple):
                 away = sum(span.absent_bytes for span in step.spans)
                 return [fetch if away <= step.room_bytes else ship for _ in step.spans]
 
-    `spans` are ordered by their first positions. `layers_left` of the `layers` are still to be attended to: all of them,
-    unless a step is planned again. `queries` are the query tokens of each row. A query token of a layer has
+    `spans` are ordered by their first positions. Of the `layers`, the last `layers_left` are still to be attended to:
+    all, unless a step is planned again. `queries` are the query tokens of each row. A query token of a layer has
     `query_bytes`, and a result of it `result_bytes`. The resident set has room for `room_bytes` of pages beside those
     that this batch has there. `speeds` are what was measured so far, and `account` is what shipping has cost this
     batch.
