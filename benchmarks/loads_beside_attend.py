@@ -9,8 +9,9 @@ with one, and with two, in random order. In the end it prints the percentiles of
 `Attend` in parts of those without.
 
 The attending processes stand for other hosts, so they are niced as far as can be; but they take CPU time of this
-machine nevertheless, as does the loading process. On a machine with two cores that shows, and a ratio here is an upper
-bound.
+machine nevertheless, which shows where there are two cores. So each case has a control: as many processes that burn as
+much CPU time as the attending ones did, and touch nothing. What loads take beside `Attend`, in parts of the control, is
+what the shard's own computing costs them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +51,7 @@ SPEC = kvcluster.KVSpec.uniform(
 PAGE_BYTES = SPEC.page_bytes(0, SPEC.whole(0))
 PAGES = 8
 _PROMPT = list(range(1_000_000, 1_000_000 + PAGES * BLOCK_TOKENS))
+_TURN_S = 0.002
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -138,10 +140,32 @@ def attend(client: Client, number: int, tokens: int) -> None:
         (busy.set if begin else busy.clear)()
         with turn:  # what had begun has ended
             shipped = client.shipped()
-        answer([calls, shipped.messages, shipped.failed])
+        answer([calls, shipped.messages, shipped.failed, time.process_time()])
+
+
+def burn() -> None:
+    """Burns a share of a core while it is told to: 0 for none."""
+    os.nice(19)
+    share = 0.0
+
+    def work() -> None:
+        while True:
+            began = time.perf_counter()
+            while time.perf_counter() - began < share * _TURN_S:
+                pass
+            time.sleep((1 - share) * _TURN_S)
+
+    threading.Thread(target=work, daemon=True).start()
+    answer("ready")
+    for line in sys.stdin:
+        (share,) = json.loads(line)
+        answer("burns")
 
 
 def be_child(job: str, address: str, transport: str, *arguments: str) -> None:
+    if job == "burn":
+        burn()
+        return
     transports = ("tcp", "grpc") if transport == "tcp" else ("shm", "tcp", "grpc")
     resident = 64 * PAGE_BYTES
     config = ClientConfig(deadline_ms=60_000, connect_ms=60_000, transports=transports, resident_bytes=resident)
@@ -152,52 +176,84 @@ def be_child(job: str, address: str, transport: str, *arguments: str) -> None:
 # ------------------------------------------------------------------------------------------------ the rounds
 
 
+class Case(NamedTuple):
+    """What runs beside the loads: so many processes that attend, or that burn as much CPU time."""
+
+    processes: int
+    burn: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.processes} {'control' if self.burn else 'attending'}" if self.processes else "none"
+
+
+CASES = [Case(0), *(Case(processes, burn) for processes in (1, 2) for burn in (False, True))]
+
+
+class Children(NamedTuple):
+    """The processes of the benchmark."""
+
+    loader: Child
+    attending: list[Child]
+    burning: list[Child]
+
+
 @contextmanager
-def running(options: argparse.Namespace) -> Iterator[tuple[Child, list[Child]]]:
-    """Starts a shard, the loading process, and those that attend."""
+def running(options: argparse.Namespace) -> Iterator[Children]:
+    """Starts a shard, the loading process, those that attend, and those that burn."""
     children: list[Child] = []
     device_bytes = (PAGES + 2 * options.tokens // BLOCK_TOKENS) * PAGE_BYTES * 2
     with kvcluster.local(shards=1, device_bytes=device_bytes) as cluster:
         try:
             children += [Child("attend", cluster.address, "tcp", at + 1, options.tokens) for at in range(2)]
+            children += [Child("burn", cluster.address, "tcp") for _ in range(2)]
             children.append(Child("load", cluster.address, options.transport))
-            yield children[-1], children[:-1]
+            yield Children(children[-1], children[:2], children[2:-1])
         finally:
             for child in children:
                 child.close()
 
 
-def measured(loader: Child, attending: Sequence[Child], options: argparse.Namespace) -> dict[int, list[float]]:
-    """Returns the seconds of all loads, by the number of processes that attended meanwhile. A round before the first
-    that counts warms up."""
-    seconds: dict[int, list[float]] = {case: [] for case in range(len(attending) + 1)}
-    calls: dict[int, list[float]] = {case: [] for case in seconds}
+def measured(of: Children, options: argparse.Namespace) -> dict[Case, list[float]]:
+    """Returns the seconds of all loads of each case. A round before the first that counts warms up, and says how much
+    CPU time the attending processes take."""
+    seconds: dict[Case, list[float]] = {case: [] for case in CASES}
+    calls: dict[int, list[float]] = {1: [], 2: []}
+    shares = dict.fromkeys(calls, 0.0)  # of a core, of each attending process
     for number in range(options.rounds + 1):
-        for case in random.sample(list(seconds), len(seconds)):
-            before = [child.ask(True)[0] for child in attending[:case]]
+        for case in random.sample(CASES, len(CASES)) if number else CASES:
+            beside = (of.burning if case.burn else of.attending)[: case.processes]
+            before = [child.ask(shares[case.processes] if case.burn else True) for child in beside]
             began = time.perf_counter()
-            took = loader.ask(options.loads)
+            took = of.loader.ask(options.loads)
             lasted = time.perf_counter() - began
-            after = [child.ask(False)[0] for child in attending[:case]]
+            after = [child.ask(0.0 if case.burn else False) for child in beside]
+            if beside and not case.burn:
+                rows = list(zip(before, after, strict=True))
+                calls[case.processes].append(sum(end[0] - start[0] for start, end in rows) / lasted)
+                shares[case.processes] = sum(end[3] - start[3] for start, end in rows) / lasted / len(rows)
             if number:
                 seconds[case] += took
-                calls[case].append(sum(after) / lasted - sum(before) / lasted)
         progress(f"round {number} of {options.rounds}")
-    for case, rates in calls.items():
-        if case:
-            print(f"{case} attending: {statistics.median(rates):,.0f} calls a second, one layer each")
-    print(f"messages, and those that failed: {[child.ask(False)[1:] for child in attending]}")
+    for count, rates in calls.items():
+        each = f"{statistics.median(rates):,.0f} calls a second, one layer each"
+        print(f"{count} attending: {each}; {shares[count]:.2f} of a core for each process")
+    print(f"messages, and those that failed: {[child.ask(False)[1:3] for child in of.attending]}")
     return seconds
 
 
-def table(seconds: dict[int, list[float]]) -> Iterator[str]:
+def table(seconds: dict[Case, list[float]]) -> Iterator[str]:
     """Yields the lines of the table."""
-    yield "| processes that attend | loads | p50 ms | p99 ms | p50, of alone | p99, of alone |"
-    yield "|---|---|---|---|---|---|"
-    alone = _percentiles(seconds[0])
+    yield "| beside the loads | loads | p50, p99 ms | of none | of the control |"
+    yield "|---|---|---|---|---|"
+    at = {case: _percentiles(took) for case, took in seconds.items()}
     for case, took in seconds.items():
-        p50, p99 = _percentiles(took)
-        yield f"| {case} | {len(took)} | {p50:.2f} | {p99:.2f} | {p50 / alone[0]:.2f} | {p99 / alone[1]:.2f} |"
+        control = _ratios(at[case], at[case._replace(burn=True)]) if case.processes and not case.burn else "-"
+        p50, p99 = at[case]
+        yield f"| {case} | {len(took):,} | {p50:.2f}, {p99:.2f} | {_ratios(at[case], at[CASES[0]])} | {control} |"
+
+
+def _ratios(mine: tuple[float, float], other: tuple[float, float]) -> str:
+    return ", ".join(f"{one / of:.2f}" for one, of in zip(mine, other, strict=True))
 
 
 def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
@@ -217,8 +273,8 @@ def main() -> None:
     if options.job:
         be_child(*options.job)
         return
-    with running(options) as (loader, attending):
-        seconds = measured(loader, attending, options)
+    with running(options) as children:
+        seconds = measured(children, options)
     print(
         f"{os.cpu_count()} cores for the shard and all clients; loads of {PAGES} pages of {PAGE_BYTES >> 10} KiB over "
         f"{options.transport}; contexts of {options.tokens:,} tokens; {options.rounds} rounds\n"
