@@ -2,7 +2,8 @@
 
 A small load shows the fixed cost of a load and a large one shows the rate, so both are fitted: a line through recent
 loads, in which the weight of each load falls by a fifth with every load that follows. While all loads had about the
-same size the line cannot be fitted, and all of their time is attributed to their bytes.
+same size the line cannot be fitted, and all of their time is attributed to their bytes; or, where the caller knows a
+round trip, all but the round trips in which TCP finds out how fast it may send.
 
 Small loads predict nothing about a large one, because an unknown part of their time is fixed. So no estimate is given
 for a load of more than twice the largest size seen: that load is made, and its time is learned. After a few loads an
@@ -18,6 +19,8 @@ This module reads no clock and takes no lock: `now` is an argument, and callers 
 
 from __future__ import annotations
 
+import math
+
 from kvcluster.core.breakeven import LinkRate
 
 VALID_NS = 30_000_000_000
@@ -28,6 +31,10 @@ _DECAY = 0.8
 _MAX_EXTRAPOLATION = 2
 _MIN_SPREAD = 0.01
 """Variance of the sizes, divided by the square of their mean, below which a line through them would fit noise."""
+
+_FIRST_ROUND = 64 * 1024
+"""What a load brings in its first round trip: four connections that begin with ten segments each, as Linux does. Every
+further round trip brings twice as much, until the link is full."""
 
 
 class BandwidthEstimator:
@@ -65,7 +72,7 @@ class BandwidthEstimator:
             return None
         return self.last_estimate()
 
-    def last_estimate(self) -> LinkRate | None:
+    def last_estimate(self, round_trip_ns: int = 0) -> LinkRate | None:
         """Returns the last estimate, of any age, for display. None before the first load."""
         if not self._weight:
             return None
@@ -75,4 +82,6 @@ class BandwidthEstimator:
             fixed_ns = (self._ns - ns_per_byte * self._bytes) / self._weight
             if ns_per_byte > 0 and fixed_ns >= 0:
                 return LinkRate(round(fixed_ns), max(1, round(1e9 / ns_per_byte)))
-        return LinkRate(0, max(1, round(1e9 * self._bytes / self._ns)))
+        nbytes, ns = self._bytes / self._weight, self._ns / self._weight
+        starting_ns = min(ns / 2, round_trip_ns * math.log2(1 + nbytes / _FIRST_ROUND))
+        return LinkRate(round(starting_ns), max(1, round(1e9 * nbytes / (ns - starting_ns))))

@@ -214,9 +214,10 @@ class TransferQueue:
                 transfer.finish(progress.stored(full))
         return transfer
 
-    def link(self) -> LinkRate | None:
-        """Returns the speed of the loads so far; None before the first."""
-        return self._bandwidth.last_estimate()
+    def link(self, round_trip_s: float) -> LinkRate | None:
+        """Returns the speed of the loads so far; None before the first. `round_trip_s`: that of a message to a shard,
+        0 where it is not known."""
+        return self._bandwidth.last_estimate(round(round_trip_s * 1e9))
 
     def load_seconds(self, blocks: int, spec: KVSpec) -> float | None:
         """Returns how long a load of this many blocks would take by the loads so far; None before the first."""

@@ -22,7 +22,7 @@ from kvcluster.core.breakeven import LinkRate
 GUESSED_LINK = LinkRate(fixed_ns=200_000, bytes_per_s=1_000_000_000)
 """A link of which nothing is known."""
 
-GUESSED_PRODUCTS_PER_S = 10_000_000_000
+GUESSED_PRODUCTS_PER_S = 20_000_000_000
 """The speed of a processor of which nothing is known: multiplications of a query with keys and values a second."""
 
 READ_BYTES_PER_S = 4_000_000_000
@@ -111,14 +111,14 @@ class _Message(NamedTuple):
 
 
 class AttendSpeeds:
-    """Of one client. `products` is the number of multiplications of one query token with one key and its value, which
-    have `key_bytes` in a layer."""
+    """Of one client. A key and its value have `key_bytes` in a layer."""
 
-    def __init__(self, products: int = 1, key_bytes: int = 0) -> None:
+    def __init__(self, key_bytes: int = 0) -> None:
         self.link: LinkRate | None = None
         """The speed of loads so far; None before the first."""
+        self.products = 1
+        """Multiplications of one query token, all of its heads, with one key and its value."""
         self._lock = threading.RLock()
-        self._product_s = products / GUESSED_PRODUCTS_PER_S
         self._read_s = key_bytes / READ_BYTES_PER_S
         self._here = ComputeSpeed(self._read_s)
         self._shards: dict[str, ComputeSpeed] = {}
@@ -176,6 +176,12 @@ class AttendSpeeds:
         rate = self._bytes_per_s()
         return statistics.median(max(0.0, each.seconds - each.nbytes / rate) for each in known)
 
+    def round_trip_s(self) -> float:
+        """Returns the seconds that a message takes at least on its way to a shard and back; 0 before the first."""
+        with self._lock:
+            shards = list(self._messages)
+        return min((self.way_s(shard) for shard in shards), default=0.0)
+
     def transfer_s(self, nbytes: int) -> float:
         """Returns the seconds that bytes of messages take, whichever shards they come from: all of them pass the link
         of this host."""
@@ -195,7 +201,7 @@ class AttendSpeeds:
             return max(known, self._fastest) or GUESSED_LINK.bytes_per_s
 
     def _guess_s(self, queries: int, keys: int) -> float:
-        return (self._product_s * queries + self._read_s) * keys
+        return (self.products / GUESSED_PRODUCTS_PER_S * queries + self._read_s) * keys
 
     def _alike(self, queries: int, keys: int) -> list[float]:
         """Returns how long a compute took wherever one of at least half as many keys was measured. Called in the

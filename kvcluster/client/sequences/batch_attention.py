@@ -28,7 +28,6 @@ from kvcluster.attention import (
     partial,
     subtree_partials,
 )
-from kvcluster.attention.span_results import result_bytes
 from kvcluster.client.deadlines import remaining_ms
 from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.attend_planner import AttendPlanner
@@ -132,9 +131,7 @@ class BatchAttention:
         while True:
             plan = None
             if planner is not None and sent is not None and tries < _TRIES:
-                each = sent.data.nbytes // max(1, len(query))
-                results = result_bytes(1, sent.heads, sent.value_dim)
-                plan = self._planner.plan(step.layer, rows, planner, each, results, step.deadline)
+                plan = self._planner.plan(sent, rows, planner, step.deadline)
             try:
                 if plan is not None and sent is not None and (plan.asks or plan.fetched):
                     with suppress(ResidentSetFull):

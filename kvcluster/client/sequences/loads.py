@@ -156,9 +156,9 @@ class SequenceLoads:
         """Whether a block is on its way into the resident set. Called in the lock."""
         return block in self.absent.fetched or block in self._beginning
 
-    def link(self) -> LinkRate | None:
-        """Returns the speed of the loads of this client so far; None before the first."""
-        return self._transfers.link()
+    def link(self, round_trip_s: float) -> LinkRate | None:
+        """Returns the speed of the loads of this client so far (TransferQueue.link); None before the first."""
+        return self._transfers.link(round_trip_s)
 
     @property
     def loaded_bytes(self) -> int:

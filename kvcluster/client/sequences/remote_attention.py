@@ -74,7 +74,7 @@ class RemoteAttention:
         next_attempt: Callable[[], Attempt],
     ) -> None:
         self.places = BlockPlaces(spec, part, accept, control)
-        self.speeds = AttendSpeeds(_products(spec, part), _key_bytes(spec, part))
+        self.speeds = AttendSpeeds(_key_bytes(spec, part))
         self.counter = counter
         self._spec = spec
         self._specs = {False: spec, True: replace(spec, private=True)}
@@ -261,11 +261,6 @@ class RemoteAttention:
             query.latent_values,
             uses_fused(),
         )
-
-
-def _products(spec: KVSpec, part: Part) -> int:
-    """Returns the multiplications of one query token with a key and its value, for a head of the pages."""
-    return max(1, part.heads) * sum(plane.dim for plane in spec.groups[0].planes)
 
 
 def _key_bytes(spec: KVSpec, part: Part) -> int:

@@ -10,8 +10,10 @@ import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+from kvcluster.attention.span_results import result_bytes
 from kvcluster.client.sequences.attend_explanation import AttendExplanation, SpanPlace
 from kvcluster.client.sequences.attend_planner import AttendPlanner, SpanChoice, SpanFacts, StepFacts
+from kvcluster.client.sequences.layer_query import LayerQuery
 from kvcluster.client.sequences.resources import SequenceResources
 from kvcluster.client.sequences.ship_plan import (
     SeenBlocks,
@@ -23,6 +25,7 @@ from kvcluster.client.sequences.ship_plan import (
 )
 from kvcluster.client.sequences.shipping_account import ShippingAccount
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.core.groups import DTYPE_BYTES
 from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline
@@ -58,20 +61,14 @@ class StepPlanner:
         self._choices: Sequence[SpanChoice] = ()
 
     def plan(
-        self,
-        layer: int,
-        rows: Sequence[SeenBlocks],
-        planner: AttendPlanner,
-        query_bytes: int,
-        result_bytes: int,
-        deadline: Deadline,
+        self, query: LayerQuery, rows: Sequence[SeenBlocks], planner: AttendPlanner, deadline: Deadline
     ) -> ShipPlan:
-        """Returns the plan of this step, from `layer` on: that of the last call if nothing has changed, and the first
-        message has not come back meanwhile, which tells how fast the link is. A query token of a layer has
-        `query_bytes`, and each result of it `result_bytes`. Raises CallerError if the planner does not choose for each
-        span."""
+        """Returns the plan of this step, from the layer of this query on: that of the last call if nothing has changed,
+        and the first message has not come back meanwhile, which tells how fast the link is. Raises CallerError if the
+        planner does not choose for each span."""
         known = self._spans(rows, deadline)
         seen = ((row.depths, row.visible, row.queries) for row in rows)
+        query_bytes = query.heads * query.dim * DTYPE_BYTES[query.dtype]
         key = (query_bytes, known.key, self._remote.speeds.messages_known, *seen)
         if self._key == key and self._planner is planner:
             return self._plan
@@ -80,10 +77,12 @@ class StepPlanner:
             for span, fact in zip(known.spans, known.facts, strict=True)
         )
         speeds = self._remote.speeds
-        speeds.link = self._loads.link()
+        speeds.products = query.heads * (query.dim + query.value_dim)
+        speeds.link = self._loads.link(speeds.round_trip_s())
         queries = tuple(row.queries for row in rows)
-        sizes = self._layers, self._layers - layer, queries, query_bytes, result_bytes, known.room_bytes
-        step = StepFacts(facts, *sizes, speeds, self.account)
+        sizes = query_bytes, result_bytes(1, query.heads, query.value_dim)
+        layers = self._layers, self._layers - query.layer
+        step = StepFacts(facts, *layers, queries, *sizes, known.room_bytes, speeds, self.account)
         choices = planner.choose(step)
         if len(choices) != len(facts):
             raise CallerError(f"{type(planner).__name__} chose for {len(choices)} spans; this step has {len(facts)}")

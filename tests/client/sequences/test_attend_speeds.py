@@ -62,7 +62,8 @@ def test_a_shard_that_has_computed_of_few_keys_is_taken_to_be_like_one_that_has_
 
 def test_before_this_process_has_computed_of_many_keys_it_is_guessed_or_as_fast_as_the_fastest_shard() -> None:
     """Shards that others keep busy say nothing of this process, and it would never find out."""
-    speeds, guess_s = AttendSpeeds(products=256, key_bytes=512), KEYS * 256 / GUESSED_PRODUCTS_PER_S
+    speeds, guess_s = AttendSpeeds(key_bytes=512), KEYS * 256 / GUESSED_PRODUCTS_PER_S
+    speeds.products = 256
     guess_s += KEYS * 512 / READ_BYTES_PER_S
     speeds.computed({1: 64}, 0.001, 0)
     speeds.computed_at("busy", {1: KEYS}, 100 * guess_s, 0)
@@ -75,7 +76,8 @@ def test_before_this_process_has_computed_of_many_keys_it_is_guessed_or_as_fast_
 
 
 def test_before_the_first_compute_all_places_are_alike() -> None:
-    speeds = AttendSpeeds(products=100, key_bytes=400)
+    speeds = AttendSpeeds(key_bytes=400)
+    speeds.products = 100
     assert speeds.here_s(2, KEYS) == speeds.shard_s("shard-0", 2, KEYS) > speeds.here_s(1, KEYS) > 0
 
 

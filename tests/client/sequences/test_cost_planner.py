@@ -134,7 +134,8 @@ def test_it_says_what_decides() -> None:
 
 def test_after_a_prompt_was_shipped_a_decode_step_ships_too_and_is_taken_to_cost_less() -> None:
     """Nothing of its size was measured yet, and nothing as large in this process."""
-    speeds = AttendSpeeds(products=1024, key_bytes=1024)
+    speeds = AttendSpeeds(key_bytes=1024)
+    speeds.products = 1024
     speeds.computed({64: 64}, 0.001, 0)
     for shard in range(SHARDS):
         speeds.computed_at(f"shard-{shard}", {64: 2 * TOKENS}, 0.4, 0)
@@ -145,7 +146,8 @@ def test_after_a_prompt_was_shipped_a_decode_step_ships_too_and_is_taken_to_cost
 
 
 def test_before_anything_is_measured_it_ships_a_decode_step() -> None:
-    step = World().step()._replace(speeds=AttendSpeeds(products=256))
+    step = World().step()._replace(speeds=AttendSpeeds())
+    step.speeds.products = 256
     assert chosen(step) == [SpanChoice.SHIP] * 8
 
 
