@@ -25,6 +25,10 @@ GUESSED_LINK = LinkRate(fixed_ns=200_000, bytes_per_s=1_000_000_000)
 GUESSED_PRODUCTS_PER_S = 20_000_000_000
 """The speed of a processor of which nothing is known: multiplications of a query with keys and values a second."""
 
+HOPED = 1 / 4
+"""What is unknown of this process is taken to be so many times as long where steps to come are weighed. If that is
+wrong, some pages are loaded for nothing; if it were taken to be slow, none would be, and it would never be known."""
+
 READ_BYTES_PER_S = 4_000_000_000
 """How fast keys and values are read where no query of this size was measured. What a compute of more query tokens took
 beyond that was arithmetic, of which fewer take less."""
@@ -153,12 +157,15 @@ class AttendSpeeds:
         """Whether a message was measured."""
         return bool(self._messages)
 
-    def here_s(self, queries: int, keys: int) -> float:
+    def here_s(self, queries: int, keys: int, unknown: float = 1.0) -> float:
         """Returns the seconds that attention of one layer takes in this process, its fixed part left out. Before it
-        was measured, a guess, or what a faster shard took: shards are busy with what others ask, too."""
+        was measured, a guess, of which `unknown` times as much is returned, or what a faster shard took: shards are
+        busy with what others ask, too."""
         with self._lock:
             own = _own(self._here, queries, keys)
-            return min([self._guess_s(queries, keys), *self._alike(queries, keys)]) if own is None else own
+            if own is not None:
+                return own
+            return min([self._guess_s(queries, keys) * unknown, *self._alike(queries, keys)])
 
     def shard_s(self, shard: str, queries: int, keys: int) -> float:
         """Returns the same for a shard. Before it was measured, what the fastest other place took."""

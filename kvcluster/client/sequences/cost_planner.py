@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvcluster.client.sequences.attend_planner import SpanChoice, SpanFacts, StepFacts
+from kvcluster.client.sequences.attend_speeds import HOPED
 
 _PRICE_SHARE = 4
 """Spans are fetched once shipping them has cost 1/4 of what fetching costs: see the module."""
@@ -128,11 +129,12 @@ class CostPlanner:
         return begun
 
 
-def step_costs(step: StepFacts) -> StepCosts:
-    """Returns what a step takes by the speeds measured so far."""
+def step_costs(step: StepFacts, unknown: float = 1.0) -> StepCosts:
+    """Returns what a step takes by the speeds measured so far. `unknown`: see AttendSpeeds.here_s."""
     away = [span for span in step.spans if not _at_hand(span)]
     fetch_s = step.speeds.load_s(sum(span.absent_bytes for span in away if not span.fetching))
-    return StepCosts(step.layers * _shipped_s(step, away), step.layers * _here_s(step, step.spans), fetch_s)
+    ship_s, here_s = _shipped_s(step, away, unknown), _here_s(step, step.spans, unknown)
+    return StepCosts(step.layers * ship_s, step.layers * here_s, fetch_s)
 
 
 # ------------------------------------------------------------------------------------------- helpers
@@ -142,9 +144,9 @@ def _at_hand(span: SpanFacts) -> bool:
     return span.resident or span.lent
 
 
-def _here_s(step: StepFacts, spans: Sequence[SpanFacts]) -> float:
+def _here_s(step: StepFacts, spans: Sequence[SpanFacts], unknown: float) -> float:
     """Returns the seconds of one layer of these spans in this process."""
-    return sum(step.speeds.here_s(queries, keys) for queries, keys in _keys_of(spans).items())
+    return sum(step.speeds.here_s(queries, keys, unknown) for queries, keys in _keys_of(spans).items())
 
 
 def _keys_of(spans: Sequence[SpanFacts]) -> dict[int, int]:
@@ -155,7 +157,7 @@ def _keys_of(spans: Sequence[SpanFacts]) -> dict[int, int]:
     return keys
 
 
-def _shipped_s(step: StepFacts, away: Sequence[SpanFacts]) -> float:
+def _shipped_s(step: StepFacts, away: Sequence[SpanFacts], unknown: float) -> float:
     """Returns the seconds of one layer of a step that ships these spans."""
     nbytes, slowest = 0, 0.0
     by_shard: dict[str, list[SpanFacts]] = {}
@@ -167,7 +169,7 @@ def _shipped_s(step: StepFacts, away: Sequence[SpanFacts]) -> float:
         nbytes += step.result_bytes * sum(span.results * span.queries for span in spans)
         computing = sum(step.speeds.shard_s(shard, queries, keys) for queries, keys in _keys_of(spans).items())
         slowest = max(slowest, step.speeds.way_s(shard) + computing)
-    at_hand_s = _here_s(step, [span for span in step.spans if _at_hand(span)])
+    at_hand_s = _here_s(step, [span for span in step.spans if _at_hand(span)], unknown)
     return max(at_hand_s, slowest + step.speeds.transfer_s(nbytes))
 
 
@@ -183,12 +185,13 @@ def _kept(away: Sequence[SpanFacts], room_bytes: int) -> list[SpanFacts]:
 
 
 def _gain(step: StepFacts, costs: StepCosts, kept: Sequence[SpanFacts]) -> float:
-    """Returns the seconds that a step takes less once these spans are here."""
+    """Returns the seconds that a step takes less once these spans are here, as far as that is known, and else as is
+    hoped for."""
     starts = dict.fromkeys(span.start for span in kept)
     after = step._replace(
         spans=tuple(span._replace(absent_bytes=0) if span.start in starts else span for span in step.spans)
     )
-    return costs.ship_s - step_costs(after).ship_s
+    return costs.ship_s - step_costs(after, HOPED).ship_s
 
 
 def _ms(seconds: float) -> str:

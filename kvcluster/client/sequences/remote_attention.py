@@ -16,7 +16,7 @@ from dataclasses import replace
 from kvcluster.attention import Partial, uses_fused
 from kvcluster.attention.span_results import unpack_results
 from kvcluster.client.coordinator_client import CoordinatorClient
-from kvcluster.client.sequences.attend_speeds import AttendSpeeds
+from kvcluster.client.sequences.attend_speeds import HOPED, AttendSpeeds
 from kvcluster.client.sequences.block_places import BlockPlaces
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.layer_query import LayerQuery, split_asks
@@ -101,9 +101,10 @@ class RemoteAttention:
         return self._shards.lends(shard)
 
     def here_s(self, plan: ShipPlan, query: LayerQuery) -> float:
-        """Returns the seconds that what the plan ships would have taken in this process, by what was measured."""
+        """Returns the seconds that what the plan ships would have taken in this process, by what was measured or is
+        hoped for."""
         rows = (row for rows in plan.asks.values() for row in rows)
-        return sum(self.speeds.here_s(queries, keys) for queries, keys in _keys_of(rows, query).items())
+        return sum(self.speeds.here_s(queries, keys, HOPED) for queries, keys in _keys_of(rows, query).items())
 
     def pause(self) -> None:
         """Waits a moment, after which shards that were busy may be asked again."""

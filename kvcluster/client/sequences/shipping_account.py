@@ -3,7 +3,8 @@ size of step.
 
 Steps of one size repeat: a generation decodes, and a long prompt is computed in chunks. What a chunk has cost says
 nothing of the steps behind it, so each size has an account of its own. A call may also take long for a reason that does
-not return: the first one connects and registers spans. So each counts as the middle one of the last three.
+not return: the first one connects and registers spans. So each counts as the middle one of the last three, and the
+first as nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _LAST = 3
 class _SizeAccount:
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._last: deque[float] = deque(maxlen=_LAST)
+        self._last = deque([0.0], maxlen=_LAST)
 
     def add(self, seconds: float) -> None:
         self._last.append(seconds)
