@@ -115,7 +115,7 @@ class CostPlanner:
         rent_s = step.account.seconds(size)
         if rent_s * _PRICE_SHARE < price_s:
             return {}
-        waits = costs.ship_s > _WAIT_FROM * costs.here_s and rent_s * _SHARE_WAITED >= price_s
+        waits = costs.ship_s > _WAIT_FROM * step_costs(step, HOPED).here_s and rent_s * _SHARE_WAITED >= price_s
         choice, share = (SpanChoice.FETCH, _SHARE_WAITED) if waits else (SpanChoice.SHIP_AND_FETCH, _PRICE_SHARE)
         under_way_s = step.speeds.load_s(sum(span.absent_bytes for span in kept if span.fetching))
         begun: dict[int, SpanChoice] = {}
