@@ -157,7 +157,7 @@ def test_where_shipping_takes_as_long_as_is_guessed_here_some_spans_are_fetched_
         unknown.shipped(f"shard-{shard}", 10_000, world.round_trip_s + 10_000 / world.bytes_per_s)
         unknown.computed_at(f"shard-{shard}", {1: 2 * TOKENS}, 2 * TOKENS * HERE_S_PER_KEY, 0)
     assert step_costs(step._replace(speeds=unknown)).here_s >= step_costs(step).ship_s * 0.99
-    assert SpanChoice.SHIP_AND_FETCH in chosen(step._replace(speeds=unknown))
+    assert chosen(step._replace(speeds=unknown)) != [SpanChoice.SHIP] * 8
 
 
 def test_before_anything_is_measured_it_ships_a_decode_step() -> None:
