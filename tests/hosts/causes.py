@@ -112,6 +112,7 @@ def a_query_goes_to_the_shards_that_have_the_pages(world: MeteredCluster) -> Ite
     assert world.worker("attend") == {"messages": 1, "failed": 0}
     yield
     world.worker("end")
+    eventually(lambda: value_of(world, "kvcluster_sequences") == 0)  # or the next to open one is not seen to
 
 
 @cause("sequences", "claimed_blocks", "private_blocks", "tickets", "namespaces")
@@ -308,8 +309,12 @@ def the_coordinator_dies_and_its_port_is_taken_while_a_shard_hangs(world: Metere
 
 def readable_pages(world: MeteredCluster) -> float:
     """How many pages all shards hold, as Prometheus has it."""
-    series = world.prometheus.series()
-    return sum(value for one, value in series.items() if one.is_of("kvcluster_tier_pages", {}))
+    return value_of(world, "kvcluster_tier_pages")
+
+
+def value_of(world: MeteredCluster, metric: str) -> float:
+    """The sum of all series of a metric, as Prometheus has it."""
+    return sum(value for one, value in world.prometheus.series().items() if one.is_of(metric, {}))
 
 
 def taken_port(cluster: Cluster, port: int) -> socket.socket | None:

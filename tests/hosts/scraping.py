@@ -100,8 +100,13 @@ class HostPrometheus:
         return found
 
     def types(self) -> dict[str, str]:
-        """The type of each metric."""
-        return {name: entries[0]["type"] for name, entries in self.get("metadata", limit="10000").items()}
+        """The type of each metric. Prometheus knows a counter by the name of its series, or without its `_total` where
+        a target speaks OpenMetrics, as prometheus-client does."""
+        types = {}
+        for name, entries in self.get("metadata", limit="10000").items():
+            kind = str(entries[0]["type"])
+            types[f"{name.removesuffix('_total')}_total" if kind == "counter" else name] = kind
+        return types
 
     def firing(self) -> set[str]:
         """The alerts that fire now."""
