@@ -86,7 +86,7 @@ test-vllm: .venv-vllm ## the connector over vLLM's own objects, and a smoke run 
 e2e-vllm: .venv-vllm ## real vLLM engines and servers over a real cluster, the long form (E2E_ARGS="--only llama" for a part)
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm $(E2E_ARGS)
 
-bench-vllm: install ## what the connector costs an engine and what it gives; after e2e-vllm, five quiet minutes
+bench-vllm: install ## what the connector costs an engine and what it gives; after e2e-vllm, ten quiet minutes
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm --only cost
 
 bench-observe: .venv-vllm ## observe mode: what it predicts beside what then happens, and what it costs (ten minutes, after e2e-vllm)
