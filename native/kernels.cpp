@@ -256,24 +256,24 @@ u64 gather_steps(u8* into, const Rows* rows, std::size_t nbytes, u64 seed, bool 
     return sum.end();
 }
 
-u64 scatter(const RowSegment* segments, std::size_t count, const u8* data, std::size_t step, u64 seed) {
+// What `work` returns for this step, which it is given as a constant.
+template <class Work>
+u64 by_step(std::size_t step, const Work& work) {
     switch (step) {
-        case 64: return scatter_steps<64>(segments, count, data, seed);
-        case 128: return scatter_steps<128>(segments, count, data, seed);
-        case 256: return scatter_steps<256>(segments, count, data, seed);
-        case 512: return scatter_steps<512>(segments, count, data, seed);
-        default: return scatter_steps<1024>(segments, count, data, seed);
+        case 64: return work(std::integral_constant<std::size_t, 64>());
+        case 128: return work(std::integral_constant<std::size_t, 128>());
+        case 256: return work(std::integral_constant<std::size_t, 256>());
+        case 512: return work(std::integral_constant<std::size_t, 512>());
+        default: return work(std::integral_constant<std::size_t, 1024>());
     }
 }
 
+u64 scatter(const RowSegment* segments, std::size_t count, const u8* data, std::size_t step, u64 seed) {
+    return by_step(step, [=](auto each) { return scatter_steps<each>(segments, count, data, seed); });
+}
+
 u64 gather(u8* into, const Rows* rows, std::size_t nbytes, std::size_t step, u64 seed, bool aligned) {
-    switch (step) {
-        case 64: return gather_steps<64>(into, rows, nbytes, seed, aligned);
-        case 128: return gather_steps<128>(into, rows, nbytes, seed, aligned);
-        case 256: return gather_steps<256>(into, rows, nbytes, seed, aligned);
-        case 512: return gather_steps<512>(into, rows, nbytes, seed, aligned);
-        default: return gather_steps<1024>(into, rows, nbytes, seed, aligned);
-    }
+    return by_step(step, [=](auto each) { return gather_steps<each>(into, rows, nbytes, seed, aligned); });
 }
 
 template <To to>
@@ -310,7 +310,9 @@ void stage_sums(u8* into, const u8* data, const Layers& layers, u64* sums) {
 extern const AttentionKernels KVC_TABLE(attention);
 extern const Codecs KVC_TABLE(codecs);
 extern const Kernels KVC_TABLE(kernels);
-const Kernels KVC_TABLE(kernels){KVC_TEXT(KVC_ISA), Stripe::kAlign, sums,   copy_sums, stage_sums,
-                                 scatter,           gather,         transpose, fence, &KVC_TABLE(codecs), &KVC_TABLE(attention)};
+const Kernels KVC_TABLE(kernels){KVC_TEXT(KVC_ISA), Stripe::kAlign,     sums,
+                                 copy_sums,         stage_sums,         scatter,
+                                 gather,            transpose,          fence,
+                                 &KVC_TABLE(codecs), &KVC_TABLE(attention)};
 
 }  // namespace kvc

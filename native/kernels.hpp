@@ -61,7 +61,8 @@ struct Kernels {
     // is not written.
     std::uint64_t (*scatter)(const RowSegment* segments, std::size_t count, const std::uint8_t* data, std::size_t step,
                              std::uint64_t seed);
-    // Copies a layer of `nbytes` bytes from rows; `aligned`: `into` is a multiple of `align`, and so is `nbytes`. As many planes follow as the layer has, which are prefetched, and one more.
+    // Copies a layer of `nbytes` bytes from rows, and returns their sum; `aligned`: `into` is a multiple of `align`, and
+    // so is `nbytes`. As many planes follow as the layer has, which are prefetched, and one more.
     std::uint64_t (*gather)(std::uint8_t* into, const Rows* rows, std::size_t nbytes, std::size_t step,
                             std::uint64_t seed, bool aligned);
     // into[column][row] = from[row][column], of 16-bit numbers. Strides are in bytes; `rows` and `columns` are multiples of

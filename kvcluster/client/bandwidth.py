@@ -73,7 +73,8 @@ class BandwidthEstimator:
         return self.last_estimate()
 
     def last_estimate(self, round_trip_ns: int = 0) -> LinkRate | None:
-        """Returns the last estimate, of any age, for display. None before the first load."""
+        """Returns the last estimate, of any age, for display. None before the first load. `round_trip_ns`: that of a
+        message, 0 where it is not known; it tells how much of loads of one size was no bytes."""
         if not self._weight:
             return None
         spread = self._weight * self._bytes_bytes - self._bytes * self._bytes
