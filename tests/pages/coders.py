@@ -1,4 +1,5 @@
-"""Compares a coder of flat tensors with the definition, byte for byte: `python -m tests.pages.coders triton cuda`.
+"""Compares a coder of flat tensors with the definition, byte for byte: `python -m tests.pages.coders triton cuda`, or a
+share of the comparisons: `python -m tests.pages.coders triton cpu 0/4` is every fourth from the first on.
 
 A program of its own, since Triton looks at TRITON_INTERPRET when its kernels are made: with it they run on a CPU, and
 without it on the GPU that the second argument names. Prints what differs, and last of all how many pages did.
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from hashlib import sha256
-from itertools import product
+from itertools import islice, product
 from random import Random
 from typing import Protocol
 
@@ -20,12 +22,12 @@ from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Plane
 from kvcluster.pages import codec
 from kvcluster.pages.codec_torch import TorchCoder
-from tests.pages.test_codec import DTYPES, GOLDEN, LOSSY, drawn, group_of, layer_of
+from tests.pages.layers import DTYPES, GOLDEN, LOSSY, drawn, group_of, layer_of
 
 DIMS = (8, 40, 64, 80, 128, 256)
 TOKENS = (8, 16, 17, 64)
 KINDS = (
-    *("normal", "offset", "outliers", "wide", "tiny", "same", "zeros", "mixed signs"),  # of test_codec.py
+    *("normal", "offset", "outliers", "wide", "tiny", "same", "zeros", "mixed signs"),  # of layers.py
     *("huge", "halves of q8", "halves of q4", "denormals", "largest"),
 )
 FILL, MARGIN = 0xAA, 64
@@ -151,8 +153,11 @@ def page(group: Group, layers: list[torch.Tensor]) -> torch.Tensor:
     return torch.frombuffer(bytearray(out), dtype=torch.uint8)
 
 
-def comparisons(implementation: str, device: str) -> Iterator[tuple[str, str | None]]:
-    """What is compared, and what is wrong with it."""
+Comparison = tuple[str, Callable[[], "str | None"]]
+"""What is compared, and a function that compares it and returns what is wrong, or None."""
+
+
+def comparisons(implementation: str, device: str) -> Iterator[Comparison]:
     random = Random(0)
     for which, (number, (dtype, dim, tokens)) in product(LOSSY, enumerate(product(DTYPES, DIMS, TOKENS))):
         heads = 1 if number % 3 == 0 or tokens == 64 else 1 + number % 3
@@ -161,52 +166,66 @@ def comparisons(implementation: str, device: str) -> Iterator[tuple[str, str | N
         if which is Codec.Q4 and dtype != "float16":
             kinds = ["normal" if kind == "largest" else kind for kind in kinds]
         shape = (2, tokens, heads, dim)
-        raw = page(group, [numbers(kind, shape, dtype, number + at) for at, kind in enumerate(kinds)])
         held = Held(implementation, device, which, group, tokens, heads)
         held.place += number % 5 == 0
-        yield f"{which.name} {dtype} {shape} {kinds}", held.wrong(raw)
+        yield f"{which.name} {dtype} {shape} {kinds}", partial(shapes, held, group, kinds, shape, dtype, number)
     for which, dtype in product(LOSSY, DTYPES):
         yield from refusals(implementation, device, which, dtype)
-        yield from golden(implementation, device, which, dtype)
-        yield from noise(implementation, device, which, dtype)
+        yield f"{which.name} {dtype} golden", partial(golden, implementation, device, which, dtype)
+        for dim in (8, 80):
+            what = f"{which.name} {dtype} noise of {dim} channels"
+            yield what, partial(noise, implementation, device, which, dtype, dim)
 
 
-def refusals(implementation: str, device: str, which: Codec, dtype: str) -> Iterator[tuple[str, str | None]]:
+def shapes(held: Held, group: Group, kinds: list[str], shape: tuple[int, ...], dtype: str, number: int) -> str | None:
+    return held.wrong(page(group, [numbers(kind, shape, dtype, number + at) for at, kind in enumerate(kinds)]))
+
+
+def refusals(implementation: str, device: str, which: Codec, dtype: str) -> Iterator[Comparison]:
     most = torch.finfo(DTYPES[dtype]).max / 4
     values = [math.nan, math.inf, -math.inf, most, most * 1.01, -most, -most * 1.01, 57_344.0, 65_536.0]
     for at, (value, plane) in enumerate(product(values, (0, 1))):
-        group, shape = group_of(40, dtype), (2, 9, 2, 40)
-        layers = [drawn("normal", shape, layer) for layer in range(2)]
-        layers[at % 2][plane, 8, 1, (17, 39)[at % 2]] = value
-        held = Held(implementation, device, which, group, 9, 2)
-        yield f"{which.name} {dtype} {value} in plane {plane}", held.wrong(page(group, layers))
+        what = f"{which.name} {dtype} {value} in plane {plane}"
+        yield what, partial(refusal, implementation, device, which, dtype, at, value, plane)
 
 
-def golden(implementation: str, device: str, which: Codec, dtype: str) -> Iterator[tuple[str, str | None]]:
+def refusal(
+    implementation: str, device: str, which: Codec, dtype: str, at: int, value: float, plane: int
+) -> str | None:
+    group, shape = group_of(40, dtype), (2, 9, 2, 40)
+    layers = [drawn("normal", shape, layer) for layer in range(2)]
+    layers[at % 2][plane, 8, 1, (17, 39)[at % 2]] = value
+    return Held(implementation, device, which, group, 9, 2).wrong(page(group, layers))
+
+
+def golden(implementation: str, device: str, which: Codec, dtype: str) -> str | None:
     group = group_of(72, dtype)
     values = torch.tensor([((i * i + 7 * i) % 509 - 254) / 16 for i in range(2 * 8 * 2 * 72)]).view(2, 8, 2, 72)
     came = Held(implementation, device, which, group, 8, 2).encoded(page(group, [values]))
     digest = None if came is None else sha256(bytes(came.tolist())).hexdigest()[:16]
-    yield f"{which.name} {dtype} golden", None if digest == GOLDEN[which, dtype] else f"{digest}"
+    return None if digest == GOLDEN[which, dtype] else f"{digest}"
 
 
-def noise(implementation: str, device: str, which: Codec, dtype: str) -> Iterator[tuple[str, str | None]]:
+def noise(implementation: str, device: str, which: Codec, dtype: str, dim: int) -> str | None:
     """Any bytes decode to the same, though one NaN is as good as another."""
-    for dim in (8, 80):
-        held = Held(implementation, device, which, group_of(dim, dtype), 8, 2)
-        coded = torch.randint(256, (held.coded_bytes,), generator=torch.Generator().manual_seed(dim)).to(torch.uint8)
-        back = torch.zeros(held.raw_bytes, dtype=torch.uint8)
-        held.definition.decode(coded, back, 1)
-        came, meant = (data.clone().view(DTYPES[dtype]).float() for data in (held.decoded(coded), back))
-        same = torch.equal(came.nan_to_num(7.0), meant.nan_to_num(7.0))
-        yield f"{which.name} {dtype} noise of {dim} channels", None if same else "decoded numbers differ"
+    held = Held(implementation, device, which, group_of(dim, dtype), 8, 2)
+    coded = torch.randint(256, (held.coded_bytes,), generator=torch.Generator().manual_seed(dim)).to(torch.uint8)
+    back = torch.zeros(held.raw_bytes, dtype=torch.uint8)
+    held.definition.decode(coded, back, 1)
+    came, meant = (data.clone().view(DTYPES[dtype]).float() for data in (held.decoded(coded), back))
+    return None if torch.equal(came.nan_to_num(7.0), meant.nan_to_num(7.0)) else "decoded numbers differ"
 
 
-if __name__ == "__main__":
+def main(implementation: str, device: str = "cpu", share: str = "0/1") -> None:
+    first, step = map(int, share.split("/"))
     total = differ = 0
-    for what, wrong in comparisons(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "cpu"):
+    for what, compare in islice(comparisons(implementation, device), first, None, step):
         total += 1
-        if wrong is not None:
+        if (wrong := compare()) is not None:
             differ += 1
             print(f"{what}: {wrong}")
     print(f"{differ} of {total} differ")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

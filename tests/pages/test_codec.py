@@ -17,23 +17,7 @@ from kvcluster.pages import codec, native
 from kvcluster.pages.codec import Coder
 from kvcluster.pages.codec_torch import TorchCoder
 from kvcluster.pages.native import Kernels
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-LOSSY = [Codec.Q8, Codec.Q4]
-
-
-def group_of(dim: int, dtype: str = "bfloat16", heads: int = 2) -> Group:
-    return Group(layers=(0,), planes=(Plane("k", heads, dim, dtype), Plane("v", heads, dim, dtype)))
-
-
-def layer_of(group: Group, numbers: torch.Tensor) -> bytes:
-    """float32 `[planes, tokens, heads, dim]` as a layer of that group."""
-    planes = zip(group.planes, numbers, strict=True)
-    return b"".join(plane_bytes(values.to(DTYPES[plane.dtype])) for plane, values in planes)
-
-
-def plane_bytes(values: torch.Tensor) -> bytes:
-    return bytes(values.contiguous().view(torch.uint8).flatten().tolist())
+from tests.pages.layers import DTYPES, GOLDEN, LOSSY, drawn, group_of, layer_of, plane_bytes
 
 
 def numbers_of(group: Group, layer: bytes) -> torch.Tensor:
@@ -128,23 +112,6 @@ def test_a_plane_that_cannot_be_encoded_stays_as_it_is(which: Codec, plane: Plan
 values = st.sampled_from(["normal", "offset", "outliers", "wide", "tiny", "same", "zeros", "mixed signs"])
 
 
-def drawn(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    if kind == "offset":
-        return x + 100
-    if kind == "outliers":
-        return x * torch.where(torch.arange(shape[-1]) % 7 == 3, 50.0, 1.0)
-    if kind == "wide":
-        return x * torch.pow(10.0, torch.arange(shape[-1]) % 4)
-    if kind == "tiny":
-        return x * 2.0**-126
-    if kind == "same":
-        return torch.full(shape, 0.3) * torch.sign(x[..., :1])
-    if kind == "zeros":
-        return x.clamp(-0.0, 0.0)  # of both signs
-    return -x.abs() if kind == "mixed signs" else x
-
-
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(LOSSY),
@@ -215,16 +182,6 @@ def test_extremes_of_scale_decode_to_the_bits_of_the_definition(
         definition = TorchCoder(which, group, block_tokens=rows, heads=1)
         definition.decode(memoryview(coded), memoryview(expected), 1)
         assert ours.decode(coded) == expected
-
-
-GOLDEN = {
-    (Codec.Q8, "bfloat16"): "c60ebb74809c2dca",
-    (Codec.Q8, "float16"): "c60ebb74809c2dca",
-    (Codec.Q8, "float32"): "c60ebb74809c2dca",
-    (Codec.Q4, "bfloat16"): "87ae58a10dd41eb4",
-    (Codec.Q4, "float16"): "87ae58a10dd41eb4",
-    (Codec.Q4, "float32"): "87ae58a10dd41eb4",
-}
 
 
 @pytest.mark.parametrize(("which", "dtype"), GOLDEN)

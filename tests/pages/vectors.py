@@ -29,7 +29,7 @@ from kvcluster.pages import checksum
 from kvcluster.pages.codec_torch import TorchCoder
 from tests.attention.references import context, layout_of
 from tests.pages.coders import KINDS, mixed, numbers, page
-from tests.pages.test_codec import LOSSY, group_of
+from tests.pages.layers import LOSSY, group_of
 
 CODINGS = [Coding.RAW, Coding.ROWS, Coding.CHANNELS, Coding.GROUPS]  # in the order of native/planes.hpp
 DTYPES = ["bfloat16", "float16", "float32"]
