@@ -12,6 +12,7 @@ CHART_ARGS ?=
 LOCK_ARGS ?=
 WHEELS_ARGS ?=
 E2E_ARGS ?=
+GPU_ARGS ?=
 ENGINE ?= docker
 IMAGE ?= kvcluster
 IMAGE_ARGS ?=
@@ -37,7 +38,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test screens check test-vllm e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz integrity alerts chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean
+.PHONY: help install demo test screens check test-vllm e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -143,6 +144,10 @@ aarch64: install ## the native core's kernels and codecs as built for aarch64, u
 alerts: install ## the alert rules under promtool, and Prometheus scraping a real cluster (needs both; it says so)
 	@command -v prometheus promtool >/dev/null || { echo "there is no prometheus here; on Debian: apt-get install prometheus" >&2; exit 1; }
 	@$(BIN)/pytest -q --nightly tests/deploy tests/actors/test_prometheus.py tests/hosts/test_prometheus.py
+
+# Not `install`: a machine with a card has a torch of its own, and often no network.
+gpu: ## what can be tested and measured on a machine with a GPU, in seven minutes; without one, what can run there (GPU_ARGS=--help)
+	@$(PYTHON) benchmarks/gpu.py $(GPU_ARGS)
 
 chart: install .venv-chart/.installed ## the Helm chart: lint, install, upgrade by the real Helm library; one table (CHART_ARGS="-k refused")
 	@.venv-chart/bin/python -m pytest -q -c tests/chart/pytest.ini tests/chart $(CHART_ARGS)

@@ -1,5 +1,5 @@
-"""The bytes of the Triton codecs against their definition: all 270 comparisons of tests/pages/coders.py on a card; in the
-interpreter, which runs all of them in CI, every thirtieth. Several processes compile the kernels at once."""
+"""The bytes of the Triton codecs against their definition: all 270 comparisons of tests/pages/coders.py on a card, and
+every thirtieth in the interpreter, in which CI runs all. Several processes compile the kernels at once."""
 
 from __future__ import annotations
 

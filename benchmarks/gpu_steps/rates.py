@@ -1,5 +1,5 @@
-"""How fast the Triton codecs are: GB/s of raw bytes, beside a copy within the card of the same raw bytes, in the page of
-an 8B model, 256 MiB a call."""
+"""How fast the Triton codecs are: GB/s of raw bytes, beside a copy within the card of the same raw bytes, in the page
+of an 8B model, 256 MiB a call."""
 
 from __future__ import annotations
 
