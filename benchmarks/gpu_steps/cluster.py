@@ -9,21 +9,37 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 PEER = Path(__file__).resolve().parents[2] / "tests" / "compat" / "peer.py"
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """The coordinator's address, and the process ids of both."""
+
+    address: str
+    coordinator: int
+    shard: int
+
+
 @contextmanager
-def cluster(pool: str) -> Iterator[str]:
-    """Serves pages from a pool of that size and yields the coordinator's address. Both processes end with the block."""
+def cluster(pool: str) -> Iterator[Cluster]:
+    """Serves pages from a pool of that size. Both processes end with the block."""
     with ExitStack() as stack:
         coordinator = stack.enter_context(_process(pool, "coordinator", "1"))
         address: str = _told(coordinator)["address"]
         shard = stack.enter_context(_process(pool, "shard", "shard-0", address))
         _told(shard)
         _wait_until_up(coordinator)
-        yield address
+        yield Cluster(address, coordinator.pid, shard.pid)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Returns the processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager

@@ -132,9 +132,9 @@ def main(device: str) -> None:
     on_card = device == "cuda"
     model = model_of(LARGE if on_card else SMALL, "cuda" if on_card else "cpu")
     spec = spec_of(model, weights="sha256:" + "0" * 64)
-    with cluster("7GiB" if on_card else "64MiB") as address:
+    with cluster("7GiB" if on_card else "64MiB") as served:
         config = ClientConfig(deadline_ms=60_000, connect_ms=20_000)
-        with kvcluster.connect(address, spec, config=config) as client:
+        with kvcluster.connect(served.address, spec, config=config) as client:
             for tokens in (2_048, 8_192, 32_768) if on_card else (64, 256):
                 measure(model, client, tokens)
 

@@ -6,18 +6,23 @@ copies cost each other. Without a card the loads alone, into ordinary memory. Ev
 
 from __future__ import annotations
 
+import ctypes
+import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 import kvcluster
-from benchmarks.gpu_steps.cluster import cluster
-from benchmarks.gpu_steps.copies import gbps
-from benchmarks.gpu_steps.rows import row
+from benchmarks.gpu_steps.cluster import Cluster, cluster, cpu_seconds
+from benchmarks.gpu_steps.copies import gbps, tensor_of
+from benchmarks.gpu_steps.rows import host_seconds, row
 from kvcluster.config import ClientConfig
+from kvcluster.pages.arena import Arena
 
 SPEC = kvcluster.KVSpec.uniform(
     model="m", weights="sha256:1", num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=16
@@ -66,28 +71,6 @@ def content(chunks: int) -> torch.Tensor:
     return flat.to(torch.int32).view(torch.bfloat16).view(chunks, CHUNK, *SHAPE)
 
 
-def seconds(loaders: list[Loader], chunks: int, card: torch.Tensor | None) -> float:
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            if card is not None:
-                torch.cuda.set_device(0)  # the current device belongs to the thread
-            loaders[number].load(list(range(number, chunks, len(loaders))), card)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(loaders))]
-    began = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return time.perf_counter() - began
-
-
 def beside_a_product(copy: Callable[[], object], nbytes: int) -> None:
     """Copies to the card at both priorities beside products of 8192 x 8192 matrices, and what each costs the other."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
@@ -132,43 +115,79 @@ def beside_a_product(copy: Callable[[], object], nbytes: int) -> None:
         )
 
 
+def plain_copies(threads: int, nbytes: int) -> float:
+    """Seconds in which threads copy that many bytes from a memory file as shards have it into pinned memory, by memmove
+    in chunks of 32 MiB, as the loaders do."""
+    chunk = CHUNK * PAGE
+    with Arena(nbytes) as arena:
+        tensor_of(arena.view(0, nbytes)).fill_(1)
+        buffers = [torch.empty(chunk, dtype=torch.uint8, pin_memory=True) for _ in range(threads)]
+
+        def work(number: int) -> None:
+            for at in range(number * chunk, nbytes, threads * chunk):
+                ctypes.memmove(buffers[number].data_ptr(), arena.address + at, chunk)
+
+        return sorted(together(work, threads) for _ in range(3))[1]
+
+
+def together(work: Callable[[int], None], threads: int) -> float:
+    """Seconds in which `work(number)` has ended in as many threads. Raises what one of them raised."""
+    with ThreadPoolExecutor(threads) as pool:
+        began = time.perf_counter()
+        for ended in [pool.submit(work, number) for number in range(threads)]:
+            ended.result()
+        return time.perf_counter() - began
+
+
+def measure(
+    served: Cluster, loaders: list[Loader], source: torch.Tensor, card: torch.Tensor | None, plain: float
+) -> None:
+    """Loads all chunks by these loaders, each in a thread, and with `card` copies them there. A row."""
+    chunks, nbytes = len(source), source.numel() * 2
+
+    def work(number: int) -> None:
+        if card is not None:
+            torch.cuda.set_device(0)  # the current device belongs to the thread
+        loaders[number].load(list(range(number, chunks, len(loaders))), card)
+
+    together(work, len(loaders))
+    if card is not None:
+        card.zero_()
+    pids = {"client": os.getpid(), "coordinator": served.coordinator, "shard": served.shard}
+    before = {who: cpu_seconds(pid) for who, pid in pids.items()}
+    took = sorted(together(work, len(loaders)) for _ in range(3))[1]
+    cpu = {f"{who}_cpu_s_a_GB": (cpu_seconds(pid) - before[who]) / 3 / nbytes * 1e9 for who, pid in pids.items()}
+    what = "loads into host memory, verified" if card is None else "loads and copies to the card, verified"
+    good = card is None or torch.equal(card.cpu().view(torch.int16), source.view(torch.int16))
+    rate = gbps(nbytes, took)
+    row(what, threads=len(loaders), MiB_a_call=CHUNK * PAGE >> 20, GBps=rate, of_plain=rate / plain, **cpu, right=good)
+
+
 def main(device: str) -> None:
     on_card = device == "cuda"
     chunks = 32 if on_card else 2
     source = content(chunks)
-    nbytes = source.numel() * 2
+    nbytes, plain = source.numel() * 2, math.nan
     card = torch.empty_like(source, device="cuda") if on_card else None
-    with cluster("3GiB" if on_card else "256MiB") as address:
-        loaders = [Loader(address, "shm", pinned=on_card) for _ in range(8 if on_card else 1)]
+    if card is not None:
+        pinned = torch.empty_like(source[0], pin_memory=True)
+        plain = gbps(nbytes, host_seconds(lambda: [one.copy_(pinned, non_blocking=True) for one in card], least_s=0.2))
+        row("plain copies to the card, pinned", threads=1, MiB_a_call=32, GBps=plain)
+        for threads in (1, 2, 4, 8):
+            rate = gbps(nbytes, plain_copies(threads, nbytes))
+            row("memmove from a memory file into pinned memory", threads=threads, MiB_a_call=32, GBps=rate)
+    with cluster("3GiB" if on_card else "256MiB") as served:
+        loaders = [Loader(served.address, "shm", pinned=on_card) for _ in range(8 if on_card else 1)]
         for chunk in range(chunks):
             stored = loaders[0].client.store(tokens(chunk), source[chunk])
             if stored.blocks != CHUNK:
                 raise RuntimeError(f"chunk {chunk} was not stored: {stored}")
         if not loaders[0].client.flush():
             raise RuntimeError("the stored blocks were not reported")
-        if card is not None:
-            pinned = loaders[0].buffers[0]
-            for _ in range(3):
-                card[0].copy_(pinned, non_blocking=True)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for chunk in range(chunks):
-                card[chunk].copy_(pinned, non_blocking=True)
-            torch.cuda.synchronize()
-            plain = gbps(nbytes, time.perf_counter() - began)
-            row("plain copies of 32 MiB, pinned", threads=1, GBps=plain, of_plain=1.0, right=True)
         for threads in (1, 2, 4, 8) if on_card else (1,):
-            some = loaders[:threads]
-            seconds(some, chunks, card)
-            for only_loads in (True, False) if on_card else (True,):
-                into = None if only_loads else card
-                if into is not None:
-                    into.zero_()
-                took = sorted(seconds(some, chunks, into) for _ in range(3))[1]
-                what = "loads into host memory, verified" if only_loads else "loads and copies to the card, verified"
-                rate = gbps(nbytes, took)
-                good = into is None or torch.equal(into.cpu().view(torch.int16), source.view(torch.int16))
-                row(what, threads=threads, GBps=rate, of_plain=rate / plain if on_card else "", right=good)
+            measure(served, loaders[:threads], source, None, plain)
+            if card is not None:
+                measure(served, loaders[:threads], source, card, plain)
         last = loaders[0].buffers[0]
         loaders[0].client.load(tokens(1), last)
         row("one chunk, loaded once more", right=torch.equal(last.view(torch.int16), source[1].view(torch.int16)))
@@ -176,9 +195,8 @@ def main(device: str) -> None:
         row("transport", value=", ".join(sorted(used)), right=used == {"shm"})
         for loader in loaders:
             loader.client.close()
-        if card is not None:
-            buffer = loaders[0].buffers[0]
-            beside_a_product(lambda: card[0].copy_(buffer, non_blocking=True), CHUNK * PAGE)
+    if card is not None:
+        beside_a_product(lambda: card[0].copy_(pinned, non_blocking=True), CHUNK * PAGE)
 
 
 if __name__ == "__main__":
