@@ -12,11 +12,12 @@ from kvcluster.core import limits
 
 
 def split_among_exchanges(sizes: Sequence[int], most: int, longest: int | None = None) -> list[range]:
-    """Divides `sizes` into consecutive runs of about the same number of bytes. Returns at most `most` runs, and never
-    so many that they would be smaller than STREAM_BYTES; none is empty. A page is not divided. A run of more than
-    `longest` pages is divided once more."""
+    """Divides `sizes` into consecutive runs of about the same number of bytes; none is empty. Returns at most `most`
+    runs: more than one only of STREAM_BYTES each, and more than two only of WIDE_STREAM_BYTES each. A page is not
+    divided. A run of more than `longest` pages is divided once more."""
     total = sum(sizes)
-    ways = max(1, min(most, len(sizes), total // limits.STREAM_BYTES))
+    wide = max(2, total // limits.WIDE_STREAM_BYTES)
+    ways = max(1, min(most, wide, len(sizes), total // limits.STREAM_BYTES))
     runs: list[range] = []
     start = done = 0
     for stop, size in enumerate(sizes, 1):

@@ -252,6 +252,10 @@ STREAM_BYTES = 4 * 1024 * 1024
 """A transfer with one shard is split into several exchanges only if each moves at least this much. A request, a lease
 and its end cost some tenths of a millisecond, less than a tenth of the time that moving this much takes."""
 
+WIDE_STREAM_BYTES = 16 * 1024 * 1024
+"""Of more than two exchanges each moves at least this much. On a machine of 16 processors two exchanges load 32 MiB
+faster than eight, and four load 1 GiB 1.7 times as fast as two (docs/measurements.md)."""
+
 STORES_QUEUED = TICKETS_PER_HOLDER
 """Stores of one client that are running or queued: one per request that an engine runs. One more is a miss."""
 

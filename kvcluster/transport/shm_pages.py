@@ -48,9 +48,17 @@ much as copying 256 KiB, but little should be left to verify when everything is 
 
 _LAST_MESSAGE_MS = 200
 
-_LOADS = 2 if (os.cpu_count() or 1) > 1 else 1
-"""Only the reader copies and decodes a load, and its two threads are nearly twice as fast as one. A store is verified
-by the shard at the same time, which needs the other processor."""
+
+def load_streams(processors: int) -> int:
+    """Returns by how many threads a load is copied in a process that may run on so many processors.
+
+    Only the reader copies and decodes a load, and two threads are nearly twice as fast as one; on 16 processors four
+    are 1.7 times as fast as two, and more gain little (docs/measurements.md). A store is verified by the shard at the
+    same time, which needs another processor."""
+    return min(8, max(min(2, processors), processors // 4))
+
+
+_LOADS = load_streams(len(os.sched_getaffinity(0)))
 
 _NAME_BYTES = 100
 """The longest address accepted; the name of a unix socket may have 108 bytes."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.client.exchange_split import split_among_exchanges
-from kvcluster.core.limits import STREAM_BYTES
+from kvcluster.core.limits import STREAM_BYTES, WIDE_STREAM_BYTES
 
 PAGE = STREAM_BYTES // 4
 
@@ -36,7 +36,9 @@ def test_shares_are_even_up_to_a_page(sizes: list[int], most: int) -> None:
         (8, 2, [4, 4]),
         (9, 2, [5, 4]),
         (9, 1, [9]),
-        (12, 8, [4, 4, 4]),
+        (12, 8, [6, 6]),
+        (47, 8, [24, 23]),
+        (48, 8, [16, 16, 16]),
         (100, 4, [25, 25, 25, 25]),
     ],
 )
@@ -52,4 +54,4 @@ def test_no_run_is_longer_than_it_may_be() -> None:
 
 def test_one_large_page_is_not_divided() -> None:
     assert split_among_exchanges([9 * STREAM_BYTES], 4) == [range(1)]
-    assert split_among_exchanges([9 * STREAM_BYTES, 1, 1], 3) == [range(1), range(1, 2), range(2, 3)]
+    assert split_among_exchanges([3 * WIDE_STREAM_BYTES, 1, 1], 3) == [range(1), range(1, 2), range(2, 3)]

@@ -37,7 +37,7 @@ from kvcluster.testing.conformance.content import (
 from kvcluster.testing.conformance.wire import BadRequest, BadStore, CutStore, unserved
 from kvcluster.testing.conformance.world import BOUND_S, ONE, Pause, soon
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
-from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.transport.shm_pages import ShmPages, load_streams
 from kvcluster.transport.shm_server import ShmServer
 from kvcluster.wire import shard, shm_frames, socket_frames
 from kvcluster.wire.shm_frames import Progress, Welcome
@@ -690,3 +690,10 @@ def test_a_writer_that_continues_after_the_sums_are_made_gives_no_reader_a_wrong
     reading = read(transport, content)
     assert reading.finish() == [None]
     assert reading.sink.corrupt == [(0, 1)], "only that layer"
+
+
+@pytest.mark.parametrize(("processors", "threads"), [(1, 1), (2, 2), (4, 2), (8, 2), (12, 3), (16, 4), (192, 8)])
+def test_a_load_is_copied_by_a_quarter_of_the_processors_but_by_two_where_there_are_two(
+    processors: int, threads: int
+) -> None:
+    assert load_streams(processors) == threads

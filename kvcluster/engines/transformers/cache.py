@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from kvcluster.core.miss import Loss, Miss
 from kvcluster.engines.transformers.compat import check_full_attention, check_inputs, layers, planes, text_config
 from kvcluster.engines.transformers.padded_prompt import PaddedPrompt, find_paddings
 from kvcluster.engines.transformers.spec import check_kv, check_spec
+from kvcluster.engines.transformers.staged_load import load_staged
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline, Unavailable
 
@@ -206,11 +208,17 @@ class PrefixCache(DynamicCache):
             wanted = [max(0, -(-(columns - prompt.padding) // step)) for prompt in self._prompts]
             if not any(wanted):
                 return
-            self._allocate(model, max(p.padding + n * step for p, n in zip(self._prompts, wanted, strict=True)))
+            staged = is_staged(model)
+            self._allocate(
+                model,
+                max(p.padding + n * step for p, n in zip(self._prompts, wanted, strict=True)),
+                model.device if staged else torch.device("cpu"),
+            )
 
             # A hash covers all tokens before it: rows with the same last block have the same blocks, loaded once.
             leaders: dict[BlockHash, int] = {}
             transfers: dict[int, Transfer[Loaded]] = {}
+            loaded: dict[int, Loaded] = {}
             for row in sorted(range(len(wanted)), key=lambda row: -wanted[row]):
                 chain = self._prompts[row].hashes[: wanted[row]]
                 if chain and chain[-1] not in leaders:
@@ -219,9 +227,13 @@ class PrefixCache(DynamicCache):
                         held[row].release()
                         ticket = self._client.prepare_load(chain, deadline_ms=remaining_ms(deadline))
                         held[row] = tickets.enter_context(ticket)
+                    if staged:
+                        place = partial(self._place, row)
+                        loaded[row] = load_staged(self._client, held[row], model.device, place, deadline)
+                        continue
                     into = self._pages(row, self._prompts[row].padding, held[row].blocks)
                     transfers[row] = self._client.begin_load(held[row], into, deadline_ms=remaining_ms(deadline))
-            loaded = {row: transfer.result() for row, transfer in transfers.items()}
+            loaded.update((row, transfer.result()) for row, transfer in transfers.items())
 
         for row, blocks in enumerate(wanted):
             if blocks:
@@ -244,18 +256,27 @@ class PrefixCache(DynamicCache):
         ends = [prompt.padding + count * step for prompt, count in zip(self._prompts, blocks, strict=True)]
         return min(self._prompt_columns - 1, *ends)
 
-    def _allocate(self, model: PreTrainedModel, columns: int) -> None:
-        """Allocates the layers in CPU memory, where blocks arrive. Zeroes the padding: it is masked, but a mask does
-        not stop NaN."""
+    def _allocate(self, model: PreTrainedModel, columns: int, device: torch.device) -> None:
+        """Allocates the layers where blocks arrive. Zeroes the padding: it is masked, but a mask does not stop NaN."""
         (group,) = self._client.spec.groups
         like = torch.empty(0, dtype=model.dtype, device=model.device)
         shape = (len(self._prompts), group.heads, columns, group.planes[0].dim)
         for layer in layers(self):
             layer.lazy_initialization(like, like)
-            layer.keys, layer.values = torch.empty(shape, dtype=model.dtype), torch.empty(shape, dtype=model.dtype)
+            layer.keys, layer.values = (torch.empty(shape, dtype=model.dtype, device=device) for _ in range(2))
             for tensor in planes(layer):
                 for row, prompt in enumerate(self._prompts):
                     tensor[row, :, : prompt.padding] = 0
+
+    def _place(self, row: int, first: int, blocks: torch.Tensor) -> None:
+        """Copies blocks, `[blocks, layers, planes, block_tokens, kv_heads, head_dim]` on the model's device, into the
+        columns of a row, the first of them behind `first` others."""
+        count, _, _, step, heads, dim = blocks.shape
+        start = self._prompts[row].padding + first * step
+        for number, layer in enumerate(layers(self)):
+            for plane, tensor in enumerate(planes(layer)):
+                columns = tensor[row, :, start : start + count * step].view(heads, count, step, dim)
+                columns.copy_(blocks[:, number, plane].permute(2, 0, 1, 3))
 
     def _begin_at(self, model: PreTrainedModel, columns: int) -> None:
         """Cuts the cache off behind `columns` and moves it to the model's device. Resets it if no row keeps a token."""
@@ -301,6 +322,12 @@ class PrefixCache(DynamicCache):
                 yield row, prompt.padding, tokens[prompt.padding : min(end, length)]
             elif index not in rows[:row]:
                 yield row, prompt.padding, prompt.columns[prompt.padding : length]
+
+
+def is_staged(model: PreTrainedModel) -> bool:
+    """Whether KV for this model is loaded through buffers in host memory (staged_load.py), because the model's memory
+    is not the CPU's."""
+    return model.device.type != "cpu"
 
 
 def _hashes(
