@@ -6,7 +6,7 @@ take longer than loading. The buffers are two, so that a chunk arrives while the
 pinned, and torch keeps their memory for the next load of this process.
 
 A buffer is loaded into again only after its copy to the device has ended. The copies and what distributes them are
-queued on the caller's current stream: a model that runs on that stream sees them without waiting.
+queued on the caller's current stream, and have ended when the load returns: a model may run on any stream.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Buffer:
 
 def load_staged(client: Client, ticket: Ticket, device: torch.device, place: Place, deadline: Deadline) -> Loaded:
     """Loads the blocks of a ticket of `client`, and calls `place` with each chunk in order. Returns the outcome of all
-    chunks together: its `blocks` have been placed, and `miss` says why no more.
+    chunks together when the device has them: its `blocks` have been placed, and `miss` says why no more.
 
     The client's spec has one group of planes of one shape. What fails in the cluster is a miss; what `place` raises is
     raised.
@@ -80,6 +80,8 @@ def load_staged(client: Client, ticket: Ticket, device: torch.device, place: Pla
             place(first, buffer.to_device(total.blocks - first))
         if total.blocks < stop:
             break
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
     return total
 
 
