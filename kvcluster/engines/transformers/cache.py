@@ -13,7 +13,7 @@ other rows than it leaves in the cache) only the prompts' KV is certain. And the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -28,7 +28,6 @@ from kvcluster.client.metrics import watch
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.tickets import Ticket
-from kvcluster.client.transfer import Transfer
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss
@@ -208,17 +207,11 @@ class PrefixCache(DynamicCache):
             wanted = [max(0, -(-(columns - prompt.padding) // step)) for prompt in self._prompts]
             if not any(wanted):
                 return
-            staged = is_staged(model)
-            self._allocate(
-                model,
-                max(p.padding + n * step for p, n in zip(self._prompts, wanted, strict=True)),
-                model.device if staged else torch.device("cpu"),
-            )
+            self._allocate(model, max(p.padding + n * step for p, n in zip(self._prompts, wanted, strict=True)))
 
             # A hash covers all tokens before it: rows with the same last block have the same blocks, loaded once.
             leaders: dict[BlockHash, int] = {}
-            transfers: dict[int, Transfer[Loaded]] = {}
-            loaded: dict[int, Loaded] = {}
+            outcomes: dict[int, Callable[[], Loaded]] = {}
             for row in sorted(range(len(wanted)), key=lambda row: -wanted[row]):
                 chain = self._prompts[row].hashes[: wanted[row]]
                 if chain and chain[-1] not in leaders:
@@ -227,13 +220,8 @@ class PrefixCache(DynamicCache):
                         held[row].release()
                         ticket = self._client.prepare_load(chain, deadline_ms=remaining_ms(deadline))
                         held[row] = tickets.enter_context(ticket)
-                    if staged:
-                        place = partial(self._place, row)
-                        loaded[row] = load_staged(self._client, held[row], model.device, place, deadline)
-                        continue
-                    into = self._pages(row, self._prompts[row].padding, held[row].blocks)
-                    transfers[row] = self._client.begin_load(held[row], into, deadline_ms=remaining_ms(deadline))
-            loaded.update((row, transfer.result()) for row, transfer in transfers.items())
+                    outcomes[row] = self._begin_load(row, held[row], model, deadline)
+            loaded = {row: outcome() for row, outcome in outcomes.items()}
 
         for row, blocks in enumerate(wanted):
             if blocks:
@@ -256,8 +244,17 @@ class PrefixCache(DynamicCache):
         ends = [prompt.padding + count * step for prompt, count in zip(self._prompts, blocks, strict=True)]
         return min(self._prompt_columns - 1, *ends)
 
-    def _allocate(self, model: PreTrainedModel, columns: int, device: torch.device) -> None:
+    def _begin_load(self, row: int, ticket: Ticket, model: PreTrainedModel, deadline: Deadline) -> Callable[[], Loaded]:
+        """Loads a ticket's blocks into a row, or begins to. Returns a function that waits for the outcome."""
+        if is_staged(model):
+            loaded = load_staged(self._client, ticket, model.device, partial(self._place, row), deadline)
+            return lambda: loaded
+        into = self._pages(row, self._prompts[row].padding, ticket.blocks)
+        return self._client.begin_load(ticket, into, deadline_ms=remaining_ms(deadline)).result
+
+    def _allocate(self, model: PreTrainedModel, columns: int) -> None:
         """Allocates the layers where blocks arrive. Zeroes the padding: it is masked, but a mask does not stop NaN."""
+        device = model.device if is_staged(model) else torch.device("cpu")
         (group,) = self._client.spec.groups
         like = torch.empty(0, dtype=model.dtype, device=model.device)
         shape = (len(self._prompts), group.heads, columns, group.planes[0].dim)

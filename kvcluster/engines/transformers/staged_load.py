@@ -30,7 +30,7 @@ Place = Callable[[int, torch.Tensor], None]
 kv_heads, head_dim]`."""
 
 
-class _Buffer:
+class _PinnedChunk:
     """A chunk in host memory, and the end of its copy to the device."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -67,7 +67,7 @@ def load_staged(client: Client, ticket: Ticket, device: torch.device, place: Pla
     plane = group.planes[0]
     step = max(1, BUFFER_BYTES // spec.page_bytes(0, spec.whole(0)))
     shape = (min(step, blocks), len(group.layers), len(group.planes), spec.block_tokens, group.heads, plane.dim)
-    buffers = [_Buffer(shape, getattr(torch, plane.dtype), device) for _ in range(2 if step < blocks else 1)]
+    buffers = [_PinnedChunk(shape, getattr(torch, plane.dtype), device) for _ in range(2 if step < blocks else 1)]
     total = Loaded(0, 0)
     for number, first in enumerate(range(0, blocks, step)):
         buffer, stop = buffers[number % len(buffers)], min(first + step, blocks)
@@ -85,7 +85,9 @@ def load_staged(client: Client, ticket: Ticket, device: torch.device, place: Pla
     return total
 
 
-def _load_chunk(client: Client, ticket: Ticket, first: int, stop: int, buffer: _Buffer, deadline: Deadline) -> Loaded:
+def _load_chunk(
+    client: Client, ticket: Ticket, first: int, stop: int, buffer: _PinnedChunk, deadline: Deadline
+) -> Loaded:
     """Loads the blocks from `first` up to `stop` into the buffer."""
     if stop == ticket.blocks:
         return client.begin_load(
