@@ -8,6 +8,12 @@ a failure prints the line that repeats it.
 
 from __future__ import annotations
 
+import os
+
+# Before torch is loaded, which reads it once; processes that tests start inherit it. Tests run on all cores already: if
+# torch has a thread for each core as well, these wait for one another, and tests of attention take six times the CPU.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+
 import gc
 import signal
 from collections.abc import Iterator

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _RANGE = range(15_000, 32_000)
 """Below the ports that systems give to outgoing connections, of which Ray makes a hundred between our look and the
@@ -19,6 +20,16 @@ def free_port() -> int:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
     raise OSError(f"none of 100 ports from {_RANGE} is free")
+
+
+@contextmanager
+def refused(port: int) -> Iterator[None]:
+    """Within the block, connections to this port of loopback are refused. The port of a server that was closed may be
+    given to a server of another test at once; this one is held by a socket that does not listen."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", port))
+        yield
 
 
 def event_endpoints() -> tuple[str, str]:

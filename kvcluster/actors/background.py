@@ -139,9 +139,8 @@ def local_head(config: Config) -> Iterator[LocalHead]:
     """Starts a Ray on loopback for the cluster of this configuration, and connects this process to it. Ends it with the
     block unless it is kept, and removes its files."""
     port, folder = free_port(), _ray_folder(config.server.port)
-    # By default the port of Ray's clients is fixed, on which the second Ray of a machine would fail; and its workers'
-    # ports are a range, in which `port` must not lie.
-    where = [*HEAD_OPTIONS, "--node-ip-address=127.0.0.1", f"--port={port}", f"--ray-client-server-port={free_port()}"]
+    # By default the ports of Ray's workers are a range, in which `port` must not lie.
+    where = [*HEAD_OPTIONS, "--node-ip-address=127.0.0.1", f"--port={port}"]
     where += ["--min-worker-port=0", "--max-worker-port=0"]
     head: LocalHead | None = None
     try:

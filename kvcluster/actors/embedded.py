@@ -17,10 +17,13 @@ import ray
 
 from kvcluster.actors import cluster
 from kvcluster.actors.coordinator import with_state_dir
+from kvcluster.actors.lean_ray import lean_ray
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, check_fits_beside, checked_bytes_for_pools, pools_of
 from kvcluster.actors.own_ray import own_ray
+from kvcluster.actors.ray_logs import with_errors
 from kvcluster.actors.stopping import save_shards
 from kvcluster.config import Config
+from kvcluster.errors import KVClusterError
 
 _SOCKET_PATH_BYTES = 107
 _BELOW_FOLDER = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
@@ -118,23 +121,34 @@ def _private_folder(parent: str | None = None) -> TemporaryDirectory[str]:
 def _running_ray(memory: int) -> Iterator[None]:
     """A Ray of this process's own, without a dashboard, whose actors may claim so many bytes. Its sockets and logs lie
     in a folder, which Ray opens to all users of the machine: the folder above it is closed to them, or they could
-    replace a socket by their own."""
+    replace a socket by their own. Raises KVClusterError if it does not start."""
     with ExitStack() as house:
         folder = house.enter_context(_private_folder())
         if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - _BELOW_FOLDER:
             folder = house.enter_context(_private_folder("/tmp"))
         house.enter_context(own_ray())
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            object_store_memory=OBJECT_STORE_BYTES,
-            _memory=memory,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(Path(folder, "ray")),
-        )
+        _start_ray(memory, Path(folder, "ray"))
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def _start_ray(memory: int, folder: Path) -> None:
+    """Starts a Ray of this machine alone and connects this process to it. Raises KVClusterError with what Ray's
+    processes said, because the folder with their logs is removed."""
+    try:
+        with lean_ray():
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="error",
+                object_store_memory=OBJECT_STORE_BYTES,
+                _memory=memory,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(folder),
+            )
+    except Exception as error:  # Ray has no type of its own for this
+        ray.shutdown()
+        raise KVClusterError(with_errors(f"Ray did not start: {error}", folder)) from error

@@ -1,8 +1,8 @@
 """A node of Ray as a session of processes: started, watched and ended as a whole.
 
-`ray start --block` leads the session. Ending it ends these processes and nothing else: it does not touch other Rays of
-the machine, and since each node keeps its files in a folder of its own, other Rays and `ray stop` never take it for
-theirs.
+`ray start --block` (lean_ray.py) leads the session. Ending it ends these processes and nothing else: it does not touch
+other Rays of the machine, and since each node keeps its files in a folder of its own, other Rays and `ray stop` never
+take it for theirs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from kvcluster.actors.node_folder import node_folder
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
+from kvcluster.actors.ray_logs import with_errors
 from kvcluster.actors.stopping import end_shards
 from kvcluster.config import RayConfig
 from kvcluster.config.ports import parse_ports
@@ -63,12 +64,14 @@ class RayNode(NamedTuple):
         give_up = time.monotonic() + START_S
         while time.monotonic() < give_up:
             if not self.runs():
-                log = log_of(self.folder)
-                raise KVClusterError(f"Ray ended while it started; the last line of its log {log}: {self.last_words()}")
+                raise KVClusterError(
+                    with_errors(f"Ray ended while it started; the last that it said: {self.last_words()}", self.folder)
+                )
             if _STARTED in _said(self.folder):
                 return
             time.sleep(0.1)
-        raise KVClusterError(f"Ray did not start within {START_S:.0f} s; its log is {log_of(self.folder)}")
+        late = f"Ray did not start within {START_S:.0f} s; the last that it said: {self.last_words()}"
+        raise KVClusterError(with_errors(late, self.folder))
 
     def end(self, stop_ms: int = 0) -> None:
         """Ends it. Its shards may save their pages before, for `stop_ms`."""
@@ -82,7 +85,7 @@ def start_node(
     """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
     it joins. `memory`: bytes that actors may claim. `lock`: a descriptor that its leader inherits (node_folder.py). To
     be called within `uninterrupted`."""
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *where]
+    command = [sys.executable, "-m", "kvcluster.actors.lean_ray", "start", "--block", "--disable-usage-stats", *where]
     command += [f"--temp-dir={folder}"]
     # Only what the actors need. They take none of Ray's CPUs; for each CPU Ray would keep a process ready.
     command += ["--num-cpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--memory={memory}"]
@@ -124,7 +127,7 @@ _NODE_PORTS = (
     *("node-manager", "object-manager", "runtime-env-agent"),
     *("dashboard-agent-grpc", "dashboard-agent-listen", "metrics-export"),
 )
-HEAD_OPTIONS = ("--head", "--include-dashboard=false", "--include-log-monitor=false")
+HEAD_OPTIONS = ("--head", "--include-dashboard=false")
 
 
 def free_port() -> int:

@@ -80,6 +80,12 @@ def title(pid: int) -> str:
     return ""
 
 
+def unused_of_ray(pids: Iterable[int]) -> list[str]:
+    """The titles of those that belong to a Ray and that no cluster uses (actors/lean_ray.py)."""
+    programs = ("dashboard/dashboard.py", "/monitor.py", "/log_monitor.py", "ray.util.client.server")
+    return [shown for pid in pids if any(program in (shown := title(pid)) for program in programs)]
+
+
 def _address(words: str) -> str:
     """ "0100007F" -> "127.0.0.1": the kernel prints words of four bytes in the machine's own order."""
     packed = b"".join(socket.htonl(int(words[at : at + 8], 16)).to_bytes(4, "big") for at in range(0, len(words), 8))

@@ -25,7 +25,7 @@ from kvcluster.actors.reconciler import call
 from kvcluster.cli.main import main
 from kvcluster.config import Config, load
 from kvcluster.errors import ConfigError
-from tests.actors.processes import listening, outcome, session, start_worker, title
+from tests.actors.processes import listening, outcome, session, start_worker, title, unused_of_ray
 from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
 from tests.ports import free_port
 from tests.waiting import eventually
@@ -173,6 +173,13 @@ def test_nothing_of_it_listens_beyond_loopback(running: Running) -> None:
     heard = listening(session(running.pid))
     assert len(heard) > 3
     assert set().union(*heard.values()) <= {"127.0.0.1", "::1"}
+
+
+@pytest.mark.cluster
+def test_ray_has_no_process_that_nothing_uses(running: Running) -> None:
+    started = session(running.pid)
+    assert any("raylet" in title(pid) for pid in started)
+    assert unused_of_ray(started) == []
 
 
 @pytest.mark.cluster

@@ -15,6 +15,7 @@ import ray
 
 import kvcluster
 from kvcluster.actors import cluster
+from kvcluster.errors import KVClusterError
 from tests.actors.processes import said, session, start_worker
 from tests.waiting import eventually
 
@@ -43,6 +44,17 @@ def test_a_long_name_of_the_folder_for_temporary_files_keeps_no_cluster_from_sta
         assert started[0].parent.parent == Path("/tmp")
         assert stat.S_IMODE(started[0].parent.stat().st_mode) == 0o700
     assert not started[0].parent.exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray waits for none of its processes
+def test_a_ray_that_does_not_start_says_what_is_in_its_logs_before_they_are_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_gcs_storage", "nonsense")
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "2")
+    with pytest.raises(KVClusterError, match=r"Ray did not start: .*\ngcs_server: .*storage type: nonsense"):
+        kvcluster.local()
 
 
 @pytest.mark.slow

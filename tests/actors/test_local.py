@@ -23,7 +23,7 @@ from kvcluster.core.miss import MissReason
 from kvcluster.errors import CallerError, ConfigError
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 from tests.actors.conftest import QUICK
-from tests.actors.processes import descendants, listening, outcome, start_worker
+from tests.actors.processes import descendants, listening, outcome, start_worker, title, unused_of_ray
 from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
 from tests.ports import free_port
 from tests.waiting import eventually
@@ -91,6 +91,12 @@ def test_nothing_listens_beyond_loopback(shared_cluster: LocalCluster) -> None:
     heard = listening([os.getpid(), *descendants(os.getpid())])
     assert set(shared_cluster.pids()) <= set(heard)
     assert set().union(*heard.values()) <= {"127.0.0.1", "::1"}
+
+
+def test_ray_has_no_process_that_nothing_uses(shared_cluster: LocalCluster) -> None:
+    started = descendants(os.getpid())
+    assert any("raylet" in title(pid) for pid in started)
+    assert unused_of_ray(started) == []
 
 
 def test_each_process_serves_its_metrics_at_a_port_of_its_own(shared_ray: None) -> None:

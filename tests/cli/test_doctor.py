@@ -46,6 +46,7 @@ from kvcluster.transport.rpc import ClockDifference, Connection
 from kvcluster.transport.tcp_pages import TcpServer, open_path, serve
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from kvcluster.wire.versions import VERSIONS_KEY, Versions, encode_versions
+from tests.ports import refused
 from tests.transport.frail import Frail
 
 FACTS = ProcessFacts(2**22, 2**30, (ListeningPort("grpc", 7100, "7100-7163"),))
@@ -249,13 +250,14 @@ def test_shared_memory_is_for_the_same_host(served: Served) -> None:
 
 
 def test_a_transport_that_fails_is_told_with_what_to_do(served: Served) -> None:
-    for server in served.tcp.values():
-        server.close()
     (host, *_) = served.cluster.shards.values()
     shm = Frail("shm", MemoryTransport(host, Tenant("default")))
     shm.opening = CredentialError("this shard runs as another user")
-    offering(served, Offer("shm", "at shm"), Offer("tcp", served.tcp["shard-0"].address))
-    found = examine(served.address, "default", openers={"shm": shm.open, "tcp": open_path}, here=HERE)
+    tcp = served.tcp["shard-0"]
+    tcp.close()
+    with refused(int(tcp.address.rpartition(":")[2])):
+        offering(served, Offer("shm", "at shm"), Offer("tcp", tcp.address))
+        found = examine(served.address, "default", openers={"shm": shm.open, "tcp": open_path}, here=HERE)
     assert found["healthy"], "gRPC takes their place"
     paths = paths_of(found["shards"][0])
     assert paths["shm"]["why"] == "this shard runs as another user"
