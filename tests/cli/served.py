@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 from kvcluster.config import load
@@ -24,6 +25,7 @@ from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.rpc import RpcHandler
 from kvcluster.transport.tcp_pages import TcpServer
 from kvcluster.wire.methods import COORDINATOR, SHARD
+from tests.ports import refused
 from tests.runtime.hosts import no_source
 from tests.waiting import eventually
 
@@ -57,6 +59,7 @@ class Served:
         handlers.update(unary_handlers(SHARD, self._shard.ask))
         handlers.update(page_handlers(self._shard))
         self.coordinator, self.shard = self._front.address, self._back.address
+        self._refusing = ExitStack()
 
     def __enter__(self) -> Served:
         self._coordinator.start()
@@ -68,6 +71,7 @@ class Served:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._refusing.close()
         for server in (self._front, self._back):
             server.close(grace_s=0)
         self._tcp.close()
@@ -78,6 +82,8 @@ class Served:
         """It lives, and tells the coordinator so, but no worker reaches it any more."""
         self._back.close(grace_s=0)
         self._tcp.close()
+        for port in (self._back.port, int(self._tcp.address.rpartition(":")[2])):
+            self._refusing.enter_context(refused(port))
 
     def pages(self) -> int:
         """Returns the number of pages that the shard holds."""
