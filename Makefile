@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test screens check test-vllm e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean
+.PHONY: help install demo test coverage screens check test-vllm e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,11 @@ demo: install ## run the main job: two engine replicas share a prefix (DEMO_MODE
 
 test: install ## run the whole test suite, in parallel (TEST_JOBS=2, TEST_ARGS="-k lease" for a part)
 	@$(BIN)/pytest -q -n $(TEST_JOBS) --dist loadgroup $(TEST_ARGS)
+
+coverage: install ## does what tests the core run at least 95 % of its lines and of its branches?
+	@mkdir -p build
+	@$(BIN)/pytest -q -n 0 tests/core --cov=kvcluster/core --cov-report=json:build/coverage.json
+	@$(BIN)/python tools/tidy.py --coverage build/coverage.json
 
 screens: install ## write the help and the screens of commands as they are now into tests/cli/snapshots, for review
 	@$(BIN)/pytest -q -n 0 tests/cli/test_screens.py --rewrite

@@ -50,21 +50,17 @@ def test_each_place_has_an_id_of_its_own() -> None:
 
 
 def test_a_mutant_that_a_test_notices_is_killed_and_another_survives(tree: Path) -> None:
+    def everything() -> dict[Path, str]:
+        return {path: path.read_text(encoding="utf-8") for path in tree.rglob("*") if path.is_file()}
+
+    before = everything()
     killed, survivor = judged(tree, mutant("a > b", "a < b"), mutant("a > b", "a >= b"))
+    assert everything() == before, "the working tree stays as it is"
     assert killed.killed_by == "tests: test_the_larger"
     assert killed.change == "return a if a > b else b => return a if a < b else b"
     assert survivor.killed_by is None
     assert mutants.percent([killed, survivor]) == 50
     assert "survived" in mutants.table([killed, survivor])[2], "survivors come first"
-
-
-def test_the_working_tree_stays_as_it_is(tree: Path) -> None:
-    def everything() -> dict[Path, str]:
-        return {path: path.read_text(encoding="utf-8") for path in tree.rglob("*") if path.is_file()}
-
-    before = everything()
-    judged(tree, mutant("a > b", "a < b"))
-    assert everything() == before
 
 
 def test_nothing_is_judged_where_the_unmutated_code_fails(tree: Path) -> None:

@@ -73,10 +73,6 @@ def test_make_installs_pinned_versions_of_everything_asked_for_by_their_hashes()
         assert wanted.specifier.contains(version), f"{wanted} is pinned to {version}"
 
 
-def test_the_repository_is_tidy() -> None:
-    assert tidy.complaints(ROOT) == []
-
-
 @pytest.mark.parametrize(
     ("path", "text", "complaint"),
     [

@@ -106,7 +106,7 @@ def test_other_tables_and_trees_without_the_document_are_left_alone(tmp_path: Pa
     assert list(promises.complaints(tmp_path)) == []
 
 
-def test_the_promises_of_this_repository_have_their_tests() -> None:
-    assert list(promises.complaints(ROOT)) == []
+def test_the_promises_of_this_repository_are_read() -> None:
+    # `make check` holds them to their tests (tools/tidy.py).
     rows = (ROOT / promises.DOCUMENTS[0]).read_text(encoding="utf-8").splitlines()
-    assert len([row for row in rows if "ADR" in row]) > 10, "else the document was not read"
+    assert len([row for row in rows if "ADR" in row]) > 10

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
-# Before vLLM is imported, which reads them once: nothing is asked of a network, and little is said of a small machine.
+# Before vLLM is imported, which reads them once: nothing is asked of a network, little is said of a small machine, and
+# threads of torch do not wait for one another where tests run on all cores already.
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_LOGGING_LEVEL": "ERROR",
