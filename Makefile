@@ -38,7 +38,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test coverage screens check test-vllm e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean
+.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ test-vllm: .venv-vllm ## the connector over vLLM's own objects, and a smoke run 
 	@.venv-vllm/bin/python -m pytest -q -n $(TEST_JOBS) -c tests/vllm/pytest.ini tests/vllm
 	$(say) "real engines, the short form"
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm --only smoke
+
+test-triton: .venv-vllm ## the Triton kernels in Triton's interpreter, and compiled for four kinds of cards; what `make gpu` does without one
+	@.venv-vllm/bin/python -m pytest -q -n $(TEST_JOBS) -c tests/triton/pytest.ini tests/triton
 
 e2e-vllm: .venv-vllm ## real vLLM engines and servers over a real cluster, the long form (E2E_ARGS="--only llama" for a part)
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm $(E2E_ARGS)

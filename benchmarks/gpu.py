@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "benchmarks.gpu_steps"
 TOTAL_S = 415.0
 """Every step ends by then; the last seconds of the 420 are for the table."""
 
@@ -126,7 +127,7 @@ def _run_child(step: Step, device: str, limit_s: float, outcome: Outcome, report
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
     if device != "cuda":
         env["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", f"benchmarks.gpu_steps.{step.name}", device]
+    command = [sys.executable, "-m", f"{PACKAGE}.{step.name}", device]
     child = subprocess.Popen(
         command,
         cwd=ROOT,
