@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.validation import kind_of
-from kvcluster.core.ids import Attempt, BlockHash, NamespaceId
+from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import Done, EndTicket, LoadGrant, Need, PrepareLoad, RenewTicket, TicketBody
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
@@ -23,7 +23,7 @@ _HOUSEKEEPING_MS = 2_000
 """The deadline for renewing or ending a ticket. Both are hints, so `close` waits no longer than this for a coordinator
 that hangs."""
 
-
+_NO_NAMESPACE = NamespaceId(bytes(HASH_BYTES))
 _MAC_BYTES = 16
 
 
@@ -91,6 +91,12 @@ class Ticket:
         return self.body.hashes
 
     @property
+    def from_coordinator(self) -> bool:
+        """Whether a coordinator issued this ticket. If none answered, the client makes one without a namespace. The
+        reason of its miss does not tell, because a coordinator that answers may report a lost shard."""
+        return self.body.namespace != _NO_NAMESPACE
+
+    @property
     def loss(self) -> Loss:
         """The worst loss of any of these blocks. A block with more loss by the time of the load is a miss."""
         return self.body.loss
@@ -130,7 +136,7 @@ class Tickets:
             grant = self._control.ask(LoadGrant, spec, message, deadline)
             attached = self._control.attach(spec, deadline)
         except Unavailable as trouble:
-            return Ticket(TicketBody(NamespaceId(bytes(32)), attempt, (), need, ()), self._seal, trouble.miss)
+            return Ticket(TicketBody(_NO_NAMESPACE, attempt, (), need, ()), self._seal, trouble.miss)
         body = TicketBody(attached.namespace, attempt, tuple(hashes[: grant.blocks]), need, grant.runs)
         if not grant.hold_ns:
             return Ticket(body, self._seal, grant.miss)

@@ -11,10 +11,11 @@ import pytest
 from kvcluster.client.bounded_calls import LIMIT, OPEN_NS, Call
 from kvcluster.client.client import Client
 from kvcluster.client.tickets import Ticket
+from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import CoordinatorQuestion, PrepareLoad
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, LookupAnswer, PendingLookup
-from kvcluster.errors import CallerError
+from kvcluster.errors import CallerError, LimitError
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Unavailable
 from tests.client.build import BLOCK, BOUND_S, SPEC, Hold, Port, kv, prompt, watched_client
@@ -180,6 +181,47 @@ def test_after_two_failures_no_request_is_kept_waiting(bench: Bench) -> None:
     for _ in range(100):
         miss = bench.lookups.begin(bench.ask, bench.now)
         assert isinstance(miss, Miss) and miss.reason is MissReason.SHARD_LOST
+
+
+def test_prompts_that_were_lost_with_their_shard_leave_the_lookups_of_others_alone(start: Start) -> None:
+    cluster = start(shards=2, device_bytes="1MiB", config={"membership_ttl_ms": 300})
+    with ExitStack() as stack:
+        bench = Bench(cluster, stack)
+        chains = [bench.client.hashes(prompt(4, seed)) for seed in range(12)]
+        for seed in range(12):
+            assert bench.client.store(prompt(4, seed), kv(4, seed)).miss is None
+        assert bench.client.flush()
+        lost_shard = sorted(cluster.shards)[1]
+        on_it = {page.key.hash for page in cluster.shards[lost_shard].core.pool.ready()}
+        lost = [chain for chain in chains if chain[0] in on_it]
+        kept = [chain for chain in chains if on_it.isdisjoint(chain)]
+        assert len(lost) >= 2 and len(kept) >= 2
+        cluster.stop_shard(lost_shard)
+
+        def found(chain: list[BlockHash]) -> tuple[int, MissReason | None]:
+            lookup = bench.begin(lambda: (bench.client, chain, ""))
+            answer = bench.heard(lookup)
+            blocks, miss = answer.ticket.blocks if answer.ticket else -1, answer.miss
+            lookup.leave()
+            return blocks, miss.reason if miss is not None else None
+
+        cluster.wait_until(lambda: bench.client.prepare_load(lost[0]).miss is not None)
+        gone = (0, MissReason.SHARD_LOST)
+        assert [found(chain) for chain in (kept[0], lost[0], lost[1], kept[1])] == [(4, None), gone, gone, (4, None)]
+        assert bench.lookups.healthy
+
+
+@pytest.mark.parametrize("error", [CallerError("no"), LimitError("too many"), OSError("x")])
+def test_what_goes_wrong_with_some_prompts_does_not_keep_others_from_being_asked_for(
+    bench: Bench, error: BaseException
+) -> None:
+    for _ in range(5):
+        lookup = bench.begin(_raises(error))
+        answer = bench.heard(lookup)
+        assert answer.miss is not None and str(error) in answer.miss.detail
+        lookup.leave()
+    assert bench.lookups.healthy
+    assert bench.granted(bench.begin()).blocks == 4
 
 
 def test_an_answer_in_between_forgets_the_failure(bench: Bench) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from kvcluster.client.bounded_calls import Admission, CallPolicy
 from kvcluster.client.client import Client
 from kvcluster.client.tickets import Ticket
-from kvcluster.core.ids import HASH_BYTES, NamespaceId
+from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, Unreachable
 
@@ -47,16 +47,10 @@ class ClientCall:
 
     def heard(self, ticket: Ticket) -> None:
         """Records whether this ticket is a coordinator's answer."""
-        if from_coordinator(ticket):
+        if ticket.from_coordinator:
             self.answered = True
         else:
             self.failure = str(ticket.miss)
-
-
-def from_coordinator(ticket: Ticket) -> bool:
-    """Whether a coordinator issued this ticket. If none could be asked, the client makes a ticket without a namespace.
-    The reason of its miss does not tell, since a coordinator that answers may report a lost shard."""
-    return ticket.body.namespace != bytes(HASH_BYTES)
 
 
 class LazyClient:
@@ -153,7 +147,7 @@ class LazyClient:
             # Prepare an empty load: its ticket names the namespace, which every block hash needs.
             ticket = client.prepare_load([])
             ticket.release()
-            if not from_coordinator(ticket):
+            if not ticket.from_coordinator:
                 raise Unreachable(f"the coordinator does not answer: {ticket.miss}")
         except BaseException:
             client.close()

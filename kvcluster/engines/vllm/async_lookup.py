@@ -18,9 +18,6 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.engines.texts import error_text
 from kvcluster.transport.base import Unavailable
 
-_NO_ANSWER = (MissReason.DEADLINE, MissReason.SHARD_LOST)
-"""Reasons of misses which mean that the coordinator did not answer."""
-
 _THREADS = 2
 """One makes a prompt's hashes while the other waits for the coordinator."""
 
@@ -78,7 +75,9 @@ class AsyncLookups:
         self._calls.close()
 
     def _run(self, call: PendingLookup, ask: Ask) -> LookupAnswer:
-        """Runs on the lookup's thread. Catches every exception, because the request waits for the result."""
+        """Runs on the lookup's thread. Catches every exception, because the request waits for the result. Only silence
+        of the coordinator is a failure of the call: a refusal, or a lost shard that the coordinator names, is an answer
+        about one prompt, and other prompts are still asked for."""
         call.asking = True
         try:
             client, hashes, adapter = ask()
@@ -86,15 +85,14 @@ class AsyncLookups:
             ticket = client.prepare_load(hashes, whole=True, adapter=adapter, deadline_ms=deadline_ms)
         except Unavailable as trouble:
             call.failure = trouble.miss
+            return LookupAnswer(miss=trouble.miss)
         except Exception as error:
-            call.failure = Miss(MissReason.SHARD_LOST, error_text(error))
-        else:
-            if ticket.blocks or ticket.miss is None or ticket.miss.reason not in _NO_ANSWER:
-                call.answered()
-                return LookupAnswer(hashes, ticket, ticket.miss)
-            ticket.release()
-            call.failure = ticket.miss
-        return LookupAnswer(miss=call.failure)
+            return LookupAnswer(miss=Miss(MissReason.SHARD_LOST, error_text(error)))
+        if ticket.from_coordinator:
+            call.answered()
+            return LookupAnswer(hashes, ticket, ticket.miss)
+        call.failure = ticket.miss
+        return LookupAnswer(miss=ticket.miss)
 
 
 def _release(answer: LookupAnswer) -> None:
