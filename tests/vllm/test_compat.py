@@ -36,6 +36,7 @@ from tests.vllm.build import BLOCK, GEMMA, LLAMA, WINDOW, engine_config, kv_cach
 from tests.vllm.conftest import Bench
 from tests.vllm.scripted import engine_of
 
+OWN = b"of this engine"
 NAME = "model.layers.{}.self_attn.attn".format
 
 # ------------------------------------------------------------------------------------------------------ layouts
@@ -247,17 +248,17 @@ def image(identifier: str, offset: int, length: int) -> MultiModalFeatureSpec:
 
 def test_blocks_that_an_image_touches_depend_on_it(llama: Path) -> None:
     request = request_of("a", prompt(6, block_tokens=BLOCK), mm_features=[image("cat", 6, 5)])
-    found = compat.extra_keys(request, BLOCK, 0, 6)
+    found = compat.extra_keys(request, BLOCK, 0, 6, OWN)
     assert sorted(found) == [1, 2]
     assert all(b"cat" in key for key in found.values())
-    assert compat.extra_keys(request, BLOCK, 2, 6) == {2: found[2]}
-    assert compat.extra_keys(request_of("b", prompt(6, block_tokens=BLOCK)), BLOCK, 0, 6) == {}
+    assert compat.extra_keys(request, BLOCK, 2, 6, OWN) == {2: found[2]}
+    assert compat.extra_keys(request_of("b", prompt(6, block_tokens=BLOCK)), BLOCK, 0, 6, OWN) == {}
 
 
 def test_where_in_a_block_an_image_begins_matters() -> None:
     tokens = [7] * (6 * BLOCK)
     one, other = (request_of("a", tokens, mm_features=[image("cat", at, 5)]) for at in (5, 6))
-    assert compat.extra_keys(one, BLOCK, 0, 6)[1] != compat.extra_keys(other, BLOCK, 0, 6)[1]
+    assert compat.extra_keys(one, BLOCK, 0, 6, OWN)[1] != compat.extra_keys(other, BLOCK, 0, 6, OWN)[1]
 
 
 def test_embeddings_are_known_by_their_content() -> None:
@@ -265,7 +266,7 @@ def test_embeddings_are_known_by_their_content() -> None:
     changed = embeds.clone()
     changed[BLOCK, 0] += 1
     one, other = (request_of("a", None, prompt_embeds=each) for each in (embeds, changed))  # type: ignore[arg-type]
-    mine, yours = (compat.extra_keys(request, BLOCK, 0, 2) for request in (one, other))
+    mine, yours = (compat.extra_keys(request, BLOCK, 0, 2, OWN) for request in (one, other))
     assert mine[0] == yours[0]
     assert mine[1] != yours[1]
 
@@ -294,7 +295,7 @@ def _chains(
             at += gap + length
     request = request_of("a", tokens, mm_features=features, cache_salt=salt)
     blocks = len(tokens) // BLOCK
-    extra = compat.extra_keys(request, BLOCK, 0, blocks)
+    extra = compat.extra_keys(request, BLOCK, 0, blocks, OWN)
     root = hashing.root(NamespaceId(bytes(32)), compat.salt(request))
     return request.block_hashes, hashing.chain(root, tokens, BLOCK, extra)
 
@@ -303,7 +304,7 @@ def test_an_adapter_is_its_number_and_where_it_lies() -> None:
     tokens = prompt(2, block_tokens=BLOCK)
     request = request_of("a", tokens, lora_request=LoRARequest("tuned", 3, "somewhere"), cache_salt="s")
     assert compat.adapter(request) == (3, "somewhere")
-    assert compat.extra_keys(request, BLOCK, 0, 2) == {}, "both are told in other ways"
+    assert compat.extra_keys(request, BLOCK, 0, 2, OWN) == {}, "both are told in other ways"
     assert compat.salt(request) == b"s"
     plain = request_of("b", tokens)
     assert (compat.adapter(plain), compat.salt(plain)) == ((0, ""), b"")

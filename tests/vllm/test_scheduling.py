@@ -316,7 +316,7 @@ def test_a_prompt_shorter_than_a_block_is_not_looked_up(bench: Bench, llama: Pat
     assert not engine.ranks[0].loads and not engine.ranks[0].stores
 
 
-@pytest.mark.parametrize("what", ["resumable", "pooling", "lora in place"])
+@pytest.mark.parametrize("what", ["resumable", "pooling", "load_inplace", "is_3d_lora_weight"])
 def test_requests_that_cannot_share_kv_neither_load_nor_store(bench: Bench, llama: Path, what: str) -> None:
     from vllm.lora.request import LoRARequest
     from vllm.pooling_params import PoolingParams
@@ -329,7 +329,7 @@ def test_requests_that_cannot_share_kv_neither_load_nor_store(bench: Bench, llam
     elif what == "pooling":
         request.pooling_params = PoolingParams(task="embed")
     else:
-        request.lora_request = LoRARequest("tuned", 1, str(llama), load_inplace=True)
+        request.lora_request = LoRARequest("tuned", 1, str(llama), **{what: True})
     step = engine.scheduler.schedule().kv_connector_metadata.step
     assert not step.loads and not step.stores
     assert step.written, "its blocks still have a new owner"

@@ -12,6 +12,7 @@ import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,14 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -45,14 +54,32 @@ WORDS = 250
 NONSENSE = 251
 """What is said over KV that is wrong."""
 
+ENCODER_TOKENS = 256
 _MASK = 2**64 - 1
 
 
-class Text:
-    """A prompt, and without end what is said behind it. Equal prompts go on alike."""
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image in a prompt: the name that vLLM knows it by, what is on it, and the positions of its placeholders."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    name: str
+    content: int
+    offset: int
+    length: int
+
+    def feature(self) -> MultiModalFeatureSpec:
+        """As the engine's core hands it to its scheduler."""
+        data = MultiModalFieldElem(torch.full((3, 2, 2), float(self.content)), MultiModalBatchedField())
+        place = PlaceholderRange(self.offset, self.length)
+        return MultiModalFeatureSpec(MultiModalKwargsItem({"pixel_values": data}), "image", self.name, place, self.name)
+
+
+class Text:
+    """A prompt, and without end what is said behind it. Equal prompts with equal pictures go on alike."""
+
+    def __init__(self, prompt: Sequence[int], pictures: Sequence[Picture] = ()) -> None:
         self.prompt = list(prompt)
+        self._seen = {at: one.content for one in pictures for at in range(one.offset, one.offset + one.length)}
         self._tokens: list[int] = []
         self._states: list[int] = []
 
@@ -72,6 +99,7 @@ class Text:
             before = self._states[-1] if self._states else 1
             token = self.prompt[number] if number < len(self.prompt) else (before >> 40) % WORDS
             self._tokens.append(token)
+            before ^= self._seen.get(number, 0) << 8
             self._states.append(((before ^ (token + 1)) * 6364136223846793005 + 1442695040888963407) & _MASK)
 
 
@@ -230,6 +258,9 @@ class Engine:
             block_size=config.cache_config.block_size,
             log_stats=True,
         )
+        # As of a model with an encoder: its budget comes from a processor of images, which a toy has not.
+        self.scheduler.max_num_encoder_input_tokens = ENCODER_TOKENS
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(ENCODER_TOKENS)
         if at_once:
             self.side._matcher.lookups._calls._threads = _AtOnce()  # type: ignore[assignment]
         self.texts: dict[str, Text] = {}
@@ -261,9 +292,18 @@ class Engine:
         assert client is not None
         return client
 
-    def add(self, name: str, prompt: Sequence[int], *, max_tokens: int = 1, **more: Any) -> Request:
-        self.texts[name] = Text(prompt)
-        request = request_of(name, list(prompt), max_tokens=max_tokens, **more)
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        pictures: Sequence[Picture] = (),
+        **more: Any,
+    ) -> Request:
+        self.texts[name] = Text(prompt, pictures)
+        features = [picture.feature() for picture in pictures]
+        request = request_of(name, list(prompt), max_tokens=max_tokens, mm_features=features, **more)
         self.requests[name] = request
         self.scheduler.add_request(request)
         return request

@@ -150,25 +150,49 @@ def _unknown(name: str, cache: torch.Tensor, layout: Layout, number: int) -> Cal
     )
 
 
-def extra_keys(request: Any, block_tokens: int, first: int, stop: int) -> dict[int, bytes]:
-    """Returns by block number what blocks `first` to `stop` depend on besides their tokens, as in the engine's own
-    prefix cache: images and embeddings. Adapter and salt are in our hashes in another way."""
+def extra_keys(request: Any, block_tokens: int, first: int, stop: int, engine: bytes) -> dict[int, bytes]:
+    """Returns by block number what blocks `first` to `stop` depend on besides their tokens: images, audio, embeddings.
+    The adapter and the salt are in our hashes in another way.
+
+    The engine names such input by a text that may be a `uuid` of the caller's, a hash of that `uuid`, or a count of one
+    process, and nothing in the request distinguishes these from a hash of the content. The engine's own caches go by
+    the same name, so the content itself does not tell either which KV was computed. So each key contains `engine`,
+    random bytes of this one engine: no other engine, and not this one after a restart, finds these blocks or any block
+    behind them.
+    """
     if not request.mm_features and getattr(request, "prompt_embeds", None) is None:
         return {}
     found: dict[int, bytes] = {}
     for block in range(first, stop):
-        keys, _ = generate_block_hash_extra_keys(request, block * block_tokens, (block + 1) * block_tokens, 0)
+        start, end = block * block_tokens, (block + 1) * block_tokens
+        keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
         rest = [key for key in keys or () if key[0] not in ("lora", "cache_salt")]
         if rest:
-            found[block] = repr(rest).encode()
+            found[block] = engine + repr((rest, *_embeds_traits(request, start, end))).encode()
     return found
+
+
+def _embeds_traits(request: Any, start: int, end: int) -> tuple[object, ...]:
+    """Returns what the engine's name for embeddings leaves out: their dtype, and which positions are tokens instead."""
+    embeds, is_token = getattr(request, "prompt_embeds", None), getattr(request, "prompt_is_token_ids", None)
+    return () if embeds is None else (str(embeds.dtype), None if is_token is None else list(is_token[start:end]))
+
+
+def shared_tokens(request: Any) -> int:
+    """Returns how many leading tokens of a request depend on tokens, adapter and salt alone: blocks within them are
+    shared with other engines."""
+    if getattr(request, "prompt_embeds", None) is not None:
+        return 0
+    first = min((feature.mm_position.offset for feature in request.mm_features), default=request.num_tokens)
+    return int(first)
 
 
 def is_private(request: Any) -> bool:
     """Whether a request's KV is not cached: it depends on more than its hashes cover, or no request continues from
     it."""
-    in_place = request.lora_request is not None and getattr(request.lora_request, "load_inplace", False)
-    return in_place or request.pooling_params is not None or getattr(request, "resumable", False)
+    lora = request.lora_request
+    unusual = lora is not None and any(getattr(lora, name, False) for name in ("load_inplace", "is_3d_lora_weight"))
+    return unusual or request.pooling_params is not None or getattr(request, "resumable", False)
 
 
 def reads_cache(request: Any) -> bool:
@@ -184,7 +208,12 @@ def adapter(request: Any) -> tuple[int, str]:
 
 def salt(request: Any) -> bytes:
     """Returns the salt that the caller gave to isolate the request's KV."""
-    return (request.cache_salt or "").encode()
+    return as_bytes(request.cache_salt or "")
+
+
+def as_bytes(text: str) -> bytes:
+    """Encodes a text of the engine's, which may contain any code point, also lone surrogates."""
+    return text.encode("utf-8", "surrogatepass")
 
 
 def transfer_params(request: Any) -> dict[str, Any]:

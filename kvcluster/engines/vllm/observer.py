@@ -127,6 +127,7 @@ class ObservingScheduler(IdleScheduler):
         self._prefill = prefill
         self._requests: dict[str, _Seen] = {}
         self._prefilling: dict[str, _Seen] = {}
+        self._own = os.urandom(16)  # in the hashes of blocks that no other engine may share
         self._private_salt = b""  # not empty once the weights may have changed in memory
         self._failed = False
 
@@ -208,8 +209,9 @@ class ObservingScheduler(IdleScheduler):
         step = self._block_tokens
         blocks = min(max(tokens, seen.asked_tokens) // step, limits.BLOCKS_PER_CALL)
         copied = list(seen.of_engine.all_token_ids[: blocks * step])
-        extra = compat.extra_keys(seen.of_engine, step, 0, blocks)
-        salt = self._private_salt + compat.salt(seen.of_engine) + b"\0" + compat.adapter(seen.of_engine)[1].encode()
+        extra = compat.extra_keys(seen.of_engine, step, 0, blocks, self._own)
+        adapter = compat.as_bytes(compat.adapter(seen.of_engine)[1])
+        salt = self._private_salt + compat.salt(seen.of_engine) + b"\0" + adapter
         request = ObservedRequest(
             engine=self._engine,
             at_ns=seen.at_ns,

@@ -81,7 +81,8 @@ class PrefixMatcher:
         """Whether the request should wait and look up again, because more blocks are being stored: another server has
         promised them, or another client is storing the next block now, which usually more of the same prompt follow."""
         asked = (request.of_engine.num_tokens - 1) // self._layout.block_tokens
-        promised = min(handover.promised(compat.transfer_params(request.of_engine)), asked)
+        promised = handover.promised(compat.transfer_params(request.of_engine))
+        promised = min(promised, asked, request.shared_blocks)  # of an image no other engine's KV is found
         if ticket.blocks < promised:
             patience_ns = self._settings.handover_ms * 1_000_000
         elif ticket.miss is not None and ticket.miss.reason is MissReason.PENDING:

@@ -225,21 +225,31 @@ class Registration:
 class Adapters:
     """Content hashes of the LoRA adapters in use. Each is read once, on its own thread; callers never wait for it.
 
-    The engine keeps an adapter under a number once loaded, even if its files change; so hashes are kept by that number.
+    The engine keeps an adapter under a number once loaded, even if its files change, and may load it again later, from
+    the path that the next request gives. So hashes are kept by number, and a number that requests give with different
+    paths has none any more: which of them the engine computes with is not known.
     """
 
     def __init__(self, log: Log, fingerprint: Callable[[str], str] = weights.fingerprint) -> None:
         self._fingerprint = fingerprint
         self._log = log
-        self._known: dict[int, str | None] = {0: ""}  # None while it is read
+        self._paths: dict[int, str | None] = {0: ""}  # None where requests give several
+        self._known: dict[int, str] = {0: ""}
         self._lock = threading.Lock()
 
     def get(self, number: int, path: str) -> str | None:
         """Returns the content hash of the adapter with that number, "" for no adapter, None while it is not known."""
         with self._lock:
-            if number in self._known:
-                return self._known[number]
-            self._known[number] = None
+            if number in self._paths:
+                if self._paths[number] == path:
+                    return self._known.get(number)
+                if self._paths[number] is not None:
+                    self._paths[number] = None
+                    self._log(
+                        f"neither loads nor stores for adapter {number}: requests give several paths, also {path}"
+                    )
+                return None
+            self._paths[number] = path
         threading.Thread(target=self._read, args=(number, path), name="kvcluster-adapter", daemon=True).start()
         return None
 

@@ -22,12 +22,14 @@ class RequestState:
     """`chain` are hashes of the request's leading blocks; the workers know the first `told` of them. `table` holds the
     engine's block numbers, one list per group, as the engine reported them; an entry that a sliding window has left
     behind may belong to another request by now. Blocks before `stored` are in the cluster or being stored. `orders` are
-    stores whose source is still read. A request that is `private` stores nothing more."""
+    stores whose source is still read. A request that is `private` stores nothing more. `engine` are random bytes of
+    this engine, which are in the hashes of blocks that no other engine may share."""
 
     of_engine: Any
     client: Client
     adapter: str
     block_tokens: int
+    engine: bytes
     chain: list[BlockHash] = field(default_factory=list)
     told: int = 0
     table: list[list[int]] = field(default_factory=list)
@@ -60,7 +62,7 @@ class RequestState:
         tokens = list(self.of_engine.all_token_ids[len(known) * step : blocks * step])
         extra = {
             block - len(known): key
-            for block, key in compat.extra_keys(self.of_engine, step, len(known), blocks).items()
+            for block, key in compat.extra_keys(self.of_engine, step, len(known), blocks, self.engine).items()
         }
         salt = compat.salt(self.of_engine)
 
@@ -70,6 +72,11 @@ class RequestState:
             return client.hashes(Prompt(tokens, salt, adapter, extra), deadline_ms=deadline_ms)
 
         return grow
+
+    @property
+    def shared_blocks(self) -> int:
+        """The number of leading blocks that other engines can find."""
+        return compat.shared_tokens(self.of_engine) // self.block_tokens
 
     def note(self, one: compat.Scheduled) -> None:
         """Records what the engine's step says about the request."""
@@ -130,8 +137,9 @@ class RequestState:
         return range(first, stop)
 
     def tokens(self, which: range) -> tuple[int, ...]:
-        """Returns the token ids of these blocks if the cluster wants them, otherwise ()."""
-        if not self.client.wants_tokens:
+        """Returns the token ids of these blocks if the cluster wants them, otherwise (). The tokens of blocks that no
+        other engine can find are of no use to subscribers of events."""
+        if not self.client.wants_tokens or which.stop > self.shared_blocks:
             return ()
         return tuple(self.of_engine.all_token_ids[which.start * self.block_tokens : which.stop * self.block_tokens])
 

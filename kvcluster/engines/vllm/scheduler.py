@@ -15,6 +15,7 @@ the loads under way are in loads_in_flight.py.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -65,6 +66,7 @@ class SchedulerSide:
         self._loads = loads
         self._forget = forget
         self._clock = clock
+        self._engine = os.urandom(16)
         self._matcher = PrefixMatcher(settings, layout)
         self._requests: dict[str, RequestState] = {}
         self._new_loads: list[LoadOrder] = []
@@ -118,7 +120,7 @@ class SchedulerSide:
         adapter = self._adapters.get(*compat.adapter(of_engine))
         if client is None or adapter is None or compat.is_private(of_engine):
             return None
-        known = RequestState(of_engine, client, adapter, self._layout.block_tokens)
+        known = RequestState(of_engine, client, adapter, self._layout.block_tokens, self._engine)
         known.preemptions = compat.preemptions(of_engine)
         self._requests[of_engine.request_id] = known
         return known
@@ -210,6 +212,8 @@ class SchedulerSide:
             if request is None:
                 continue
             request.note(one)
+            if self._adapters.get(*compat.adapter(request.of_engine)) is None:  # of several paths since it began
+                request.private = True
             if not may_store or request.private or request.client is not client:
                 continue
             store = self._planner.plan(request, one)
@@ -300,7 +304,8 @@ class SchedulerSide:
         if not handover.is_asked(compat.transfer_params(request.of_engine)):
             return told
         blocks = min(request.stored, request.of_engine.num_prompt_tokens // self._layout.block_tokens)
-        promise = handover.promise(request.chain, 0 if request.private else min(blocks, len(request.chain)))
+        blocks = 0 if request.private else min(blocks, len(request.chain), request.shared_blocks)
+        promise = handover.promise(request.chain, blocks)
         if told is not None:
             promise["kvcluster"] |= told["kvcluster"]
         return promise
