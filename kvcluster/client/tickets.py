@@ -126,12 +126,20 @@ class Tickets:
         self._keeper = LeaseKeeper(self._renew, self._end)
 
     def prepare(
-        self, spec: KVSpec, hashes: Sequence[BlockHash], need: Need, deadline: Deadline, *, hold: bool
+        self,
+        spec: KVSpec,
+        hashes: Sequence[BlockHash],
+        need: Need,
+        deadline: Deadline,
+        *,
+        hold: bool,
+        awaited: int | None = None,
+        again: bool = False,
     ) -> Ticket:
         """Returns a ticket for the leading blocks that can be loaded; it has none if the coordinator does not answer.
-        With `hold` they are not evicted until it is released."""
+        With `hold` they are not evicted until it is released. `awaited` and `again` as in PrepareLoad."""
         attempt = self._next_attempt()
-        message = PrepareLoad(attempt, tuple(hashes), need, hold)
+        message = PrepareLoad(attempt, tuple(hashes), need, hold, awaited, again)
         try:
             grant = self._control.ask(LoadGrant, spec, message, deadline)
             attached = self._control.attach(spec, deadline)

@@ -75,10 +75,12 @@ class PrepareHandler:
         miss = None
         if found.blocks < len(m.hashes):
             miss = found.miss or self._why_absent(space, m.hashes[found.blocks], now)
-        self._count_lookup(space, len(m.hashes), found.blocks, miss)
+        if m.awaited is not None and miss is not None and (found.blocks < m.awaited or _is_pending(miss)):
+            return [Answer(request.call, LoadGrant(found.blocks, found.runs, 0, miss))]
+        if m.hashes and not m.again:
+            self._count_lookup(space, m, found.blocks, miss)
         hashes = m.hashes[: found.blocks]
         if m.hold:
-            state.counters["reused_tokens"] += found.blocks * space.spec.block_tokens
             space.index.touch(hashes, now, now + self._hold)
             self._replicator.loaded(space, hashes, now)
             self._tiering.loaded(space, hashes, now)
@@ -172,13 +174,15 @@ class PrepareHandler:
             return _BEING_WRITTEN
         return self._state.evicted.why(space.id, block, now) or _NEVER_SEEN
 
-    def _count_lookup(self, space: CoordinatorNamespace, asked: int, hit: int, miss: Miss | None) -> None:
-        """Counts a lookup of so many blocks, of which the first `hit` were found, and `miss` says why not one more."""
-        state, tokens = self._state, space.spec.block_tokens
+    def _count_lookup(self, space: CoordinatorNamespace, m: PrepareLoad, hit: int, miss: Miss | None) -> None:
+        """Counts a lookup of which the first `hit` blocks were found, and `miss` says why not one more."""
+        state, tokens, asked = self._state, space.spec.block_tokens, len(m.hashes)
         for name, amount in (("loads", 1), ("asked_blocks", asked), ("hit_blocks", hit)):
             state.count(space.tenant, name, amount)
         state.count(space.tenant, "asked_tokens", asked * tokens)
         state.count(space.tenant, "hit_tokens", hit * tokens)
+        if m.hold:
+            state.counters["reused_tokens"] += hit * tokens
         if miss is not None:
             state.missed_tokens[miss.reason] += (asked - hit) * tokens
 
@@ -247,6 +251,10 @@ class PrepareHandler:
         if self._state.tickets.full((tenant, m.attempt.holder), len(m.hashes) * len(m.parts)):
             return Miss(MissReason.FULL, "the limit of held tickets is reached; end some")
         return None
+
+
+def _is_pending(miss: Miss) -> bool:
+    return miss.reason is MissReason.PENDING
 
 
 def _placed(where: Member | Miss) -> _Fate:

@@ -96,6 +96,8 @@ PREPARE_LOAD = Struct(
     hashes=BLOCKS,
     need=NEED,
     hold=PLAIN,
+    awaited=Maybe(PLAIN),
+    again=PLAIN,
 )
 PREPARE_STORE = Struct(
     pb.PrepareStoreRequest,

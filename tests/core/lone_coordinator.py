@@ -265,10 +265,10 @@ class LoneCoordinator(CoreStepper):
     # -------------------------------------------------------------------------------- as its workers
 
     def load(
-        self, of: Attempt, hashes: Sequence[BlockHash], need: Need | None = None, *, hold: bool = True
+        self, of: Attempt, hashes: Sequence[BlockHash], need: Need | None = None, *, hold: bool = True, **more: Any
     ) -> LoadGrant:
         asked = need or whole()
-        return self.ask(LoadGrant, ours(PrepareLoad(of, tuple(hashes), asked, hold), self.space))
+        return self.ask(LoadGrant, ours(PrepareLoad(of, tuple(hashes), asked, hold, **more), self.space))
 
     def store(
         self,

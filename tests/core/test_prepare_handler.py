@@ -145,6 +145,53 @@ def test_a_load_counts_what_was_asked_and_what_was_there() -> None:
     assert [coordinator.counter(name) for name in ("loads", "asked_blocks", "hit_blocks")] == [2, 24, 4]
 
 
+LOOKUPS = ("loads", "asked_blocks", "hit_blocks", "hit_tokens", "reused_tokens")
+
+
+@pytest.mark.parametrize(("blocks", "awaited"), [(3, 4), (0, 1), (0, 12)])
+def test_a_lookup_that_finds_less_than_is_awaited_promises_and_counts_nothing(blocks: int, awaited: int) -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:blocks]))
+    grant = coordinator.load(attempt(1), BLOCKS, awaited=awaited)
+    assert (grant.blocks, grant.hold_ns, why(grant)) == (blocks, 0, MissReason.NEVER_SEEN)
+    assert not len(coordinator.core.state.tickets)
+    assert not any(map(coordinator.counter, LOOKUPS)) and not any(coordinator.core.state.missed_tokens.values())
+
+
+def test_nor_does_one_whose_next_block_is_being_written() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:2]))
+    coordinator.store(attempt(1), BLOCKS[2:3], parent=BLOCKS[1], first=2)
+    grant = coordinator.load(attempt(2), BLOCKS, awaited=0)
+    assert (grant.blocks, grant.hold_ns, why(grant)) == (2, 0, MissReason.PENDING)
+    assert not any(map(coordinator.counter, LOOKUPS))
+    last = coordinator.load(attempt(3), BLOCKS)
+    assert (last.blocks, why(last)) == (2, MissReason.PENDING) and last.hold_ns, "it waits no longer"
+    assert [coordinator.counter(name) for name in ("loads", "asked_blocks", "hit_blocks")] == [1, 12, 2]
+
+
+@pytest.mark.parametrize("awaited", [0, 3, 12, 20])
+def test_what_is_there_is_granted_and_counted_whatever_was_awaited(awaited: int) -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS))
+    grant = coordinator.load(attempt(1), BLOCKS, awaited=awaited)
+    assert grant.blocks == 12 and grant.hold_ns
+    tokens = 12 * SPEC.block_tokens
+    assert [coordinator.counter(name) for name in LOOKUPS] == [1, 12, 12, tokens, tokens]
+
+
+def test_the_load_of_what_a_lookup_has_found_is_not_counted_again() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:3]))
+    coordinator.load(attempt(1), BLOCKS)
+    before = [coordinator.counter(name) for name in LOOKUPS], dict(coordinator.core.state.missed_tokens)
+    grant = coordinator.load(attempt(2), BLOCKS[:3], again=True)
+    assert grant.blocks == 3 and grant.hold_ns
+    assert ([coordinator.counter(name) for name in LOOKUPS], dict(coordinator.core.state.missed_tokens)) == before
+
+
+def test_a_question_about_no_blocks_is_no_lookup() -> None:
+    coordinator, _ = LoneCoordinator.serving(*pages(BLOCKS[:3]))
+    assert coordinator.load(attempt(1), []).blocks == 0
+    assert coordinator.counter("loads") == 0
+
+
 # -------------------------------------------------------------------------------------------- tickets
 
 

@@ -42,7 +42,7 @@ class Bench:
         self.now = 1_000_000 * MS
 
     def ask(self) -> Any:
-        return self.client, self.hashes, ""
+        return self.client, self.hashes, "", None
 
     def begin(self, ask: Ask | None = None) -> PendingLookup:
         begun = self.lookups.begin(ask or self.ask, self.now)
@@ -119,7 +119,7 @@ def test_what_it_prepares_is_for_all_ranks(bench: Bench) -> None:
 def test_to_find_nothing_is_an_answer(bench: Bench) -> None:
     others = bench.client.hashes(prompt(3, seed=9))
     for _ in range(3):
-        lookup = bench.begin(lambda: (bench.client, others, ""))
+        lookup = bench.begin(lambda: (bench.client, others, "", None))
         assert bench.granted(lookup).blocks == 0
         miss = bench.heard(lookup).miss
         assert miss is not None and miss.reason is MissReason.NEVER_SEEN
@@ -199,7 +199,7 @@ def test_prompts_that_were_lost_with_their_shard_leave_the_lookups_of_others_alo
         cluster.stop_shard(lost_shard)
 
         def found(chain: list[BlockHash]) -> tuple[int, MissReason | None]:
-            lookup = bench.begin(lambda: (bench.client, chain, ""))
+            lookup = bench.begin(lambda: (bench.client, chain, "", None))
             answer = bench.heard(lookup)
             blocks, miss = answer.ticket.blocks if answer.ticket else -1, answer.miss
             lookup.leave()

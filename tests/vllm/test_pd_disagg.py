@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.miss import Loss
+from kvcluster.core.miss import Loss, MissReason
 from kvcluster.engines.vllm import pd_disagg
 from kvcluster.engines.vllm.prefix_matcher import _PENDING_NS
 from kvcluster.engines.vllm.step_metadata import StoreOrder
@@ -163,6 +163,37 @@ def test_it_waits_no_longer_than_it_may_and_takes_what_there_is(bench: Bench, ll
     assert engine.side.matched(request, 0) in {(8, True), (None, False)}
 
 
+Counted = tuple[int, int, int, dict[MissReason, int]]
+
+
+def counted(bench: Bench) -> Counted:
+    """Lookups, tokens that were hits, tokens that a load was for, and tokens that were missed by reason."""
+    state = bench.cluster.coordinator_core().state
+    missed = {reason: tokens for reason, tokens in state.missed_tokens.items() if tokens}
+    return state.counters["loads"], state.counters["hit_tokens"], state.counters["reused_tokens"], missed
+
+
+def test_a_request_that_waits_for_what_was_promised_counts_as_one_lookup(bench: Bench, llama: Path) -> None:
+    engine = engine_of(bench, llama, BESIDE | {"handover_ms": 1_000})
+    clock = Clock(engine)
+    engine.add("a", SIX, sampling_params=with_params(promise_of(engine, 6), max_tokens=3))
+    while engine.side.matched(engine.requests["a"], 0) == (None, False):
+        clock.now += pd_disagg.PAUSE_NS
+    assert counted(bench) == (1, 0, 0, {MissReason.NEVER_SEEN: 6 * BLOCK})
+
+
+def test_and_as_a_hit_where_it_finds_it(bench: Bench, llama: Path) -> None:
+    engine = engine_of(bench, llama, BESIDE | {"handover_ms": 1_000})
+    clock = Clock(engine)
+    engine.add("a", SIX, sampling_params=with_params(promise_of(engine, 6), max_tokens=3))
+    for _ in range(5):
+        assert engine.side.matched(engine.requests["a"], 0) == (None, False)
+        clock.now += pd_disagg.PAUSE_NS
+    fill(engine.client, SIX)
+    assert engine.side.matched(engine.requests["a"], 0) == (6 * BLOCK, True)
+    assert counted(bench) == (1, 6 * BLOCK, 6 * BLOCK, {})
+
+
 def test_a_promise_beyond_the_last_token_but_one_is_not_waited_for(bench: Bench, llama: Path) -> None:
     engine = engine_of(bench, llama, BESIDE)
     whole = SIX[: 6 * BLOCK]
@@ -184,6 +215,7 @@ def test_a_block_that_another_client_is_storing_is_waited_for_a_moment(bench: Be
     assert engine.side.matched(request, 0) == (None, False)
     clock.now += _PENDING_NS
     assert engine.side.matched(request, 0) == (0, False), "not for long"
+    assert counted(bench) == (1, 0, 0, {MissReason.PENDING: 6 * BLOCK})
     hold.let_go()
     assert transfer.result().blocks == 6
     storing.close()

@@ -8,7 +8,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from kvcluster.core.miss import Loss, MissReason
-from tests.client.build import prompt
+from tests.client.build import counters, prompt
 from tests.vllm.build import BLOCK, WINDOW
 from tests.vllm.conftest import Bench
 from tests.vllm.scripted import ALWAYS, BESIDE, engine_of, fill, knows_link
@@ -103,6 +103,22 @@ def test_nothing_is_loaded_that_the_engine_has_itself(bench: Bench, llama: Path)
     engine.run()
     assert not engine.ranks[0].loads
     assert engine.params["b"]["kvcluster"]["computed_tokens"] == 2
+
+
+def test_what_the_engine_has_itself_is_not_looked_up(bench: Bench, llama: Path) -> None:
+    engine = engine_of(bench, llama, BESIDE)
+    engine.add("a", SIX)
+    engine.run()
+    engine.drain()
+    before = counters(engine.client)["coordinator"]
+    bench.cluster.stop_coordinator()
+    for name, tokens in (("whole", SIX), ("head", SIX[: 3 * BLOCK + 1]), ("up to its last block", SIX[: 6 * BLOCK])):
+        request = engine.add(name, tokens, max_tokens=2)
+        assert engine.side.matched(request, len(tokens[:-1]) // BLOCK * BLOCK) == (0, False)
+        assert engine.side._requests[name].lookup is None and engine.side._requests[name].miss is None
+        engine.run(name)
+    assert engine.side._matcher.lookups.healthy, "nothing was asked that could fail"
+    assert before["loads"] == 1
 
 
 def test_a_request_that_wants_the_logprobs_of_its_prompt_computes_it_and_stores_it(bench: Bench, llama: Path) -> None:

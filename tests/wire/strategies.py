@@ -463,7 +463,17 @@ _changes = st.builds(
 
 COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
     "Attach": _request(st.builds(Attach, spec=specs())),
-    "PrepareLoad": _within(st.builds(PrepareLoad, attempt=attempts, hashes=blocks, need=needs, hold=st.booleans())),
+    "PrepareLoad": _within(
+        st.builds(
+            PrepareLoad,
+            attempt=attempts,
+            hashes=blocks,
+            need=needs,
+            hold=st.booleans(),
+            awaited=st.none() | depths,
+            again=st.booleans(),
+        )
+    ),
     "PrepareStore": _within(
         st.builds(
             PrepareStore,

@@ -40,12 +40,19 @@ class PrepareLoad:
 
     `hashes` is the chain from the first block of the sequence. With `hold`, the blocks of the answer are promised: they
     count as used now, are spared from eviction for a while and get a ticket.
+
+    A lookup is counted when it is answered, once. While the asker waits for blocks that others store, it repeats its
+    question with `awaited`: an answer with fewer blocks than that, or with the next one being written, promises nothing
+    and is not counted, because the asker asks again. `awaited` is None in a last or only question. `again` is for the
+    load of what an earlier lookup has found: that one was counted.
     """
 
     attempt: Attempt
     hashes: tuple[BlockHash, ...]
     need: Need
     hold: bool = True
+    awaited: int | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

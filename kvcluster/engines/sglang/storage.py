@@ -252,7 +252,8 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         for start, stop in _pieces(len(keys)):
             hashes = _hashes(call, keys[start:stop])
             into = lie(start, stop)  # so that a caller's mistake shows even if no page is cached
-            with call.client.prepare_load(hashes, deadline_ms=remaining_ms(deadline)) as ticket:
+            # SGLang looks pages up before it loads them, and that lookup was counted.
+            with call.client.prepare_load(hashes, again=True, deadline_ms=remaining_ms(deadline)) as ticket:
                 call.heard(ticket)
                 if not ticket.blocks:
                     break

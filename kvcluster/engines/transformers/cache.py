@@ -218,7 +218,7 @@ class PrefixCache(DynamicCache):
                     leaders.update(dict.fromkeys(chain, row))
                     if len(chain) < held[row].blocks:  # a shorter row decides for all
                         held[row].release()
-                        ticket = self._client.prepare_load(chain, deadline_ms=remaining_ms(deadline))
+                        ticket = self._client.prepare_load(chain, again=True, deadline_ms=remaining_ms(deadline))
                         held[row] = tickets.enter_context(ticket)
                     outcomes[row] = self._begin_load(row, held[row], model, deadline)
             loaded = {row: outcome() for row, outcome in outcomes.items()}

@@ -21,8 +21,9 @@ from kvcluster.transport.base import Unavailable
 _THREADS = 2
 """One makes a prompt's hashes while the other waits for the coordinator."""
 
-Ask = Callable[[], tuple[Client, Sequence[BlockHash], str]]
-"""Called on the lookup's thread. Returns the client that asks, the block hashes to look up, and the adapter."""
+Ask = Callable[[], tuple[Client, Sequence[BlockHash], str, int | None]]
+"""Called on the lookup's thread. Returns the client that asks, the block hashes to look up, the adapter, and the number
+of blocks that the request waits for (`awaited` of prepare_load)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,9 @@ class AsyncLookups:
         about one prompt, and other prompts are still asked for."""
         call.asking = True
         try:
-            client, hashes, adapter = ask()
+            client, hashes, adapter, awaited = ask()
             deadline_ms = max(1.0, self._patience_ns / 1e6)
-            ticket = client.prepare_load(hashes, whole=True, adapter=adapter, deadline_ms=deadline_ms)
+            ticket = client.prepare_load(hashes, whole=True, adapter=adapter, awaited=awaited, deadline_ms=deadline_ms)
         except Unavailable as trouble:
             call.failure = trouble.miss
             return LookupAnswer(miss=trouble.miss)

@@ -44,6 +44,9 @@ class PrefixMatcher:
     def match(self, request: RequestState, now: int) -> tuple[int | None, bool]:
         """Returns the number of tokens to load behind `request.local_tokens` (None while that is not known), and
         whether they are loaded beside the forward passes. `request.lookup` stays set if there are any."""
+        if self._asked(request) * self._layout.block_tokens <= request.local_tokens:  # nothing to ask for
+            request.end_lookup()
+            return 0, False
         if now < request.look_again_ns:
             return None, False
         ticket = self._look_up(request, now)
@@ -58,10 +61,15 @@ class PrefixMatcher:
             return 0, False
         return tokens, not request.layerwise
 
+    def _asked(self, request: RequestState) -> int:
+        """Returns the number of blocks to look up. The last token must be computed in any case, since the engine needs
+        its output; so a block that ends with that token is not looked up."""
+        return min(int(request.of_engine.num_tokens - 1) // self._layout.block_tokens, limits.BLOCKS_PER_CALL)
+
     def _look_up(self, request: RequestState, now: int) -> Ticket | None:
         """Returns the lookup's ticket; None while the lookup runs (`request.lookup` stays set) or if there is none."""
         if request.lookup is None:
-            begun = self.lookups.begin(self._asker(request), now)
+            begun = self.lookups.begin(self._asker(request, now), now)
             if begun is None or isinstance(begun, Miss):
                 request.miss = begun or Miss(MissReason.PENDING, "other lookups come first")
                 return None
@@ -79,28 +87,34 @@ class PrefixMatcher:
 
     def _comes_more(self, request: RequestState, ticket: Ticket, now: int) -> bool:
         """Whether the request should wait and look up again, because more blocks are being stored: another server has
-        promised them, or another client is storing the next block now, which usually more of the same prompt follow."""
-        asked = (request.of_engine.num_tokens - 1) // self._layout.block_tokens
-        promised = handover.promised(compat.transfer_params(request.of_engine))
-        promised = min(promised, asked, request.shared_blocks)  # of an image no other engine's KV is found
-        if ticket.blocks < promised:
+        promised them, or another client is storing the next block now, which usually more of the same prompt follow.
+        The coordinator does not count such a lookup; so the last one, when the request has waited for long enough, says
+        that it is the last, and takes what there is."""
+        if request.is_last_lookup:
+            return False
+        if ticket.blocks < self._promised(request):
             patience_ns = self._settings.handover_ms * 1_000_000
         elif ticket.miss is not None and ticket.miss.reason is MissReason.PENDING:
             patience_ns = _PENDING_NS
         else:
             return False
         request.comes_until_ns = request.comes_until_ns or now + patience_ns
-        request.look_again_ns = now + handover.PAUSE_NS
-        return now < request.comes_until_ns
+        request.look_again_ns = min(now + handover.PAUSE_NS, request.comes_until_ns)
+        return True
 
-    def _asker(self, request: RequestState) -> Ask:
-        """Returns the lookup of a request's cached prefix. The last token must be computed in any case, since the
-        engine needs its output; so a block that ends with that token is not looked up."""
-        blocks = min((request.of_engine.num_tokens - 1) // self._layout.block_tokens, limits.BLOCKS_PER_CALL)
-        grow = request.grower(blocks, self._settings.lookup_ms)
+    def _promised(self, request: RequestState) -> int:
+        """Returns how many leading blocks another server has promised, of those that this engine can find."""
+        promised = handover.promised(compat.transfer_params(request.of_engine))
+        return min(promised, self._asked(request), request.shared_blocks)
 
-        def ask() -> tuple[Client, Sequence[BlockHash], str]:
-            return request.client, grow(), request.adapter
+    def _asker(self, request: RequestState, now: int) -> Ask:
+        """Returns the lookup of a request's cached prefix."""
+        request.is_last_lookup = bool(request.comes_until_ns) and now >= request.comes_until_ns
+        awaited = None if request.is_last_lookup else self._promised(request)
+        grow = request.grower(self._asked(request), self._settings.lookup_ms)
+
+        def ask() -> tuple[Client, Sequence[BlockHash], str, int | None]:
+            return request.client, grow(), request.adapter, awaited
 
         return ask
 

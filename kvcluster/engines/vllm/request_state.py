@@ -42,6 +42,7 @@ class RequestState:
     lookup: PendingLookup | None = None
     look_again_ns: int = 0  # no lookup before this time, while blocks that were not found are being stored
     comes_until_ns: int = 0  # waits for such blocks until then
+    is_last_lookup: bool = False  # the lookup in progress began when that time was over
     layerwise: bool = False
     loading: LoadOrder | None = None
     load_failed: bool = False
@@ -72,6 +73,12 @@ class RequestState:
             return client.hashes(Prompt(tokens, salt, adapter, extra), deadline_ms=deadline_ms)
 
         return grow
+
+    def grow(self, blocks: int) -> None:
+        """Extends the chain to at least `blocks` blocks, without asking the cluster anything. Raises KVClusterError if
+        the namespace is not known yet."""
+        if blocks > len(self.chain):
+            self.chain = self.grower(blocks, deadline_ms=0)()
 
     @property
     def shared_blocks(self) -> int:

@@ -33,6 +33,7 @@ from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.stats import Stats
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
 from kvcluster.engines.vllm.store_planner import StorePlanner
+from kvcluster.errors import KVClusterError
 
 _LAYERWISE_SLACK = 10
 """A load within a forward pass may take this multiple of `layerwise_ms`, since all requests of the pass wait for it."""
@@ -106,8 +107,13 @@ class SchedulerSide:
         if not within or not local_tokens:
             return False
         request, blocks = self._requests.get(of_engine.request_id), local_tokens // self._layout.block_tokens
-        mine = request.chain[:blocks] if request is not None else []
-        return len(mine) < blocks or not within.isdisjoint(mine)
+        if request is None:
+            return True
+        try:
+            request.grow(blocks)
+        except KVClusterError:  # its hashes are not known, so it waits
+            return True
+        return not within.isdisjoint(request.chain[:blocks])
 
     def _request(self, of_engine: Any) -> RequestState | None:
         """Returns the state of a request; None if it neither loads nor stores. A request that starts before its

@@ -47,12 +47,11 @@ class StorePlanner:
         request.stored = max(request.stored, new.stop)
         if not new:
             return None
-        if new.stop > len(request.chain):
-            try:  # without waiting: if the namespace is not known at once, nothing is stored
-                request.chain = request.grower(new.stop, deadline_ms=0)()
-            except KVClusterError as error:
-                request.private, request.miss = True, Miss(MissReason.SHARD_LOST, str(error))
-                return None
+        try:  # if the namespace is not known at once, nothing is stored
+            request.grow(new.stop)
+        except KVClusterError as error:
+            request.private, request.miss = True, Miss(MissReason.SHARD_LOST, str(error))
+            return None
         self._order += 1
         self._undrained[self._order] = (of_engine.request_id, self._ranks)
         request.orders.add(self._order)

@@ -53,18 +53,22 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., spec: _Optional[bytes] = ...) -> None: ...
 
 class PrepareLoadRequest(_message.Message):
-    __slots__ = ("namespace", "attempt", "hashes", "need", "hold")
+    __slots__ = ("namespace", "attempt", "hashes", "need", "hold", "awaited", "again")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     HASHES_FIELD_NUMBER: _ClassVar[int]
     NEED_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
+    AWAITED_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     attempt: bytes
     hashes: bytes
     need: _common_pb2.Need
     hold: bool
-    def __init__(self, namespace: _Optional[bytes] = ..., attempt: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., need: _Optional[_Union[_common_pb2.Need, _Mapping]] = ..., hold: bool = ...) -> None: ...
+    awaited: int
+    again: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., attempt: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., need: _Optional[_Union[_common_pb2.Need, _Mapping]] = ..., hold: bool = ..., awaited: _Optional[int] = ..., again: bool = ...) -> None: ...
 
 class PrepareStoreRequest(_message.Message):
     __slots__ = ("namespace", "attempt", "first", "parent", "run", "hashes", "parts", "loss", "host", "tokens")

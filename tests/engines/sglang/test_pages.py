@@ -72,6 +72,22 @@ def test_pages_come_back_into_other_slots_bit_for_bit(pair: Any, name: str) -> N
     assert_moved(full, empty)
 
 
+def test_a_lookup_and_the_loads_of_what_it_found_are_one_lookup(pair: Any) -> None:
+    one, _, other, _ = pair(next(iter(POOLS)))
+    keys = keys_of(3)
+    assert one.batch_set_v1(keys, slots(FROM)) == [True] * 3 and seen(other, keys)
+
+    def counted() -> list[int]:
+        counters = other._client.connected().client.status()["counters"]
+        return [counters[name] for name in ("loads", "hit_tokens", "reused_tokens")]
+
+    before = counted()
+    assert other.batch_exists(keys) == 3
+    assert other.batch_get_v1(keys[:2], slots(INTO[:2])) == [True] * 2
+    assert other.batch_get_v1(keys[2:], slots(INTO[2:])) == [True]
+    assert [now - then for now, then in zip(counted(), before, strict=True)] == [1, 3 * TOKENS, 3 * TOKENS]
+
+
 @pytest.mark.parametrize("name", FLAT)
 def test_flat_pages_are_those_that_the_pool_makes_and_takes(pair: Any, name: str) -> None:
     one, full, other, empty = pair(name, interface_v1=0)
