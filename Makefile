@@ -26,6 +26,7 @@ ATTACK_MINUTES ?= 3
 SIM_SEEDS ?= 2000
 SIM_FIRST ?= 0
 FUZZ_INPUTS ?= 100000
+FUZZ_OPERATIONS ?= 100000
 FUZZ_SEED ?= 0
 INTEGRITY_ARGS ?=
 NIGHTLY_ARGS ?=
@@ -38,7 +39,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean
+.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -91,6 +92,9 @@ test-vllm: .venv-vllm ## the connector over vLLM's own objects, and a smoke run 
 
 test-triton: .venv-vllm ## the Triton kernels in Triton's interpreter, and compiled for four kinds of cards; what `make gpu` does without one
 	@.venv-vllm/bin/python -m pytest -q -n $(TEST_JOBS) -c tests/triton/pytest.ini tests/triton
+
+fuzz-vllm: .venv-vllm ## engines over one cluster against an oracle (FUZZ_OPERATIONS=1000000; FUZZ_SEED=1 for others)
+	@.venv-vllm/bin/python -m tests.vllm.differential --operations $(FUZZ_OPERATIONS) --seed $(FUZZ_SEED)
 
 e2e-vllm: .venv-vllm ## real vLLM engines and servers over a real cluster, the long form (E2E_ARGS="--only llama" for a part)
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm $(E2E_ARGS)

@@ -21,6 +21,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "test": ("make", "test", "TEST_ARGS=--nightly"),
     "simulate": ("make", "simulate", "SIM_SEEDS=20000", "SIM_FIRST=100000"),
     "fuzz": ("make", "fuzz"),
+    "fuzz-vllm": ("make", "fuzz-vllm"),
     "integrity": ("make", "integrity"),
     "compat": ("make", "compat"),
     "sanitizers": ("make", "sanitizers"),

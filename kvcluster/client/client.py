@@ -175,22 +175,13 @@ class Client:
     ) -> Ticket:
         """Returns a ticket for the leading blocks that can be loaded; they are not evicted until it is released.
 
-        `hashes` is the chain from the first block of the sequence. With `whole`, the ticket covers all layers and heads
-        and not only this client's part, so that other processes can redeem it. A block with more loss than `accept` is
-        a miss; None means the configured loss.
-
-        The cluster counts each lookup once. A caller that waits for blocks which others store repeats the call with
-        `awaited`: while fewer blocks are found, or the next is being stored (a miss PENDING), the ticket holds nothing
-        and nothing is counted. It calls without `awaited` when it waits no longer. `again` says that an earlier call
-        for the same blocks was counted.
-        """
+        `hashes` is the chain from the sequence's first block. With `whole`, the ticket covers all layers and heads, so
+        that other processes can redeem it. A block with more loss than `accept` (None: as configured) is a miss.
+        `awaited` and `again` are for questions that do not count as lookups; see PrepareLoad in core/messages."""
         check_hashes(hashes)
-        spec = self._spec(adapter)
-        parts = spec.whole_parts() if whole else self.parts
-        deadline = self._call(deadline_ms, QUESTION_MS)
-        return self._tickets.prepare(
-            spec, hashes, self._need(accept, parts), deadline, hold=True, awaited=awaited, again=again
-        )
+        spec, deadline = self._spec(adapter), self._call(deadline_ms, QUESTION_MS)
+        need = self._need(accept, spec.whole_parts() if whole else self.parts)
+        return self._tickets.prepare(spec, hashes, need, deadline, hold=True, awaited=awaited, again=again)
 
     def redeem(self, data: bytes) -> Ticket:
         """Returns the ticket that another process with the same credential prepared. Raises ProtocolError if `data` is

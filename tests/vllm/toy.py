@@ -75,9 +75,11 @@ class Picture:
 
 
 class Text:
-    """A prompt, and without end what is said behind it. Equal prompts with equal pictures go on alike."""
+    """A prompt, and without end what is said behind it. Equal prompts with equal pictures go on alike, unless a `salt`
+    keeps them apart: models do not know of salts, so no two must ever be read in place of one another."""
 
-    def __init__(self, prompt: Sequence[int], pictures: Sequence[Picture] = ()) -> None:
+    def __init__(self, prompt: Sequence[int], pictures: Sequence[Picture] = (), salt: str | None = None) -> None:
+        self._first = 1 + int.from_bytes((salt or "").encode("utf-8", "surrogatepass"), "little") % _MASK
         self.prompt = list(prompt)
         self._seen = {at: one.content for one in pictures for at in range(one.offset, one.offset + one.length)}
         self._tokens: list[int] = []
@@ -96,7 +98,7 @@ class Text:
     def _reach(self, at: int) -> None:
         while len(self._tokens) <= at:
             number = len(self._tokens)
-            before = self._states[-1] if self._states else 1
+            before = self._states[-1] if self._states else self._first
             token = self.prompt[number] if number < len(self.prompt) else (before >> 40) % WORDS
             self._tokens.append(token)
             before ^= self._seen.get(number, 0) << 8
@@ -301,7 +303,7 @@ class Engine:
         pictures: Sequence[Picture] = (),
         **more: Any,
     ) -> Request:
-        self.texts[name] = Text(prompt, pictures)
+        self.texts[name] = Text(prompt, pictures, more.get("cache_salt"))
         features = [picture.feature() for picture in pictures]
         request = request_of(name, list(prompt), max_tokens=max_tokens, mm_features=features, **more)
         self.requests[name] = request

@@ -1,0 +1,216 @@
+"""A differential fuzzer of the connector: engines over one cluster, driven by vLLM's own schedulers, against an oracle.
+
+    python -m tests.vllm.differential --operations 20000 --seed 1
+
+A scenario draws from its seed two engines (full attention or groups with windows, one or two ranks, chunked prefill,
+overlapping steps, few blocks, with and without vLLM's own prefix cache, loads within or beside the passes) and a
+cluster with too little memory. Then it draws operations: requests with shared prefixes, salts and pictures, steps,
+aborts, flipped bits, purges, and engines that end and start again. Engines give different pictures one name.
+
+The oracle is toy.py's Text, which shares no code with kvcluster: what the KV of a position must be follows from the
+tokens, the salt and the pictures before it. An engine that takes a block as computed whose content is anything else
+fails the scenario, and so do blocks that stay in use, a request that does not end, and a broken invariant of the
+cluster.
+
+Each seed draws the same operations every time. Two scenarios in three wait before each step until nothing moves; the
+others leave the order of transfers to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from kvcluster.engines.vllm import compat
+from kvcluster.engines.vllm.kv_format import KVFormat
+from tests.vllm.build import BLOCK, GEMMA, LLAMA, model_folder
+from tests.vllm.conftest import Bench, a_bench
+from tests.vllm.scripted import PATIENT
+from tests.vllm.toy import Engine, Picture
+
+OPERATIONS = 150
+"""Of one scenario."""
+
+_LENGTH = 12 * BLOCK
+_TOKENS = _LENGTH + 16
+"""Of the longest request, with what is said."""
+
+_OPERATIONS = {"add": 24, "step": 60, "abort": 6, "restart": 1, "flip": 5, "purge": 1, "reset": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a scenario drew of its engines."""
+
+    model: str
+    options: dict[str, Any]
+    settings: dict[str, int]
+    calm: bool
+
+
+class Scenario:
+    """The engines of one seed, and the operations that befall them."""
+
+    def __init__(self, bench: Bench, models: dict[str, Path], seed: int) -> None:
+        self._random = random.Random(seed)
+        self._bench = bench
+        self._models = models
+        self._traits = self._drawn()
+        bench.start(shards=self._random.randint(1, 2), device_bytes=self._random.choice(["64KiB", "128KiB", "1MiB"]))
+        self._roots = [[self._random.randrange(3) for _ in range(_LENGTH)] for _ in range(3)]
+        self._lives = 0
+        self._requests = 0
+        self._engines = [self._started() for _ in range(2)]
+        self.loaded = 0
+        """Loads that came, in all engines: a scenario that never loads shows nothing."""
+
+    def run(self, operations: int = OPERATIONS) -> None:
+        kinds, weights = list(_OPERATIONS), list(_OPERATIONS.values())
+        for _ in range(operations):
+            at = self._random.randrange(2)
+            getattr(self, f"_{self._random.choices(kinds, weights)[0]}")(at)
+        for engine, *_ in self._engines:
+            self._end(engine)
+
+    # ----------------------------------------------------------------------------------------------- operations
+
+    def _add(self, at: int) -> None:
+        engine, life, _ = self._engines[at]
+        draw = self._random
+        root = draw.choice(self._roots)
+        kept = draw.randint(0, _LENGTH - 1)
+        tokens = [*root[:kept], *(draw.randrange(3) for _ in range(draw.choice([0, 1, BLOCK, 3 * BLOCK])))]
+        tokens = tokens[:_LENGTH] or [1]
+        salt = draw.choice([None, None, None, "one", "other"])
+        pictures: list[Picture] = []
+        if len(tokens) > 4 and not draw.randrange(4):
+            offset = draw.choice([0, 2 * BLOCK, draw.randrange(len(tokens) - 3)])
+            number = draw.randrange(2)
+            if offset + 3 <= len(tokens):
+                pictures.append(Picture(f"uuid-{number}", 1 + 10 * life + number, offset, 3))
+        max_tokens = draw.choice([1, 2, 5, 14])
+        self._requests += 1
+        if sum(not request.is_finished() for request in engine.requests.values()) < 12:
+            engine.add(f"r{self._requests}", tokens, max_tokens=max_tokens, cache_salt=salt, pictures=pictures)
+
+    def _step(self, at: int) -> None:
+        engine = self._engines[at][0]
+        output = engine.step()
+        if not output.total_num_scheduled_tokens and engine.scheduler.has_requests():
+            engine.wait_idle()
+
+    def _abort(self, at: int) -> None:
+        engine = self._engines[at][0]
+        running = [name for name, request in engine.requests.items() if not request.is_finished()]
+        if running:
+            engine.abort(self._random.choice(running))
+
+    def _restart(self, at: int) -> None:
+        engine = self._engines[at][0]
+        self._end(engine)
+        engine.close()
+        self._engines[at] = self._started()
+
+    def _flip(self, at: int) -> None:
+        cluster, chain = self._bench.cluster, self._engines[at][0].client.hashes(self._random.choice(self._roots))
+        block, bit = self._random.choice(chain), self._random.randrange(8 * 1024)
+        for shard in sorted(cluster.shards):
+            with suppress(LookupError):  # it does not hold the block
+                cluster.corrupt(shard, block=block, bit=bit)
+
+    def _purge(self, at: int) -> None:
+        client = self._engines[at][0].client
+        client.purge(model=client.spec.model)
+
+    def _reset(self, at: int) -> None:
+        self._engines[at][0].scheduler.reset_prefix_cache()
+
+    # -------------------------------------------------------------------------------------------------- engines
+
+    def _drawn(self) -> Traits:
+        draw = self._random
+        caches = draw.random() < 0.5
+        model = draw.choice(["llama", "gemma"])
+        options = {
+            "blocks": draw.choice([20, 30, 60] if model == "llama" else [64, 80, 120]),
+            "overlap": draw.random() < 0.25,
+            "enable_prefix_caching": caches,
+            "max_model_len": _TOKENS,
+            "max_num_batched_tokens": draw.choice([16, 32, 64]),
+            "max_num_seqs": 8,
+            "tensor_parallel_size": draw.choice([1, 1, 2]),
+        }
+        settings = {"prefill_tokens_per_s": 1, "layerwise_ms": draw.choice([0, 10_000]), **PATIENT}
+        return Traits(model, options, settings, draw.random() < 2 / 3)
+
+    def _started(self) -> tuple[Engine, int, int]:
+        """Starts an engine: with its number, and the free blocks that it must end with."""
+        self._lives += 1
+        traits = self._traits
+        model = self._models[traits.model]
+        engine = self._bench.engine(model, dict(traits.settings), at_once=traits.calm, **traits.options)
+        if traits.calm:
+            engine.on_step = lambda output: engine.wait_idle()
+        return engine, self._lives, engine.free_blocks()
+
+    def _end(self, engine: Engine) -> None:
+        """All its requests end, and it gives everything back."""
+        engine.run(most=2_000)
+        engine.drain(most=200)
+        (free,) = {free for one, _, free in self._engines if one is engine}
+        assert engine.free_blocks() == free, f"{free - engine.free_blocks()} blocks stay in use"
+        self.loaded += int(engine.counts["loads"] - engine.counts["failed_loads"])
+
+
+@contextmanager
+def models(folder: Path) -> Iterator[dict[str, Path]]:
+    """The folders of the toys' models, and K and V side by side (conftest.py)."""
+    with patch.object(compat, "kv_format", lambda config, spec: KVFormat()):
+        yield {name: model_folder(folder / name, of) for name, of in (("llama", LLAMA), ("gemma", GEMMA))}
+
+
+def run_scenario(folders: dict[str, Path], seed: int, operations: int = OPERATIONS) -> int:
+    """Runs the scenario of a seed. Returns the number of its loads; raises AssertionError for a finding."""
+    with a_bench() as bench:
+        scenario = Scenario(bench, folders, seed)
+        scenario.run(operations)
+    return scenario.loaded
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operations", type=int, default=20_000, help="operations of all scenarios (20000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first scenario (0)")
+    chosen = parser.parse_args(arguments)
+    began, done, loads, failed = time.monotonic(), 0, 0, 0
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        folders = stack.enter_context(models(Path(folder)))
+        seed = chosen.seed
+        while done < chosen.operations:
+            try:
+                loads += run_scenario(folders, seed)
+            except Exception as error:  # whatever it is, the other seeds still run
+                failed += 1
+                print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+            done += OPERATIONS
+            seed += 1
+    seconds = time.monotonic() - began
+    rate = done / seconds
+    print(
+        f"{done:,} operations of {seed - chosen.seed} scenarios, {loads:,} loads, {rate:.0f} a second; {failed} failed"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
