@@ -102,10 +102,10 @@ class BlockPlaces:
             self.version += 1
 
     def sweep(self) -> None:
-        """Forgets blocks that no sequence refers to, and names that are no block's any more."""
+        """Forgets blocks that no sequence refers to."""
         with self._lock:
             for known in (self._places, self._nowhere):
-                for name in [name for name, (block, _) in known.items() if not block.references or block.name != name]:
+                for name in [name for name, (block, _) in known.items() if not block.references]:
                     del known[name]
 
     # ------------------------------------------------------------------------------------------- helpers

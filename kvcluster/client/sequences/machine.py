@@ -269,7 +269,7 @@ class SequenceMachine:
         release(old, self._released)
         state.length = tokens
         self._end_step(state)
-        return self._take_back(state) if cut_off else []
+        return self._replace(state, len(state.blocks) - 1) if cut_off else []
 
     def own(self, state: SequenceState, position: int) -> list[PageCopy]:
         """Prepares the token at `position` to be overwritten: its block, and every block behind it, is this sequence's
@@ -277,13 +277,7 @@ class SequenceMachine:
         ResidentSetFull."""
         self.check_kept(state, position, state.length, "overwrite")
         depth = position // self._block_tokens
-        suffix = state.blocks[depth:]
-        if any(block.shared for block in suffix):
-            copies = self._replace(state, depth)
-        else:
-            self._check_room(sum(block.page is None for block in suffix), suffix)
-            copies = self._unseal(state, depth)
-        state.encoded = min(state.encoded, depth)
+        copies = self._replace(state, depth)
         if depth < state.sealed:
             state.sealed = depth
             del state.tokens[:]
@@ -372,55 +366,37 @@ class SequenceMachine:
     def _is_sink(self, state: SequenceState, block: SequenceBlock) -> bool:
         return block.depth * self._block_tokens < state.policy.sink_tokens
 
-    def _take_back(self, state: SequenceState) -> list[PageCopy]:
-        """Makes the last block one that may be written. Returns what is to be copied."""
-        state.encoded = min(state.encoded, len(state.blocks) - 1)
-        if state.blocks[-1].shared:
-            return self._replace(state, len(state.blocks) - 1)
-        return self._unseal(state, len(state.blocks) - 1)
-
     def _replace(self, state: SequenceState, depth: int) -> list[PageCopy]:
-        """Replaces the blocks from `depth` on by unsealed ones that only this sequence refers to. Returns what is to be
-        copied. Raises ResidentSetFull."""
+        """Replaces the blocks from `depth` on, all of which must be there, by unsealed ones that only this sequence
+        refers to, so that they may be written. Loans, loads and places are remembered by block, so no block ever has
+        another content: a block that nothing else refers to passes its page on to the new one, any other is copied.
+        Returns what is to be copied. Raises ResidentSetFull."""
         suffix, old = state.blocks[depth:], state.tip
         entries = [state.table[at] for at in range(depth, len(state.blocks))]
+        copied = max((at + 1 for at, block in enumerate(suffix) if block.shared), default=0)
         for block in suffix:
             self.pages.must_keep(block)
         try:
-            self._check_room(len(suffix))
+            self._check_room(sum(at < copied or block.page is None for at, block in enumerate(suffix)))
             copies: list[PageCopy] = []
             state.cut(depth)
-            for block, entry in zip(suffix, entries, strict=True):
-                fresh = SequenceBlock(state.tip, self._take(), state.family)
-                assert entry != ABSENT and fresh.page is not None
+            for at, (block, entry) in enumerate(zip(suffix, entries, strict=True)):
+                assert entry != ABSENT, "fetch it first"
+                if at < copied or block.page is None:
+                    page = self._take()
+                else:
+                    page, block.page = block.page, None
+                if page != entry:
+                    copies.append(PageCopy(entry, page))
+                fresh = SequenceBlock(state.tip, page, state.family)
                 fresh.loss = max(block.loss, loss_of(entry))
                 fresh.stays = state.policy.coding is not Codec.RAW
-                copies.append(PageCopy(entry, fresh.page))
                 state.add(fresh)
             retain(state.tip)
         finally:
             for block in suffix:
                 self._may_give_up(block)
-        release(old, self._released)
-        return copies
-
-    def _unseal(self, state: SequenceState, depth: int) -> list[PageCopy]:
-        """Takes the names of the blocks from `depth` on, to which one sequence alone refers, and their encoded forms,
-        so that they may be written. There must be room. Returns what is to be copied."""
-        suffix, copies = state.blocks[depth:], list[PageCopy]()
-        for block in suffix:
-            self.pages.must_keep(block)  # first, so that none of them gives up its page for another
-        for at, block in enumerate(suffix, depth):
-            block.name, block.private, block.tokens, block.stored, block.failures = None, False, b"", StoreState.NO, 0
-            block.stays = state.policy.coding is not Codec.RAW
-            entry = state.table[at]
-            if coded_page(entry) is not None:
-                block.page = self._take() if block.page is None else block.page
-                copies.append(PageCopy(entry, block.page))
-                block.loss = max(block.loss, loss_of(entry))
-                state.table[at] = block.page
-        for block in suffix:  # last, so that no slot loses its memory before it was copied
-            self._free_coded(block)
+        release(old, self._released)  # last, so that no slot loses its memory before it was copied
         return copies
 
     def _free_coded(self, block: SequenceBlock) -> None:

@@ -92,7 +92,7 @@ class RemoteSpans:
     def sweep(self) -> None:
         """Ends spans whose blocks no sequence has any more, and forgets shards without spans."""
         for shard, at in list(self._shards.items()):
-            over = [key for key, (_, last) in at.known.items() if not last.references or last.name != key[0]]
+            over = [key for key, (_, last) in at.known.items() if not last.references]
             for key in over:
                 self._end(at, key)
             if not at.known:

@@ -127,6 +127,38 @@ def test_pages_that_are_taken_away_are_borrowed_again(start: Start) -> None:
         check(again)
 
 
+@pytest.mark.parametrize("planner", [None, kvcluster.ShipAbsent()], ids=["here", "shipped"])
+@pytest.mark.parametrize("change", ["truncate", "write"])
+def test_what_was_borrowed_of_a_block_is_not_read_once_the_block_was_written_again(
+    desk: Desk, planner: kvcluster.ShipAbsent | None, change: str
+) -> None:
+    with desk.connect(SPEC, resident_bytes=16 * PAGE) as client:
+        one, other = grown(client, TOKENS[:8]), grown(client, list(range(100, 164)))
+        sweeps, one.sequence.resources.runner.sweeps = one.sequence.resources.runner.sweeps, ()  # as if none came yet
+        assert one.sequence.flush() and other.sequence.flush()
+        other.check()
+        assert one.sequence.statistics().resident == 0
+        one.sequence.attend(0, asked(1), planner=planner)
+        assert client.resident().borrowed_pages == 2
+        if change == "truncate":
+            one.sequence.truncate(2)
+            one = Grown(one.sequence, one.k[:, :2], one.v[:, :2])
+            one.append([50, 51, 52, 53, 54, 55], seed=70)
+        else:
+            k, v = made(8, 70), made(8, 71)
+            for layer in range(LAYERS):
+                one.sequence.write(layer, 0, k[layer], v[layer])
+            one = Grown(one.sequence, k, v)
+        assert one.sequence.flush()
+        other.check()
+        assert one.sequence.statistics().resident == 0
+        for layer in range(LAYERS):
+            query = asked(1, layer)
+            assert torch.equal(one.sequence.attend(layer, query, planner=planner), expected(one, layer, query))
+        one.check()
+        one.sequence.resources.runner.sweeps = sweeps
+
+
 def test_pages_that_the_cluster_has_lost_are_named_by_their_position(start: Start) -> None:
     with ExitStack() as stack:
         desk = Desk(start(device_bytes="4MiB"), stack)

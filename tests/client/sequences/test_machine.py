@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvcluster.client.sequences.blocks import StoreState
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core import hashing
+from kvcluster.core.codecs import Codec
 from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LimitError, ResidentSetFull
 from tests.client.sequences.lone_worker import BLOCK, LAYERS, ROOT, Worker
@@ -402,3 +404,38 @@ def test_encoded_blocks_that_are_overwritten_under_pressure_are_decoded_first() 
     assert worker.read(state) == [0, 99, *range(2, 8 * BLOCK)]
     worker.machine.check()
     assert worker.read(other) == list(range(5 * BLOCK))
+
+
+@pytest.mark.parametrize("codec", ["raw", "q8"])
+@pytest.mark.parametrize("change", [lambda w, s: w.truncate(s, 6), lambda w, s: w.write(s, 4, 99)], ids=["cut", "write"])
+def test_a_block_that_is_written_again_is_another_block_in_the_same_page(
+    change: Callable[[Worker, SequenceState], None], codec: str
+) -> None:
+    """Loans, loads and places are remembered by block: one with another content would be read where the old lies."""
+    worker = Worker(policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK, codec=codec))
+    state = grown(worker, 12)
+    while worker.store() is not None:
+        pass
+    first, old = state.blocks[0], state.blocks[1:]
+    pages, used = [block.page for block in old], worker.pages.used
+    change(worker, state)
+    assert state.blocks[0] is first and not any(block in old for block in state.blocks)
+    assert [block.references for block in old] == [0, 0] and all(block.page is None for block in old)
+    assert [block.page for block in state.blocks[1:]] == pages[: len(state.blocks) - 1], "nothing was copied"
+    assert worker.pages.used <= used and worker.pages.coded(Codec.Q8) == (1 if codec == "q8" else 0)
+    worker.append(state, [50] * (12 - state.length + 4))
+    worker.machine.check()
+
+
+def test_only_blocks_that_others_refer_to_are_copied_to_be_overwritten() -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=64))
+    state = grown(worker, 8)
+    fork = worker.machine.fork(state, worker.name())
+    for value in range(8, 16):
+        worker.append(state, [value])
+    own = [block.page for block in state.blocks[2:]]
+    used = worker.pages.used
+    worker.write(state, 1, 99)
+    assert worker.pages.used == used + 2 and [block.page for block in state.blocks[2:]] == own
+    assert worker.read(state) == [0, 99, *range(2, 16)] and worker.read(fork) == list(range(8))
+    worker.machine.check()
