@@ -112,10 +112,10 @@ class BlockTable:
             self._touch(length)
             self._length = length
 
-    def copy_from(self, other: BlockTable) -> None:
-        """Takes all entries of another table, as long as this one may be."""
-        self.memory[: len(other)] = other.memory[: len(other)]
-        self._length = len(other)
+    def copy_from(self, other: BlockTable, length: int) -> None:
+        """Takes the first `length` entries of another table, as long as this one may be."""
+        self.memory[:length] = other.memory[:length]
+        self._length = length
         self._touch(0)
 
     def changed_since(self, version: int) -> int | None:

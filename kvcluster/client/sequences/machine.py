@@ -76,8 +76,8 @@ class SequenceMachine:
             max_tokens=state.max_tokens,
             drop_oldest=state.drop_oldest,
         )
-        child.blocks = state.blocks.copy()
-        child.table.copy_from(state.table)
+        child.blocks = state.blocks[: state.blocks_for(state.length)]  # those reserved behind stay the parent's
+        child.table.copy_from(state.table, len(child.blocks))
         child.length, child.sealed, child.tokens = state.length, state.sealed, state.tokens[:]
         child.encoded, child.dropped, child.loss = state.encoded, state.dropped, state.loss
         retain(child.tip)
@@ -105,10 +105,10 @@ class SequenceMachine:
         for state, count in zip(states, tokens, strict=True):
             if layer in state.appended:
                 raise CallerError(f"layer {layer} has appended its tokens of this step already; call advance first")
-            if state.step not in (0, count):
+            if state.appended and state.step != count:
                 raise CallerError(f"layer {layer} appends {count} tokens; the other layers of this step {state.step}")
-        first_layer = [not state.step for state in states]
-        copies = self.reserve(
+        first_layer = [not state.appended for state in states]
+        copies = self._reserve(
             [state for state, first in zip(states, first_layer, strict=True) if first],
             [count for count, first in zip(tokens, first_layer, strict=True) if first],
         )
@@ -117,26 +117,33 @@ class SequenceMachine:
             state.step = count
             state.appended[layer] = None
             runs += self.runs(state, state.length, count)
-            if state.loss is not Loss.EXACT:
+            if count and state.loss is not Loss.EXACT:
                 for block in state.blocks[state.length // self._block_tokens :]:
                     block.loss = max(block.loss, state.loss)
         return runs, copies
 
     def reserve(self, states: Sequence[SequenceState], tokens: Sequence[int]) -> list[PageCopy]:
-        """Takes the pages that `tokens[i]` more tokens of each sequence need. Returns what is to be copied. Raises
-        LimitError and ResidentSetFull."""
+        """Takes the pages that `tokens[i]` more tokens of each sequence need, between two steps: they are written by
+        this sequence alone, and no fork has them. Returns what is to be copied. Raises CallerError in the middle of a
+        step; LimitError and ResidentSetFull."""
+        for state in states:
+            self._between_steps(state, "reserve")
+        return self._reserve(states, tokens)
+
+    def _reserve(self, states: Sequence[SequenceState], tokens: Sequence[int]) -> list[PageCopy]:
         drops = [self._window.drops(state, count) for state, count in zip(states, tokens, strict=True)]
         pages = freed = 0
         for state, count, blocks in zip(states, tokens, drops, strict=True):
-            pages += max(0, state.blocks_for(state.length + count) - len(state.blocks)) + self._shares_tip(state, count)
+            pages += max(0, state.blocks_for(state.length + count) - len(state.blocks))
+            pages += self._shares_next(state, count)
             freed += self._window.freed_bytes(state, blocks) if blocks else 0
         self._check_room(pages, freed_bytes=freed)
         copies: list[PageCopy] = []
         for state, count, blocks in zip(states, tokens, drops, strict=True):
             if blocks:
                 self._window.drop(state, blocks)
-            if self._shares_tip(state, count):  # no longer, if a fork in this batch has just got a copy of its own
-                copies += self._replace(state, len(state.blocks) - 1)
+            if self._shares_next(state, count):  # no longer, if a fork in this batch has just got a copy of its own
+                copies += self._replace(state, state.length // self._block_tokens)
             while len(state.blocks) < state.blocks_for(state.length + count):
                 block = SequenceBlock(state.tip, self._take(), state.family)
                 block.stays = state.policy.coding is not Codec.RAW
@@ -146,10 +153,11 @@ class SequenceMachine:
                 state.add(block)
         return copies
 
-    def _shares_tip(self, state: SequenceState, tokens: int) -> bool:
-        """Whether so many more tokens begin in a block that others share."""
+    def _shares_next(self, state: SequenceState, tokens: int) -> bool:
+        """Whether so many more tokens begin in a block that others share. Blocks behind it, which were reserved, are
+        this sequence's alone."""
         depth, kept = divmod(state.length, self._block_tokens)
-        return tokens > 0 and kept > 0 and depth == len(state.blocks) - 1 and state.blocks[depth].shared
+        return tokens > 0 and kept > 0 and state.blocks[depth].shared
 
     def runs(self, state: SequenceState, position: int, tokens: int) -> list[TokenRun]:
         """Returns where these tokens lie. All of their blocks must be in the resident set."""
@@ -186,7 +194,7 @@ class SequenceMachine:
             missing = [layer for layer in range(self._layers) if layer not in state.appended]
             raise CallerError(
                 f"advance names {count} tokens; this step has {state.step} in {len(state.appended)} of {self._layers} "
-                f"layers{f', not in layer {missing[0]}' if missing and state.step else ''}: append them to every layer"
+                f"layers{f', not in layer {missing[0]}' if missing and state.appended else ''}: append them to every layer"
             )
 
     def encode(self, state: SequenceState) -> list[Encoding]:
@@ -452,7 +460,7 @@ class SequenceMachine:
             block.page = None
 
     def _between_steps(self, state: SequenceState, what: str) -> None:
-        if state.step:
+        if state.appended:
             raise CallerError(f"cannot {what} in the middle of a step: call advance, or truncate to drop the step")
 
     def _end_step(self, state: SequenceState) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,13 @@ class Sequences(RuleBasedStateMachine):
             assert not state.drop_oldest and len(values) + count > state.max_tokens
             return
         values += new
+
+    @precondition(lambda self: self.lists)
+    @rule(data=st.data(), count=st.integers(0, 9))
+    def reserve(self, data: st.DataObject, count: int) -> None:
+        state, _ = self.draw(data)
+        with suppress(ResidentSetFull, LimitError):
+            self.worker.copy(self.worker.machine.reserve([state], [count]))
 
     @precondition(lambda self: 0 < len(self.lists) < 4)
     @rule(data=st.data())
@@ -288,6 +296,26 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda w, s: [w.machine.begin_step([s], n, [1 + n]) for n in (0, 1)],
         "other layers",
     ),
+    "a layer without tokens before one with some": (
+        lambda w, s: [w.machine.begin_step([s], n, [n]) for n in (0, 1)],
+        "other layers of this step 0",
+    ),
+    "a layer without tokens after one with some": (
+        lambda w, s: [w.machine.begin_step([s], n, [1 - n]) for n in (0, 1)],
+        "other layers of this step 1",
+    ),
+    "a reservation within a step": (
+        lambda w, s: (w.machine.begin_step([s], 0, [1]), w.machine.reserve([s], [8])),
+        "middle",
+    ),
+    "a fork within a step of no tokens": (
+        lambda w, s: (w.machine.begin_step([s], 0, [0]), w.machine.fork(s, w.name())),
+        "middle",
+    ),
+    "advance of no tokens before every layer has appended": (
+        lambda w, s: (w.machine.begin_step([s], 0, [0]), w.machine.advance([s], [[]])),
+        "layer 1",
+    ),
     "advance before every layer has appended": (
         lambda w, s: (w.machine.begin_step([s], 0, [1]), w.machine.advance([s], [[1]])),
         "layer 1",
@@ -438,4 +466,32 @@ def test_only_blocks_that_others_refer_to_are_copied_to_be_overwritten() -> None
     worker.write(state, 1, 99)
     assert worker.pages.used == used + 2 and [block.page for block in state.blocks[2:]] == own
     assert worker.read(state) == [0, 99, *range(2, 16)] and worker.read(fork) == list(range(8))
+    worker.machine.check()
+
+
+@pytest.mark.parametrize("length", [0, 3, 4, 6])
+def test_pages_that_were_reserved_belong_to_one_sequence(length: int) -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=64))
+    parent = grown(worker, length)
+    worker.copy(worker.machine.reserve([parent], [2 * BLOCK]))
+    pages = [*parent.table]
+    child = worker.machine.fork(parent, worker.name())
+    assert len(child.blocks) == len(child.table) == -(-length // BLOCK)
+    worker.append(child, [50] * 6)
+    worker.append(parent, [60] * 8)
+    assert worker.read(parent) == [*range(length), *[60] * 8] and worker.read(child) == [*range(length), *[50] * 6]
+    assert [*parent.table][: len(pages)] == pages, "the parent did not need others, since the child got a copy first"
+    worker.machine.check()
+
+
+def test_the_parent_is_first_to_write_what_it_has_reserved_behind_a_shared_block() -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=64))
+    parent = grown(worker, 6)
+    worker.copy(worker.machine.reserve([parent], [2 * BLOCK]))
+    pages, child = [*parent.table], worker.machine.fork(parent, worker.name())
+    used = worker.pages.used
+    worker.append(parent, [60] * 8)
+    assert worker.pages.used == used + 1 and [*parent.table][2:] == pages[2:], "only the shared block was copied"
+    worker.append(child, [50] * 6)
+    assert worker.read(parent) == [*range(6), *[60] * 8] and worker.read(child) == [*range(6), *[50] * 6]
     worker.machine.check()

@@ -105,6 +105,41 @@ def test_a_sequence_takes_arrays_of_other_libraries(cluster: MemoryCluster, arra
             of_arrays.append(0, np.zeros((1, HEADS, DIM), np.complex64), np.zeros((1, HEADS, DIM)))
 
 
+def test_pages_reserved_before_a_fork_are_written_by_one_sequence(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client, cluster.client(SPEC) as other:
+        parent = grown(client, list(range(6)))
+        parent.sequence.reserve(2 * BLOCK)
+        child = Grown(parent.sequence.fork(), parent.k, parent.v)
+        parent.append([20, 21, 22, 23, 24, 25], seed=20)
+        child.append([30, 31, 32, 33, 34, 35], seed=30)
+        for one, ids in ((parent, range(20, 26)), (child, range(30, 36))):
+            one.check()
+            assert one.sequence.flush()
+            with other.sequence([*range(6), *ids]) as found:
+                assert found.length == 12
+                Grown(found, one.k, one.v).check()
+
+
+@pytest.mark.parametrize("counts", [(0, 8), (8, 0), (3, 4)])
+@pytest.mark.parametrize("batch", [False, True])
+def test_every_layer_of_a_step_appends_as_many_tokens(
+    cluster: MemoryCluster, counts: tuple[int, int], batch: bool
+) -> None:
+    with cluster.client(SPEC) as client, client.sequence() as one, client.sequence() as two:
+        rows = kvcluster.SequenceBatch([one, two]) if batch else one
+        first, second = (made(count * (1 + batch), 1)[0] for count in counts)
+        rows.append(0, first, first)
+        with pytest.raises(CallerError, match=f"other layers of this step {counts[0]}"):
+            rows.append(1, second, second)
+        for count in counts:
+            with pytest.raises(CallerError, match="not in layer 1"):
+                rows.advance([[5] * count] * 2 if batch else [5] * count)
+        assert one.length == 0
+        rows.append(1, first, first)
+        rows.advance([[5] * counts[0]] * 2 if batch else [5] * counts[0])
+        assert one.length == counts[0]
+
+
 def blocks(cluster: MemoryCluster) -> int:
     return cluster.coordinator_core().state.namespaces.blocks
 
