@@ -122,7 +122,7 @@ def check_call(
     return AttentionCall(
         layout,
         layer,
-        query.detach().float().contiguous(),
+        query.detach().resolve_neg().float().contiguous(),
         torch.tensor(positions, dtype=torch.int64),
         tuple(starts),
         spans,

@@ -71,10 +71,11 @@ class ResidentMemory:
             raise CallerError(f"there is no layer {layer!r}; this worker holds {len(self._layers)}, counted from 0")
 
     def checked(self, layer: int, arrays: Sequence[Tensor]) -> list[Tensor]:
-        """Returns these tensors, or arrays as tensors over the same memory: one a plane, `[tokens, heads, dim]` each.
-        Raises CallerError for another layer, number of planes, shape, dtype or device."""
+        """Returns tensors over the memory of these tensors or arrays: one a plane, `[tokens, heads, dim]` each. They
+        are of no autograd graph, since pages that were written by one would keep it, and everything read would be of
+        it. Raises CallerError for another layer, number of planes, shape, dtype or device."""
         self.check_layer(layer)
-        values = [as_tensor(array, f"layer {layer}: what was given", dtype=self._dtype_name) for array in arrays]
+        values = [as_tensor(array, f"layer {layer}: what was given", dtype=self._dtype_name).detach() for array in arrays]
         if len(values) != self.planes:
             raise CallerError(f"{len(values)} tensors were given; the spec has {self.planes} planes")
         for value in values:

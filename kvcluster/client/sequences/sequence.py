@@ -123,7 +123,7 @@ class Sequence:
     def resident_pages(self) -> Tensor:
         """The resident set of the client, `[pages, layers, planes, block_tokens, heads, dim]`, in memory that is never
         moved. It must not be written."""
-        return self._runner.memory.tensor
+        return self._runner.memory.tensor.detach()  # whatever is written into it makes this alias alone part of a graph
 
     @property
     def sealed(self) -> int:

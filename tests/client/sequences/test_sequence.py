@@ -105,6 +105,25 @@ def test_a_sequence_takes_arrays_of_other_libraries(cluster: MemoryCluster, arra
             of_arrays.append(0, np.zeros((1, HEADS, DIM), np.complex64), np.zeros((1, HEADS, DIM)))
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_values_are_copied_and_never_their_graph(cluster: MemoryCluster, tokens: int) -> None:
+    weight = torch.ones(DIM, requires_grad=True)
+    q = torch.randn(1, 2 * HEADS, DIM, requires_grad=True)
+    with cluster.client(SPEC) as client, client.sequence() as one, client.sequence() as two:
+        rows = kvcluster.SequenceBatch([one, two])
+        for layer in range(LAYERS):
+            values = made(2 * tokens, layer)[0] * weight.bfloat16()
+            rows.append(layer, values, values.clone())
+            assert not one.attend(layer, q).requires_grad and not rows.attend(layer, q.repeat(2, 1, 1)).requires_grad
+        rows.advance([tokens, tokens])
+        one.write(0, 0, made(1, 9)[0] * weight.bfloat16(), torch.nn.Parameter(made(1, 8)[0]))
+        k, v = one.update(0, made(1, 5)[0] * weight.bfloat16(), made(1, 6)[0])
+        one.resident_pages[:1, 0] *= weight.bfloat16()
+        for tensor in (k, v, *one.read(0, 0, 1), *two.read(1, 0, tokens), one.resident_pages, one.attend(0, q)):
+            assert not tensor.requires_grad and tensor.grad_fn is None
+        assert torch.equal(torch.stack(two.read(1, 0, tokens)), torch.stack([made(2 * tokens, 1)[0, tokens:]] * 2))
+
+
 def test_pages_reserved_before_a_fork_are_written_by_one_sequence(cluster: MemoryCluster) -> None:
     with cluster.client(SPEC) as client, cluster.client(SPEC) as other:
         parent = grown(client, list(range(6)))
