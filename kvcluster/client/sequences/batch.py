@@ -58,7 +58,7 @@ class SequenceBatch:
         states = [sequence.checked() for sequence in self.sequences]
         values = self._runner.memory.checked(layer, [k] if v is None else [k, v])
         counts = self._counts(len(values[0]), tokens)
-        self._runner.append(states, layer, counts, values, self._resources.deadline(None))
+        self._resources.rows.append(states, layer, counts, values, self._resources.deadline(None))
 
     def advance(self, token_ids: Tokens[int | Tokens[int]]) -> None:
         """As Sequence.advance for each row: the token ids, or the number of tokens, of row i are `token_ids[i]`. If it

@@ -17,7 +17,8 @@ never changes: the writer gets a copy.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvcluster.client.sequences.block_table import ABSENT, PageCopy, TokenRun, coded_page, loss_of
 from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock, StoreState, release, retain
@@ -67,7 +68,7 @@ class SequenceMachine:
 
     def fork(self, state: SequenceState, name: SequenceId) -> SequenceState:
         """Opens another sequence with the same tokens. Raises CallerError in the middle of a step."""
-        self._between_steps(state, "fork")
+        self.check_between_steps(state, "fork")
         child = SequenceState(
             name,
             state.root,
@@ -85,6 +86,11 @@ class SequenceMachine:
         child.family = state.family
         child.family[child] = None
         return child
+
+    def check_between_steps(self, state: SequenceState, what: str) -> None:
+        """Raises CallerError in the middle of a step."""
+        if state.appended:
+            raise CallerError(f"cannot {what} in the middle of a step: call advance, or truncate to drop the step")
 
     def close(self, state: SequenceState) -> None:
         """Closes a sequence. Its public blocks that wait to be stored still will be."""
@@ -127,7 +133,7 @@ class SequenceMachine:
         this sequence alone, and no fork has them. Returns what is to be copied. Raises CallerError in the middle of a
         step; LimitError and ResidentSetFull."""
         for state in states:
-            self._between_steps(state, "reserve")
+            self.check_between_steps(state, "reserve")
         return self._reserve(states, tokens)
 
     def _reserve(self, states: Sequence[SequenceState], tokens: Sequence[int]) -> list[PageCopy]:
@@ -143,7 +149,9 @@ class SequenceMachine:
             if blocks:
                 self._window.drop(state, blocks)
             if self._shares_next(state, count):  # no longer, if a fork in this batch has just got a copy of its own
-                copies += self._replace(state, state.length // self._block_tokens)
+                depth = state.length // self._block_tokens
+                with self._room_to_replace([(state, range(depth, depth + 1))]):
+                    copies += self._replace(state, depth)
             while len(state.blocks) < state.blocks_for(state.length + count):
                 block = SequenceBlock(state.tip, self._take(), state.family)
                 block.stays = state.policy.coding is not Codec.RAW
@@ -192,9 +200,10 @@ class SequenceMachine:
     def _check_advance(self, state: SequenceState, count: int) -> None:
         if len(state.appended) != self._layers or count != state.step:
             missing = [layer for layer in range(self._layers) if layer not in state.appended]
+            where = f", not in layer {missing[0]}" if missing and state.appended else ""
             raise CallerError(
                 f"advance names {count} tokens; this step has {state.step} in {len(state.appended)} of {self._layers} "
-                f"layers{f', not in layer {missing[0]}' if missing and state.appended else ''}: append them to every layer"
+                f"layers{where}: append them to every layer"
             )
 
     def encode(self, state: SequenceState) -> list[Encoding]:
@@ -251,45 +260,57 @@ class SequenceMachine:
         depth, kept = divmod(tokens, self._block_tokens)
         return [state.blocks[depth]] if kept and state.table[depth] == ABSENT else []
 
-    def truncate(self, state: SequenceState, tokens: int) -> list[PageCopy]:
-        """Keeps the first `tokens` tokens, and drops the present step. A block that this cuts must be in the resident
-        set; if it is sealed, it is sealed again later, with the precision that it has lost. Returns what is to be
-        copied. Raises CallerError if there are fewer tokens; ResidentSetFull."""
-        if not 0 <= tokens <= state.length:
-            raise CallerError(f"cannot truncate to {tokens} tokens: the sequence has {state.length}")
-        self.check_kept(state, tokens, tokens, "truncate")
+    def truncate(self, states: Sequence[SequenceState], tokens: Sequence[int]) -> list[PageCopy]:
+        """Keeps the first `tokens[i]` tokens of each sequence, and drops the present step. Blocks that this cuts must
+        be in the resident set; one that is sealed is sealed again later, with the precision that it has lost. Returns
+        what is to be copied. Raises CallerError if there are fewer tokens; ResidentSetFull."""
+        cuts: list[tuple[SequenceState, range]] = []
+        for state, count in zip(states, tokens, strict=True):
+            if not 0 <= count <= state.length:
+                raise CallerError(f"cannot truncate to {count} tokens: the sequence has {state.length}")
+            self.check_kept(state, count, count, "truncate")
+            if count % self._block_tokens and count < state.length:
+                depth = count // self._block_tokens
+                cuts.append((state, range(depth, depth + 1)))
+        copies: list[PageCopy] = []
+        with self._room_to_replace(cuts):
+            for state, count in zip(states, tokens, strict=True):
+                copies += self._cut(state, count)
+        return copies
+
+    def _cut(self, state: SequenceState, tokens: int) -> list[PageCopy]:
         depth, kept = divmod(tokens, self._block_tokens)
-        cut_off = state.blocks[depth:] if kept and tokens < state.length else []
-        assert not cut_off or state.table[depth] != ABSENT, "fetch it first"
-        # A fork that has all of the block that is cut may seal it later, and give up its page: so it is copied.
-        if cut_off and (any(block.shared for block in cut_off) or cut_off[0].page is None):
-            self._check_room(1, cut_off[:1])
-        tip = state.blocks[state.blocks_for(tokens) - 1] if tokens else None
+        cuts_block = kept and tokens < state.length
         if depth < state.sealed:
-            cut = cut_off[0].tokens if kept else b""
-            state.tokens = hashing.token_ids(cut[: 4 * kept])
+            state.tokens = hashing.token_ids(state.blocks[depth].tokens[: 4 * kept] if kept else b"")
             state.sealed = depth
         else:
             del state.tokens[max(0, tokens - state.sealed * self._block_tokens) :]
-        retain(tip)
-        old = state.tip
-        state.cut(state.blocks_for(tokens))
+        blocks, old = state.blocks_for(tokens), state.tip
+        retain(state.blocks[blocks - 1] if blocks else None)
+        state.cut(blocks)
         release(old, self._released)
         state.length = tokens
         self._end_step(state)
-        return self._replace(state, len(state.blocks) - 1) if cut_off else []
+        # A fork that has all of the block that is cut may seal it later, and give up its page: so it is replaced.
+        return self._replace(state, depth) if cuts_block else []
 
-    def own(self, state: SequenceState, position: int) -> list[PageCopy]:
-        """Prepares the token at `position` to be overwritten: its block, and every block behind it, is this sequence's
-        alone, and unsealed. All of them must be in the resident set. Returns what is to be copied. Raises
-        ResidentSetFull."""
-        self.check_kept(state, position, state.length, "overwrite")
-        depth = position // self._block_tokens
-        copies = self._replace(state, depth)
-        if depth < state.sealed:
-            state.sealed = depth
-            del state.tokens[:]
-        del state.tokens[max(0, position - state.sealed * self._block_tokens) :]
+    def own(self, states: Sequence[SequenceState], positions: Sequence[int]) -> list[PageCopy]:
+        """Prepares the tokens at `positions[i]` of each sequence to be overwritten: their block, and every block behind
+        it, is that sequence's alone, and unsealed. All of them must be in the resident set. Returns what is to be
+        copied. Raises ResidentSetFull."""
+        copies: list[PageCopy] = []
+        depths = [position // self._block_tokens for position in positions]
+        for state, position in zip(states, positions, strict=True):
+            self.check_kept(state, position, state.length, "overwrite")
+        suffixes = [(state, range(depth, len(state.blocks))) for state, depth in zip(states, depths, strict=True)]
+        with self._room_to_replace(suffixes):
+            for state, position, depth in zip(states, positions, depths, strict=True):
+                copies += self._replace(state, depth)
+                if depth < state.sealed:
+                    state.sealed = depth
+                    del state.tokens[:]
+                del state.tokens[max(0, position - state.sealed * self._block_tokens) :]
         return copies
 
     # ------------------------------------------------------------------------------- out of the set and back
@@ -374,36 +395,43 @@ class SequenceMachine:
     def _is_sink(self, state: SequenceState, block: SequenceBlock) -> bool:
         return block.depth * self._block_tokens < state.policy.sink_tokens
 
+    @contextmanager
+    def _room_to_replace(self, ranges: Sequence[tuple[SequenceState, range]]) -> Iterator[None]:
+        """Within it the blocks of these sequences at these depths keep their pages, and there is room to replace all of
+        them. Raises ResidentSetFull."""
+        blocks = dict.fromkeys(state.blocks[depth] for state, depths in ranges for depth in depths)
+        for block in blocks:
+            self.pages.must_keep(block)
+        try:
+            needed = [_needs_page(state.blocks[depths.start :])[: len(depths)] for state, depths in ranges]
+            self._check_room(sum(map(sum, needed)))
+            yield
+        finally:
+            for block in blocks:
+                self._may_give_up(block)
+
     def _replace(self, state: SequenceState, depth: int) -> list[PageCopy]:
         """Replaces the blocks from `depth` on, all of which must be there, by unsealed ones that only this sequence
         refers to, so that they may be written. Loans, loads and places are remembered by block, so no block ever has
         another content: a block that nothing else refers to passes its page on to the new one, any other is copied.
-        Returns what is to be copied. Raises ResidentSetFull."""
+        There must be room. Returns what is to be copied."""
         suffix, old = state.blocks[depth:], state.tip
         entries = [state.table[at] for at in range(depth, len(state.blocks))]
-        copied = max((at + 1 for at, block in enumerate(suffix) if block.shared), default=0)
-        for block in suffix:
-            self.pages.must_keep(block)
-        try:
-            self._check_room(sum(at < copied or block.page is None for at, block in enumerate(suffix)))
-            copies: list[PageCopy] = []
-            state.cut(depth)
-            for at, (block, entry) in enumerate(zip(suffix, entries, strict=True)):
-                assert entry != ABSENT, "fetch it first"
-                if at < copied or block.page is None:
-                    page = self._take()
-                else:
-                    page, block.page = block.page, None
-                if page != entry:
-                    copies.append(PageCopy(entry, page))
-                fresh = SequenceBlock(state.tip, page, state.family)
-                fresh.loss = max(block.loss, loss_of(entry))
-                fresh.stays = state.policy.coding is not Codec.RAW
-                state.add(fresh)
-            retain(state.tip)
-        finally:
-            for block in suffix:
-                self._may_give_up(block)
+        copies: list[PageCopy] = []
+        state.cut(depth)
+        for block, entry, needs_page in zip(suffix, entries, _needs_page(suffix), strict=True):
+            assert entry != ABSENT, "fetch it first"
+            page = self._take() if needs_page else block.page
+            assert page is not None
+            if not needs_page:
+                block.page = None
+            if page != entry:
+                copies.append(PageCopy(entry, page))
+            fresh = SequenceBlock(state.tip, page, state.family)
+            fresh.loss = max(block.loss, loss_of(entry))
+            fresh.stays = state.policy.coding is not Codec.RAW
+            state.add(fresh)
+        retain(state.tip)
         release(old, self._released)  # last, so that no slot loses its memory before it was copied
         return copies
 
@@ -416,10 +444,9 @@ class SequenceMachine:
         if block.stored is StoreState.YES and block.page is not None and not block.stays:
             self.pages.may_give_up(block)
 
-    def _check_room(self, pages: int, beside: Sequence[SequenceBlock] = (), *, freed_bytes: int = 0) -> None:
-        """Raises ResidentSetFull unless so many pages are available, without those of the blocks `beside`."""
-        beside_bytes = sum(self.pages.may_go(block) for block in beside) * self.pages.page_bytes
-        self._check_bytes(pages * self.pages.page_bytes + beside_bytes - freed_bytes)
+    def _check_room(self, pages: int, *, freed_bytes: int = 0) -> None:
+        """Raises ResidentSetFull unless so many pages are available."""
+        self._check_bytes(pages * self.pages.page_bytes - freed_bytes)
 
     def _check_bytes(self, nbytes: int) -> None:
         available = self.pages.available_bytes
@@ -459,10 +486,13 @@ class SequenceMachine:
             self.pages.free(block.page)
             block.page = None
 
-    def _between_steps(self, state: SequenceState, what: str) -> None:
-        if state.appended:
-            raise CallerError(f"cannot {what} in the middle of a step: call advance, or truncate to drop the step")
-
     def _end_step(self, state: SequenceState) -> None:
         state.step = 0
         state.appended.clear()
+
+
+def _needs_page(suffix: Sequence[SequenceBlock]) -> list[bool]:
+    """Returns which of the last blocks of a sequence cannot pass their page on to another block that replaces them:
+    those that something else refers to, itself or through a block behind them, and those without a raw page."""
+    shared = max((at + 1 for at, block in enumerate(suffix) if block.shared), default=0)
+    return [at < shared or block.page is None for at, block in enumerate(suffix)]

@@ -75,7 +75,9 @@ class ResidentMemory:
         are of no autograd graph, since pages that were written by one would keep it, and everything read would be of
         it. Raises CallerError for another layer, number of planes, shape, dtype or device."""
         self.check_layer(layer)
-        values = [as_tensor(array, f"layer {layer}: what was given", dtype=self._dtype_name).detach() for array in arrays]
+        values = [
+            as_tensor(array, f"layer {layer}: what was given", dtype=self._dtype_name).detach() for array in arrays
+        ]
         if len(values) != self.planes:
             raise CallerError(f"{len(values)} tensors were given; the spec has {self.planes} planes")
         for value in values:

@@ -10,9 +10,9 @@ from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resources import SequenceResources
-from kvcluster.client.sequences.sequence import Sequence, random_name
+from kvcluster.client.sequences.sequence import Sequence
 from kvcluster.client.sequences.shipped_counter import ShippedCounter, ShippedCounts
-from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.state import SequenceState, random_name
 from kvcluster.client.sequences.statistics import ResidentUse, resident_use
 from kvcluster.client.validation import check_open
 from kvcluster.core import hashing
@@ -82,6 +82,9 @@ class SequenceOpener:
                 state.loss = max(state.loss, loads.provide(state.blocks, deadline, lend=True, only_free=True))
         except LostTokens as lost:  # since they were found
             sequence.truncate(lost.position)
+        except BaseException:
+            sequence.close()
+            raise
         return sequence
 
     def prewarm(self, tokens: int, deadline: Deadline) -> None:

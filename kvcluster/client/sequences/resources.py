@@ -11,6 +11,7 @@ from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.deadlines import OTHER_MS
 from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.resident_pages import ResidentPages
+from kvcluster.client.sequences.row_operations import RowOperations
 from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.shipped_counter import ShippedCounter
 from kvcluster.client.sequences.table_keeper import TableKeeper
@@ -42,6 +43,7 @@ class SequenceResources:
     """`part`: what of the group this client holds. `deadline` makes that of one call out of its `deadline_ms`."""
 
     runner: SequenceRunner
+    rows: RowOperations
     loads: SequenceLoads
     remote: RemoteAttention
     missing: MissingTokens
@@ -98,7 +100,9 @@ def sequence_resources(
     remote = RemoteAttention(spec, part, accept, counter, shards=shards, control=control, next_attempt=next_attempt)
     search = MissingTokens(spec, part, accept, runner, control=control, shards=shards, next_attempt=next_attempt)
     runner.sweeps, runner.settle = (loads.sweep, remote.sweep), loads.settle
-    return SequenceResources(runner, loads, remote, search, spec.groups[0], part, deadline)
+    return SequenceResources(
+        runner, RowOperations(runner, loads), loads, remote, search, spec.groups[0], part, deadline
+    )
 
 
 def resident_pages(memory: ResidentMemory) -> ResidentPages:

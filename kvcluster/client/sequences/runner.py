@@ -32,8 +32,6 @@ from kvcluster.errors import KVClusterError, ResidentSetFull
 from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvcluster.client.sequences.memory import ResidentMemory
 
 R = TypeVar("R")
@@ -132,21 +130,6 @@ class SequenceRunner:
         return self.machine.pages.available > before
 
     # --------------------------------------------------------------------------------------------------- steps
-
-    def append(
-        self,
-        states: Sequence[SequenceState],
-        layer: int,
-        tokens: Sequence[int],
-        values: Sequence[Tensor],
-        deadline: Deadline,
-    ) -> None:
-        """Appends the next `tokens[i]` tokens of each sequence to one layer. Raises as SequenceMachine.begin_step;
-        ResidentSetFull as `with_room`."""
-        with self.lock:
-            runs, copies = self.with_room(lambda: self.machine.begin_step(states, layer, tokens), deadline)
-            self.memory.copy(copies)
-            self.memory.write(layer, runs, values)
 
     def advance(
         self, states: Sequence[SequenceState], tokens: Sequence[int | Sequence[int]], deadline: Deadline

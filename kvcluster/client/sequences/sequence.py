@@ -18,18 +18,15 @@ resident set, is lost too: LostTokens names the first token of it, and `missing`
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from collections.abc import Sequence as Tokens
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.policy import WindowPolicy
+from kvcluster.client.sequences.row_operations import Row
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
 from kvcluster.client.validation import kind_of
-from kvcluster.core.ids import SEQUENCE_BYTES, SequenceId
 from kvcluster.errors import CallerError
 from kvcluster.transport.forks import OwnProcess
 
@@ -39,13 +36,6 @@ if TYPE_CHECKING:
     from kvcluster.client.sequences.attend_planner import AttendPlanner
     from kvcluster.client.sequences.batch_attention import BatchAttention
     from kvcluster.client.sequences.resources import SequenceResources
-
-R = TypeVar("R")
-
-
-def random_name() -> SequenceId:
-    """Returns a new name for a sequence."""
-    return SequenceId(os.urandom(SEQUENCE_BYTES))
 
 
 class Sequence:
@@ -64,6 +54,7 @@ class Sequence:
         self.resources = resources
         self._state = state
         self._runner = resources.runner
+        self._rows = resources.rows
         self._deadline = resources.deadline
         self._attention: BatchAttention | None = None
 
@@ -91,6 +82,15 @@ class Sequence:
     def capacity(self) -> int:
         """The most tokens that it may have, or keep if it drops the oldest (`max_tokens`)."""
         return self._state.max_tokens
+
+    @property
+    def positions(self) -> Tensor:
+        """The positions of the tokens that are kept, those of the present step included: int64 `[tokens]`, all but the
+        `dropped` ones."""
+        import torch
+
+        kept = self._state.kept(self._state.length + self._state.step)
+        return torch.cat([torch.arange(0), *(torch.arange(span.start, span.stop) for span in kept)])
 
     @property
     def dropped(self) -> range:
@@ -153,7 +153,7 @@ class Sequence:
         """
         state = self.checked()
         values = self._runner.memory.checked(layer, [k] if v is None else [k, v])
-        self._runner.append([state], layer, [len(values[0])], values, self._deadline(None))
+        self._rows.append([state], layer, [len(values[0])], values, self._deadline(None))
 
     def advance(self, token_ids: int | Tokens[int]) -> None:
         """Makes the tokens of this step count. Blocks whose token ids are given can be found by other workers; if only
@@ -167,62 +167,39 @@ class Sequence:
         self._runner.advance([state], [ids], self._deadline(None))
 
     def update(self, layer: int, k: Tensor, v: Tensor | None = None) -> list[Tensor]:
-        """Appends as `append`, and returns all K and V of the layer, the new tokens included: `[length, kv_heads,
-        head_dim]` each, copied."""
-        self.append(layer, k, v)
-        return self.read(layer, 0, self._state.length + self._state.step)
+        """Appends as `append`, and returns all K and V of the layer, the new tokens included: `[tokens, kv_heads,
+        head_dim]` each, copied. After tokens were dropped these are the kept ones, whose positions are `positions`.
+        Raises as `append` and `read`. Nothing is changed then."""
+        state = self.checked()
+        values = self._runner.memory.checked(layer, [k] if v is None else [k, v])
+        return self._rows.update([state], layer, [len(values[0])], values, self._deadline(None))[0]
 
     def reserve(self, tokens: int) -> None:
-        """Takes the pages that `tokens` more tokens need, so that appending them cannot fail for want of room. Raises
-        as `append`."""
-        state, machine = self.checked(), self._runner.machine
+        """Takes the pages that `tokens` more tokens need, between two steps, so that appending them cannot fail for
+        want of room. A fork does not get them, and the first of both that appends to a block that they share needs one
+        page more. Raises as `append`."""
         _check_number("reserve", tokens)
-        with self._runner.lock:
-            copies = self._runner.with_room(lambda: machine.reserve([state], [tokens]), self._deadline(None))
-            self._runner.memory.copy(copies)
+        self._rows.reserve([self.checked()], [tokens], self._deadline(None))
 
     # ------------------------------------------------------------------------------------ reading and overwriting
 
     def read(self, layer: int, position: int, tokens: int = 1, *, deadline_ms: float | None = None) -> list[Tensor]:
         """Returns a copy of `tokens` tokens of one layer from `position` on: `[tokens, kv_heads, head_dim]` for each
         plane. Raises CallerError for positions that it does not have; ResidentSetFull; LostTokens."""
-        state = self.checked()
-        self._check_range(layer, position, tokens, state.length + (state.step if layer in state.appended else 0))
-        runner = self._runner
-        return self._with_blocks(
-            position,
-            tokens,
-            deadline_ms,
-            lambda: runner.memory.read(layer, runner.machine.runs(state, position, tokens)),
-        )
+        return self._rows.read(layer, [self._row(position, tokens)], self._deadline(deadline_ms))[0]
 
     def write(self, layer: int, position: int, k: Tensor, v: Tensor | None = None) -> None:
         """Overwrites tokens of one layer from `position` on, as `append`. Their blocks, and all blocks after them, are
-        this sequence's own from now on. Raises as `append` and `read`."""
-        state, values = self.checked(), [k] if v is None else [k, v]
-        runner = self._runner
-        values = runner.memory.checked(layer, values)
-        tokens = len(values[0])
-        self._check_range(layer, position, tokens, state.length)
-        if not tokens:
-            return
-        runner.machine.check_kept(state, position, state.length, "overwrite")
-
-        def overwrite() -> None:
-            runner.memory.copy(runner.machine.own(state, position))
-            runner.memory.write(layer, runner.machine.runs(state, position, tokens), values)
-            runner.keeper.cut(state)
-            runner.wake()
-
-        self._with_blocks(position, state.length - position, None, overwrite)
+        this sequence's own from now on. Raises as `append` and `read`. Nothing is changed then."""
+        self.checked()
+        values = self._runner.memory.checked(layer, [k] if v is None else [k, v])
+        self._rows.write(layer, [self._row(position, len(values[0]))], values, self._deadline(None))
 
     def load(self, position: int = 0, tokens: int | None = None, *, deadline_ms: float | None = None) -> None:
         """Loads `tokens` tokens from `position` on, by default all behind it, into the resident set, where they stay
         until their pages are needed for others. Raises as `read`."""
-        state = self.checked()
-        tokens = state.length - position if tokens is None else tokens
-        self._check_range(0, position, tokens, state.length)
-        self._with_blocks(position, tokens, deadline_ms, lambda: None)
+        tokens = max(0, self.length - position) if tokens is None else tokens
+        self._rows.load([self._row(position, tokens)], self._deadline(deadline_ms))
 
     def missing(self, *, deadline_ms: float | None = None) -> list[range]:
         """Returns the ranges of positions whose tokens are lost, in order: neither the resident set has them, nor a
@@ -292,17 +269,8 @@ class Sequence:
         """Keeps the first `tokens` tokens, and drops those of the present step. Within the tail nothing but this
         process takes part; a sealed block that is cut is loaded if it has left the resident set. Raises CallerError
         if there are fewer tokens; ResidentSetFull; LostTokens. Nothing is changed then."""
-        state, runner = self.checked(), self._runner
         _check_number("truncate", tokens)
-
-        def cut() -> None:
-            runner.memory.copy(runner.machine.truncate(state, tokens))
-            runner.keeper.cut(state)
-            runner.wake()
-
-        runner.machine.check_kept(state, min(tokens, state.length), tokens, "truncate")
-        cuts_block = tokens < state.length and tokens % state.block_tokens > 0
-        self._with_blocks(tokens, int(cuts_block), deadline_ms, cut)
+        self._rows.truncate([self.checked()], [tokens], self._deadline(deadline_ms))
 
     def reset(self) -> None:
         """Drops all tokens."""
@@ -311,33 +279,19 @@ class Sequence:
     def fork(self) -> Sequence:
         """Returns another sequence with the same tokens, which shares their pages. Either may be changed without a
         change to the other. Raises CallerError in the middle of a step."""
-        state, runner = self.checked(), self._runner
-        with runner.lock:
-            child = runner.machine.fork(state, random_name())
-            runner.keeper.opened(child, state)
-            runner.wake()
+        (child,) = self._rows.fork([self.checked()])
         return Sequence(self.resources, child)
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Seals all full blocks, the tail's included, and waits until they are stored and other workers find them.
         Returns False if the deadline comes first or a store has failed."""
-        state, runner, deadline = self.checked(), self._runner, self._deadline(deadline_ms)
-        with runner.lock:
-            if runner.machine.seal(state, all_full=True):
-                runner.keeper.sealed(state)
-            stored = runner.wait_for_stores(lambda: runner.machine.is_stored(state), deadline)
-        return runner.flush_shards(deadline) and stored
+        return self._rows.flush([self.checked()], self._deadline(deadline_ms))
 
     def close(self) -> None:
         """Ends the sequence; its forks stay open. Blocks that other workers can find stay cached, and are still stored
         if they were sealed; its own are erased. May be called again. In a forked child it does nothing."""
-        if self._process.forked:
-            return
-        with self._runner.lock:
-            if not self._state.closed:
-                self._runner.keeper.closed(self._state)
-                self._runner.machine.close(self._state)
-                self._runner.wake()
+        if not self._process.forked:
+            self._rows.close([self._state])
 
     def __enter__(self) -> Sequence:
         return self
@@ -355,30 +309,10 @@ class Sequence:
             raise CallerError("this sequence is closed")
         return self._state
 
-    def _with_blocks(self, position: int, tokens: int, deadline_ms: float | None, call: Callable[[], R]) -> R:
-        """Returns `call()`, made in the lock while all blocks of these tokens are in the resident set. While it raises
-        ResidentSetFull it is made again, as `with_room` does."""
-        state, first = self._state, position // self._state.block_tokens
-        span = range(first, first + state.blocks_for(position % state.block_tokens + tokens) if tokens else first)
-        deadline = self._deadline(deadline_ms)
-        while True:
-            away = bool(state.absent(span))
-            blocks = [state.blocks[depth] for depth in span] if away else []
-            with self._runner.holding(blocks) if away else nullcontext():
-                if away:
-                    self.resources.loads.bring(state, span, deadline)
-                with self._runner.lock:
-                    made = self._runner.with_room(lambda: None if state.absent(span) else (call(),), deadline)
-            if made is not None:
-                return made[0]
-
-    def _check_range(self, layer: int, position: int, tokens: int, length: int) -> None:
+    def _row(self, position: int, tokens: int) -> Row:
         _check_number("position", position)
         _check_number("tokens", tokens)
-        self._runner.memory.check_layer(layer)
-        if position + tokens > length:
-            raise CallerError(f"tokens {position} to {position + tokens} are not all there: layer {layer} has {length}")
-        self._runner.machine.check_kept(self._state, position, position + tokens, "read or write")
+        return Row(self.checked(), range(position, position + tokens))
 
 
 def _check_number(what: str, value: Any) -> None:

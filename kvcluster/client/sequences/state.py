@@ -15,6 +15,7 @@ the first token that was advanced without an id or overwritten, and are not kept
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterable
 
@@ -22,8 +23,13 @@ from kvcluster.client.sequences.block_table import ABSENT, BlockTable
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, SequenceId
+from kvcluster.core.ids import SEQUENCE_BYTES, BlockHash, SequenceId
 from kvcluster.core.miss import Loss
+
+
+def random_name() -> SequenceId:
+    """Returns a new name for a sequence."""
+    return SequenceId(os.urandom(SEQUENCE_BYTES))
 
 
 class SequenceState:
@@ -75,6 +81,11 @@ class SequenceState:
     def dropped_tokens(self) -> range:
         """The positions that were dropped."""
         return range(self.dropped.start * self.block_tokens, self.dropped.stop * self.block_tokens)
+
+    def kept(self, length: int) -> list[range]:
+        """Returns the positions before `length` that were not dropped."""
+        dropped = self.dropped_tokens
+        return [span for span in (range(dropped.start), range(dropped.stop, length)) if span]
 
     def private(self) -> bool:
         """Whether the next block to be sealed is private: one before it is, or not all of its token ids are known."""

@@ -227,7 +227,7 @@ class SequenceWorker(Worker):
                 yield None, MS
         ids = list(tokens) if with_ids else len(tokens)
         if (yield from self._with_room(lambda: machine.advance([state], [ids]))) is None:
-            machine.truncate(state, state.length)
+            machine.truncate([state], [state.length])
             return False
         for encoding in machine.encode(state):
             machine.encoded(state, encoding, succeeded=self.memory.encode(encoding))
@@ -258,7 +258,7 @@ class SequenceWorker(Worker):
         if lost is not None:
             return False
         try:
-            self.memory.copy(self.machine.own(state, position))
+            self.memory.copy(self.machine.own([state], [position]))
         except ResidentSetFull:
             return False
         for layer in range(self.layers):
@@ -278,7 +278,7 @@ class SequenceWorker(Worker):
                 return False
         self.world.count("sequence", "truncated deep" if tokens < state.sealed * self.block_tokens else "truncated")
         try:
-            self.memory.copy(self.machine.truncate(state, tokens))
+            self.memory.copy(self.machine.truncate([state], [tokens]))
         except ResidentSetFull:
             return False
         del sequence.values[tokens:]

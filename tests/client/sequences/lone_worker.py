@@ -129,7 +129,7 @@ class Worker:
     def write(self, state: SequenceState, position: int, value: int) -> None:
         self.machine.check_kept(state, position, state.length, "overwrite")
         self.bring(state, range(position // BLOCK, len(state.blocks)))
-        self.copy(self.machine.own(state, position))
+        self.copy(self.machine.own([state], [position]))
         (run,) = self.machine.runs(state, position, 1)
         for layer in range(LAYERS):
             self.memory[layer, run.entry, run.first] = value + 1_000_000 * layer
@@ -138,4 +138,4 @@ class Worker:
         self.machine.check_kept(state, tokens, tokens, "truncate")
         for block in self.machine.unsealed_by(state, tokens):
             self.bring(state, range(block.depth, block.depth + 1))
-        self.copy(self.machine.truncate(state, tokens))
+        self.copy(self.machine.truncate([state], [tokens]))

@@ -322,7 +322,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "advance of nothing": (lambda w, s: w.machine.advance([s], [[1]]), "append them"),
     "a fork within a step": (lambda w, s: (w.machine.begin_step([s], 0, [1]), w.machine.fork(s, w.name())), "middle"),
-    "a truncation beyond the end": (lambda w, s: w.machine.truncate(s, 7), "has 6"),
+    "a truncation beyond the end": (lambda w, s: w.machine.truncate([s], [7]), "has 6"),
     "more than max_tokens": (lambda w, s: w.machine.begin_step([s], 0, [15]), "max_tokens=20"),
 }
 
@@ -435,7 +435,9 @@ def test_encoded_blocks_that_are_overwritten_under_pressure_are_decoded_first() 
 
 
 @pytest.mark.parametrize("codec", ["raw", "q8"])
-@pytest.mark.parametrize("change", [lambda w, s: w.truncate(s, 6), lambda w, s: w.write(s, 4, 99)], ids=["cut", "write"])
+@pytest.mark.parametrize(
+    "change", [lambda w, s: w.truncate(s, 6), lambda w, s: w.write(s, 4, 99)], ids=["cut", "write"]
+)
 def test_a_block_that_is_written_again_is_another_block_in_the_same_page(
     change: Callable[[Worker, SequenceState], None], codec: str
 ) -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from kvcluster.client.sequences import remote_spans
 from kvcluster.client.sequences.block_places import BlockPlaces
-from kvcluster.client.sequences.blocks import StoreState
-from kvcluster.client.sequences.blocks import SequenceBlock
+from kvcluster.client.sequences.blocks import SequenceBlock, StoreState
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import CutBlocks, shippable_cuts
 from kvcluster.core import limits
@@ -111,7 +110,7 @@ def test_a_block_that_is_written_again_is_of_another_span() -> None:
     one.last.references = 1
     before = spans.named(HERE, one)
     tell(spans)
-    again = SequenceBlock(one.last.before, one.last.page, one.last.family)  # it was cut, and its end grew and was sealed
+    again = SequenceBlock(one.last.before, one.last.page, one.last.family)
     again.name, again.references, one.last.references = BlockHash(b"n" * 32), 1, 0
     assert spans.named(HERE, one._replace(blocks=(*one.blocks[:-1], again))) != before
     (message,) = tell(spans)

@@ -384,3 +384,36 @@ def test_specs_that_no_tensor_holds_are_refused(cluster: MemoryCluster) -> None:
 def test_a_resident_set_without_a_page_is_refused(start: Start) -> None:
     with small(start, 0).client(SPEC) as client, pytest.raises(CallerError, match="resident_bytes"):
         client.sequence()
+
+
+def test_an_update_returns_the_kept_tokens_and_their_positions(cluster: MemoryCluster) -> None:
+    policy = kvcluster.WindowPolicy(tail_tokens=BLOCK, sink_tokens=BLOCK)
+    with cluster.client(SPEC) as client, client.sequence(policy=policy, max_tokens=32, drop_oldest=True) as one:
+        k, v, dropped = made(60, 1), made(60, 2), 0
+        for at in range(0, 60, 3):
+            for layer in range(LAYERS):
+                found = one.update(layer, k[layer, at : at + 3], v[layer, at : at + 3])
+                positions = one.positions
+                kept = [*range(one.dropped.start), *range(one.dropped.stop, at + 3)]
+                assert positions.tolist() == kept and len(kept) <= 32 and positions.dtype == torch.int64
+                assert torch.equal(found[0], k[layer, kept]) and torch.equal(found[1], v[layer, kept])
+            one.advance([at, at + 1, at + 2])
+            dropped = max(dropped, len(one.dropped))
+        assert dropped and one.length == 60
+
+
+def test_an_update_that_raises_has_appended_nothing(start: Start) -> None:
+    with small(start, 8, deadline_ms=600).client(SPEC) as client:
+        one = grown(client, list(range(28)))
+        assert one.sequence.flush()
+        other = grown(client, [100])  # a page that stays, since its block is not full
+        k = made(4, 5)[0]
+        with pytest.raises(ResidentSetFull):
+            one.sequence.update(0, k, k)
+        assert one.sequence.length == 28 == len(one.sequence.positions)
+        other.sequence.close()
+        for layer in range(LAYERS):
+            found = one.sequence.update(layer, k, k)
+            assert torch.equal(found[0], torch.cat([one.k[layer], k]))
+        one.sequence.advance(4)
+        assert one.sequence.length == 32
