@@ -103,8 +103,8 @@ class AttendPlanner(Protocol):
 class ShipAbsent:
     """Ships every span that is not in the resident set.
 
-        sequence = client.sequence(token_ids)
-        out = sequence.attend(0, query, planner=kvcluster.ShipAbsent())
+        with client.sequence(token_ids) as sequence:
+            out = sequence.attend(0, query, planner=kvcluster.ShipAbsent())
 
     The plainest planner: it compares no costs.
     """

@@ -52,6 +52,17 @@ class SequenceBatch:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    def __enter__(self) -> SequenceBatch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes all of its sequences."""
+        for sequence in self.sequences:
+            sequence.close()
+
     def append(self, layer: int, k: Tensor, v: Tensor | None = None, *, tokens: Tokens[int] | None = None) -> None:
         """As Sequence.append for each row: `k` and `v` are `[tokens, kv_heads, head_dim]` with the tokens of all rows,
         one row after another: `tokens[i]` of row i, by default equally many. If it raises, no row has changed."""

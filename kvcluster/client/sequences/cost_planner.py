@@ -72,8 +72,8 @@ class CostPlanner:
     """Chooses what takes the least time, by the speeds measured so far.
 
         planner = kvcluster.CostPlanner()
-        sequence = client.sequence(token_ids, prefetch=False)
-        out = sequence.attend(0, query, planner=planner)
+        with client.sequence(token_ids, prefetch=False) as sequence:
+            out = sequence.attend(0, query, planner=planner)
 
     docs/attention.md has the formula. One planner may serve many sequences.
     """

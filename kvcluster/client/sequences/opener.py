@@ -99,6 +99,7 @@ class SequenceOpener:
             return ResidentUse(0, 0, 0, 0, 0, 0, 0, 0, 0)
         runner, loads = self._resources.runner, self._resources.loads
         with runner.lock:
+            runner.close_abandoned()
             return resident_use(runner.machine, len(loads.absent.lent), runner.stores_pending)
 
     def shipped(self) -> ShippedCounts:
@@ -114,9 +115,7 @@ class SequenceOpener:
         if resources is not None:
             runner = resources.runner
             with runner.lock:
-                for state in runner.machine.open_states():
-                    runner.keeper.closed(state)
-                    runner.machine.close(state)
+                runner.close_sequences(runner.machine.open_states())
             runner.close()
             resources.remote.close()
 

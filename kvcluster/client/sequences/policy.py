@@ -13,7 +13,8 @@ class WindowPolicy:
     """What of a sequence stays in the worker's memory, and how.
 
         policy = kvcluster.WindowPolicy(tail_tokens=128, codec="q8")
-        sequence = client.sequence(token_ids, policy=policy)
+        with client.sequence(token_ids, policy=policy) as sequence:
+            print(sequence.statistics())
 
     `tail_tokens`: the last tokens of a sequence, which stay in the resident set unsealed, so that drafts can be
     rolled back without any call. `migration_tokens`: blocks before the tail are sealed and stored in batches of at

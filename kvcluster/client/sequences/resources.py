@@ -82,12 +82,9 @@ def sequence_resources(
     except ModuleNotFoundError:
         raise CallerError("sequences are kept in torch tensors: install torch") from None
     memory = ResidentMemory(spec, part, _capacity(config.resident_bytes, spec.page_bytes(0, part)))
+    pages, run_blocks = resident_pages(memory), control.attach(spec, now).run_blocks
     machine = SequenceMachine(
-        resident_pages(memory),
-        lambda: os.urandom(HASH_BYTES),
-        block_tokens=spec.block_tokens,
-        layers=part.layers,
-        run_blocks=control.attach(spec, now).run_blocks,
+        pages, _random_id, block_tokens=spec.block_tokens, layers=part.layers, run_blocks=run_blocks
     )
     runner = SequenceRunner(
         *(spec, parts, machine, TableKeeper(next_attempt().holder, interval_ns=_SYNC_INTERVAL_NS), memory),
@@ -100,15 +97,18 @@ def sequence_resources(
     remote = RemoteAttention(spec, part, accept, counter, shards=shards, control=control, next_attempt=next_attempt)
     search = MissingTokens(spec, part, accept, runner, control=control, shards=shards, next_attempt=next_attempt)
     runner.sweeps, runner.settle = (loads.sweep, remote.sweep), loads.settle
-    return SequenceResources(
-        runner, RowOperations(runner, loads), loads, remote, search, spec.groups[0], part, deadline
-    )
+    rows = RowOperations(runner, loads)
+    return SequenceResources(runner, rows, loads, remote, search, spec.groups[0], part, deadline)
 
 
 def resident_pages(memory: ResidentMemory) -> ResidentPages:
     """Returns the numbers of the pages and slots of this memory."""
     sizes: dict[Codec, int] = {codec: nbytes for codec, nbytes in memory.stride_bytes.items() if codec is not Codec.RAW}
     return ResidentPages(len(memory.tensor), memory.stride_bytes[Codec.RAW], sizes, memory.unback)
+
+
+def _random_id() -> bytes:
+    return os.urandom(HASH_BYTES)
 
 
 def _capacity(resident_bytes: int, page_bytes: int) -> int:

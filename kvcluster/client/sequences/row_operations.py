@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-class Row(NamedTuple):
+class SequenceRow(NamedTuple):
     """A sequence, and the positions of it that an operation is about."""
 
     state: SequenceState
@@ -71,7 +71,7 @@ class RowOperations:
     ) -> list[list[Tensor]]:
         """Appends, and returns the tokens of the layer that each sequence keeps, one tensor a plane. Raises as `append`
         and `read`."""
-        rows = [Row(state, positions) for state in states for positions in state.kept(state.length)]
+        rows = [SequenceRow(state, positions) for state in states for positions in state.kept(state.length)]
 
         def append_and_read() -> list[list[Tensor]]:
             self._append(states, layer, tokens, values)
@@ -87,7 +87,7 @@ class RowOperations:
 
     # ------------------------------------------------------------------------------------ reading and overwriting
 
-    def read(self, layer: int, rows: Sequence[Row], deadline: Deadline) -> list[list[Tensor]]:
+    def read(self, layer: int, rows: Sequence[SequenceRow], deadline: Deadline) -> list[list[Tensor]]:
         """Returns a copy of these tokens of one layer, one tensor a plane for each row. Raises CallerError for
         positions that a row does not have; ResidentSetFull; LostTokens."""
         for state, positions in rows:
@@ -96,7 +96,7 @@ class RowOperations:
             rows, deadline, lambda: [self._read(layer, row.state, [row.positions]) for row in rows]
         )
 
-    def write(self, layer: int, rows: Sequence[Row], values: Sequence[Tensor], deadline: Deadline) -> None:
+    def write(self, layer: int, rows: Sequence[SequenceRow], values: Sequence[Tensor], deadline: Deadline) -> None:
         """Overwrites these tokens of one layer. Raises as `read`."""
         for state, positions in rows:
             self._check_range(layer, state, positions, state.length)
@@ -109,10 +109,10 @@ class RowOperations:
             self._memory.write(layer, self._runs(rows), values)
             self._sealed_fewer(states)
 
-        needed = [Row(state, range(positions.start, state.length)) for state, positions in rows]
+        needed = [SequenceRow(state, range(positions.start, state.length)) for state, positions in rows]
         self._with_blocks(needed, deadline, overwrite)
 
-    def load(self, rows: Sequence[Row], deadline: Deadline) -> None:
+    def load(self, rows: Sequence[SequenceRow], deadline: Deadline) -> None:
         """Loads these tokens into the resident set. Raises as `read`."""
         for state, positions in rows:
             self._check_range(0, state, positions, state.length)
@@ -125,7 +125,7 @@ class RowOperations:
         for state, count in zip(states, tokens, strict=True):
             self._machine.check_kept(state, min(count, state.length), count, "truncate")
         cuts = [
-            Row(state, range(count, count + 1))
+            SequenceRow(state, range(count, count + 1))
             for state, count in zip(states, tokens, strict=True)
             if count < state.length and count % state.block_tokens
         ]
@@ -158,18 +158,11 @@ class RowOperations:
             stored = runner.wait_for_stores(lambda: all(map(self._machine.is_stored, states)), deadline)
         return runner.flush_shards(deadline) and stored
 
-    def close(self, states: Sequence[SequenceState]) -> None:
-        """Ends those of these sequences that are open."""
-        with self._runner.lock:
-            for state in states:
-                if not state.closed:
-                    self._runner.keeper.closed(state)
-                    self._machine.close(state)
-            self._runner.wake()
-
     # ------------------------------------------------------------------------------------------- helpers
 
-    def _with_blocks(self, rows: Sequence[Row], deadline: Deadline, call: Callable[[], R], *, hold: bool = False) -> R:
+    def _with_blocks(
+        self, rows: Sequence[SequenceRow], deadline: Deadline, call: Callable[[], R], *, hold: bool = False
+    ) -> R:
         """Returns `call()`, made in the lock while all blocks of these rows are in the resident set. While it raises
         ResidentSetFull it is made again, as SequenceRunner.with_room does. With `hold` none of these blocks gives up
         its page for one that the call takes."""
@@ -198,9 +191,9 @@ class RowOperations:
         self._memory.write(layer, runs, values)
 
     def _read(self, layer: int, state: SequenceState, ranges: Sequence[range]) -> list[Tensor]:
-        return self._memory.read(layer, self._runs([Row(state, positions) for positions in ranges]))
+        return self._memory.read(layer, self._runs([SequenceRow(state, positions) for positions in ranges]))
 
-    def _runs(self, rows: Sequence[Row]) -> list[TokenRun]:
+    def _runs(self, rows: Sequence[SequenceRow]) -> list[TokenRun]:
         return [run for row in rows for run in self._machine.runs(row.state, row.positions.start, len(row.positions))]
 
     def _sealed_fewer(self, states: Sequence[SequenceState]) -> None:

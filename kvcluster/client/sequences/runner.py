@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -84,6 +85,7 @@ class SequenceRunner:
         self._store_at = 0.0
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._abandoned: deque[SequenceState] = deque()
 
     # ------------------------------------------------------------------------------------------ called in the lock
 
@@ -93,6 +95,23 @@ class SequenceRunner:
             self._thread = threading.Thread(target=self._run, name="kvcluster-sequences", daemon=True)
             self._thread.start()
         self.lock.notify_all()
+
+    def close_sequences(self, states: Iterable[SequenceState]) -> None:
+        """Ends those of these sequences that are open."""
+        for state in states:
+            if not state.closed:
+                self.keeper.closed(state)
+                self.machine.close(state)
+        self.wake()
+
+    def close_abandoned(self) -> bool:
+        """Ends the sequences that were abandoned. Returns whether there were any."""
+        found: list[SequenceState] = []
+        while self._abandoned:
+            found.append(self._abandoned.popleft())
+        if found:
+            self.close_sequences(found)
+        return bool(found)
 
     @property
     def stores_pending(self) -> int:
@@ -112,6 +131,8 @@ class SequenceRunner:
             try:
                 return call()
             except ResidentSetFull:
+                if self.close_abandoned():
+                    continue
                 if self.readers:
                     self.wait_for_readers()
                     continue
@@ -190,6 +211,19 @@ class SequenceRunner:
             self._evicting -= 1
             self.lock.notify_all()
 
+    # ------------------------------------------------------------------------------------------- without the lock
+
+    def abandon(self, state: SequenceState) -> None:
+        """Has a sequence closed that has no user any more. The garbage collector calls this in any thread, perhaps in
+        one that holds the lock and is changing the machine: so the sequence is closed later, by the thread, or by a
+        call that needs room."""
+        self._abandoned.append(state)
+        if self.lock.acquire(blocking=False):
+            try:
+                self.lock.notify_all()
+            finally:
+                self.lock.release()
+
     # ------------------------------------------------------------------------------------------------ the thread
 
     def close(self) -> None:
@@ -206,6 +240,7 @@ class SequenceRunner:
                 now = time.monotonic_ns()
                 if self._closed:
                     break
+                self.close_abandoned()
                 sync = self.keeper.next_sync(now)
                 batch = self.machine.stores.next() if time.monotonic() >= self._store_at else None
                 self._storing = len(batch.blocks) if batch is not None else 0

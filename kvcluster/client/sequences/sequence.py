@@ -1,11 +1,11 @@
 """A sequence: KV that grows token by token, as one tensor for its user, whatever lies where.
 
-    seq = client.sequence(prompt)            # begins with the cached prefix: seq.length tokens are there already
-    seq.append(layer, k, v)                  # [tokens, kv_heads, head_dim], for every layer
-    seq.advance(token_ids)                   # now they count
-    out = seq.attend(layer, q)               # each token of q sees all up to itself, wherever they lie
-    k, v = seq.read(layer, 0, seq.length)
-    draft = seq.fork(); seq.truncate(n); seq.close()
+    with client.sequence(prompt) as seq:         # begins with the cached prefix: seq.length tokens are there already
+        seq.append(layer, k, v)                  # [tokens, kv_heads, head_dim], for every layer
+        seq.advance(token_ids)                   # now they count
+        out = seq.attend(layer, q)               # each token of q sees all up to itself, wherever they lie
+        k, v = seq.read(layer, 0, seq.length)
+        draft = seq.fork(); seq.truncate(n)
 
 What was appended lies in the resident set of the client, in pages that forks share. Full blocks behind the tail are
 sealed and stored in the background, so that other workers find them; then their pages may be used for others, and the
@@ -18,12 +18,14 @@ resident set, is lost too: LostTokens names the first token of it, and `missing`
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, Any
 
 from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.policy import WindowPolicy
-from kvcluster.client.sequences.row_operations import Row
+from kvcluster.client.sequences.row_operations import SequenceRow
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
 from kvcluster.client.validation import kind_of
@@ -36,11 +38,13 @@ if TYPE_CHECKING:
     from kvcluster.client.sequences.attend_planner import AttendPlanner
     from kvcluster.client.sequences.batch_attention import BatchAttention
     from kvcluster.client.sequences.resources import SequenceResources
+    from kvcluster.client.sequences.runner import SequenceRunner
 
 
 class Sequence:
     """One sequence of a client. Made by `client.sequence`; a context manager. One thread at a time may use a sequence;
-    several sequences of one client may be used by several threads. A forked child cannot use it.
+    several sequences of one client may be used by several threads. A forked child cannot use it. It keeps its pages
+    until it is closed; one that is collected without that is closed then, with a ResourceWarning.
 
         with client.sequence() as sequence:
             for layer in range(2):
@@ -57,6 +61,8 @@ class Sequence:
         self._rows = resources.rows
         self._deadline = resources.deadline
         self._attention: BatchAttention | None = None
+        self._unclosed = weakref.finalize(self, _abandon, self._process, self._runner, state)
+        self._unclosed.atexit = False
 
     def __repr__(self) -> str:
         return f"<Sequence of {self.length:,} tokens{', closed' if self.closed else ''}>"
@@ -291,7 +297,9 @@ class Sequence:
         """Ends the sequence; its forks stay open. Blocks that other workers can find stay cached, and are still stored
         if they were sealed; its own are erased. May be called again. In a forked child it does nothing."""
         if not self._process.forked:
-            self._rows.close([self._state])
+            self._unclosed.detach()
+            with self._runner.lock:
+                self._runner.close_sequences([self._state])
 
     def __enter__(self) -> Sequence:
         return self
@@ -309,10 +317,18 @@ class Sequence:
             raise CallerError("this sequence is closed")
         return self._state
 
-    def _row(self, position: int, tokens: int) -> Row:
+    def _row(self, position: int, tokens: int) -> SequenceRow:
         _check_number("position", position)
         _check_number("tokens", tokens)
-        return Row(self.checked(), range(position, position + tokens))
+        return SequenceRow(self.checked(), range(position, position + tokens))
+
+
+def _abandon(process: OwnProcess, runner: SequenceRunner, state: SequenceState) -> None:
+    """A sequence was collected that was not closed. Its client may have closed it."""
+    if not (process.forked or state.closed):
+        runner.abandon(state)
+        text = f"a sequence of {state.length:,} tokens was not closed: close it, or open it by `with`"
+        warnings.warn(text, ResourceWarning, stacklevel=2)
 
 
 def _check_number(what: str, value: Any) -> None:

@@ -163,7 +163,8 @@ def test_pages_that_the_cluster_has_lost_are_named_by_their_position(start: Star
     with ExitStack() as stack:
         desk = Desk(start(device_bytes="4MiB"), stack)
         client = desk.connect(SPEC)
-        assert grown(client, TOKENS).sequence.flush()
+        with grown(client, TOKENS).sequence as stored:
+            assert stored.flush()
         again = desk.connect(SPEC).sequence(TOKENS)
         client.clear()
         desk.expire_leases()
@@ -300,12 +301,12 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_does_not_fit_is_refused_by_name(cluster: MemoryCluster, what: str) -> None:
     call, named = WRONG[what]
-    with cluster.client(SPEC) as client, cluster.client(SPEC) as other:
+    with cluster.client(SPEC) as client, cluster.client(SPEC) as other, other.sequence() as theirs:
         one = grown(client, [1, 2, 3])
         with pytest.raises(CallerError, match=named):
             call(one.sequence, asked(1))
         with pytest.raises(CallerError, match="one client"):
-            kvcluster.SequenceBatch([one.sequence, other.sequence()])
+            kvcluster.SequenceBatch([one.sequence, theirs])
         check(one)
         one.sequence.close()
         with pytest.raises(CallerError, match="closed"):

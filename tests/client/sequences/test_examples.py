@@ -37,6 +37,7 @@ def test_the_example_runs(cluster: MemoryCluster, heading: str, code: str) -> No
     with cluster.client(SPEC) as client:
         names = {"client": client, "spec": SPEC, "kv": kv, "queries": queries, "kvcluster": kvcluster}
         run_twice(code, heading, names | {"CallerError": CallerError, "LimitError": LimitError})
+        assert client.resident().sequences == 0, "an example closes what it opens"
 
 
 def test_all_that_users_know_is_shown() -> None:

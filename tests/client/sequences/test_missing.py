@@ -100,7 +100,8 @@ def test_nothing_is_missing_of_a_sequence_that_is_here_or_on_shards(cluster: Mem
             grow(sequence, range(first, first + 256))
         assert sequence.statistics().resident < TOKENS
         assert sequence.missing() == []
-        assert kvcluster.SequenceBatch([sequence, sequence.fork()]).missing() == [[], []]
+        with sequence.fork() as fork:
+            assert kvcluster.SequenceBatch([sequence, fork]).missing() == [[], []]
 
 
 def test_a_lost_span_is_computed_again_in_a_fork_and_what_follows_it_stays(cluster: MemoryCluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -417,3 +418,51 @@ def test_an_update_that_raises_has_appended_nothing(start: Start) -> None:
             assert torch.equal(found[0], torch.cat([one.k[layer], k]))
         one.sequence.advance(4)
         assert one.sequence.length == 32
+
+
+def test_a_sequence_without_references_is_closed_with_a_warning(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        left, kept = grown(client, [1, 2, 3]).sequence, grown(client, [1, 2, 3]).sequence
+        fork, batch = left.fork(), kvcluster.SequenceBatch([left])
+        batch.attend(0, torch.randn(1, 2 * HEADS, DIM))
+        assert client.resident().sequences == 3
+        del left
+        gc.collect()
+        assert client.resident().sequences == 3, "the batch has it"
+        with pytest.warns(ResourceWarning, match="a sequence of 3 tokens was not closed"):
+            del batch
+            gc.collect()
+        assert client.resident().sequences == 2
+        with pytest.warns(ResourceWarning):
+            del fork
+            gc.collect()
+        assert (client.resident().sequences, client.resident().pages_used) == (1, 1)
+        kept.close()
+        del kept
+        unclosed = grown(client, [4]).sequence
+    del unclosed  # its client has closed it
+    gc.collect()
+
+
+def test_pages_of_sequences_without_references_are_freed_when_room_is_needed(start: Start) -> None:
+    with small(start, 4, deadline_ms=1_000).client(SPEC) as client:
+        for _ in range(5):
+            one = grown(client, list(range(14)))
+            one.check()
+            with pytest.warns(ResourceWarning):
+                del one
+                gc.collect()
+
+
+def test_a_sequence_that_is_collected_while_the_lock_is_held_is_closed_later(cluster: MemoryCluster) -> None:
+    """The garbage collector runs anywhere, also in the middle of a change."""
+    with cluster.client(SPEC) as client:
+        one, kept = grown(client, [1, 2, 3]).sequence, grown(client, [1]).sequence
+        runner = kept.resources.runner
+        with runner.lock:
+            with pytest.warns(ResourceWarning):
+                del one
+                gc.collect()
+            assert len(runner.machine.open_states()) == 2, "nothing has changed beneath the caller"
+        cluster.wait_until(lambda: len(runner.machine.open_states()) == 1)
+        kept.close()

@@ -35,6 +35,10 @@ TOKENS = 10_000
 """Eight times as many as the resident set holds."""
 
 
+_opened: list[kvcluster.Sequence] = []
+"""Those of one test: a sequence that is not closed has to have a reference until its client is."""
+
+
 @dataclass
 class Context:
     """A sequence, and the KV of its tokens: `[layers, tokens, heads, dim]`."""
@@ -43,6 +47,9 @@ class Context:
     k: Tensor
     v: Tensor
     number: int = 0  # token ids are another context's only if its number is
+
+    def __post_init__(self) -> None:
+        _opened.append(self.sequence)
 
     def grow(self, tokens: int, seed: int) -> None:
         seed += 100_000 * self.number
@@ -100,8 +107,10 @@ def cluster(start: Start) -> MemoryCluster:
 
 @pytest.fixture
 def client(cluster: MemoryCluster) -> Iterator[Client]:
+    """A client that closes the sequences of a test."""
     with cluster.client(SPEC) as client:
         yield client
+    _opened.clear()
 
 
 def small(start: Start, pages: int = PAGES) -> MemoryCluster:

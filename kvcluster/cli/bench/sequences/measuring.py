@@ -64,18 +64,20 @@ def measure(*, tokens: Sequence[int], calls: int, decoded: int) -> dict[str, Any
         port = CountingPort(Connection(cluster.address, None))
         config = ClientConfig(resident_bytes=room, deadline_ms=CALL_MS)
         attempts = own_attempts()
-        client = Client(port, lambda shard: choose(shard, None, attempts), SPEC, config=config)
-        try:
-            return _measure(client, port, cluster.client(SPEC), tokens, calls, decoded)
-        finally:
-            client.close()
+        with Client(port, lambda shard: choose(shard, None, attempts), SPEC, config=config) as client:
+            policy = kvcluster.WindowPolicy(tail_tokens=_TAIL, migration_tokens=_MIGRATION)
+            with client.sequence(policy=policy) as sequence:
+                return _measure(sequence, port, cluster.client(SPEC), tokens, calls, decoded)
 
 
 def _measure(
-    client: Client, port: CountingPort, other: Client, lengths: Sequence[int], calls: int, decoded: int
+    sequence: kvcluster.Sequence,
+    port: CountingPort,
+    other: Client,
+    lengths: Sequence[int],
+    calls: int,
+    decoded: int,
 ) -> dict[str, Any]:
-    policy = kvcluster.WindowPolicy(tail_tokens=_TAIL, migration_tokens=_MIGRATION)
-    sequence = client.sequence(policy=policy)
     rows = []
     for length in lengths:
         progress(f"{length:,} tokens")
