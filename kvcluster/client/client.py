@@ -382,11 +382,11 @@ class Client:
         deadline_ms: float | None = None,
     ) -> KVSequence:
         """Opens a sequence, which begins with the cached prefix of `prompt`: its `length` tokens need not be computed.
-        Its KV is kept in the resident set (`ClientConfig.resident_bytes`) until it is closed (`with`), and leaves it for
-        the cluster by `policy`. It takes at most `max_tokens` tokens; with `drop_oldest` it takes more, and keeps that many: the oldest behind
+        Its KV is kept in the resident set (`ClientConfig.resident_bytes`), and leaves it for the cluster by `policy`.
+        It takes at most `max_tokens` tokens; with `drop_oldest` it takes more, and keeps that many: the oldest behind
         the policy's sinks are dropped, positions stay, and what is made from then on is its own. The prefix is loaded
         as far as there is room, or with `prefetch=False` when it is needed. It begins empty if the coordinator does not
-        answer. Raises CallerError for a spec of several groups or unlike planes, or without torch; as `hashes`.
+        answer. Close it, or use `with`. Raises CallerError for a spec of several groups, or without torch; as `hashes`.
         """
         opened = as_prompt(prompt), check_tokens("max_tokens", max_tokens), policy or WindowPolicy()
         return self._sequences.open(*opened, self._call(deadline_ms), drop_oldest=drop_oldest, prefetch=prefetch)
