@@ -12,7 +12,8 @@ from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
 from kvcluster.client.sequences.attend_explanation import AttendExplanation
-from kvcluster.client.sequences.sequence import Sequence, checked_ids
+from kvcluster.client.sequences.sequence import Sequence, check_number, checked_ids
+from kvcluster.client.sequences.state import SequenceState
 from kvcluster.errors import CallerError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class SequenceBatch:
         if len(dict.fromkeys(self.sequences)) < len(self.sequences):
             raise CallerError("a sequence is named twice in one batch: fork it")
         self._runner = self._resources.runner
+        self._rows = self._resources.rows
         self._attention: BatchAttention | None = None
 
     def __repr__(self) -> str:
@@ -66,15 +68,24 @@ class SequenceBatch:
     def append(self, layer: int, k: Tensor, v: Tensor | None = None, *, tokens: Tokens[int] | None = None) -> None:
         """As Sequence.append for each row: `k` and `v` are `[tokens, kv_heads, head_dim]` with the tokens of all rows,
         one row after another: `tokens[i]` of row i, by default equally many. If it raises, no row has changed."""
-        states = [sequence.checked() for sequence in self.sequences]
-        values = self._runner.memory.checked(layer, [k] if v is None else [k, v])
+        states, values = self._states(), self._runner.memory.checked(layer, [k] if v is None else [k, v])
         counts = self._counts(len(values[0]), tokens)
-        self._resources.rows.append(states, layer, counts, values, self._resources.deadline(None))
+        self._rows.append(states, layer, counts, values, self._resources.deadline(None))
+
+    def reserve(self, tokens: int | Tokens[int]) -> None:
+        """As Sequence.reserve for each row: `tokens` more tokens of each, or `tokens[i]` of row i. If it raises, no row
+        has changed."""
+        self._rows.reserve(self._states(), self._of_each("tokens", tokens), self._resources.deadline(None))
+
+    def mark_written(self, tokens: int | Tokens[int], layer: int | None = None) -> None:
+        """As Sequence.mark_written for each row: `tokens` tokens of each, or `tokens[i]` of row i. If it raises, no row
+        has changed."""
+        self._rows.mark_written(self._states(), layer, self._of_each("tokens", tokens))
 
     def advance(self, token_ids: Tokens[int | Tokens[int]]) -> None:
         """As Sequence.advance for each row: the token ids, or the number of tokens, of row i are `token_ids[i]`. If it
         raises, no row has changed."""
-        states = [sequence.checked() for sequence in self.sequences]
+        states = self._states()
         ids = [checked_ids(each) for each in token_ids]
         if len(ids) != len(states):
             raise CallerError(f"advance got {len(ids)} rows; the batch has {len(states)}")
@@ -101,7 +112,7 @@ class SequenceBatch:
         from kvcluster.client.sequences.batch_attention import BatchAttention, Scores
 
         query = as_tensor(query, "the query")
-        states = [sequence.checked() for sequence in self.sequences]
+        states = self._states()
         if self._attention is None:
             self._attention = BatchAttention(states, self._resources)
         counts = self._counts(len(query), tokens)
@@ -117,8 +128,20 @@ class SequenceBatch:
 
     def missing(self, *, deadline_ms: float | None = None) -> list[list[range]]:
         """As Sequence.missing for each row. Blocks that rows share are looked for once."""
-        states = [sequence.checked() for sequence in self.sequences]
+        states = self._states()
         return self._resources.missing.of(states, self._resources.deadline(deadline_ms))
+
+    def _states(self) -> list[SequenceState]:
+        return [sequence.checked() for sequence in self.sequences]
+
+    def _of_each(self, what: str, given: int | Tokens[int]) -> list[int]:
+        """Returns a number for each row: the same one, or those given. Raises CallerError for others."""
+        numbers = [given] * len(self) if isinstance(given, int) else list(given)
+        if len(numbers) != len(self):
+            raise CallerError(f"{what} has {len(numbers)} numbers; the batch has {len(self)} rows")
+        for number in numbers:
+            check_number(what, number)
+        return numbers
 
     def _counts(self, total: int, tokens: Tokens[int] | None) -> list[int]:
         rows = len(self.sequences)

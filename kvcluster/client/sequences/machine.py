@@ -3,6 +3,7 @@ stored, shared, copied and given up. Pure: it knows no memory, no clock and no t
 
     open, fork, truncate, close                  what the caller does with a sequence
     begin_step, advance, encode                  how it grows: every layer appends, then all tokens count
+    reserve, mark_written                        how it grows if another writer writes its pages
     own                                          how it is overwritten
     take, placed                                 how absent blocks come back into the resident set
     stores                                       how sealed blocks reach the cluster, in batches, in their order
@@ -17,10 +18,10 @@ never changes: the writer gets a copy.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
-from kvcluster.client.sequences.block_table import ABSENT, PageCopy, TokenRun, coded_page, loss_of
+from kvcluster.client.sequences.block_pages import BlockPages
+from kvcluster.client.sequences.block_table import ABSENT, PageCopy, TokenRun
 from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock, StoreState, release, retain
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resident_pages import ResidentPages
@@ -31,7 +32,7 @@ from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, SequenceId
 from kvcluster.core.miss import Loss
-from kvcluster.errors import CallerError, ResidentSetFull
+from kvcluster.errors import CallerError
 
 
 class SequenceMachine:
@@ -44,7 +45,8 @@ class SequenceMachine:
         self._random_id = random_id
         self._block_tokens = block_tokens
         self._layers = layers
-        self.stores = StoreQueue(run_blocks, self._may_give_up, self._free_page, self._released)
+        self._blocks = BlockPages(pages)
+        self.stores = StoreQueue(run_blocks, self._blocks.may_give_up, self._blocks.free_page, self._blocks.released)
         self._open: dict[SequenceId, SequenceState] = {}
         self._window = ResidentWindow(pages)
 
@@ -97,7 +99,7 @@ class SequenceMachine:
         del self._open[state.name]
         del state.family[state]
         state.closed = True
-        release(state.tip, self._released)
+        release(state.tip, self._blocks.released)
         state.cut(0)
 
     # ------------------------------------------------------------------------------------------------ growing
@@ -108,11 +110,7 @@ class SequenceMachine:
         """Returns where this layer writes the next `tokens[i]` tokens of each sequence, in order, and what is to be
         copied before. Raises CallerError for a layer that has already appended in this step, or a number of tokens that
         differs from its other layers; LimitError beyond `max_tokens`; ResidentSetFull."""
-        for state, count in zip(states, tokens, strict=True):
-            if layer in state.appended:
-                raise CallerError(f"layer {layer} has appended its tokens of this step already; call advance first")
-            if state.appended and state.step != count:
-                raise CallerError(f"layer {layer} appends {count} tokens; the other layers of this step {state.step}")
+        self._check_layer(states, layer, tokens)
         first_layer = [not state.appended for state in states]
         copies = self._reserve(
             [state for state, first in zip(states, first_layer, strict=True) if first],
@@ -120,13 +118,41 @@ class SequenceMachine:
         )
         runs: list[TokenRun] = []
         for state, count in zip(states, tokens, strict=True):
-            state.step = count
-            state.appended[layer] = None
+            self._appended(state, layer, count)
             runs += self.runs(state, state.length, count)
-            if count and state.loss is not Loss.EXACT:
-                for block in state.blocks[state.length // self._block_tokens :]:
-                    block.loss = max(block.loss, state.loss)
         return runs, copies
+
+    def mark_written(self, states: Sequence[SequenceState], layer: int | None, tokens: Sequence[int]) -> None:
+        """Takes the next `tokens[i]` tokens of each sequence, which another writer has written into reserved pages, as
+        appended to this layer, or to all layers. Raises CallerError as `begin_step`, and for more tokens than are
+        reserved."""
+        layers = range(self._layers) if layer is None else (layer,)
+        for each in layers:
+            self._check_layer(states, each, tokens)
+        for state, count in zip(states, tokens, strict=True):
+            reserved = state.reserved + state.step
+            if count > reserved:
+                raise CallerError(
+                    f"{count} tokens cannot have been written: pages are reserved for {reserved}. Call reserve before "
+                    "they are written, and again after a fork"
+                )
+        for state, count in zip(states, tokens, strict=True):
+            for each in layers:
+                self._appended(state, each, count)
+
+    def _check_layer(self, states: Sequence[SequenceState], layer: int, tokens: Sequence[int]) -> None:
+        for state, count in zip(states, tokens, strict=True):
+            if layer in state.appended:
+                raise CallerError(f"layer {layer} has appended its tokens of this step already; call advance first")
+            if state.appended and state.step != count:
+                raise CallerError(f"layer {layer} appends {count} tokens; the other layers of this step {state.step}")
+
+    def _appended(self, state: SequenceState, layer: int, count: int) -> None:
+        state.step = count
+        state.appended[layer] = None
+        if count and state.loss is not Loss.EXACT:
+            for block in state.blocks[state.length // self._block_tokens :]:
+                block.loss = max(block.loss, state.loss)
 
     def reserve(self, states: Sequence[SequenceState], tokens: Sequence[int]) -> list[PageCopy]:
         """Takes the pages that `tokens[i]` more tokens of each sequence need, between two steps: they are written by
@@ -143,17 +169,17 @@ class SequenceMachine:
             pages += max(0, state.blocks_for(state.length + count) - len(state.blocks))
             pages += self._shares_next(state, count)
             freed += self._window.freed_bytes(state, blocks) if blocks else 0
-        self._check_room(pages, freed_bytes=freed)
+        self._blocks.check_room(pages, freed_bytes=freed)
         copies: list[PageCopy] = []
         for state, count, blocks in zip(states, tokens, drops, strict=True):
             if blocks:
                 self._window.drop(state, blocks)
             if self._shares_next(state, count):  # no longer, if a fork in this batch has just got a copy of its own
                 depth = state.length // self._block_tokens
-                with self._room_to_replace([(state, range(depth, depth + 1))]):
-                    copies += self._replace(state, depth)
+                with self._blocks.room_to_replace([(state, range(depth, depth + 1))]):
+                    copies += self._blocks.replace(state, depth)
             while len(state.blocks) < state.blocks_for(state.length + count):
-                block = SequenceBlock(state.tip, self._take(), state.family)
+                block = SequenceBlock(state.tip, self._blocks.take(), state.family)
                 block.stays = state.policy.coding is not Codec.RAW
                 block.references = 1  # of the sequence, which no longer ends with the block before
                 if block.before is not None:
@@ -189,7 +215,7 @@ class SequenceMachine:
             ids.append(None if isinstance(given, int) else hashing.token_array(given))
             self._check_advance(state, given if isinstance(given, int) else len(given))
             nbytes += self._window.nbytes(state, state.step)
-        self._check_bytes(nbytes)
+        self._blocks.check_bytes(nbytes)
         for state, known in zip(states, ids, strict=True):
             if known is not None and len(state.tokens) == state.length - state.sealed * self._block_tokens:
                 state.tokens.extend(known)
@@ -210,7 +236,7 @@ class SequenceMachine:
         """Returns what is to be encoded after `advance`. `encoded` has to be called with each."""
         given_up: list[SequenceBlock] = []
         encodings = self._window.encode(state, given_up)
-        self._gone(given_up)
+        self._blocks.gave_up(given_up)
         return encodings
 
     def encoded(self, state: SequenceState, encoding: Encoding, *, succeeded: bool) -> None:
@@ -273,7 +299,7 @@ class SequenceMachine:
                 depth = count // self._block_tokens
                 cuts.append((state, range(depth, depth + 1)))
         copies: list[PageCopy] = []
-        with self._room_to_replace(cuts):
+        with self._blocks.room_to_replace(cuts):
             for state, count in zip(states, tokens, strict=True):
                 copies += self._cut(state, count)
         return copies
@@ -289,11 +315,11 @@ class SequenceMachine:
         blocks, old = state.blocks_for(tokens), state.tip
         retain(state.blocks[blocks - 1] if blocks else None)
         state.cut(blocks)
-        release(old, self._released)
+        release(old, self._blocks.released)
         state.length = tokens
         self._end_step(state)
         # A fork that has all of the block that is cut may seal it later, and give up its page: so it is replaced.
-        return self._replace(state, depth) if cuts_block else []
+        return self._blocks.replace(state, depth) if cuts_block else []
 
     def own(self, states: Sequence[SequenceState], positions: Sequence[int]) -> list[PageCopy]:
         """Prepares the tokens at `positions[i]` of each sequence to be overwritten: their block, and every block behind
@@ -304,9 +330,9 @@ class SequenceMachine:
         for state, position in zip(states, positions, strict=True):
             self.check_kept(state, position, state.length, "overwrite")
         suffixes = [(state, range(depth, len(state.blocks))) for state, depth in zip(states, depths, strict=True)]
-        with self._room_to_replace(suffixes):
+        with self._blocks.room_to_replace(suffixes):
             for state, position, depth in zip(states, positions, depths, strict=True):
-                copies += self._replace(state, depth)
+                copies += self._blocks.replace(state, depth)
                 if depth < state.sealed:
                     state.sealed = depth
                     del state.tokens[:]
@@ -318,8 +344,8 @@ class SequenceMachine:
     def take(self, pages: int) -> list[PageNumber]:
         """Takes pages, into which the caller loads absent blocks: it frees them (`pages.free`), or gives them to blocks
         (`placed`). Raises ResidentSetFull."""
-        self._check_room(pages)
-        return [self._take() for _ in range(pages)]
+        self._blocks.check_room(pages)
+        return [self._blocks.take() for _ in range(pages)]
 
     def hold(self, blocks: Sequence[SequenceBlock]) -> None:
         """Has blocks keep their pages, or those that they will get, until `let_go`: they are needed together."""
@@ -330,7 +356,7 @@ class SequenceMachine:
         """Withdraws a `hold` of these blocks."""
         for block in blocks:
             self.pages.let_go(block)
-            self._may_give_up(block)
+            self._blocks.may_give_up(block)
 
     def placed(self, block: SequenceBlock, page: PageNumber, *, loaded: bool) -> None:
         """The load of a placed block has ended: it is in the resident set, or its page is free again."""
@@ -338,8 +364,8 @@ class SequenceMachine:
             self.pages.free(page)
             return
         block.page = page
-        self._tell(block, page)
-        self._may_give_up(block)
+        self._blocks.write_entry(block, page)
+        self._blocks.may_give_up(block)
 
     def seal_all(self) -> list[SequenceState]:
         """Seals all full blocks of all sequences, so that they can be stored and give up their pages. Returns the
@@ -395,104 +421,6 @@ class SequenceMachine:
     def _is_sink(self, state: SequenceState, block: SequenceBlock) -> bool:
         return block.depth * self._block_tokens < state.policy.sink_tokens
 
-    @contextmanager
-    def _room_to_replace(self, ranges: Sequence[tuple[SequenceState, range]]) -> Iterator[None]:
-        """Within it the blocks of these sequences at these depths keep their pages, and there is room to replace all of
-        them. Raises ResidentSetFull."""
-        blocks = dict.fromkeys(state.blocks[depth] for state, depths in ranges for depth in depths)
-        for block in blocks:
-            self.pages.must_keep(block)
-        try:
-            needed = [_needs_page(state.blocks[depths.start :])[: len(depths)] for state, depths in ranges]
-            self._check_room(sum(map(sum, needed)))
-            yield
-        finally:
-            for block in blocks:
-                self._may_give_up(block)
-
-    def _replace(self, state: SequenceState, depth: int) -> list[PageCopy]:
-        """Replaces the blocks from `depth` on, all of which must be there, by unsealed ones that only this sequence
-        refers to, so that they may be written. Loans, loads and places are remembered by block, so no block ever has
-        another content: a block that nothing else refers to passes its page on to the new one, any other is copied.
-        There must be room. Returns what is to be copied."""
-        suffix, old = state.blocks[depth:], state.tip
-        entries = [state.table[at] for at in range(depth, len(state.blocks))]
-        copies: list[PageCopy] = []
-        state.cut(depth)
-        for block, entry, needs_page in zip(suffix, entries, _needs_page(suffix), strict=True):
-            assert entry != ABSENT, "fetch it first"
-            page = self._take() if needs_page else block.page
-            assert page is not None
-            if not needs_page:
-                block.page = None
-            if page != entry:
-                copies.append(PageCopy(entry, page))
-            fresh = SequenceBlock(state.tip, page, state.family)
-            fresh.loss = max(block.loss, loss_of(entry))
-            fresh.stays = state.policy.coding is not Codec.RAW
-            state.add(fresh)
-        retain(state.tip)
-        release(old, self._released)  # last, so that no slot loses its memory before it was copied
-        return copies
-
-    def _free_coded(self, block: SequenceBlock) -> None:
-        if block.coded is not None:
-            self.pages.free(block.coded.slot, block.coded.codec)
-            block.coded = None
-
-    def _may_give_up(self, block: SequenceBlock) -> None:
-        if block.stored is StoreState.YES and block.page is not None and not block.stays:
-            self.pages.may_give_up(block)
-
-    def _check_room(self, pages: int, *, freed_bytes: int = 0) -> None:
-        """Raises ResidentSetFull unless so many pages are available."""
-        self._check_bytes(pages * self.pages.page_bytes - freed_bytes)
-
-    def _check_bytes(self, nbytes: int) -> None:
-        available = self.pages.available_bytes
-        if nbytes > max(0, available):
-            raise ResidentSetFull(
-                f"{nbytes} more bytes are needed, and {available} of the resident set, which has "
-                f"{self.pages.capacity} pages of {self.pages.page_bytes}, are available: close sequences, or open the "
-                "client with a larger resident_bytes"
-            )
-
-    def _take(self) -> int:
-        given_up: list[SequenceBlock] = []
-        page = self.pages.take(given_up)
-        self._gone(given_up)
-        return page
-
-    def _gone(self, given_up: Sequence[SequenceBlock]) -> None:
-        for block in given_up:
-            block.page = None
-            self._tell(block, ABSENT)
-
-    def _tell(self, block: SequenceBlock, page: PageNumber) -> None:
-        """Writes the page of a block into the tables of all sequences that use it raw."""
-        depth = block.depth
-        for state in block.family:
-            there = depth < len(state.blocks) and state.blocks[depth] is block and depth not in state.dropped
-            if there and coded_page(state.table[depth]) is None:
-                state.table[depth] = page
-
-    def _released(self, block: SequenceBlock) -> None:
-        self._free_coded(block)
-        self._free_page(block)
-
-    def _free_page(self, block: SequenceBlock) -> None:
-        if block.page is not None:
-            self.pages.must_keep(block)
-            self.pages.free(block.page)
-            block.page = None
-
     def _end_step(self, state: SequenceState) -> None:
         state.step = 0
         state.appended.clear()
-
-
-def _needs_page(suffix: Sequence[SequenceBlock]) -> list[bool]:
-    """Returns which of the last blocks of a sequence cannot pass their page on to another block that replaces them:
-    those that something else refers to, itself or through a block behind them, and those without a raw page."""
-    shared = max((at + 1 for at, block in enumerate(suffix) if block.shared), default=0)
-    return [at < shared or block.page is None for at, block in enumerate(suffix)]

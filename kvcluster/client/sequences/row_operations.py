@@ -85,6 +85,13 @@ class RowOperations:
             copies = self._runner.with_room(lambda: self._machine.reserve(states, tokens), deadline)
             self._memory.copy(copies)
 
+    def mark_written(self, states: Sequence[SequenceState], layer: int | None, tokens: Sequence[int]) -> None:
+        """As SequenceMachine.mark_written. Raises CallerError, too, if there is no such layer."""
+        if layer is not None:
+            self._memory.check_layer(layer)
+        with self._runner.lock:
+            self._machine.mark_written(states, layer, tokens)
+
     # ------------------------------------------------------------------------------------ reading and overwriting
 
     def read(self, layer: int, rows: Sequence[SequenceRow], deadline: Deadline) -> list[list[Tensor]]:

@@ -90,6 +90,12 @@ class Sequence:
         return self._state.max_tokens
 
     @property
+    def reserved(self) -> int:
+        """The number of tokens that can be appended, or written by another writer, without another page."""
+        with self._runner.lock:
+            return self._state.reserved
+
+    @property
     def positions(self) -> Tensor:
         """The positions of the tokens that are kept, those of the present step included: int64 `[tokens]`, all but the
         `dropped` ones."""
@@ -128,7 +134,7 @@ class Sequence:
     @property
     def resident_pages(self) -> Tensor:
         """The resident set of the client, `[pages, layers, planes, block_tokens, heads, dim]`, in memory that is never
-        moved. It must not be written."""
+        moved. Only what a sequence has reserved may be written, behind its last token (`mark_written`)."""
         return self._runner.memory.tensor.detach()  # whatever is written into it makes this alias alone part of a graph
 
     @property
@@ -184,8 +190,20 @@ class Sequence:
         """Takes the pages that `tokens` more tokens need, between two steps, so that appending them cannot fail for
         want of room. A fork does not get them, and the first of both that appends to a block that they share needs one
         page more. Raises as `append`."""
-        _check_number("reserve", tokens)
+        check_number("reserve", tokens)
         self._rows.reserve([self.checked()], [tokens], self._deadline(None))
+
+    def mark_written(self, tokens: int, layer: int | None = None) -> None:
+        """Takes the next `tokens` tokens, which another writer has written into reserved pages, as appended: to one
+        layer, or by default to all. Then `attend` and `read` see them, and `advance` makes them count.
+
+        The writer, a kernel or a captured graph, finds the page of position p in `block_table` at p // block_tokens,
+        and writes its K and V into `resident_pages` at [page, layer, plane, p % block_tokens].
+
+        Raises CallerError as `append`, and for more tokens than are `reserved`. Nothing is changed then.
+        """
+        check_number("mark_written", tokens)
+        self._rows.mark_written([self.checked()], layer, [tokens])
 
     # ------------------------------------------------------------------------------------ reading and overwriting
 
@@ -275,7 +293,7 @@ class Sequence:
         """Keeps the first `tokens` tokens, and drops those of the present step. Within the tail nothing but this
         process takes part; a sealed block that is cut is loaded if it has left the resident set. Raises CallerError
         if there are fewer tokens; ResidentSetFull; LostTokens. Nothing is changed then."""
-        _check_number("truncate", tokens)
+        check_number("truncate", tokens)
         self._rows.truncate([self.checked()], [tokens], self._deadline(deadline_ms))
 
     def reset(self) -> None:
@@ -318,8 +336,8 @@ class Sequence:
         return self._state
 
     def _row(self, position: int, tokens: int) -> SequenceRow:
-        _check_number("position", position)
-        _check_number("tokens", tokens)
+        check_number("position", position)
+        check_number("tokens", tokens)
         return SequenceRow(self.checked(), range(position, position + tokens))
 
 
@@ -331,7 +349,8 @@ def _abandon(process: OwnProcess, runner: SequenceRunner, state: SequenceState) 
         warnings.warn(text, ResourceWarning, stacklevel=2)
 
 
-def _check_number(what: str, value: Any) -> None:
+def check_number(what: str, value: Any) -> None:
+    """Raises CallerError for what is no number of tokens."""
     if type(value) is not int or value < 0:
         raise CallerError(f"{what} is {value!r} ({kind_of(value)}); expected a number of tokens, 0 or more")
 

@@ -82,6 +82,16 @@ class SequenceState:
         """The positions that were dropped."""
         return range(self.dropped.start * self.block_tokens, self.dropped.stop * self.block_tokens)
 
+    @property
+    def reserved(self) -> int:
+        """The number of tokens behind those of the present step that can be written into pages that this sequence
+        alone has."""
+        depth, stop = self.length // self.block_tokens, self.length + self.step
+        if depth < len(self.blocks) and self.blocks[depth].shared and not self.appended:
+            return 0
+        most = self.max_tokens + len(self.dropped_tokens)
+        return max(0, min(len(self.blocks) * self.block_tokens, most) - stop)
+
     def kept(self, length: int) -> list[range]:
         """Returns the positions before `length` that were not dropped."""
         dropped = self.dropped_tokens

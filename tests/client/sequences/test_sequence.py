@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -466,3 +467,100 @@ def test_a_sequence_that_is_collected_while_the_lock_is_held_is_closed_later(clu
             assert len(runner.machine.open_states()) == 2, "nothing has changed beneath the caller"
         cluster.wait_until(lambda: len(runner.machine.open_states()) == 1)
         kept.close()
+
+
+class OutsideWriter:
+    """As an engine's kernel in a captured graph: it has addresses alone, and writes the pages that a table names."""
+
+    def __init__(self, sequence: kvcluster.Sequence) -> None:
+        self.pages, self.table = sequence.resident_pages, sequence.block_table
+
+    def write(self, first: int, k: Tensor, v: Tensor, layers: range = range(LAYERS)) -> None:
+        for at, layer in itertools.product(range(k.shape[1]), layers):
+            page = self.pages[int(self.table[(first + at) // BLOCK]), layer]
+            page[:, (first + at) % BLOCK] = torch.stack([k[layer, at], v[layer, at]])
+
+
+def test_pages_that_another_writer_has_written_count_like_appended_ones(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client, cluster.client(SPEC) as other:
+        one = grown(client, list(range(6)))
+        writer = OutsideWriter(one.sequence)
+        for first in (6, 13, 20):
+            k, v = made(7, first), made(7, first + 1)
+            one.sequence.reserve(7)
+            assert one.sequence.reserved >= 7
+            writer.write(first, k, v)
+            one.sequence.mark_written(7)
+            one.k, one.v = torch.cat([one.k, k], 1), torch.cat([one.v, v], 1)
+            assert torch.equal(one.sequence.read(1, first, 7)[0], k[1]), "seen before they count"
+            assert one.sequence.length == first
+            one.sequence.advance(list(range(first, first + 7)))
+            one.check()
+        one.append([27], seed=9)
+        one.sequence.reserve(4)
+        k, v = made(4, 50), made(4, 51)
+        for layer in range(LAYERS):  # a writer that is not captured goes layer by layer
+            writer.write(28, k, v, range(layer, layer + 1))
+            one.sequence.mark_written(4, layer)
+            assert torch.equal(one.sequence.read(layer, 28, 4)[1], v[layer])
+        one.sequence.advance(list(range(28, 32)))
+        one.k, one.v = torch.cat([one.k, k], 1), torch.cat([one.v, v], 1)
+        assert one.sequence.flush()
+        with other.sequence(list(range(32))) as found:
+            assert found.length == 32
+            Grown(found, one.k, one.v).check()
+        one.sequence.close()
+
+
+def test_rows_that_one_writer_has_written_count_together(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client, client.sequence() as one, client.sequence() as two:
+        rows = kvcluster.SequenceBatch([one, two])
+        rows.reserve([3, 9])
+        k, v = made(9, 1), made(9, 2)
+        OutsideWriter(one).write(0, k[:, :3], v[:, :3])
+        OutsideWriter(two).write(0, k, v)
+        with pytest.raises(CallerError, match="reserved for"):
+            rows.mark_written([3, 13])
+        rows.mark_written([3, 9])
+        rows.advance([3, [7] * 9])
+        Grown(one, k[:, :3], v[:, :3]).check()
+        Grown(two, k, v).check()
+
+
+def test_only_reserved_pages_of_its_own_can_have_been_written(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client, client.sequence(max_tokens=14) as one:
+        with pytest.raises(CallerError, match="reserved for 0"):
+            one.mark_written(1)
+        one.reserve(7)
+        assert one.reserved == 8
+        with pytest.raises(CallerError, match="reserved for 8"):
+            one.mark_written(9)
+        with pytest.raises(CallerError, match="layer 2"):
+            one.mark_written(1, 2)
+        with pytest.raises(CallerError, match="expected a number"):
+            one.mark_written(-1)
+        writer, k, v = OutsideWriter(one), made(14, 1), made(14, 2)
+        writer.write(0, k[:, :5], v[:, :5])
+        one.mark_written(5, 0)
+        with pytest.raises(CallerError, match="already"):
+            one.mark_written(5)
+        with pytest.raises(CallerError, match="other layers of this step 5"):
+            one.mark_written(4, 1)
+        with pytest.raises(CallerError, match="not in layer 1"):
+            one.advance(5)
+        one.mark_written(5, 1)
+        one.advance(5)
+        one.reserve(4)
+        with one.fork() as fork:
+            assert (one.reserved, fork.reserved) == (0, 0)
+            writer.write(5, k[:, 5:9], v[:, 5:9])
+            with pytest.raises(CallerError, match="again after a fork"):
+                one.mark_written(4)
+            one.reserve(9)  # with what was written
+            assert one.reserved == 9, "max_tokens"
+            writer.write(9, k[:, 9:], v[:, 9:])
+            one.mark_written(9)
+            one.advance(9)
+            Grown(one, k, v).check()
+            Grown(fork, k[:, :5], v[:, :5]).check()
+            assert fork.reserved == 3
