@@ -29,7 +29,7 @@ from kvcluster.client.prompt import Prompt, as_prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.sequences.opener import SequenceOpener
 from kvcluster.client.sequences.policy import WindowPolicy
-from kvcluster.client.sequences.resources import sequence_resources
+from kvcluster.client.sequences.resources import sequence_resources, unused_set
 from kvcluster.client.sequences.sequence import Sequence as KVSequence
 from kvcluster.client.sequences.shipped_counter import ShippedCounts
 from kvcluster.client.sequences.statistics import ResidentUse
@@ -53,7 +53,7 @@ from kvcluster.client.validation import (
 )
 from kvcluster.client.warm_up import warm_up
 from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
-from kvcluster.config import ClientConfig
+from kvcluster.config import ClientConfig, client_config
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
@@ -107,7 +107,7 @@ class Client:
         self._process = OwnProcess()
         self.spec = spec
         self.parts = parts_of(spec, part)
-        self._config = config or ClientConfig()
+        self._config = client_config(config)
         self._control = CoordinatorClient(port)
         lock = threading.RLock()  # guards the decisions of plans and policy: never held during I/O or copies
         policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
@@ -133,7 +133,8 @@ class Client:
             config=self._config,
             deadline=self._deadline,
         )
-        self._sequences = SequenceOpener(spec, self._control, resources)
+        unused = unused_set(spec, self.parts, self._config.resident_bytes)
+        self._sequences = SequenceOpener(spec, self._control, resources, unused)
         self.shipped_counter = self._sequences.counter
         self._closed = False
 
@@ -393,7 +394,7 @@ class Client:
 
     def prewarm_resident(self, tokens: int, *, deadline_ms: float | None = None) -> None:
         """Has the operating system provide memory for `tokens` tokens of sequences now, so that no step waits for it.
-        Raises as `sequence`."""
+        Raises as `sequence`; CallerError beyond the resident set; ResidentSetFull if encoded pages use part of it."""
         self._sequences.prewarm(check_tokens("tokens", tokens), self._call(deadline_ms))
 
     def shipped(self) -> ShippedCounts:
@@ -401,7 +402,7 @@ class Client:
         return self._sequences.shipped()
 
     def resident(self) -> ResidentUse:
-        """Returns what the open sequences of this client take of its memory."""
+        """Returns how large the resident set is, and what the open sequences of this client take of it."""
         self._process.check("client")
         return self._sequences.use()
 

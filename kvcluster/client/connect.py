@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from kvcluster.client.client import Client
 from kvcluster.client.coordinator_client import GrpcPort
-from kvcluster.config import ClientConfig
+from kvcluster.config import ClientConfig, client_config
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import MissReason
@@ -37,11 +37,12 @@ def connect(
     `token` is the credential, None for a cluster without tokens. `part` is what this worker holds of every group (see
     Client). `config` has deadlines and limits (ClientConfig); it waits up to `config.connect_ms` for a server.
 
-    Raises ConfigError for an invalid address, Unreachable if nothing answers in time, CredentialError for a missing or
-    unknown token, ProtocolError if another program or another version answers, and KVClusterError in a process that was
-    forked from the middle of a call. A process that was forked connects again: it cannot use its parent's client.
+    Raises ConfigError for an invalid address or setting, Unreachable if nothing answers in time, CredentialError for a
+    missing or unknown token, ProtocolError if another program or another version answers, and KVClusterError in a
+    process that was forked from the middle of a call. A process that was forked connects again: it cannot use its
+    parent's client.
     """
-    config = config or ClientConfig()
+    config = client_config(config)
     connection = Connection(address, token)
     deadline = Deadline.after_ms(config.connect_ms)
 

@@ -3,7 +3,7 @@
 `load` is the only way in. Nothing else reads settings; no environment variable changes behaviour.
 """
 
-from kvcluster.config.loading import as_values, differences, load, size, size_text
+from kvcluster.config.loading import as_values, client_config, differences, load, size, size_text
 from kvcluster.config.sections import (
     CODECS,
     LOG_FORMATS,
@@ -39,6 +39,7 @@ __all__ = [
     "ServerConfig",
     "ShardConfig",
     "as_values",
+    "client_config",
     "differences",
     "load",
     "size",

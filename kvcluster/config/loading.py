@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.config.rules import check
-from kvcluster.config.sections import OF, Config, GroupConfig
+from kvcluster.config.sections import OF, ClientConfig, Config, GroupConfig
 from kvcluster.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -41,6 +41,16 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
     config: Config = _build(Config, _inherited(_merged(values, overrides or {})), "")
     check(config)
     return config
+
+
+def client_config(given: ClientConfig | None) -> ClientConfig:
+    """Returns the settings of one client that its user has made, or the defaults: held to the same types and rules as
+    [client] of a file, and with sizes as numbers. Raises ConfigError."""
+    if given is None:
+        return ClientConfig()
+    if not isinstance(given, ClientConfig):
+        raise ConfigError(f"config is a {type(given).__name__}; expected a ClientConfig")
+    return load(overrides={"client": asdict(given)}).client
 
 
 def as_values(config: Config) -> dict[str, Any]:

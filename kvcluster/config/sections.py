@@ -208,7 +208,7 @@ class ClientConfig:
     `accept`: the worst loss that loads accept, exact, q8 or q4; pages that have lost more are a miss.
     `store_niceness`: niceness of the threads that store, 0 to 19, above that of the process's others; for callers that
     do not wait for their stores.
-    `resident_bytes`: memory for the pages of open sequences, taken as they grow."""
+    `resident_bytes`: memory for the pages of open sequences, taken as they grow; a number, or text such as "4GiB"."""
 
     deadline_ms: int = 0
     connect_ms: int = 5_000
@@ -218,7 +218,7 @@ class ClientConfig:
     accept: str = "q4"
     transports: tuple[str, ...] = TRANSPORTS
     store_niceness: int = 0
-    resident_bytes: int = 2**30
+    resident_bytes: int | str = 2**30
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
 from kvcluster.client.sequences.attend_explanation import AttendExplanation
+from kvcluster.client.sequences.row_operations import SequenceRow
 from kvcluster.client.sequences.sequence import Sequence, check_number, checked_ids
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.errors import CallerError
@@ -54,6 +55,11 @@ class SequenceBatch:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each row that count."""
+        return [sequence.length for sequence in self.sequences]
+
     def __enter__(self) -> SequenceBatch:
         return self
 
@@ -90,6 +96,74 @@ class SequenceBatch:
         if len(ids) != len(states):
             raise CallerError(f"advance got {len(ids)} rows; the batch has {len(states)}")
         self._runner.advance(states, ids, self._resources.deadline(None))
+
+    def update(
+        self, layer: int, k: Tensor, v: Tensor | None = None, *, tokens: Tokens[int] | None = None
+    ) -> list[list[Tensor]]:
+        """As Sequence.update for each row: appends as `append`, and returns what each row keeps of the layer. If it
+        raises, no row has changed."""
+        states, values = self._states(), self._runner.memory.checked(layer, [k] if v is None else [k, v])
+        counts = self._counts(len(values[0]), tokens)
+        return self._rows.update(states, layer, counts, values, self._resources.deadline(None))
+
+    def read(
+        self,
+        layer: int,
+        position: int | Tokens[int],
+        tokens: int | Tokens[int] = 1,
+        *,
+        deadline_ms: float | None = None,
+    ) -> list[list[Tensor]]:
+        """As Sequence.read for each row: `tokens` tokens from `position` on, the same for all rows or one number for
+        each."""
+        return self._rows.read(layer, self._ranges(position, tokens), self._resources.deadline(deadline_ms))
+
+    def write(
+        self,
+        layer: int,
+        position: int | Tokens[int],
+        k: Tensor,
+        v: Tensor | None = None,
+        *,
+        tokens: Tokens[int] | None = None,
+    ) -> None:
+        """As Sequence.write for each row, from `position` on, or `position[i]` of row i: `k` and `v` are as in
+        `append`. If it raises, no row has changed."""
+        values = self._runner.memory.checked(layer, [k] if v is None else [k, v])
+        rows = self._ranges(position, self._counts(len(values[0]), tokens))
+        self._rows.write(layer, rows, values, self._resources.deadline(None))
+
+    def load(
+        self,
+        position: int | Tokens[int] = 0,
+        tokens: int | Tokens[int] | None = None,
+        *,
+        deadline_ms: float | None = None,
+    ) -> None:
+        """As Sequence.load for each row: by default all tokens from `position` on. Blocks that rows share are loaded
+        once, and all are there together."""
+        starts = self._of_each("position", position)
+        if tokens is None:
+            tokens = [max(0, row.length - start) for row, start in zip(self.sequences, starts, strict=True)]
+        self._rows.load(self._ranges(starts, tokens), self._resources.deadline(deadline_ms))
+
+    def truncate(self, tokens: int | Tokens[int], *, deadline_ms: float | None = None) -> None:
+        """As Sequence.truncate for each row: to `tokens` tokens, or row i to `tokens[i]`. If it raises, no row has
+        changed."""
+        counts = self._of_each("tokens", tokens)
+        self._rows.truncate(self._states(), counts, self._resources.deadline(deadline_ms))
+
+    def reset(self) -> None:
+        """Drops all tokens of all rows."""
+        self.truncate(0)
+
+    def fork(self) -> SequenceBatch:
+        """Returns a batch of forks of all rows. Raises CallerError in the middle of a step; then there are none."""
+        return SequenceBatch([Sequence(self._resources, child) for child in self._rows.fork(self._states())])
+
+    def flush(self, *, deadline_ms: float | None = None) -> bool:
+        """As Sequence.flush for all rows together."""
+        return self._rows.flush(self._states(), self._resources.deadline(deadline_ms))
 
     def attend(
         self,
@@ -142,6 +216,11 @@ class SequenceBatch:
         for number in numbers:
             check_number(what, number)
         return numbers
+
+    def _ranges(self, position: int | Tokens[int], tokens: int | Tokens[int]) -> list[SequenceRow]:
+        starts, counts = self._of_each("position", position), self._of_each("tokens", tokens)
+        each = zip(self._states(), starts, counts, strict=True)
+        return [SequenceRow(state, range(start, start + count)) for state, start, count in each]
 
     def _counts(self, total: int, tokens: Tokens[int] | None) -> list[int]:
         rows = len(self.sequences)

@@ -82,8 +82,8 @@ class BlockPages:
         if nbytes > max(0, available):
             raise ResidentSetFull(
                 f"{nbytes} more bytes are needed, and {available} of the resident set, which has "
-                f"{self._pages.capacity} pages of {self._pages.page_bytes}, are available: close sequences, or open "
-                "the client with a larger resident_bytes"
+                f"{self._pages.capacity} pages of {self._pages.page_bytes}, are available: close sequences, open "
+                "the client with a larger resident_bytes, or let more leave it by a smaller tail_tokens"
             )
 
     def take(self) -> PageNumber:

@@ -26,7 +26,7 @@ from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock, StoreSt
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.resident_window import Encoding, ResidentWindow
-from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.state import SealExtent, SequenceState
 from kvcluster.client.sequences.store_queue import StoreQueue
 from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
@@ -253,9 +253,9 @@ class SequenceMachine:
             block.stays = True
             self.pages.must_keep(block)
 
-    def seal(self, state: SequenceState, *, all_full: bool = False) -> int:
-        """Names the blocks that are due, or all full ones, and queues them to be stored. Returns their number."""
-        count = state.sealable(all_full=all_full)
+    def seal(self, state: SequenceState, extent: SealExtent = SealExtent.DUE) -> int:
+        """Names the blocks of this extent, and queues them to be stored. Returns their number."""
+        count = state.sealable(extent)
         for _ in range(count):
             block = state.blocks[state.sealed]
             private = state.private()
@@ -368,9 +368,9 @@ class SequenceMachine:
         self._blocks.may_give_up(block)
 
     def seal_all(self) -> list[SequenceState]:
-        """Seals all full blocks of all sequences, so that they can be stored and give up their pages. Returns the
-        sequences of which some were sealed."""
-        return [state for state in self.open_states() if self.seal(state, all_full=True)]
+        """Seals all full blocks before the tails of all sequences, so that they can be stored and give up their pages.
+        Returns the sequences of which some were sealed."""
+        return [state for state in self.open_states() if self.seal(state, SealExtent.BEFORE_TAIL)]
 
     def is_stored(self, state: SequenceState) -> bool:
         """Whether the cluster has all sealed blocks of a sequence."""

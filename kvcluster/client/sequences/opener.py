@@ -17,22 +17,25 @@ from kvcluster.client.sequences.statistics import ResidentUse, resident_use
 from kvcluster.client.validation import check_open
 from kvcluster.core import hashing
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import CallerError, LostTokens
+from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
 from kvcluster.transport.base import Deadline
 
 
 class SequenceOpener:
-    """Opens the sequences of one client. `make` returns what they share. Thread-safe."""
+    """Opens the sequences of one client. `make` returns what they share, `unused` is their resident set until then.
+    Thread-safe."""
 
     def __init__(
         self,
         spec: KVSpec,
         control: CoordinatorClient,
         make: Callable[[Deadline, ShippedCounter], SequenceResources],
+        unused: ResidentUse,
     ) -> None:
         self._spec = spec
         self._control = control
         self._make = make
+        self._unused = unused
         self.counter = ShippedCounter()
         self._lock = threading.Lock()
         self._resources: SequenceResources | None = None
@@ -89,18 +92,29 @@ class SequenceOpener:
 
     def prewarm(self, tokens: int, deadline: Deadline) -> None:
         """As Client.prewarm_resident."""
-        runner = self._started(deadline).runner
+        runner, needed = self._started(deadline).runner, -(-tokens // self._spec.block_tokens)
         with runner.lock:
-            runner.memory.touch(runner.machine.pages.prewarm(-(-tokens // self._spec.block_tokens)))
+            pages = runner.machine.pages
+            if needed > pages.capacity:
+                raise CallerError(
+                    f"{tokens} tokens take {needed} pages, and the resident set has {pages.capacity}: open the client "
+                    "with a larger resident_bytes"
+                )
+            runner.memory.touch(pages.prewarm(needed))
+            if pages.backed < needed:
+                raise ResidentSetFull(
+                    f"there is memory for {pages.backed} of {needed} pages: encoded pages have taken the rest"
+                )
 
     def use(self) -> ResidentUse:
-        """Returns what all open sequences take; nothing before the first."""
+        """Returns how large the resident set is, and what all open sequences take."""
         if self._resources is None:
-            return ResidentUse(0, 0, 0, 0, 0, 0, 0, 0, 0)
+            return self._unused
         runner, loads = self._resources.runner, self._resources.loads
         with runner.lock:
             runner.close_abandoned()
-            return resident_use(runner.machine, len(loads.absent.lent), runner.stores_pending)
+            borrowed, waiting = len(loads.absent.lent), runner.stores_pending
+            return resident_use(runner.machine, borrowed, waiting, self._spec.block_tokens)
 
     def shipped(self) -> ShippedCounts:
         """Returns what was sent to shards and came back; nothing before the first sequence."""

@@ -74,6 +74,12 @@ class ResidentPages:
         """The number of raw pages that hold a block."""
         return self._pools[Codec.RAW].used
 
+    @property
+    def backed(self) -> int:
+        """The number of raw pages that have memory."""
+        pool = self._pools[Codec.RAW]
+        return pool.backed_bytes // pool.nbytes
+
     def nbytes(self, codec: Codec) -> int:
         """Returns the bytes of one page in a codec."""
         return self._pools[codec].nbytes

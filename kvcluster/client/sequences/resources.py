@@ -14,12 +14,13 @@ from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.row_operations import RowOperations
 from kvcluster.client.sequences.runner import SequenceRunner
 from kvcluster.client.sequences.shipped_counter import ShippedCounter
+from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.tickets import Tickets
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.zero_copy import Borrower
-from kvcluster.config import ClientConfig
+from kvcluster.config import ClientConfig, size
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Group, Part
 from kvcluster.core.ids import HASH_BYTES, Attempt
@@ -72,7 +73,7 @@ def sequence_resources(
     `counter` counts what they ship. Raises CallerError if sequences cannot have this spec, or no page fits into
     `resident_bytes`, or without torch; as CoordinatorClient.attach."""
     part = parts[0]
-    if len(spec.groups) != 1 or part is None:
+    if part is None or len(spec.groups) != 1:
         raise CallerError("sequences need a spec with one group of layers, of which this client holds a part")
     try:
         from kvcluster.client.sequences.loads import SequenceLoads
@@ -107,11 +108,22 @@ def resident_pages(memory: ResidentMemory) -> ResidentPages:
     return ResidentPages(len(memory.tensor), memory.stride_bytes[Codec.RAW], sizes, memory.unback)
 
 
+def unused_set(spec: KVSpec, parts: tuple[Part | None, ...], resident_bytes: int | str) -> ResidentUse:
+    """Returns the resident set of a client before its first sequence; without pages if it can have none."""
+    part = parts[0]
+    if part is None or len(spec.groups) != 1:
+        return ResidentUse()
+    page_bytes = spec.page_bytes(0, part)
+    pages = size(resident_bytes) // page_bytes
+    return ResidentUse(pages, pages_available=pages, page_bytes=page_bytes, block_tokens=spec.block_tokens)
+
+
 def _random_id() -> bytes:
     return os.urandom(HASH_BYTES)
 
 
-def _capacity(resident_bytes: int, page_bytes: int) -> int:
-    if resident_bytes < page_bytes:
+def _capacity(resident_bytes: int | str, page_bytes: int) -> int:
+    nbytes = size(resident_bytes)
+    if nbytes < page_bytes:
         raise CallerError(f"resident_bytes={resident_bytes} holds no page of {page_bytes} bytes: raise it")
-    return resident_bytes // page_bytes
+    return nbytes // page_bytes

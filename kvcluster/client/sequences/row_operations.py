@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from kvcluster.client.sequences.block_table import TokenRun
 from kvcluster.client.sequences.runner import SequenceRunner
-from kvcluster.client.sequences.state import SequenceState, random_name
+from kvcluster.client.sequences.state import SealExtent, SequenceState, random_name
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline
 
@@ -160,7 +160,7 @@ class RowOperations:
         runner = self._runner
         with runner.lock:
             for state in states:
-                if self._machine.seal(state, all_full=True):
+                if self._machine.seal(state, SealExtent.ALL):
                     runner.keeper.sealed(state)
             stored = runner.wait_for_stores(lambda: all(map(self._machine.is_stored, states)), deadline)
         return runner.flush_shards(deadline) and stored

@@ -29,6 +29,7 @@ from kvcluster.client.sequences.row_operations import SequenceRow
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
 from kvcluster.client.validation import kind_of
+from kvcluster.core import limits
 from kvcluster.errors import CallerError
 from kvcluster.transport.forks import OwnProcess
 
@@ -88,6 +89,15 @@ class Sequence:
     def capacity(self) -> int:
         """The most tokens that it may have, or keep if it drops the oldest (`max_tokens`)."""
         return self._state.max_tokens
+
+    @property
+    def remaining(self) -> int:
+        """The most tokens that may follow the present ones: up to `capacity`, or with `drop_oldest` up to the last
+        position."""
+        state = self._state
+        if state.drop_oldest:
+            return limits.TOKENS_PER_SEQUENCE - state.length - state.step
+        return state.max_tokens - state.length - state.step
 
     @property
     def reserved(self) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Iterable
+from enum import Enum
 
 from kvcluster.client.sequences.block_table import ABSENT, BlockTable
 from kvcluster.client.sequences.blocks import SequenceBlock
@@ -25,6 +26,14 @@ from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.core import limits
 from kvcluster.core.ids import SEQUENCE_BYTES, BlockHash, SequenceId
 from kvcluster.core.miss import Loss
+
+
+class SealExtent(Enum):
+    """Which of the full blocks of a sequence are sealed."""
+
+    DUE = "due"  # those before the tail once there are `migration_tokens`; none if some were dropped: none need leave
+    BEFORE_TAIL = "before tail"  # those before the tail, however few
+    ALL = "all"  # the tail's, too
 
 
 def random_name() -> SequenceId:
@@ -107,14 +116,13 @@ class SequenceState:
         """Returns the number of blocks that this many tokens need."""
         return -(-tokens // self.block_tokens)
 
-    def sealable(self, *, all_full: bool = False) -> int:
-        """Returns how many blocks may be sealed now: full ones before the tail, or, if `all_full`, all full ones. None
-        before there are `migration_tokens` of them, or if others were dropped: these need not leave the worker."""
-        if self.dropped and not all_full:
+    def sealable(self, extent: SealExtent) -> int:
+        """Returns how many blocks may be sealed now."""
+        if self.dropped and extent is SealExtent.DUE:
             return 0
-        tail = 0 if all_full else self.policy.tail_tokens
+        tail = 0 if extent is SealExtent.ALL else self.policy.tail_tokens
         full = max(0, self.length - tail) // self.block_tokens - self.sealed
-        batch = 1 if all_full else max(1, self.policy.migration_tokens // self.block_tokens)
+        batch = max(1, self.policy.migration_tokens // self.block_tokens) if extent is SealExtent.DUE else 1
         return full if full >= batch else 0
 
     def add(self, block: SequenceBlock) -> None:

@@ -26,24 +26,42 @@ class SequenceUse:
 
 @dataclass(frozen=True, slots=True)
 class ResidentUse:
-    """The resident set of a client. Of raw pages: how many it may have, those in use, the most that ever were, and the
-    bytes of one. Encoded pages, and their bytes. Pages borrowed from shards, which are not in it. The open sequences,
-    and the blocks that wait to be stored."""
+    """The resident set of a client. Of raw pages, each of `block_tokens` tokens and `page_bytes`: how many it may have,
+    those in use, those that can be taken at once, because they are free or the cluster has their block, and the most
+    that ever were in use. Encoded pages, and their bytes. Pages borrowed from shards, which are not in it. The open
+    sequences, and the blocks that wait to be stored. A client whose spec sequences cannot have has no pages."""
 
-    pages: int
-    pages_used: int
-    pages_peak: int
-    page_bytes: int
-    encoded_pages: int
-    encoded_bytes: int
-    borrowed_pages: int
-    sequences: int
-    blocks_waiting: int
+    pages: int = 0
+    pages_used: int = 0
+    pages_available: int = 0
+    pages_peak: int = 0
+    page_bytes: int = 0
+    block_tokens: int = 0
+    encoded_pages: int = 0
+    encoded_bytes: int = 0
+    borrowed_pages: int = 0
+    sequences: int = 0
+    blocks_waiting: int = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The bytes that it may have, raw and encoded."""
+        return self.pages * self.page_bytes
 
     @property
     def used_bytes(self) -> int:
         """The bytes in use, raw and encoded."""
         return self.pages_used * self.page_bytes + self.encoded_bytes
+
+    @property
+    def utilisation(self) -> float:
+        """The part of it that is in use, from 0 to 1."""
+        return self.used_bytes / self.capacity_bytes if self.pages else 0.0
+
+    @property
+    def tokens_available(self) -> int:
+        """The raw tokens of whole blocks for which pages can be taken at once."""
+        return self.pages_available * self.block_tokens
 
     @property
     def ratio(self) -> float:
@@ -67,18 +85,20 @@ def sequence_use(state: SequenceState) -> SequenceUse:
     )
 
 
-def resident_use(machine: SequenceMachine, borrowed: int, waiting: int) -> ResidentUse:
+def resident_use(machine: SequenceMachine, borrowed: int, waiting: int, block_tokens: int) -> ResidentUse:
     """Returns what all sequences take; `borrowed` pages, and `waiting` blocks to be stored."""
     pages = machine.pages
     slots = {codec: pages.coded(codec) for codec in CODED}
     return ResidentUse(
-        pages.capacity,
-        pages.used,
-        pages.peak,
-        pages.page_bytes,
-        sum(slots.values()),
-        sum(count * pages.nbytes(codec) for codec, count in slots.items()),
-        borrowed,
-        len(machine.open_states()),
-        waiting,
+        pages=pages.capacity,
+        pages_used=pages.used,
+        pages_available=max(0, pages.available),
+        pages_peak=pages.peak,
+        page_bytes=pages.page_bytes,
+        block_tokens=block_tokens,
+        encoded_pages=sum(slots.values()),
+        encoded_bytes=sum(count * pages.nbytes(codec) for codec, count in slots.items()),
+        borrowed_pages=borrowed,
+        sequences=len(machine.open_states()),
+        blocks_waiting=waiting,
     )

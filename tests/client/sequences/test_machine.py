@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.blocks import StoreState
 from kvcluster.client.sequences.policy import WindowPolicy
-from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.state import SealExtent, SequenceState
 from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.miss import Loss
@@ -207,7 +207,7 @@ def test_an_overwritten_block_is_private_and_its_fork_is_not() -> None:
     state = grown(worker, 12)
     fork = worker.machine.fork(state, worker.name())
     worker.write(state, 5, 99)
-    worker.machine.seal(state, all_full=True)
+    worker.machine.seal(state, SealExtent.ALL)
     assert [block.private for block in state.blocks] == [False, True, True]
     assert [block.private for block in fork.blocks] == [False, False, False]
     assert worker.read(fork) == list(range(12)) and worker.read(state)[5] == 99
@@ -358,12 +358,12 @@ def test_a_block_that_a_fork_has_sealed_is_not_written_by_the_sequence_that_cut_
     parent = grown(worker, length)
     child = worker.machine.fork(parent, worker.name())
     worker.truncate(child, 2)
-    worker.machine.seal(parent, all_full=True)
+    worker.machine.seal(parent, SealExtent.ALL)
     worker.store()
     if closes:
         worker.machine.close(parent)
     worker.append(child, [8, 9])
-    worker.machine.seal(child, all_full=True)
+    worker.machine.seal(child, SealExtent.ALL)
     assert worker.read(child) == [0, 1, 8, 9]
     assert [block.name for block in child.blocks] == hashing.chain(ROOT, [0, 1, 8, 9], BLOCK)
 
@@ -373,7 +373,7 @@ def test_a_tail_that_a_fork_has_sealed_and_given_up_is_brought_back_to_be_cut(cl
     worker = Worker(pages=3, policy=WindowPolicy(tail_tokens=8, migration_tokens=BLOCK))
     parent = grown(worker, 4)
     child = worker.machine.fork(parent, worker.name())
-    worker.machine.seal(parent, all_full=True)
+    worker.machine.seal(parent, SealExtent.ALL)
     worker.store()
     other = grown(worker, 12)
     assert child.sealed == 0 and child.absent(range(1)) == [0]

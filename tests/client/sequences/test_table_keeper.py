@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from kvcluster.client.sequences.policy import WindowPolicy
-from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.core import limits
@@ -132,8 +131,8 @@ TestTelling = Telling.TestCase
 
 def test_a_table_is_told_in_messages_of_bounded_size() -> None:
     teller = Teller()
-    teller.worker.pages = teller.worker.machine.pages = ResidentPages(limits.BLOCKS_PER_CALL * 2 + 10)
-    teller.worker.max_tokens = limits.TOKENS_PER_SEQUENCE
+    pages, policy = limits.BLOCKS_PER_CALL * 2 + 10, teller.worker.policy
+    teller.worker = Worker(pages, policy, max_tokens=limits.TOKENS_PER_SEQUENCE)
     state = teller.worker.open()
     teller.keeper.opened(state)
     for layer in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 import kvcluster
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, partial
+from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.core.codecs import Codec
-from kvcluster.errors import CallerError, ResidentSetFull
+from kvcluster.errors import CallerError, ConfigError, ResidentSetFull
 from kvcluster.pages.codec_torch import TorchCoder
 from kvcluster.testing import MemoryCluster
 from tests.client.conftest import Start
@@ -291,10 +293,94 @@ def test_memory_is_provided_before_it_is_needed(cluster: MemoryCluster) -> None:
         client.prewarm_resident(100)
         one = opened(client, 20)
         one.check()
-        client.prewarm_resident(1_000_000)
+        client.prewarm_resident(256 * BLOCK)
         one.check()
         with pytest.raises(CallerError, match="tokens"):
             client.prewarm_resident(0)
+        with pytest.raises(CallerError, match="the resident set has 256"):
+            client.prewarm_resident(256 * BLOCK + 1)
+
+
+def test_memory_that_encoded_pages_use_is_not_provided_twice(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = opened(client, 60, replace(POLICY, codec="q8"))
+        with pytest.raises(ResidentSetFull, match="of 256 pages"):
+            client.prewarm_resident(256 * BLOCK)
+        assert one.sequence.statistics().encoded == 5 * BLOCK
+
+
+def test_the_size_of_the_resident_set_can_be_read_at_any_time(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        before = client.resident()
+        assert (before.pages, before.pages_used, before.pages_available, before.utilisation) == (256, 0, 256, 0.0)
+        assert (before.page_bytes, before.capacity_bytes) == (PAGE, 256 * PAGE)
+        assert (before.block_tokens, before.tokens_available) == (BLOCK, 256 * BLOCK)
+        one = opened(client, max_tokens=2_000)
+        assert client.resident() == replace(before, sequences=1)
+        assert (one.sequence.capacity, one.sequence.remaining, one.sequence.reserved) == (2_000, 2_000, 0)
+        append(one, 20)
+        assert (one.sequence.remaining, one.sequence.reserved) == (1_980, 4)
+        one.sequence.reserve(30)
+        assert one.sequence.reserved == 36
+        use = client.resident()
+        assert (use.pages_used, use.pages_available, use.utilisation) == (7, 249, 7 / 256)
+        assert one.sequence.flush()
+        assert client.resident().pages_available == 250, "of what the cluster has, a sink stays"
+        one.sequence.close()
+
+
+def test_a_client_whose_spec_sequences_cannot_have_has_no_resident_set(cluster: MemoryCluster) -> None:
+    two = replace(SPEC, groups=(replace(SPEC.groups[0], layers=(0,)), replace(SPEC.groups[0], layers=(1,))))
+    with cluster.client(two) as client:
+        assert client.resident() == ResidentUse() and client.resident().utilisation == 0.0
+
+
+@pytest.mark.parametrize(("given", "pages"), [("8KiB", 2), (f"{3 * PAGE}", 3), (4 * PAGE, 4)])
+def test_a_size_may_be_text_as_in_a_file(start: Start, given: str | int, pages: int) -> None:
+    cluster = start(device_bytes="4MiB", config={"client": {"resident_bytes": given}})
+    with cluster.client(SPEC) as client:
+        assert client.resident().pages == pages
+    config = kvcluster.ClientConfig(resident_bytes=given)  # type: ignore[arg-type]
+    with kvcluster.Client(cluster.port(), cluster.opener(), SPEC, config=config) as client, client.sequence() as one:
+        assert (client.resident().pages, one.length) == (pages, 0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"resident_bytes": "1 elephant"}, "client.resident_bytes"),
+        ({"resident_bytes": 1.5}, "client.resident_bytes"),
+        ({"deadline_ms": "soon"}, "client.deadline_ms"),
+        ({"accept": "q5"}, "client.accept"),
+        ({"transports": ("pigeon",)}, "pigeon"),
+    ],
+)
+def test_settings_of_one_client_are_held_to_the_rules_of_a_file(
+    cluster: MemoryCluster, wrong: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        kvcluster.Client(cluster.port(), cluster.opener(), SPEC, config=kvcluster.ClientConfig(**wrong))
+
+
+@pytest.mark.parametrize("tail", [0, 2 * BLOCK])
+def test_a_full_resident_set_leaves_the_tail_raw_and_there(start: Start, tail: int) -> None:
+    config = {"client": {"resident_bytes": 8 * PAGE, "deadline_ms": 500}}
+    with start(device_bytes="4MiB", config=config).client(SPEC) as client:
+        policy = kvcluster.WindowPolicy(tail_tokens=tail, migration_tokens=1_000)
+        one, other = opened(client, policy=policy), opened(client, policy=policy)
+        append(one, list(range(4 * BLOCK)))
+        append(other, list(range(100, 100 + 4 * BLOCK)))
+        append(other, list(range(200, 200 + (4 - tail // BLOCK) * BLOCK)))
+        use = one.sequence.statistics()
+        assert use.sealed == 4 * BLOCK - tail and use.resident >= tail
+        assert not one.sequence._state.absent(range(4 - tail // BLOCK, 4))
+        if tail:
+            with pytest.raises(ResidentSetFull, match="tail_tokens"):
+                append(other, list(range(300, 300 + 5 * BLOCK)))
+            cut = 3 * BLOCK + 1
+            one.sequence.truncate(cut)
+            one = Grown(one.sequence, one.k[:, :cut], one.v[:, :cut])
+        one.check()
 
 
 @pytest.mark.parametrize("wrong", [{"codec": "q5"}, {"tail_tokens": -1}, {"sink_tokens": 1.5}])
