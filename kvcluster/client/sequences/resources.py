@@ -105,7 +105,7 @@ def sequence_resources(
 def resident_pages(memory: ResidentMemory) -> ResidentPages:
     """Returns the numbers of the pages and slots of this memory."""
     sizes: dict[Codec, int] = {codec: nbytes for codec, nbytes in memory.stride_bytes.items() if codec is not Codec.RAW}
-    return ResidentPages(len(memory.tensor), memory.stride_bytes[Codec.RAW], sizes, memory.unback)
+    return ResidentPages(memory.capacity, memory.stride_bytes[Codec.RAW], sizes, memory.unback)
 
 
 def unused_set(spec: KVSpec, parts: tuple[Part | None, ...], resident_bytes: int | str) -> ResidentUse:

@@ -21,7 +21,7 @@ class ScratchPages:
     def __init__(self, memory: ResidentMemory, pages: Sequence[PageNumber]) -> None:
         self.pages = pages
         self._memory = memory
-        self._layers = memory.tensor.shape[1]
+        self._layers = memory.layers
         self._layer_bytes = memory.address(1) - memory.address(0)
         self._layer_bytes //= self._layers
 
@@ -45,5 +45,4 @@ class ScratchPages:
             self.pages[slot // self._layers] * self._layers + slot % self._layers
             for slot in range(start, start + slots)
         ]
-        tensor = self._memory.tensor
-        return Paged([tensor.view(-1, *tensor.shape[2:])], numbers)
+        return self._memory.paged_layers(numbers)

@@ -144,8 +144,15 @@ class Sequence:
     @property
     def resident_pages(self) -> Tensor:
         """The resident set of the client, `[pages, layers, planes, block_tokens, heads, dim]`, in memory that is never
-        moved. Only what a sequence has reserved may be written, behind its last token (`mark_written`)."""
+        moved. Only what a sequence has reserved may be written, behind its last token (`mark_written`). Raises
+        CallerError if the planes have different dims: then `resident_planes` has them."""
         return self._runner.memory.tensor.detach()  # whatever is written into it makes this alias alone part of a graph
+
+    @property
+    def resident_planes(self) -> list[Tensor]:
+        """The resident set of the client as a tensor for each plane, `[pages, layers, block_tokens, heads, dim]`, over
+        the same memory as `resident_pages`."""
+        return [plane.detach() for plane in self._runner.memory.planes]
 
     @property
     def sealed(self) -> int:

@@ -90,7 +90,7 @@ class StreamedAttention:
     @contextmanager
     def _scratch(self, call: StreamedCall) -> Iterator[ScratchPages]:
         """Within it the call has scratch pages, or none if no block is absent. Raises ResidentSetFull."""
-        runner, layers = self._runner, self._runner.memory.tensor.shape[1]
+        runner, layers = self._runner, self._runner.memory.layers
         cut = -(-CUT_TOKENS // self._block_tokens) + 1  # blocks that one cut may need
         with self._loads.layers.turn:
             with runner.lock:
