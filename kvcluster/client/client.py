@@ -27,12 +27,9 @@ from kvcluster.client.pinning import ask_to_pin
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.prompt import Prompt, as_prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
+from kvcluster.client.sequences.client_calls import SequenceCalls
 from kvcluster.client.sequences.opener import SequenceOpener
-from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.resources import sequence_resources, unused_set
-from kvcluster.client.sequences.sequence import Sequence as KVSequence
-from kvcluster.client.sequences.shipped_counter import ShippedCounts
-from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.client.shard_connections import OpenTransport, ShardConnections
 from kvcluster.client.status import status_dict
 from kvcluster.client.tickets import Ticket, Tickets, TicketSeal
@@ -45,7 +42,6 @@ from kvcluster.client.validation import (
     check_hashes,
     check_loss,
     check_open,
-    check_tokens,
     check_tokens_of,
     kind_of,
     parts_of,
@@ -54,7 +50,6 @@ from kvcluster.client.validation import (
 from kvcluster.client.warm_up import warm_up
 from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.config import ClientConfig, client_config
-from kvcluster.core import limits
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
@@ -78,7 +73,7 @@ from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.forks import OwnProcess
 
 
-class Client:
+class Client(SequenceCalls):
     """One worker's view of the cache for one spec. Made by `kvcluster.connect`; thread-safe; a context manager.
 
         client.store(token_ids, kv)                          # [blocks, layers, planes, block_tokens, heads, dim]
@@ -369,42 +364,6 @@ class Client:
     def shard_connections(self) -> ShardConnections:
         """The connections to shards with their breakers, for metrics."""
         return self._shards
-
-    # ---------------------------------------------------------------------------------- level 3: sequences
-
-    def sequence(
-        self,
-        prompt: Prompt | Sequence[int] = (),
-        *,
-        max_tokens: int = limits.TOKENS_PER_SEQUENCE,
-        drop_oldest: bool = False,
-        policy: WindowPolicy | None = None,
-        prefetch: bool = True,
-        deadline_ms: float | None = None,
-    ) -> KVSequence:
-        """Opens a sequence, which begins with the cached prefix of `prompt`: its `length` tokens need not be computed.
-        Its KV is kept in the resident set (`ClientConfig.resident_bytes`), and leaves it for the cluster by `policy`.
-        It takes at most `max_tokens` tokens; with `drop_oldest` it takes more, and keeps that many: the oldest behind
-        the policy's sinks are dropped, positions stay, and what is made from then on is its own. The prefix is loaded
-        as far as there is room, or with `prefetch=False` when it is needed. It begins empty if the coordinator does not
-        answer. Close it, or use `with`. Raises CallerError for a spec of several groups, or without torch; as `hashes`.
-        """
-        opened = as_prompt(prompt), check_tokens("max_tokens", max_tokens), policy or WindowPolicy()
-        return self._sequences.open(*opened, self._call(deadline_ms), drop_oldest=drop_oldest, prefetch=prefetch)
-
-    def prewarm_resident(self, tokens: int, *, deadline_ms: float | None = None) -> None:
-        """Has the operating system provide memory for `tokens` tokens of sequences now, so that no step waits for it.
-        Raises as `sequence`; CallerError beyond the resident set; ResidentSetFull if encoded pages use part of it."""
-        self._sequences.prewarm(check_tokens("tokens", tokens), self._call(deadline_ms))
-
-    def shipped(self) -> ShippedCounts:
-        """Returns what attention of this client's sequences has chosen, sent and received so far."""
-        return self._sequences.shipped()
-
-    def resident(self) -> ResidentUse:
-        """Returns how large the resident set is, and what the open sequences of this client take of it."""
-        self._process.check("client")
-        return self._sequences.use()
 
     @property
     def aio(self) -> AsyncClient:

@@ -18,7 +18,7 @@ never changes: the writer gets a copy.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvcluster.client.sequences.block_pages import BlockPages
 from kvcluster.client.sequences.block_table import ABSENT, PageCopy, TokenRun
@@ -78,6 +78,7 @@ class SequenceMachine:
             block_tokens=self._block_tokens,
             max_tokens=state.max_tokens,
             drop_oldest=state.drop_oldest,
+            publish=state.publish,
         )
         child.blocks = state.blocks[: state.blocks_for(state.length)]  # those reserved behind stay the parent's
         child.table.copy_from(state.table, len(child.blocks))
@@ -232,16 +233,22 @@ class SequenceMachine:
                 f"layers{where}: append them to every layer"
             )
 
-    def encode(self, state: SequenceState) -> list[Encoding]:
-        """Returns what is to be encoded after `advance`. `encoded` has to be called with each."""
+    def encode(self, state: SequenceState) -> Iterator[Encoding]:
+        """Yields what is to be encoded after `advance`. `encoded` has to be called with each before the next."""
         given_up: list[SequenceBlock] = []
-        encodings = self._window.encode(state, given_up)
-        self._blocks.gave_up(given_up)
-        return encodings
+        for encoding in self._window.encode(state, given_up):
+            self._blocks.gave_up(given_up)
+            given_up.clear()
+            yield encoding
 
     def encoded(self, state: SequenceState, encoding: Encoding, *, succeeded: bool) -> None:
         """A block was encoded. If it cannot be, it stays raw."""
         self._window.encoded(state, encoding, succeeded=succeeded)
+
+    def free_encoded(self) -> bool:
+        """Frees raw pages that no sequence uses and that will not be stored. Returns whether there were any."""
+        freed = [self._window.free_raw(state) for state in self.open_states()]
+        return any(freed)
 
     def set_policy(self, state: SequenceState, policy: WindowPolicy) -> None:
         """Changes the policy. It applies to what leaves the tail from now on."""

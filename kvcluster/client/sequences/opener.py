@@ -49,6 +49,7 @@ class SequenceOpener:
         deadline: Deadline,
         *,
         drop_oldest: bool,
+        publish: bool,
         prefetch: bool,
     ) -> Sequence:
         """As Client.sequence."""
@@ -69,6 +70,7 @@ class SequenceOpener:
             block_tokens=spec.block_tokens,
             max_tokens=max_tokens,
             drop_oldest=drop_oldest,
+            publish=publish,
         )
         ids = prompt.token_ids[:max_tokens]
         hashes = hashing.chain(root, ids, spec.block_tokens)

@@ -2,8 +2,9 @@
 Pure.
 
 Blocks are encoded when they leave the tail, in batches, at lengths that the policy alone determines, so that a
-generation can be repeated. A block keeps its raw page, too, until the cluster has it: what is stored is what the block
-was. A fork whose policy encodes nothing goes on with the raw page; so a table entry says which form its sequence uses.
+generation can be repeated. A block that will be stored keeps its raw page, too, until the cluster has it: what is
+stored is what the block was. A fork whose policy encodes nothing goes on with the raw page; so a table entry says
+which form its sequence uses.
 
 A sequence that drops the oldest keeps positions: the blocks stay in its table, as absent, and attention leaves them
 out. What it makes from then on depends on what it dropped, so it is private.
@@ -52,13 +53,19 @@ class ResidentWindow:
         return range(max(state.encoded, state.blocks_for(policy.sink_tokens)), stop)
 
     def nbytes(self, state: SequenceState, tokens: int) -> int:
-        """Returns how many more bytes the encoded blocks then take."""
-        new = sum(depth >= len(state.blocks) or state.blocks[depth].coded is None for depth in self.due(state, tokens))
-        return new * self._pages.nbytes(state.policy.coding) if new else 0
+        """Returns how many more bytes the encoded blocks then take at a time."""
+        due = self.due(state, tokens)
+        new = sum(depth >= len(state.blocks) or state.blocks[depth].coded is None for depth in due)
+        if not new:
+            return 0
+        nbytes = self._pages.nbytes(state.policy.coding)
+        if nbytes <= self._pages.page_bytes and all(self._frees_raw(state, depth) for depth in due):
+            return nbytes  # each of them frees its raw page before the next is encoded
+        return new * nbytes
 
-    def encode(self, state: SequenceState, given_up: list[SequenceBlock]) -> list[Encoding]:
-        """Returns what is to be encoded now; `encoded` is called with each when it was. There must be memory."""
-        codec, encodings = state.policy.coding, []
+    def encode(self, state: SequenceState, given_up: list[SequenceBlock]) -> Iterator[Encoding]:
+        """Yields what is to be encoded now; `encoded` is called with each before the next. There must be memory."""
+        codec = state.policy.coding
         depths = self.due(state, 0)
         for depth in depths:
             block = state.blocks[depth]
@@ -66,10 +73,9 @@ class ResidentWindow:
                 self._use_coded(state, depth, codec)
             elif block.page is not None:
                 into = CodedPage(codec, self._pages.take(given_up, codec))
-                encodings.append(Encoding(depth, block.page, into))
+                yield Encoding(depth, block.page, into)
         if depths:
             state.encoded = depths.stop
-        return encodings
 
     def encoded(self, state: SequenceState, encoding: Encoding, *, succeeded: bool) -> None:
         """A block was encoded, or cannot be: then it stays raw."""
@@ -94,13 +100,29 @@ class ResidentWindow:
         block.stays = False
         if block.stored is StoreState.YES and block.page is not None:
             self._pages.may_give_up(block)
-        elif (
-            (state.dropped and block.name is None)
-            and (block.page is not None and block.coded is not None)
-            and all(coded_page(other.table[depth]) for other in self._others(state, depth))
-        ):
+        elif block.page is not None and block.coded is not None and self._frees_raw(state, depth):
             self._pages.free(block.page)
             block.page = None
+
+    def free_raw(self, state: SequenceState) -> bool:
+        """Frees the raw pages of encoded blocks that other sequences used and use no longer, if they will never be
+        stored. Returns whether there were any."""
+        found = False
+        for depth in () if state.publish else range(state.encoded):
+            block = state.blocks[depth]
+            if block.page is not None and coded_page(state.table[depth]) and self._frees_raw(state, depth):
+                self._pages.free(block.page)
+                block.page, found = None, True
+        return found
+
+    def _frees_raw(self, state: SequenceState, depth: int) -> bool:
+        """Whether the raw page of a block is free once this sequence has it encoded: it will never be stored, and all
+        others that have it use its encoded form."""
+        if depth < len(state.blocks) and state.blocks[depth].name is not None:
+            return False
+        if state.publish and not state.dropped:
+            return False
+        return depth >= len(state.blocks) or all(coded_page(other.table[depth]) for other in self._others(state, depth))
 
     # ------------------------------------------------------------------------------------------- dropping
 

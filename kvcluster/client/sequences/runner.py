@@ -131,7 +131,7 @@ class SequenceRunner:
             try:
                 return call()
             except ResidentSetFull:
-                if self.close_abandoned():
+                if self.close_abandoned() or self.machine.free_encoded():
                     continue
                 if self.readers:
                     self.wait_for_readers()

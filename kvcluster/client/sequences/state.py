@@ -9,6 +9,9 @@ have left the tail: they are encoded, if the policy says so. `loss` is the worst
 computed from. Sequences that were forked from one another have one `family`. Those of different families share no
 block, so a change to a block concerns its family alone, however many sequences are open.
 
+Without `publish` no block is sealed but those that the sequence began with: what it makes stays in this process. Its
+family is like it.
+
 The first `sealed` blocks have their names and never change. `tokens` are the token ids behind them; they end early, at
 the first token that was advanced without an id or overwritten, and are not kept behind a private block.
 """
@@ -53,6 +56,7 @@ class SequenceState:
         block_tokens: int,
         max_tokens: int,
         drop_oldest: bool = False,
+        publish: bool = True,
     ) -> None:
         self.name = name
         self.root = root
@@ -61,6 +65,7 @@ class SequenceState:
         self.max_tokens = max_tokens
         self.blocks: list[SequenceBlock] = []
         self.drop_oldest = drop_oldest
+        self.publish = publish
         self.family: dict[SequenceState, None] = {}  # the open ones
         self.table = BlockTable(self.blocks_for(limits.TOKENS_PER_SEQUENCE if drop_oldest else max_tokens))
         self.length = 0
@@ -118,7 +123,7 @@ class SequenceState:
 
     def sealable(self, extent: SealExtent) -> int:
         """Returns how many blocks may be sealed now."""
-        if self.dropped and extent is SealExtent.DUE:
+        if not self.publish or (self.dropped and extent is SealExtent.DUE):
             return 0
         tail = 0 if extent is SealExtent.ALL else self.policy.tail_tokens
         full = max(0, self.length - tail) // self.block_tokens - self.sealed

@@ -53,7 +53,11 @@ class Worker:
         return SequenceId(next(self.names).to_bytes(16, "big"))
 
     def open(
-        self, cached: list[tuple[BlockHash, bytes, Loss]] | None = None, *, drop_oldest: bool = False
+        self,
+        cached: list[tuple[BlockHash, bytes, Loss]] | None = None,
+        *,
+        drop_oldest: bool = False,
+        publish: bool = True,
     ) -> SequenceState:
         state = SequenceState(
             self.name(),
@@ -62,6 +66,7 @@ class Worker:
             block_tokens=BLOCK,
             max_tokens=self.max_tokens,
             drop_oldest=drop_oldest,
+            publish=publish,
         )
         self.machine.open(state, cached or [])
         return state

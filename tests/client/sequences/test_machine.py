@@ -37,9 +37,9 @@ class Sequences(RuleBasedStateMachine):
         return self.lists[data.draw(st.integers(0, len(self.lists) - 1))]
 
     @precondition(lambda self: len(self.lists) < 4)
-    @rule(drop_oldest=st.booleans(), codec=st.sampled_from(["raw", "q8", "q4"]))
-    def open(self, drop_oldest: bool, codec: str) -> None:
-        state = self.worker.open(drop_oldest=drop_oldest)
+    @rule(drop_oldest=st.booleans(), publish=st.booleans(), codec=st.sampled_from(["raw", "q8", "q4"]))
+    def open(self, drop_oldest: bool, publish: bool, codec: str) -> None:
+        state = self.worker.open(drop_oldest=drop_oldest, publish=publish)
         self.worker.machine.set_policy(state, replace(state.policy, codec=codec))
         self.lists.append((state, []))
 
@@ -129,6 +129,10 @@ class Sequences(RuleBasedStateMachine):
     @rule()
     def seal_all(self) -> None:
         self.worker.machine.seal_all()
+
+    @rule()
+    def free_encoded(self) -> None:
+        self.worker.machine.free_encoded()
 
     @precondition(lambda self: self.lists)
     @rule(data=st.data())
@@ -497,3 +501,56 @@ def test_the_parent_is_first_to_write_what_it_has_reserved_behind_a_shared_block
     worker.append(child, [50] * 6)
     assert worker.read(parent) == [*range(6), *[60] * 8] and worker.read(child) == [*range(6), *[50] * 6]
     worker.machine.check()
+
+
+def local(worker: Worker, count: int, codec: str) -> SequenceState:
+    """A sequence that stays in this process."""
+    worker.policy = WindowPolicy(tail_tokens=BLOCK, migration_tokens=BLOCK, codec=codec)
+    state = worker.open(publish=False)
+    for value in range(20, 20 + count):
+        worker.append(state, [value])
+    return state
+
+
+@pytest.mark.parametrize(("codec", "coded_bytes"), [("q8", 2), ("q4", 1)])
+def test_what_is_encoded_of_a_local_sequence_frees_its_raw_page(codec: str, coded_bytes: int) -> None:
+    worker = Worker(pages=6)
+    tokens = (4 * (6 - 2) // coded_bytes + 1) * BLOCK  # all but two pages is encoded
+    state = local(worker, tokens, codec)
+    assert worker.pages.used == 1 and not worker.machine.stores and worker.store() is None
+    assert worker.machine.seal_all() == [] and state.sealed == 0
+    assert worker.read(state) == list(range(20, 20 + tokens))
+    worker.machine.check()
+    worker.truncate(state, tokens - 3 * BLOCK - 2)
+    assert worker.read(state) == list(range(20, 20 + tokens - 3 * BLOCK - 2))
+    worker.machine.close(state)
+    assert worker.pages.used_bytes == 0
+
+
+def test_a_raw_page_that_a_fork_uses_is_freed_when_the_fork_does_not() -> None:
+    worker = Worker(pages=12, policy=WindowPolicy(tail_tokens=3 * BLOCK, migration_tokens=BLOCK, codec="q8"))
+    state = worker.open(publish=False)
+    worker.append(state, [*range(20, 20 + 3 * BLOCK)])
+    fork = worker.machine.fork(state, worker.name())
+    worker.machine.set_policy(fork, WindowPolicy(codec="raw"))
+    worker.append(state, [7] * 3 * BLOCK)
+    assert worker.pages.used == 6 and worker.pages.coded(Codec.Q8) == 3
+    assert not worker.machine.free_encoded(), "the fork reads them raw"
+    assert worker.read(fork) == list(range(20, 20 + 3 * BLOCK))
+    worker.machine.close(fork)
+    assert worker.machine.free_encoded() and worker.pages.used == 3
+    assert worker.read(state) == [*range(20, 20 + 3 * BLOCK), *[7] * 3 * BLOCK]
+    worker.machine.check()
+
+
+def test_what_a_local_sequence_began_with_leaves_and_comes_back() -> None:
+    worker = Worker(pages=4, policy=WindowPolicy(tail_tokens=0, migration_tokens=BLOCK))
+    first = grown(worker, 2 * BLOCK)
+    while worker.store() is not None:
+        pass
+    cached = [(block.name, block.tokens, block.loss) for block in first.blocks if block.name is not None]
+    worker.machine.close(first)
+    state = worker.open(cached, publish=False)
+    worker.append(state, [50] * 3 * BLOCK)
+    assert state.sealed == 2 and worker.store() is None and not worker.machine.seal_all()
+    assert worker.read(state) == [*range(8), *[50] * 12]

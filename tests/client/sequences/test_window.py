@@ -387,3 +387,35 @@ def test_a_full_resident_set_leaves_the_tail_raw_and_there(start: Start, tail: i
 def test_a_policy_that_is_none_is_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(CallerError, match=next(iter(wrong))):
         kvcluster.WindowPolicy(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("codec", "times"), [("raw", 1.0), ("q8", 3.7), ("q4", 6.6)])
+def test_a_local_sequence_needs_no_shard_and_its_encoded_blocks_no_raw_page(
+    start: Start, codec: str, times: float
+) -> None:
+    """In the room of 2,048 raw tokens: nothing waits for shards, which have no room."""
+    spec = kvcluster.KVSpec.uniform(
+        model="m", weights="w", num_layers=1, num_kv_heads=2, head_dim=128, dtype="float32", block_tokens=16
+    )
+    room = {"resident_bytes": 2_048 * int(spec.token_bytes), "deadline_ms": 300}
+    cluster = start(device_bytes="64KiB", config={"client": room})
+    policy = kvcluster.WindowPolicy(tail_tokens=16, migration_tokens=16, codec=codec)
+    values = torch.randn(512, 2, 128)
+    with cluster.client(spec) as client, client.sequence(policy=policy, publish=False) as one:
+        fits = 0
+        with pytest.raises(ResidentSetFull):
+            while True:
+                one.append(0, values[:16], values[:16])
+                one.advance(range(one.length, one.length + 16))
+                fits = one.length
+        assert times <= fits / 2_048 < times + 1
+        one.truncate(fits)
+        assert client.resident().blocks_waiting == 0 and one.sealed == 0
+        assert one.flush(), "there is nothing to store"
+        with one.fork() as fork:
+            assert fork.length == fits
+        k, _ = one.read(0, 0, 512)
+        worst = {"raw": 0.0, "q8": 0.03, "q4": 0.6}[codec]
+        assert (k - values[:16].repeat(32, 1, 1)).abs().max() <= worst
+        with cluster.client(spec) as other, other.sequence(list(range(fits))) as found:
+            assert found.length == 0, "no other client finds it"
