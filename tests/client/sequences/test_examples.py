@@ -41,4 +41,4 @@ def test_the_example_runs(cluster: MemoryCluster, heading: str, code: str) -> No
 
 
 def test_all_that_users_know_is_shown() -> None:
-    assert len(EXAMPLES) == 10
+    assert len(EXAMPLES) == 15
