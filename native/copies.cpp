@@ -82,10 +82,10 @@ bool one_run(const Rows* rows, std::size_t planes) {
     return true;
 }
 
-// The most bytes, a power of two, that divide all runs of the rows; 0 if they are fewer than a stripe.
-std::size_t step_of(const Rows* rows, std::size_t planes) {
+// The most bytes, a power of two, that divide all runs of these rows; 0 if they are fewer than a stripe.
+std::size_t step_of(const Rows* rows, std::size_t count) {
     std::size_t bits = kMostStep;
-    for (std::size_t plane = 0; plane < planes; plane++) bits |= rows[plane].run;
+    for (std::size_t i = 0; i < count; i++) bits |= rows[i].run;
     const std::size_t step = bits & (~bits + 1);
     return step >= kLeastStep ? step : 0;
 }
@@ -141,7 +141,7 @@ void BatchRun::rows_of(const Place& place) {
             rows_.push_back(rows);
         }
     }
-    rows_.insert(rows_.end(), rows_.begin(), rows_.begin() + static_cast<std::ptrdiff_t>(planes));
+    for (std::size_t number = 0; number < planes; number++) rows_.push_back(rows_[number]);
     rows_.push_back(rows_.front());
 }
 
@@ -266,7 +266,8 @@ void BatchRun::run(const Kernels& kernels, std::size_t start, std::size_t stop) 
     }
 }
 
-// How many bytes a layer can be copied by between a page and rows_; 0 if it has to be staged as a whole.
+// How many bytes every layer of a record can be copied by between a page and rows_; 0 if they have to be staged as a whole.
+// A walk through one layer's rows runs ahead into those of the next, so the runs of all of them decide.
 std::size_t BatchRun::straight_step(const Place& place) {
     const std::size_t planes = place.geometry.planes.size();
     if (place.coded || place.fills != place.heads) return 0;
@@ -275,7 +276,7 @@ std::size_t BatchRun::straight_step(const Place& place) {
         const bool turns = (plane.elements != 1) != (place.geometry.planes[number + 1].elements != 1);
         if (turns && plane_bytes(plane, place.heads) % kSegmentBytes) return 0;
     }
-    return step_of(rows_.data(), planes);
+    return step_of(rows_.data(), place.count * planes);
 }
 
 // Copies a raw layer of a page into its planes, and returns the sum of what was written.
