@@ -269,13 +269,14 @@ class Client(SequenceCalls):
     ) -> int:
         """Loads the cached prefix into the leading blocks of `out` (as `into` of begin_load, with room for every full
         block of the prompt), up to the first block with more loss than `accept` (as in prepare_load). Returns the
-        number of tokens loaded; the content of `out` after them is undefined."""
+        number of tokens loaded; the content of `out` after them is undefined. Any block may be the last one that is
+        cached, and so one that a window needs: every block has a place of its own, and no placeholder."""
         deadline = self._call(deadline_ms, QUESTION_MS)
         spec, hashes, _ = self._hash(prompt, deadline)
         if not hashes:
             return 0
         # Checked before the coordinator is asked: otherwise a mistake in `out` would show only at the first hit.
-        bound = bind(out, spec, self.parts, len(hashes), writable=True)
+        bound = bind(out, spec, self.parts, len(hashes), writable=True, any_end=True)
         with self._tickets.prepare(spec, hashes, self._need(accept), deadline, hold=True) as ticket:
             if not ticket.blocks:
                 return 0

@@ -45,8 +45,9 @@ class Paged:
     heads, dim]`, of any strides; or a tuple of tensors, one per plane, each `[num_blocks, block_tokens, heads,
     dim]`, which is the only way if planes differ in dim, dtype or strides. An opaque plane is uint8
     `[num_blocks, nbytes]`, or `[num_blocks, heads, nbytes]` if it has several heads. Views are enough: the cache is
-    never copied as a whole. Blocks of a destination that its group does not need, such as those before a window, may
-    have any id: they are not touched.
+    never copied as a whole. For `begin_load`, blocks of a destination that its group does not need to continue after
+    the ticket's last block, such as those before a window, may have any id, -1 or one that others have: they are not
+    touched. For `load`, which may end after any block, and for a store, every block has an id of its own.
     """
 
     layers: Sequence[Tensor | tuple[Tensor, ...]]

@@ -35,12 +35,14 @@ def bind(
     *,
     first: int = 0,
     writable: bool,
+    any_end: bool = False,
 ) -> BoundMemory:
     """Checks that `memory` holds `blocks` blocks of `parts`, one part per group, and opens it for moving bytes.
 
     They are the blocks of a sequence from `first` on: the BoundMemory numbers blocks as the sequence does.
     A spec with several groups takes a list with one entry per group, None exactly where its part is None. A
-    destination (`writable`) may have room for more blocks than `blocks`; a source has exactly as many.
+    destination (`writable`) may have room for more blocks than `blocks`; a source has exactly as many. With `any_end`
+    the load may end after any of the blocks, so that each may be the one that a window needs.
     Raises CallerError, which says what was given, what was expected and what to do; no bytes have moved then.
     """
     given = list(memory) if isinstance(memory, (list, tuple)) else [memory]
@@ -61,7 +63,7 @@ def bind(
             memories.append(None)
             continue
         spec.check_part(index, part)
-        memories.append(_bind_group(Ask(spec, index, part, first, blocks, writable), one))
+        memories.append(_bind_group(Ask(spec, index, part, first, blocks, writable, any_end), one))
     return BoundMemory(tuple(memories), first, given)
 
 

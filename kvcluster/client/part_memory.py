@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcluster.core.groups import DTYPE_BYTES, Part, Plane
+from kvcluster.core.groups import DTYPE_BYTES, PREFIX, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.pages.copy_geometry import BlockGeometry, page_layout
@@ -106,6 +106,7 @@ class Ask:
     first: int
     blocks: int
     writable: bool
+    any_end: bool
 
     @property
     def name(self) -> str:
@@ -124,11 +125,20 @@ class Ask:
     @property
     def untouched(self) -> int:
         """The number of leading blocks that are neither read nor written, because their group does not need them."""
-        if not self.writable:
+        if not self.writable or self.any_end:
             return 0
         end = self.first + self.blocks
         needed = self.spec.groups[self.index].reuse.blocks_needed(end, self.spec.block_tokens)
         return max(0, self.blocks - needed)
+
+    @property
+    def unplaced(self) -> str:
+        """How an error says which blocks may have a placeholder for their id."""
+        if not self.writable or self.spec.groups[self.index].reuse == PREFIX:
+            return ""
+        if self.any_end:
+            return "; `load` may end after any block, so none may have a placeholder: use prepare_load and begin_load"
+        return f"; only the first {self.untouched}, which are not loaded, may have a placeholder such as -1"
 
     def tokens(self, plane: Plane) -> int:
         """Returns the rows of a head in one block: one for opaque bytes, for any number of tokens."""

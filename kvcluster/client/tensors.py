@@ -104,7 +104,7 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
             if rows and not 0 <= least <= most < tensor.shape[0]:
                 raise CallerError(
                     f"{name} has {tensor.shape[0]} blocks, but block_ids go from {least} to {most}: "
-                    "they are indices of its first dimension"
+                    f"they are indices of its first dimension{ask.unplaced}"
                 )
             run.append(_full(tensor, plane, joined=joined))
     return bind_layers(ask, runs, rows, keeps)
@@ -167,5 +167,7 @@ def _check_block_ids(ask: Ask, block_ids: Sequence[int] | Tensor) -> list[int]:
     ids = ids[ask.untouched : ask.blocks]
     if ask.writable and len(set(ids)) < len(ids):
         twice = next(i for i in ids if ids.count(i) > 1)
-        raise CallerError(f"block id {twice} of {ask.name} occurs twice; expected a separate id for each block")
+        raise CallerError(
+            f"block id {twice} of {ask.name} occurs twice; expected a separate id for each block{ask.unplaced}"
+        )
     return [*ids[:1] * ask.untouched, *ids]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcluster.client.layouts import Dense, Paged
-from kvcluster.core.groups import Group, Plane, window
+from kvcluster.core.groups import LAST, Group, Plane, Reuse, window
 from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
@@ -101,3 +101,46 @@ def test_blocks_within_a_window_do(cluster: MemoryCluster) -> None:
         pytest.raises(CallerError, match="block id 4 of the destination of group 1 occurs twice"),
     ):
         client.begin_load(ticket, [Paged(caches[0], [5, 6, 7, 8]), Paged(caches[1], [0, 0, 4, 4])])
+
+
+NARROW = (Plane("k", 1, DIM, "float32"),)
+
+
+@pytest.mark.parametrize("reuse", [window(BLOCK + 1), window(2 * BLOCK + 1), LAST], ids=str)
+@pytest.mark.parametrize("cached", range(1, 7))
+def test_a_window_ends_where_the_cached_prefix_ends(cluster: MemoryCluster, reuse: Reuse, cached: int) -> None:
+    """A load of a longer prompt than is cached: the blocks before that boundary lie at their own ids."""
+    spec = KVSpec("narrow", "sha256:1", BLOCK, (Group((0,), NARROW, reuse),))
+    client, content = cluster.client(spec), noise([6, 1, 1, BLOCK, 1, DIM])
+    client.store(prompt(6)[: cached * BLOCK], content[:cached])
+    assert client.flush()
+    cache, ids = torch.zeros(9, 1, BLOCK, 1, DIM), [8, 1, 6, 3, 5, 2]
+    assert client.load(prompt(6), Paged([cache], ids)) == cached * BLOCK
+    needed = range(cached - reuse.blocks_needed(cached, BLOCK), cached)
+    assert all(same(cache[ids[block]], content[block, 0]) for block in needed)
+    assert not cache[sorted(set(range(9)) - {ids[block] for block in needed})].any()
+
+
+@pytest.mark.parametrize("placeholder", [-1, 0, 8])
+def test_a_load_that_may_end_anywhere_takes_no_placeholders(cluster: MemoryCluster, placeholder: int) -> None:
+    """Whatever is cached: the mistake does not wait for a shorter prefix."""
+    stored, client = fill_groups(cluster), cluster.client(SLIDING)
+    caches = [[torch.zeros(9, 2, BLOCK, HEADS, DIM) for _ in group.layers] for group in SLIDING.groups]
+    table = [[5, 6, 7, 8], [placeholder, placeholder, 3, 4]]
+    into = [Paged(layers, ids) for layers, ids in zip(caches, table, strict=True)]
+    with pytest.raises(CallerError, match="may end after any block, so none may have a placeholder"):
+        client.load(prompt(4), into)
+    with client.prepare_load(client.hashes(prompt(4))) as ticket:
+        assert client.begin_load(ticket, into).result().blocks == 4
+    assert same(caches[1][0][[3, 4]], stored[1][2:, 0])
+
+
+def test_a_placeholder_within_a_window_is_refused(cluster: MemoryCluster) -> None:
+    fill_groups(cluster)
+    client = cluster.client(SLIDING)
+    caches = [[torch.zeros(9, 2, BLOCK, HEADS, DIM) for _ in group.layers] for group in SLIDING.groups]
+    with (
+        client.prepare_load(client.hashes(prompt(4))) as ticket,
+        pytest.raises(CallerError, match="go from -1 to 4.*only the first 2, which are not loaded, may have a placeh"),
+    ):
+        client.begin_load(ticket, [Paged(caches[0], [5, 6, 7, 8]), Paged(caches[1], [-1, -1, -1, 4])])
