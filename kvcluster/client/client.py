@@ -268,9 +268,8 @@ class Client(SequenceCalls):
         deadline_ms: float | None = None,
     ) -> int:
         """Loads the cached prefix into the leading blocks of `out` (as `into` of begin_load, with room for every full
-        block of the prompt), up to the first block with more loss than `accept` (as in prepare_load). Returns the
-        number of tokens loaded; the content of `out` after them is undefined. Any block may be the last one that is
-        cached, and so one that a window needs: every block has a place of its own, and no placeholder."""
+        block of the prompt and no placeholders), up to the first block with more loss than `accept` (as in
+        prepare_load). Returns the number of tokens loaded; the content of `out` after them is undefined."""
         deadline = self._call(deadline_ms, QUESTION_MS)
         spec, hashes, _ = self._hash(prompt, deadline)
         if not hashes:

@@ -16,6 +16,7 @@ from itertools import pairwise
 from math import prod
 
 from kvcluster.client.array_views import array_view
+from kvcluster.client.footprints import BlockRows, Extent, Footprint, first_shared
 from kvcluster.client.layouts import Buffers, Dense, Memory
 from kvcluster.client.part_memory import Ask, Pages, PartMemory
 from kvcluster.client.validation import kind_of
@@ -52,6 +53,7 @@ def bind(
             f"memory is a list of {len(given)}, but the spec has {len(parts)} group(s): "
             "give one entry per group; the layers of a group go into Paged(layers, block_ids)"
         )
+    asks: dict[int, Ask] = {}
     memories: list[PartMemory | None] = []
     for index, (one, part) in enumerate(zip(given, parts, strict=True)):
         if (one is None) != (part is None):
@@ -63,7 +65,11 @@ def bind(
             memories.append(None)
             continue
         spec.check_part(index, part)
-        memories.append(_bind_group(Ask(spec, index, part, first, blocks, writable, any_end), one))
+        asks[index] = Ask(spec, index, part, first, blocks, writable, any_end)
+        memories.append(_bind_group(asks[index], one))
+    shared = first_shared([each for memory in memories if memory is not None for each in memory.footprints])
+    if shared is not None:
+        raise asks[shared[1].group].shared(shared[0].group)
     return BoundMemory(tuple(memories), first, given)
 
 
@@ -186,8 +192,10 @@ def _bind_buffers(ask: Ask, buffers: Buffers, keeps: object = None) -> Pages:
         if ask.writable and page.readonly:
             raise CallerError(f"{name} is read-only; expected a writable buffer, such as a bytearray")
         pages.append(page)
-    if ask.writable:
+    footprints: list[Footprint] = []
+    if ask.writable and pages:
         starts = sorted(map(address_of, pages))
         if any(second - first < expected for first, second in pairwise(starts)):
             raise ask.shared()
-    return Pages(ask, pages, keeps)
+        footprints.append(Footprint(ask.index, 0, Extent(expected, BlockRows(starts), 1)))
+    return Pages(ask, pages, footprints, keeps)

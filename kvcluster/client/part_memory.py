@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcluster.client.footprints import Footprint
 from kvcluster.core.groups import DTYPE_BYTES, PREFIX, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
@@ -20,6 +21,8 @@ class PartMemory(Protocol):
 
     part: Part
     head_bytes: int
+    footprints: Sequence[Footprint]
+    """The bytes that its blocks take, if it is a destination. None of them meets itself."""
 
     def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
         """Writes the rectangle `both` from `data`, which holds `rect` in page layout."""
@@ -40,8 +43,11 @@ class PartMemory(Protocol):
 class Pages:
     """Memory in which each block is in page layout: moved as bytes. `keeps` keeps it alive, if the views do not."""
 
-    def __init__(self, ask: Ask, pages: Sequence[memoryview], keeps: object = None) -> None:
+    def __init__(
+        self, ask: Ask, pages: Sequence[memoryview], footprints: Sequence[Footprint] = (), keeps: object = None
+    ) -> None:
         self._keeps = keeps
+        self.footprints = footprints
         self.part = ask.part
         self.head_bytes = ask.head_bytes
         self._pages = pages
@@ -150,9 +156,10 @@ class Ask:
             least = "at least " if self.writable else ""
             raise CallerError(f"{self.name} has {given} blocks; expected {least}{self.blocks}, one for each block hash")
 
-    def shared(self) -> CallerError:
-        """Returns the error for a destination in which two blocks overlap."""
+    def shared(self, other: int | None = None) -> CallerError:
+        """Returns the error for a destination that uses a byte twice, or also for the group `other`."""
+        groups = f", for group {other} as well" if other not in (None, self.index) else ""
         return CallerError(
-            f"{self.name} uses some memory twice; expected separate memory for every element: "
+            f"{self.name} uses some memory twice{groups}; expected separate memory for every element: "
             "pass no expanded or overlapping tensor or buffer, and no tensor a second time"
         )

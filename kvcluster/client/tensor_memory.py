@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvcluster.client.footprints import BlockRows, Extent, Footprint
 from kvcluster.client.part_memory import Ask, Pages, PartMemory
 from kvcluster.core.groups import DTYPE_BYTES, Part
 from kvcluster.errors import CallerError
@@ -44,17 +45,31 @@ def bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int], keeps: 
     if not rows:
         return Pages(ask, [])
     stacks = [_stack(run, geometry.word_bytes) for run in placed]
-    if ask.writable:
-        starts = [each.start for run in placed for each in run]
-        shapes = dict.fromkeys((stack.shape, stack.strides, stack.width) for run in stacks for stack in run)
-        if len(set(starts)) < len(starts) or any(_overlaps(*shape) for shape in shapes):
-            raise ask.shared()
+    footprints = _footprints(ask, [stack for run in stacks for stack in run], rows) if ask.writable else []
     whole = stacks[0][0]
     if len(stacks) > 1 or len(stacks[0]) > 1 or not whole.blocks_are_runs():
-        return _Strided(ask, geometry, stacks, rows, _layouts(placed, len(ask.planes)), keeps)
+        return _Strided(ask, geometry, stacks, rows, _layouts(placed, len(ask.planes)), footprints, keeps)
     stride, nbytes = whole.strides[0], math.prod(whole.shape[1:]) * whole.width
     pages = [bytes_at(whole.start + row * stride, nbytes) for row in rows]
-    return _TensorPages(ask, geometry, pages, keeps)
+    return _TensorPages(ask, geometry, pages, footprints, keeps)
+
+
+def _footprints(ask: Ask, stacks: Sequence[_Stack], rows: Sequence[int]) -> list[Footprint]:
+    """Returns the bytes that the rows of these stacks take. Raises CallerError for a tensor that uses a byte twice."""
+    numbers, footprints = BlockRows(rows), []
+    extents: dict[tuple[object, ...], Extent] = {}  # of layers that are alike
+    for whole in stacks:
+        # Layers at an equal distance may lie in turns, and not one behind another.
+        apart = whole.shape[1] > 1 and _overlaps(whole.shape, whole.strides, whole.width)
+        for stack in whole.layers() if apart else (whole,):
+            kind = stack.shape, stack.strides, stack.width
+            if kind not in extents:
+                if _overlaps(*kind):
+                    raise ask.shared()
+                inner = list(zip(stack.shape[1:], stack.strides[1:], strict=True))
+                extents[kind] = Extent(stack.width, numbers, stack.strides[0], inner)
+            footprints.append(Footprint(ask.index, stack.start, extents[kind]))
+    return footprints
 
 
 class _Placed(NamedTuple):
@@ -110,8 +125,15 @@ class _Geometry:
 class _TensorPages(Pages):
     """Pages within one tensor."""
 
-    def __init__(self, ask: Ask, geometry: _Geometry, pages: Sequence[memoryview], keeps: object) -> None:
-        super().__init__(ask, pages, keeps)
+    def __init__(
+        self,
+        ask: Ask,
+        geometry: _Geometry,
+        pages: Sequence[memoryview],
+        footprints: Sequence[Footprint],
+        keeps: object,
+    ) -> None:
+        super().__init__(ask, pages, footprints, keeps)
         self._geometry = geometry
 
     def write_heads(self, page: memoryview, rect: Part, both: Part, data: memoryview) -> None:
@@ -134,9 +156,11 @@ class _Strided:
         runs: Sequence[Sequence[_Stack]],
         rows: Sequence[int],
         layouts: Sequence[Sequence[PlaneLayout]],
+        footprints: Sequence[Footprint],
         keeps: object,
     ) -> None:
         self._keeps = keeps
+        self.footprints = footprints
         self.part = ask.part
         self.head_bytes = ask.head_bytes
         self._geometry = geometry
@@ -228,6 +252,11 @@ class _Stack(NamedTuple):
         with torch.inference_mode(False):  # an alias made in inference mode could not be written outside it
             words = torch.frombuffer(data, dtype=_WORDS[self.width])
             return words.as_strided(self.shape, [stride // self.width for stride in self.strides])
+
+    def layers(self) -> list[_Stack]:
+        """Returns a stack for each layer."""
+        shape, strides = (self.shape[0], 1, *self.shape[2:]), (self.strides[0], 0, *self.strides[2:])
+        return [_Stack(self.start + i * self.strides[1], self.width, shape, strides) for i in range(self.shape[1])]
 
     def blocks_are_runs(self) -> bool:
         """Whether the words of each block lie one after the other."""

@@ -141,6 +141,6 @@ def test_a_placeholder_within_a_window_is_refused(cluster: MemoryCluster) -> Non
     caches = [[torch.zeros(9, 2, BLOCK, HEADS, DIM) for _ in group.layers] for group in SLIDING.groups]
     with (
         client.prepare_load(client.hashes(prompt(4))) as ticket,
-        pytest.raises(CallerError, match="go from -1 to 4.*only the first 2, which are not loaded, may have a placeh"),
+        pytest.raises(CallerError, match=r"go from -1 to 4.*only the first 2, which are not loaded, may have a placeh"),
     ):
         client.begin_load(ticket, [Paged(caches[0], [5, 6, 7, 8]), Paged(caches[1], [-1, -1, -1, 4])])

@@ -95,6 +95,20 @@ def overlapping(flat: torch.Tensor) -> Given:
     return Given(values, values, flat)
 
 
+def overlapping_layers(flat: torch.Tensor) -> Given:
+    """The second layer begins within the first, the third behind both."""
+    size = prod(SHAPE) // LAYERS
+    layers = [flat[at:][:size].view(BLOCKS, *SHAPE[2:]) for at in (0, size - DIM, 3 * size)]
+    return Given(Paged(layers, range(BLOCKS)), torch.stack(layers, 1), flat)
+
+
+def overlapping_planes(flat: torch.Tensor) -> Given:
+    """The last values of each row of K are the first of V."""
+    rows = flat[: prod(SHAPE)].view(LAYERS, BLOCKS, BLOCK, HEADS, 2 * DIM)
+    planes = [(layer[..., :DIM], layer[..., DIM - 1 : -1]) for layer in rows]
+    return Given(Paged(planes, range(BLOCKS)), torch.stack([torch.stack(each, 1) for each in planes], 1), flat)
+
+
 def same_block(flat: torch.Tensor) -> Given:
     values = flat[: prod(SHAPE)].view(SHAPE)
     return Given(Paged(list(values.unbind(1)), [0, 0, 0]), values[:1].expand(SHAPE), flat)
@@ -261,6 +275,8 @@ ROWS: dict[str, Row] = {
     "sliced with steps": Row(sliced),
     "expanded (stride 0)": Row(expanded, TWICE),
     "overlapping rows": Row(overlapping, TWICE),
+    "overlapping layers": Row(overlapping_layers, TWICE),
+    "overlapping keys and values": Row(overlapping_planes, TWICE),
     "block id given twice": Row(same_block, "occurs twice"),
     "block id outside the cache": Row(outside, "block_ids go from 0 to 3", "block_ids go from 0 to 3"),
     "too few blocks": Row(too_few_blocks, "has 2 blocks; expected at least 3", "has 2 blocks; expected 3"),

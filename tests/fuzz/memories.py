@@ -162,9 +162,9 @@ def laid(rng: Random, shape: Sequence[int], order: Order, size: int) -> tuple[in
 
 
 def arrays(rng: Random, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str], *, free: bool) -> list[Array]:
-    """Draws an array of each shape, `[rows, ...]`: alike, or each in an order of its own; each in memory of its own, one
-    behind another at distances of their own, or all in turns within a row. Without `free` the values of the last
-    dimension lie together."""
+    """Draws an array of each shape, `[rows, ...]`: alike, or each in an order of its own; each in its own memory, one
+    behind another at any distances, or all in turns within a row. Without `free` the values of the last dimension lie
+    together."""
     alike, orders = rng.random() < 0.35, dict[tuple[object, ...], Order]()
     made = []
     for shape, dtype in zip(shapes, dtypes, strict=True):
@@ -321,12 +321,9 @@ PAIRS: list[Layout] = [*ALIKE, nhd, hnd, vllm, vllm_cpu]
 
 
 def drawn(rng: Random, cell: Cell, *, ids: Sequence[int] | None = None) -> Drawn:
-    """Draws memory for the blocks of a cell. `ids`: the rows of its blocks, if it has a block table; drawn otherwise."""
-    if not cell.alike:
-        menu = ANY
-    else:
-        menu = PAIRS if len(cell.group.planes) == 2 else ALIKE
-    return rng.choice(menu)(rng, cell, ids)
+    """Draws memory for the blocks of a cell. `ids`: the rows of its blocks where it has a block table, else drawn."""
+    pairs = PAIRS if len(cell.group.planes) == 2 else ALIKE
+    return rng.choice(pairs if cell.alike else ANY)(rng, cell, ids)
 
 
 # ------------------------------------------------------------------------------------------------------- parts
