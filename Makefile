@@ -28,6 +28,7 @@ SIM_FIRST ?= 0
 FUZZ_INPUTS ?= 100000
 FUZZ_OPERATIONS ?= 100000
 FUZZ_SEED ?= 0
+FUZZ_CALLS ?= 2000000
 INTEGRITY_ARGS ?=
 NIGHTLY_ARGS ?=
 MUTANTS ?= 120
@@ -39,7 +40,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
+.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz fuzz-clients integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -140,6 +141,9 @@ attacks: install ## attacks on a real cluster beside an honest tenant, and what 
 
 fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=1000000 each; FUZZ_SEED=1 for others)
 	@$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
+
+fuzz-clients: install ## drawn calls of clients against a dict of what they stored (FUZZ_CALLS=20000 for fewer; FUZZ_SEED=1 for others)
+	@$(BIN)/python -m tests.fuzz.client --operations $(FUZZ_CALLS) --seed $(FUZZ_SEED)
 
 integrity: install ## 10,000 flipped bits and 10,000 copies of changing sources (INTEGRITY_ARGS="--flips 1000 --seed 2")
 	@$(BIN)/python -m tests.integrity $(INTEGRITY_ARGS)

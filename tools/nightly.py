@@ -22,6 +22,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "simulate": ("make", "simulate", "SIM_SEEDS=20000", "SIM_FIRST=100000"),
     "fuzz": ("make", "fuzz"),
     "fuzz-vllm": ("make", "fuzz-vllm"),
+    "fuzz-clients": ("make", "fuzz-clients"),
     "integrity": ("make", "integrity"),
     "compat": ("make", "compat"),
     "sanitizers": ("make", "sanitizers"),

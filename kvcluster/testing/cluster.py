@@ -28,6 +28,7 @@ from kvcluster.core.messages import CoordinatorQuestion, Inventory, Leave, PageK
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec
+from kvcluster.core.tiers import ADDRESSABLE
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.base import Deadline, Transport, Unavailable
@@ -154,14 +155,14 @@ class MemoryCluster:
         self._shards.pop(shard).close()
 
     def corrupt(self, shard: ShardId, *, block: BlockHash | None = None, bit: int = 0) -> PageKey:
-        """Flips a bit of a readable page on that shard, without telling the shard: a page of `block`, or the oldest
-        page if it is None. `bit` counts from the start of the page and wraps around at its end. Returns the page's key.
-        Raises LookupError if there is no such page."""
+        """Flips a bit of a readable page in that shard's memory, without telling the shard: a page of `block`, or the
+        oldest page if it is None. `bit` counts from the start of the page and wraps around at its end. Returns the
+        page's key. Raises LookupError if there is no such page in memory."""
         host = self._shards[shard]
 
         def flip() -> PageKey:
             for page in host.core.pool.ready():
-                if block in (None, page.key.hash):
+                if block in (None, page.key.hash) and page.tier in ADDRESSABLE:
                     at, within = divmod(bit % (8 * page.nbytes), 8)
                     host.view(page.slot())[at] ^= 1 << within
                     return page.key

@@ -98,19 +98,26 @@ class Array(NamedTuple):
     def bytes(self) -> np.ndarray:
         """Returns its bytes, `[*shape, bytes of a value]`."""
         shape, strides = (*self.shape, BYTES[self.dtype]), (*self.strides, 1)
+        if 0 in shape:
+            return np.empty(shape, np.uint8)
         return np.ndarray(shape, np.uint8, self.owner, self.start, strides)
 
     def tensor(self) -> torch.Tensor:
         """Returns it as torch has it."""
         dtype = torch.uint8 if self.dtype == "opaque" else getattr(torch, self.dtype)
         size = BYTES[self.dtype]
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=dtype)
         count = (len(self.owner) - self.start) // size
         flat = torch.frombuffer(self.owner, dtype=dtype, offset=self.start, count=count)
         return flat.as_strided(self.shape, [stride // size for stride in self.strides])
 
     def array(self) -> np.ndarray:
         """Returns it as numpy has it: integers where numpy does not know the dtype."""
-        return np.ndarray(self.shape, NUMPY.get(self.dtype, self.dtype), self.owner, self.start, self.strides)
+        dtype = NUMPY.get(self.dtype, self.dtype)
+        if 0 in self.shape:
+            return np.empty(self.shape, dtype)
+        return np.ndarray(self.shape, dtype, self.owner, self.start, self.strides)
 
     def seen(self, rng: Random) -> Any:
         """Returns it as an argument of one library or another."""
@@ -281,7 +288,7 @@ def vllm_cpu(rng: Random, cell: Cell, ids: Sequence[int] | None) -> Drawn:
         values = each.bytes()
         k = values[:, :, : tokens * plane.dim].reshape(room, cell.part.heads, plane.dim, tokens, size)
         v = values[:, :, tokens * plane.dim :].reshape(room, cell.part.heads, tokens, plane.dim, size)
-        assert np.shares_memory(k, each.owner) and np.shares_memory(v, each.owner)
+        assert not room or (np.shares_memory(k, each.owner) and np.shares_memory(v, each.owner))
         views.append([k.transpose(0, 3, 1, 2, 4), v.transpose(0, 2, 1, 3, 4)])
         caches.append(each.tensor().unflatten(2, (tokens, 2 * plane.dim)))
     return Drawn("vllm cpu", Paged.vllm_cpu(caches, rows), views, rows, _owners(made))
@@ -375,3 +382,60 @@ def _five(values: np.ndarray, plane: Plane) -> np.ndarray:
 
 def _owners(made: Sequence[Array]) -> list[np.ndarray]:
     return list({id(each.owner): each.owner for each in made}.values())
+
+
+def unplaced(rng: Random, memory: Drawn, blocks: Sequence[int]) -> None:
+    """Gives these blocks placeholders for their ids, where the memory has a block table."""
+    if isinstance(memory.memory, Paged):
+        ids = list(memory.rows)
+        for block in blocks:
+            ids[block] = rng.choice([-1, -1, 0, ids[0], 10**6])
+        memory.memory = Paged(memory.memory.layers, ids)
+
+
+def entangled(rng: Random, cells: Sequence[Cell]) -> tuple[list[Drawn], bool]:
+    """Draws memory of several groups, of which a layer may lie within another; and whether a byte is used twice."""
+    room = max(cell.blocks for cell in cells) + rng.randint(0, 4)
+    each = [plane for cell in cells for _ in range(cell.part.layers) for plane in cell.group.planes]
+    shapes = [
+        _apart_shape(cell, plane, room)
+        for cell in cells
+        for _ in range(cell.part.layers)
+        for plane in cell.group.planes
+    ]
+    made = arrays(rng, shapes, [plane.dtype for plane in each], free=False)
+    if rng.random() < 0.7:
+        into, moved = rng.sample(range(len(made)), 2) if len(made) > 1 else (0, 0)
+        owner = made[into].owner
+        start = made[into].start + 4 * rng.choice([0, 0, 1, -1, 16, 64])
+        last = start + sum((n - 1) * step for n, step in zip(made[moved].shape, made[moved].strides, strict=True))
+        if start >= 0 and last + BYTES[made[moved].dtype] <= len(owner):
+            made[moved] = made[moved]._replace(owner=owner, start=start)
+    memories, at = [], 0
+    for cell in cells:
+        rows, planes, layers, views = rng.sample(range(room), cell.blocks), len(cell.group.planes), [], []
+        for _ in range(cell.part.layers):
+            of_layer = made[at : at + planes]
+            at += planes
+            layers.append(tuple(array.tensor() for array in of_layer))
+            views.append(
+                [_five(array.bytes(), plane) for array, plane in zip(of_layer, cell.group.planes, strict=True)]
+            )
+        memories.append(Drawn("entangled", Paged(layers, rows), views, rows, _owners(made)))
+    return memories, _twice(memories)
+
+
+def _twice(memories: Sequence[Drawn]) -> bool:
+    """Whether these share a byte, by counting; leaves them as they were."""
+    owners = {id(owner): owner for memory in memories for owner in memory.owners}.values()
+    for owner in owners:
+        owner[:] = 0
+    for memory in memories:
+        for layer in memory.views:
+            for view in layer:
+                for row in memory.rows:
+                    view[row] += 1
+    twice = any(bool((owner > 1).any()) for owner in owners)
+    for owner in owners:
+        owner[:] = UNWRITTEN
+    return twice
