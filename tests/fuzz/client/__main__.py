@@ -23,7 +23,7 @@ def main() -> int:
             tally = Tally()
             run_episode(asked.seed, asked.episode, EPISODE, tally)
         else:
-            tally = run(asked.operations, asked.seed)
+            tally = run(asked.operations, asked.seed, lambda so_far: print(so_far.line, flush=True))
     except Finding as finding:
         traceback.print_exception(finding.__cause__)
         print(finding)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -17,12 +18,14 @@ from tests.fuzz.client.world import drawn_world
 EPISODE = 150
 """Operations in one world."""
 
+REPORTED = 200
+"""Episodes between two reports."""
+
 
 class Finding(AssertionError):
     """What went wrong, and how to see it again."""
 
     def __init__(self, seed: int, episode: int, operation: int, name: str, error: BaseException) -> None:
-        self.operations = operation
         super().__init__(
             f"operation {operation} of episode {episode}, {name}: {type(error).__name__}: {error}\n"
             f"again: python -m tests.fuzz.client --seed {seed} --episode {episode}"
@@ -38,21 +41,29 @@ class Tally:
     events: Counter[str] = field(default_factory=Counter)
     cpu_s: float = 0.0
 
-    def table(self) -> str:
+    @property
+    def line(self) -> str:
+        """How many ran, and how fast."""
         rate = self.operations / self.cpu_s if self.cpu_s else 0.0
-        lines = [f"{self.operations:,} operations of clients, {rate:,.0f} a second of CPU"]
-        for counts in (self.verbs, self.events):
-            lines.append("  " + ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()) if count))
-        return "\n".join(lines)
+        return f"{self.operations:,} operations of clients, {rate:,.0f} a second of CPU"
+
+    def table(self) -> str:
+        """Returns all counts, and that."""
+        lines = [
+            ", ".join(f"{name} {count:,}" for name, count in sorted(counts.items()) if count)
+            for counts in (self.verbs, self.events)
+        ]
+        return "\n".join([*lines, self.line])
 
 
-def run(operations: int, seed: int = 0, first_episode: int = 0) -> Tally:
-    """Runs that many operations. Raises Finding at the first thing that is wrong."""
-    tally, episode, began = Tally(), first_episode, time.process_time()
-    while tally.operations < operations:
+def run(operations: int, seed: int = 0, report: Callable[[Tally], object] = lambda tally: None) -> Tally:
+    """Runs that many operations. Raises Finding at the first thing that is wrong. Calls `report` now and then."""
+    tally, began = Tally(), time.process_time()
+    for episode in range(-(-operations // EPISODE)):
         run_episode(seed, episode, min(EPISODE, operations - tally.operations), tally)
-        episode += 1
-    tally.cpu_s = time.process_time() - began
+        tally.cpu_s = time.process_time() - began
+        if (episode + 1) % REPORTED == 0:
+            report(tally)
     return tally
 
 
