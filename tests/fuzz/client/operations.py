@@ -385,6 +385,8 @@ def fault(world: World, rng: Random) -> None:
         except LookupError:
             return
     elif kind == "shard":
+        if world.doors is not None:
+            world.doors.close(shard)
         world.cluster.stop_shard(shard)
         world.cluster.start_shard(int(ShardId(shard).rsplit("-", 1)[1]))
         world.cluster.wait_until_up()

@@ -127,6 +127,7 @@ class World:
     oracle: Oracle
     roomy: bool
     faults: bool
+    doors: Doors | None
     tally: Counter[str]
     unflushed: list[Handed] = field(default_factory=list)
     tickets: list[Held] = field(default_factory=list)
@@ -190,6 +191,13 @@ class Doors:
         self._stack.callback(client.close)
         return client
 
+    def close(self, shard: str) -> None:
+        """Ends the servers of a shard that ends: they are in its process."""
+        for (of, epoch), served in list(self._served.items()):
+            if of == shard:
+                served.close()
+                del self._served[of, epoch]
+
     def _open(self, shard: ShardAddress, tenant: str) -> Transport:
         host = self._cluster.shards.get(shard.shard)
         if host is None or host.core.epoch != shard.epoch:
@@ -234,16 +242,17 @@ def drawn_world(seed: str, tally: Counter[str]) -> Iterator[World]:
         elif rng.random() < 0.1:
             stack.enter_context(executed_by("python"))
         cluster = stack.enter_context(MemoryCluster(shards=shards, device_bytes=room, config=settings))
-        open_client = cluster.client
+        open_client, doors = cluster.client, None
         if (transport := rng.choice(["memory", "memory", "memory", "shm", "tcp"])) != "memory":
-            open_client = Doors(cluster, stack, SERVERS[transport]).client  # type: ignore[assignment]
+            doors = Doors(cluster, stack, SERVERS[transport])
+            open_client = doors.client  # type: ignore[assignment]
         oracle = Oracle(seed, specs, numbers=kind in ("coded", "disk"))
         holders = [
             drawn_holder(rng, open_client, specs, ["exact", "q8", "q4"].index(accept)) for _ in range(rng.randint(2, 5))
         ]
         tally[f"episode {kind}"] += 1
         tally[f"episode over {transport}"] += 1
-        world = World(cluster, specs, holders, oracle, kind == "roomy", faults, tally)
+        world = World(cluster, specs, holders, oracle, kind == "roomy", faults, doors, tally)
         yield world
         world.end()
 
