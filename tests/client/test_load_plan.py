@@ -83,6 +83,7 @@ def test_a_shard_gets_as_many_exchanges_as_its_way_is_fastest_by(
     monkeypatch: pytest.MonkeyPatch, loss: Loss, tier: Tier, exchanges: int
 ) -> None:
     monkeypatch.setattr(limits, "STREAM_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(limits, "WIDE_STREAM_BYTES", PAGE_BYTES)
     load = SteppedLoad(*[[source(A, loss=loss, tier=tier)]] * 6, accept=loss, streams=Streams(1, 2, 3))
     starts = load.begin()
     assert len(starts) == exchanges
@@ -92,6 +93,7 @@ def test_a_shard_gets_as_many_exchanges_as_its_way_is_fastest_by(
 
 def test_many_shards_share_the_exchanges_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "STREAM_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(limits, "WIDE_STREAM_BYTES", PAGE_BYTES)
     shards = [ShardAddress(ShardId(f"s{number}"), Epoch(1), "") for number in range(READERS // 2)]
     load = SteppedLoad(*[[source(shard)] for shard in shards * 3], streams=Streams(1, 3, 3))
     assert len(load.begin()) == READERS

@@ -75,6 +75,7 @@ LOST = Miss(MissReason.SHARD_LOST, "gone")
 def pages_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large enough for a stream each."""
     monkeypatch.setattr(limits, "STREAM_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(limits, "WIDE_STREAM_BYTES", PAGE_BYTES)
 
 
 @pytest.fixture
@@ -183,6 +184,7 @@ def test_a_load_reads_one_shard_by_as_many_exchanges_at_once_as_its_transport_li
 
 def test_a_small_load_is_not_divided(alone: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "STREAM_BYTES", BLOCKS * PAGE_BYTES)
+    monkeypatch.setattr(limits, "WIDE_STREAM_BYTES", BLOCKS * PAGE_BYTES)
     with bench_of(alone, streams=3) as bench:
         assert bench.client.load(TOKENS, room(BLOCKS)) == BLOCKS * BLOCK
     assert [len(request.wants) for request in bench.reads] == [BLOCKS]

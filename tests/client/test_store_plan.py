@@ -143,6 +143,7 @@ def test_the_first_block_of_a_chain_has_no_parent() -> None:
 
 def test_a_shard_gets_several_exchanges_of_whole_blocks_where_they_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "STREAM_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(limits, "WIDE_STREAM_BYTES", PAGE_BYTES)
     starts = SteppedStore(5, streams=2).writes(to(A, 5))
     assert [start.blocks for start in starts] == [[0, 1, 2], [3, 4]]
     assert starts[0].request.attempt != starts[1].request.attempt
@@ -154,6 +155,7 @@ def test_a_store_that_is_small_goes_by_one_exchange_whatever_the_way() -> None:
 
 def test_many_shards_share_the_exchanges_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "STREAM_BYTES", PAGE_BYTES)
+    monkeypatch.setattr(limits, "WIDE_STREAM_BYTES", PAGE_BYTES)
     assert len(SteppedStore(40, streams=40).writes(to(A, 20), to(B, 20))) == WRITERS // 2 * 2
 
 

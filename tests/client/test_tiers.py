@@ -137,6 +137,7 @@ def test_what_lies_in_q4_is_read_by_as_many_exchanges_as_decode_it_fastest(
 ) -> None:
     monkeypatch.setattr(MemoryTransport, "streams", Streams(stores=1, loads=1, decoding=2))
     monkeypatch.setattr(limits, "STREAM_BYTES", 1)
+    monkeypatch.setattr(limits, "WIDE_STREAM_BYTES", 1)
     client = went_down(tiers(start, codec), numbers())
     reads: list[ReadRequest] = []
     original = MemoryTransport.read
