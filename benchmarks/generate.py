@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 import kvcluster
+from kvcluster.child_python import spawn_context, spawning
 from kvcluster.client import connect
 from kvcluster.config import ClientConfig
 from kvcluster.engines.transformers import generate, spec_of
@@ -162,11 +162,12 @@ def work(run: Run, address: str, spec: kvcluster.KVSpec, times: int, new: int, t
 
 def measured(run: Run, address: str, spec: kvcluster.KVSpec, options: argparse.Namespace) -> Outcome:
     """Returns what a process of this run measured."""
-    processes = get_context("spawn")
+    processes = spawn_context()
     ours, its = processes.Pipe(duplex=False)
     given = run, address, spec, options.times, options.new, options.tokens, its
     process = processes.Process(target=work, args=given)
-    process.start()
+    with spawning():
+        process.start()
     its.close()
     try:
         outcome: Outcome = ours.recv()

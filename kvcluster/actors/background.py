@@ -24,6 +24,7 @@ import ray
 
 from kvcluster.actors import cluster, settings
 from kvcluster.actors.coordinator import with_state_dir
+from kvcluster.actors.import_paths import OwnPaths
 from kvcluster.actors.node_memory import checked_bytes_for_pools
 from kvcluster.actors.own_ray import TOKEN, own_ray
 from kvcluster.actors.ray_node import (
@@ -165,7 +166,7 @@ def connected(address: str, node_ip: str = "", folder: Path | None = None) -> It
     options |= {"_node_ip_address": node_ip} if node_ip else {}
     options |= {"_temp_dir": str(folder)} if folder is not None else {}
     try:
-        ray.init(configure_logging=False, **options)
+        ray.init(configure_logging=False, job_config=OwnPaths(), **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise KVClusterError(f"cannot connect to the Ray at {address} from this machine: {error}") from None
     try:

@@ -17,6 +17,7 @@ import ray
 
 from kvcluster.actors import cluster
 from kvcluster.actors.coordinator import with_state_dir
+from kvcluster.actors.import_paths import OwnPaths
 from kvcluster.actors.lean_ray import lean_ray
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, check_fits_beside, checked_bytes_for_pools, pools_of
 from kvcluster.actors.own_ray import own_ray
@@ -141,6 +142,7 @@ def _start_ray(memory: int, folder: Path) -> None:
         with lean_ray():
             ray.init(
                 address="local",
+                job_config=OwnPaths(),
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="error",

@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from kvcluster.actors.node_folder import node_folder
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
 from kvcluster.actors.ray_logs import with_errors
 from kvcluster.actors.stopping import end_shards
+from kvcluster.child_python import absolute_python_path, module_command
 from kvcluster.config import RayConfig
 from kvcluster.config.ports import parse_ports
 from kvcluster.errors import KVClusterError
@@ -85,8 +85,9 @@ def start_node(
     """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
     it joins. `memory`: bytes that actors may claim. `lock`: a descriptor that its leader inherits (node_folder.py). To
     be called within `uninterrupted`."""
-    command = [sys.executable, "-m", "kvcluster.actors.lean_ray", "start", "--block", "--disable-usage-stats", *where]
-    command += [f"--temp-dir={folder}"]
+    # In its own folder: Ray starts further processes by `python -m`, which imports from the current directory.
+    command = [*module_command("kvcluster.actors.lean_ray", "start", "--block", folder=str(folder)), "--disable-usage-stats"]
+    command += [*where, f"--temp-dir={folder}"]
     # Only what the actors need. They take none of Ray's CPUs; for each CPU Ray would keep a process ready.
     command += ["--num-cpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--memory={memory}"]
     if resources:
@@ -162,7 +163,7 @@ def _spawn(command: list[str], log: Path, inherited: int) -> int:
     return os.posix_spawn(
         command[0],
         command,
-        os.environ,
+        absolute_python_path(os.environ),
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),

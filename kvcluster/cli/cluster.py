@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from dataclasses import replace
 from typing import Any
 
 from kvcluster.cli.coordinator_args import DEFAULT_PORT
@@ -275,7 +276,16 @@ def _settings(options: argparse.Namespace) -> Config:
         settings["shards"] = given["shards"]
     if "disk_dir" in given:  # the shards run in other working directories
         settings["shard"]["disk_dir"] = os.path.abspath(given["disk_dir"])
-    return load(options.config, settings)
+    return _from_here(load(options.config, settings))
+
+
+def _from_here(config: Config) -> Config:
+    """Returns the configuration with absolute paths of what the actors read, which run in another directory."""
+    tokens, state = (
+        path and os.path.abspath(path) for path in (config.server.token_file, config.coordinator.state_dir)
+    )
+    server, coordinator = replace(config.server, token_file=tokens), replace(config.coordinator, state_dir=state)
+    return replace(config, server=server, coordinator=coordinator)
 
 
 def _join(options: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from kvcluster.child_python import module_command
 from kvcluster.client.credential import read_token
 from kvcluster.errors import ConfigError, KVClusterError
 
@@ -93,7 +94,7 @@ def examined(engine: str, request: Mapping[str, Any]) -> dict[str, Any]:
         )
     with tempfile.TemporaryFile() as answer:
         process = subprocess.Popen(
-            [sys.executable, "-m", ENGINES[engine], str(answer.fileno())],
+            module_command(ENGINES[engine], str(answer.fileno())),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -28,6 +28,7 @@ from kvcluster.errors import ConfigError
 from tests.actors.processes import listening, outcome, session, start_worker, title, unused_of_ray
 from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
 from tests.ports import free_port
+from tests.traps import Traps
 from tests.waiting import eventually
 
 
@@ -137,9 +138,16 @@ def test_what_ray_says_when_it_cannot_start_is_passed_on_and_nothing_stays(folde
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
+def traps(tmp_path_factory: pytest.TempPathFactory) -> Traps:
+    return Traps(tmp_path_factory.mktemp("traps"))
+
+
+@pytest.fixture(scope="module")
+def running(traps: Traps) -> Iterator[Running]:
     port = free_port()
-    found = background.up(config_of(port))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(traps.folder)
+        found = background.up(config_of(port))
     try:
         assert found == UpOutcome(found.running, True)
         yield found.running
@@ -151,6 +159,13 @@ def running() -> Iterator[Running]:
 def test_a_second_up_finds_the_running_one(running: Running) -> None:
     assert background.find(running.port) == running
     assert background.up(config_of(running.port)) == UpOutcome(running, False)
+
+
+@pytest.mark.cluster
+def test_none_of_its_processes_imports_from_the_folder_in_which_up_was_run(running: Running, traps: Traps) -> None:
+    folders = {os.readlink(f"/proc/{pid}/cwd") for pid in session(running.pid)}
+    assert str(traps.folder) not in folders
+    assert traps.imported() == []
 
 
 @pytest.mark.cluster

@@ -95,7 +95,7 @@ def test_a_command_that_does_not_exist_gets_the_name_of_the_nearest(
         (["--port", "0"], "needs a fixed port, so that later commands find it: give --port"),
         (["--port", "70000"], "server.port must be between 0 and 65535"),
         (["--host", "0.0.0.0"], "refusing to listen on 0.0.0.0 without a token file"),
-        (["--token-file", "nowhere"], "cannot read the token file nowhere"),
+        (["--token-file", "nowhere"], f"cannot read the token file {Path('nowhere').absolute()}"),
         (["--config", "nowhere.toml"], "cannot read the configuration nowhere.toml"),
     ],
 )

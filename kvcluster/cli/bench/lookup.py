@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from typing import Any
 
 import torch
 
 import kvcluster
+from kvcluster.child_python import spawn_context, spawning
 from kvcluster.cli.bench.report import table
 from kvcluster.cli.bench.rounds import interleaved, latency_ms, medians
 from kvcluster.cli.bench.specs import llama_8b, page_shape
@@ -64,9 +65,14 @@ class _Bare:
 def measure(sizes: Sequence[int]) -> dict[str, Any]:
     """Returns the figures of both parts."""
     # Each size runs in its own process: memory that one run freed must not hide what the next allocates.
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-        core = pool.map(_measure_core, sizes, chunksize=1)
-    return {"core": core, "grpc": _measure_grpc()}
+    return {"core": [_in_own_process(size) for size in sizes], "grpc": _measure_grpc()}
+
+
+def _in_own_process(size: int) -> dict[str, Any]:
+    with ProcessPoolExecutor(1, spawn_context()) as pool:
+        with spawning():
+            measured = pool.submit(_measure_core, size)
+        return measured.result()
 
 
 def lines(figures: Mapping[str, Any]) -> Iterator[str]:

@@ -16,7 +16,6 @@ import importlib.util
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import kvcluster
+from kvcluster.child_python import module_command
 from kvcluster.cli.child_process import ChildProcess
 from kvcluster.cli.demo import far as fourth_act
 from kvcluster.cli.demo import text
@@ -38,7 +38,7 @@ for _name in ("ray", "torch", "transformers"):
 
 SHARDS = 2
 DEVICE_BYTES = "512MiB"
-_ENGINE = (sys.executable, "-u", "-m", "kvcluster.cli.demo.engine")
+_ENGINE = module_command("kvcluster.cli.demo.engine")
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 Figures = dict[str, Any]

@@ -17,12 +17,12 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+from kvcluster.child_python import spawn_context, spawning
 from kvcluster.core import event_emitter, evictor, limits, record_sweeper
 from kvcluster.testing.sim import bugs, journal, phases
 from kvcluster.testing.sim.world import SimulatedWorld
@@ -139,9 +139,10 @@ def run_many(first: int, count: int, jobs: int, bug: str | None = None) -> Itera
             if tally.failures:
                 return
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=spawn_context()) as pool:
         waiting = iter(batches)
-        under_way = [pool.submit(run, batch, bug) for batch in islice(waiting, 2 * jobs)]
+        with spawning():  # a submission starts a process where there is no idle one
+            under_way = [pool.submit(run, batch, bug) for batch in islice(waiting, 2 * jobs)]
         while under_way:
             tally = under_way.pop(0).result()
             yield tally
@@ -149,7 +150,8 @@ def run_many(first: int, count: int, jobs: int, bug: str | None = None) -> Itera
                 for future in under_way:
                     future.cancel()
                 return
-            under_way += [pool.submit(run, batch, bug) for batch in islice(waiting, 1)]
+            with spawning():
+                under_way += [pool.submit(run, batch, bug) for batch in islice(waiting, 1)]
 
 
 def command(seed: int, bug: str | None) -> str:

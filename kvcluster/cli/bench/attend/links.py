@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
 
+from kvcluster.child_python import module_command
 from kvcluster.cli.bench.transfer.worker import answer_requests, inherited_connection
 from kvcluster.cli.child_process import ChildProcess
 from kvcluster.errors import ConfigError
@@ -145,7 +146,7 @@ class LinkProcess:
     """A link in a process of its own. A context manager."""
 
     def __init__(self, of: EmulatedLink) -> None:
-        command = [sys.executable, "-m", "kvcluster.cli.bench.attend.links", str(of.bytes_per_s), str(of.round_trip_s)]
+        command = module_command("kvcluster.cli.bench.attend.links", str(of.bytes_per_s), str(of.round_trip_s))
         self._child = ChildProcess(command, name="the link")
         self._lock = threading.Lock()
 

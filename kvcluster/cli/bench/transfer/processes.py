@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from pathlib import Path
 
+from kvcluster.child_python import module_command
 from kvcluster.cli.bench.transfer import worker
 
-OWN_PYTHON = (sys.executable, "-u", "-m", worker.__name__)
+OWN_PYTHON = module_command(worker.__name__)
 
 
 def peer_command(python: str) -> tuple[str, ...]:
