@@ -15,16 +15,14 @@ import contextlib
 import fcntl
 import mmap
 import os
-from pathlib import Path
 from types import TracebackType
 
 from kvcluster.errors import ConfigError
+from kvcluster.pages.cgroups import memory_limits
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
 
 FILE_NAME = "kvcluster-arena"
 """The name that /proc shows in the mappings of a process."""
-
-_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 class Arena(HostRegion):
@@ -106,12 +104,8 @@ def _mapped(file: int | None, nbytes: int) -> mmap.mmap:
 
 
 def memory_limit_bytes() -> int:
-    """Returns the memory that this process may use at most: the machine's, or the limit of its container."""
-    limit = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    for path in _CONTAINER_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # not this kind of container, or "max"
-            limit = min(limit, int(Path(path).read_text()))
-    return limit
+    """Returns the memory that this process may use at most: the machine's, or its control groups' lowest limit."""
+    return min([os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE, *memory_limits()])
 
 
 def _refusal(nbytes: int, why: str) -> str:

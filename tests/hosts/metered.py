@@ -28,7 +28,6 @@ from tests.waiting import eventually
 NODES = ("one", "two", "spare")
 DEVICE_BYTES = 16 * 2**20
 _WORKER_PORT = 9500
-_LIMIT = "/sys/fs/cgroup/memory.max"
 _LIMIT_BYTES = 8 * 2**30
 _SETTINGS = """\
 host_bytes = "8MiB"
@@ -42,7 +41,13 @@ rebuild_grace_ms = 12_000
 promote_loads = 2
 
 """
-_LIKE_A_CONTAINER = 'mount -t tmpfs tmpfs /sys/fs/cgroup && echo {limit} > {path} && exec "$@"'
+_SEES_ANOTHER_LIMIT = """
+at=/sys/fs/cgroup # where a network namespace has nothing
+if mount -t cgroup -o memory cgroup $at
+then own=$(sed -n 's/^[0-9]*:memory://p' /proc/self/cgroup)/memory.limit_in_bytes
+else mount -t cgroup2 cgroup2 $at && own=$(sed -n 's/^0:://p' /proc/self/cgroup)/memory.max; fi
+mount --bind "$1" $at$own && shift && exec "$@"
+"""
 
 
 class MeteredCluster:
@@ -76,8 +81,9 @@ class MeteredCluster:
 
     def join(self, host: str) -> None:
         """Makes that host a node."""
-        script = _LIKE_A_CONTAINER.format(limit=_LIMIT_BYTES, path=_LIMIT)
-        self.cluster.join(host, wrapper=("sh", "-c", script, "sh"))
+        self.set_memory_limit(host)
+        wrapper = ("sh", "-c", _SEES_ANOTHER_LIMIT, "sh", str(self._shown_limit(host)))
+        self.cluster.join(host, wrapper=wrapper)
 
     def wait_whole(self) -> dict[str, str]:
         """Waits until every node has a shard that is up, and returns their hosts."""
@@ -139,7 +145,10 @@ class MeteredCluster:
 
     def set_memory_limit(self, host: str, nbytes: int = _LIMIT_BYTES) -> None:
         """Changes the limit of memory that the processes of that host see."""
-        Path(f"/proc/{self.cluster.processes[host].pid}/root{_LIMIT}").write_text(f"{nbytes}\n", encoding="ascii")
+        self._shown_limit(host).write_text(f"{nbytes}\n", encoding="ascii")
+
+    def _shown_limit(self, host: str) -> Path:
+        return self.cluster.folder / f"{host}.memory-limit"
 
     def remount(self, host: str, *, read_only: bool) -> None:
         """Makes the drive of that node read-only, as a system does with one that fails, as soon as no process has a

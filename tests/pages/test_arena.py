@@ -3,7 +3,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from pathlib import Path
 
 import pytest
 
@@ -60,16 +59,6 @@ def test_an_empty_arena_is_refused() -> None:
 def test_more_than_the_machine_has_is_refused_before_it_kills() -> None:
     with pytest.raises(ConfigError, match="in all\\); lower device_bytes"):
         Arena(2**60)
-
-
-def test_a_containers_limit_is_the_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, unlimited = tmp_path / "limit", tmp_path / "unlimited"
-    limit.write_text("4096\n")
-    unlimited.write_text("max\n")
-    monkeypatch.setattr(arena, "_CONTAINER_LIMITS", (str(unlimited), str(tmp_path / "absent"), str(limit)))
-    Arena(4096).close()
-    with pytest.raises(ConfigError, match="lower device_bytes"):
-        Arena(4097)
 
 
 def test_what_the_system_refuses_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
