@@ -12,8 +12,6 @@ import fcntl
 import json
 import os
 import shutil
-import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +29,7 @@ from kvcluster.actors.ray_node import (
     HEAD_OPTIONS,
     RayNode,
     free_port,
+    session_logs,
     start_node,
     started,
     uninterrupted,
@@ -39,6 +38,8 @@ from kvcluster.actors.reconciler import Reconciler
 from kvcluster.actors.stopping import longest_save_ms
 from kvcluster.config import Config, as_values, differences, load
 from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.runtime import kept_logs
+from kvcluster.runtime.user_folder import user_folder
 
 _PLENTY = 1_000
 """More shards than any machine takes."""
@@ -144,10 +145,11 @@ def local_head(config: Config) -> Iterator[LocalHead]:
     where = [*HEAD_OPTIONS, "--node-ip-address=127.0.0.1", f"--port={port}"]
     where += ["--min-worker-port=0", "--max-worker-port=0"]
     head: LocalHead | None = None
+    log = kept_logs.begin(str(config.server.port), session_logs(folder)) / kept_logs.RAY_LOG
     try:
         memory = checked_bytes_for_pools(config)
         with uninterrupted():
-            head = LocalHead(start_node(folder, where, memory, offered(config)), f"127.0.0.1:{port}")
+            head = LocalHead(start_node(folder, where, memory, offered(config), log=log), f"127.0.0.1:{port}")
         head.node.wait_until_up()
         with connected(head.address, "127.0.0.1", folder):
             yield head
@@ -193,16 +195,18 @@ def record(config: Config, head: LocalHead, running: cluster.Cluster) -> Running
 
 
 def forget(port: int) -> None:
-    """Removes all files of a cluster that no longer runs."""
+    """Removes all files of a cluster that no longer runs, but not its logs."""
+    for run in kept_logs.runs(str(port))[:1]:
+        kept_logs.keep(run)
     _record(port).unlink(missing_ok=True)
     for name in (str(port), f"{port}.state"):
-        shutil.rmtree(_folder() / name, ignore_errors=True)
+        shutil.rmtree(user_folder() / name, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Lets one `up` or `down` of this user run at a time: a second one waits, and sees the result of the first."""
-    folder = os.open(_folder(), os.O_RDONLY)
+    folder = os.open(user_folder(), os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
@@ -238,26 +242,15 @@ def _completed(running: Running) -> UpOutcome:
 
 
 def _record(port: int) -> Path:
-    return _folder() / f"{port}.json"
+    return user_folder() / f"{port}.json"
 
 
 def state_dir(config: Config) -> Path:
     """Returns the folder in which its coordinator keeps state for the next one. It is removed with the shards that it
     describes."""
-    return _folder() / f"{config.server.port}.state"
+    return user_folder() / f"{config.server.port}.state"
 
 
 def _ray_folder(port: int) -> Path:
     """Returns the folder in which that cluster's Ray keeps its sockets and logs."""
-    return _folder() / str(port)
-
-
-def _folder() -> Path:
-    """Returns the folder of this user's clusters. Its files say which processes to end, so only this user may write to
-    it. Raises ConfigError if others may."""
-    folder = Path(tempfile.gettempdir()) / f"kvcluster-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise ConfigError(f"others may write to {folder}; remove it, or set TMPDIR to a folder of your own")
-    return folder
+    return user_folder() / str(port)

@@ -30,6 +30,7 @@ from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.json_log import set_up_log
+from kvcluster.runtime.kept_logs import mark
 from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
@@ -52,6 +53,7 @@ class CoordinatorActor:
 
     def __init__(self, cluster: str) -> None:
         """`cluster`: the name under which its configuration was published."""
+        mark("coordinator")
         set_limits()
         calls = CallMetrics(COORDINATOR)
         patient = restarted()

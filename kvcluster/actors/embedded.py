@@ -22,9 +22,11 @@ from kvcluster.actors.lean_ray import lean_ray
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, check_fits_beside, checked_bytes_for_pools, pools_of
 from kvcluster.actors.own_ray import own_ray
 from kvcluster.actors.ray_logs import with_errors
+from kvcluster.actors.ray_node import session_logs
 from kvcluster.actors.stopping import save_shards
 from kvcluster.config import Config
 from kvcluster.errors import KVClusterError
+from kvcluster.runtime import kept_logs
 
 _SOCKET_PATH_BYTES = 107
 _BELOW_FOLDER = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
@@ -128,16 +130,18 @@ def _running_ray(memory: int) -> Iterator[None]:
         if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - _BELOW_FOLDER:
             folder = house.enter_context(_private_folder("/tmp"))
         house.enter_context(own_ray())
-        _start_ray(memory, Path(folder, "ray"))
+        run = kept_logs.begin(kept_logs.EMBEDDED, session_logs(Path(folder, "ray")))
         try:
+            _start_ray(memory, Path(folder, "ray"))
             yield
         finally:
             ray.shutdown()
+            kept_logs.keep(run)
 
 
 def _start_ray(memory: int, folder: Path) -> None:
     """Starts a Ray of this machine alone and connects this process to it. Raises KVClusterError with what Ray's
-    processes said, because the folder with their logs is removed."""
+    processes said."""
     try:
         with lean_ray():
             ray.init(

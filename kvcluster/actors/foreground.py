@@ -169,13 +169,13 @@ def stopped_by_signals() -> Iterator[threading.Event]:
 def _head(config: Config, node_ip: str, offers: Mapping[str, float]) -> Iterator[RayNode]:
     """Starts the head of a Ray of several nodes, and ends its processes on this machine with the block."""
     bound_socket(node_ip, config.ray.port, "ray.port").close()
-    where = [*HEAD_OPTIONS, f"--node-ip-address={node_ip}", f"--port={config.ray.port}"]
+    where = [*HEAD_OPTIONS, f"--port={config.ray.port}"]
     where += fixed_ports(config.ray, node_ip)
     if password := redis_password(config):
         where.append(f"--redis-password={password}")  # Ray itself passes it on like this
     shards = int(sum(offers.values()))
     memory = bytes_for_pools(shards=shards) if shards else 0
-    with running_node(where, memory, offers, longest_save_ms(config)) as node:
+    with running_node(node_ip, where, memory, offers, longest_save_ms(config)) as node:
         yield node
 
 

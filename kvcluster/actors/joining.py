@@ -74,11 +74,10 @@ def _run_node(config: Config, joining: Joining, say: Say, stop: threading.Event)
     memory = joining.memory or bytes_for_pools(shards=shards)
     where = [
         f"--address={joining.head}",
-        f"--node-ip-address={node_ip}",
         *fixed_ports(config.ray, node_ip),
         *_labels(joining),
     ]
-    with running_node(where, memory, joining.offers, longest_save_ms(config)) as node:
+    with running_node(node_ip, where, memory, joining.offers, longest_save_ms(config)) as node:
         say(f"joined {joining.head} as {node_ip}, with {size_text(memory, 4)} for pools")
         while node.runs() and not stop.wait(_LOOK_S):
             pass

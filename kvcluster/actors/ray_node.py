@@ -26,6 +26,7 @@ from kvcluster.child_python import absolute_python_path, module_command
 from kvcluster.config import RayConfig
 from kvcluster.config.ports import parse_ports
 from kvcluster.errors import KVClusterError
+from kvcluster.runtime import kept_logs
 from kvcluster.transport.listening import bound_socket
 
 START_S = 60.0
@@ -38,10 +39,12 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayNode(NamedTuple):
-    """A node that was started. `pid`: of its session's leader. `folder`: holds its sockets and logs."""
+    """A node that was started. `pid`: of its session's leader. `folder`: holds its sockets. `log`: what that process
+    writes."""
 
     pid: int
     folder: Path
+    log: Path = Path(os.devnull)
 
     def runs(self) -> bool:
         return started(self.pid) is not None
@@ -56,7 +59,7 @@ class RayNode(NamedTuple):
 
     def last_words(self) -> str:
         """Returns the last line of its log that is not of a stack trace; "" if there is none."""
-        lines = [line for line in _said(self.folder).splitlines() if line.strip() and not _FRAME.search(line)]
+        lines = [line for line in self._said().splitlines() if line.strip() and not _FRAME.search(line)]
         return lines[-1].strip() if lines else ""
 
     def wait_until_up(self) -> None:
@@ -64,14 +67,19 @@ class RayNode(NamedTuple):
         give_up = time.monotonic() + START_S
         while time.monotonic() < give_up:
             if not self.runs():
-                raise KVClusterError(
-                    with_errors(f"Ray ended while it started; the last that it said: {self.last_words()}", self.folder)
-                )
-            if _STARTED in _said(self.folder):
+                words = f"the last line of its log {self.log}: {self.last_words()}"
+                raise KVClusterError(with_errors(f"Ray ended while it started; {words}", self.folder))
+            if _STARTED in self._said():
                 return
             time.sleep(0.1)
-        late = f"Ray did not start within {START_S:.0f} s; the last that it said: {self.last_words()}"
+        late = f"Ray did not start within {START_S:.0f} s; the last line of its log {self.log}: {self.last_words()}"
         raise KVClusterError(with_errors(late, self.folder))
+
+    def _said(self) -> str:
+        try:
+            return without_colours(self.log.read_text(encoding="utf-8", errors="replace"))
+        except OSError:
+            return ""
 
     def end(self, stop_ms: int = 0) -> None:
         """Ends it. Its shards may save their pages before, for `stop_ms`."""
@@ -80,37 +88,49 @@ class RayNode(NamedTuple):
 
 
 def start_node(
-    folder: Path, where: Sequence[str], memory: int, resources: Mapping[str, float] | None = None, *, lock: int = -1
+    folder: Path,
+    where: Sequence[str],
+    memory: int,
+    resources: Mapping[str, float] | None = None,
+    *,
+    log: Path,
+    lock: int = -1,
 ) -> RayNode:
     """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
-    it joins. `memory`: bytes that actors may claim. `lock`: a descriptor that its leader inherits (node_folder.py). To
-    be called within `uninterrupted`."""
+    it joins. `memory`: bytes that actors may claim. `log`: the file for what its leader writes. `lock`: a descriptor
+    that its leader inherits (node_folder.py). To be called within `uninterrupted`."""
     # In its own folder: Ray starts further processes by `python -m`, which imports from the current directory.
-    command = [*module_command("kvcluster.actors.lean_ray", "start", "--block", folder=str(folder)), "--disable-usage-stats"]
-    command += [*where, f"--temp-dir={folder}"]
+    command = [*module_command("kvcluster.actors.lean_ray", "start", "--block", folder=str(folder))]
+    command += ["--disable-usage-stats", *where, f"--temp-dir={folder}"]
     # Only what the actors need. They take none of Ray's CPUs; for each CPU Ray would keep a process ready.
     command += ["--num-cpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--memory={memory}"]
     if resources:
         offered = ", ".join(f'"{name}": {amount}' for name, amount in resources.items())
         command += ["--resources={" + offered + "}"]
     folder.mkdir(exist_ok=True)
-    return RayNode(_spawn(command, log_of(folder), lock), folder)
+    return RayNode(_spawn(command, log, lock), folder, log)
 
 
 @contextlib.contextmanager
-def running_node(where: Sequence[str], memory: int, resources: Mapping[str, float], stop_ms: int) -> Iterator[RayNode]:
-    """A node within the block, as of `start_node`, in a folder of its own. Ends it with the block; its shards may save
-    their pages for `stop_ms` before. Raises as RayNode.wait_until_up."""
+def running_node(
+    node_ip: str, where: Sequence[str], memory: int, resources: Mapping[str, float], stop_ms: int
+) -> Iterator[RayNode]:
+    """A node of that address within the block, as of `start_node`, in a folder of its own. Ends it with the block; its
+    shards may save their pages for `stop_ms` before. Raises as RayNode.wait_until_up."""
+    where = [*where, f"--node-ip-address={node_ip}"]
     with node_folder() as folder:
         node: RayNode | None = None
+        run = kept_logs.begin(f"node-{node_ip}", session_logs(folder.path / "ray"))
+        log = run / kept_logs.RAY_LOG
         try:
             with uninterrupted():
-                node = start_node(folder.path / "ray", where, memory, resources, lock=folder.lock)
+                node = start_node(folder.path / "ray", where, memory, resources, log=log, lock=folder.lock)
             node.wait_until_up()
             yield node
         finally:
             if node is not None:
                 node.end(stop_ms)
+            kept_logs.keep(run)
 
 
 def fixed_ports(ray: RayConfig, node_ip: str) -> list[str]:
@@ -139,16 +159,10 @@ def free_port() -> int:
         return port
 
 
-def log_of(folder: Path) -> Path:
-    """Returns the log of the node whose files lie in this folder."""
-    return folder / "head.log"
-
-
-def _said(folder: Path) -> str:
-    try:
-        return without_colours(log_of(folder).read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return ""
+def session_logs(folder: Path) -> Path:
+    """Returns the folder of the logs of the actors, and of Ray's other processes, of the node whose files lie in this
+    folder."""
+    return folder / "session_latest" / "logs"
 
 
 def without_colours(text: str) -> str:

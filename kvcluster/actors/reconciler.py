@@ -102,7 +102,7 @@ class Reconciler:
             if self._clock() > give_up:
                 raise KVClusterError(
                     f"not all {len(self.shards)} shards reported to the coordinator within {_START_S:.0f} s; "
-                    "see Ray's logs"
+                    "`kvcluster logs` prints theirs"
                 )
             time.sleep(0.02)
 
@@ -205,7 +205,7 @@ def call(method: Any, timeout_s: float = _START_S) -> Any:
         raise KVClusterError(f"an actor of the cluster did not start: {_last_line(str(error))}") from None
     except ray.exceptions.GetTimeoutError:
         raise KVClusterError(
-            f"an actor of the cluster did not answer within {timeout_s:.0f} s; see Ray's logs"
+            f"an actor of the cluster did not answer within {timeout_s:.0f} s; `kvcluster logs` prints its log"
         ) from None
 
 

@@ -29,6 +29,7 @@ from kvcluster.release import __version__
 from kvcluster.runtime.auth import Authenticator, authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.json_log import set_up_log
+from kvcluster.runtime.kept_logs import mark
 from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import MetricsServer, serve_metrics
 from kvcluster.runtime.peer_probe import PeerProbe
@@ -54,6 +55,7 @@ class ShardActor:
 
     def __init__(self, cluster: str, shard: str, group: str) -> None:
         """`cluster`: the name under which its configuration was published."""
+        mark(shard)
         set_limits()
         calls = CallMetrics(SHARD)
         patient = restarted()

@@ -134,7 +134,7 @@ def _silent(shard: Mapping[str, Any]) -> dict[str, Any]:
         )
     return _problem(
         f"{name} has reported nothing of what it tried",
-        "run `kvcluster doctor` again, then look at its log",
+        f"run `kvcluster doctor` again, then `kvcluster logs {name}` on its machine",
         severe=True,
     )
 

@@ -182,7 +182,7 @@ def _advice(error: Exception, address: str) -> str:
         return "check that nothing else listens at that port, and that the release there is not much older or newer"
     loopback = address.rpartition(":")[0] in ("127.0.0.1", "localhost", "[::1]")
     if isinstance(error, Unavailable):
-        return "the coordinator hangs or has just died: see its log, and try again in a few seconds"
+        return "the coordinator hangs or has just died: see `kvcluster logs` there, and try again in a few seconds"
     if loopback:
         return "`kvcluster up` starts a cluster here; --address names one elsewhere"
     return (

@@ -17,6 +17,7 @@ from kvcluster.cli import (
     doctor,
     events,
     explain,
+    logs,
     pin,
     policy,
     report,
@@ -30,14 +31,14 @@ from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Unavailable
 
 _COMMANDS = (
-    *(cluster, status, doctor, explain, weights, events),
+    *(cluster, status, doctor, logs, explain, weights, events),
     *(admin, pin, policy),
     *(demo_command, breakeven, report, bench, token, completion, simulate),
 )
 
 GROUPS = {
     "run a cluster": ("up", "join", "drain", "down"),
-    "see what it does": ("status", "doctor", "lookup", "explain", "weights", "events"),
+    "see what it does": ("status", "doctor", "logs", "lookup", "explain", "weights", "events"),
     "change what it does": ("off", "on", "policy", "pin", "unpin", "clear", "purge"),
     "judge whether it helps": ("demo", "breakeven", "report", "bench"),
     "set up and test": ("token", "completion", "simulate"),

@@ -93,7 +93,7 @@ def test_a_signal_at_the_start_of_ray_ends_ray(folder: Path, monkeypatch: pytest
         signal.signal(end, before)
     (head,) = heads
     assert session(head) == []
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir()] == ["logs"]
 
 
 def test_a_state_file_whose_cluster_has_died_is_not_believed(folder: Path) -> None:
@@ -127,14 +127,17 @@ def test_a_link_to_a_folder_is_not_trusted(folder: Path, tmp_path: Path) -> None
         background.find(7070)
 
 
-def test_what_ray_says_when_it_cannot_start_is_passed_on_and_nothing_stays(folder: Path) -> None:
+def test_what_ray_says_when_it_cannot_start_is_passed_on_and_nothing_stays_but_its_log(folder: Path) -> None:
     deep = folder.parent / ("x" * 100)
     deep.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(deep))
-        with pytest.raises(kvcluster.KVClusterError, match="AF_UNIX path length"):
+        with pytest.raises(kvcluster.KVClusterError, match="AF_UNIX path length") as refused:
             background.up(config_of(free_port()))
-    assert list((deep / folder.name).iterdir()) == []
+    assert [path.name for path in (deep / folder.name).iterdir()] == ["logs"]
+    (log,) = (deep / folder.name).glob("logs/*/*/ray.log")
+    assert f"its log {log}: " in str(refused.value)
+    assert "AF_UNIX path length" in log.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

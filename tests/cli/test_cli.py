@@ -294,9 +294,12 @@ def test_two_tenants_do_not_share_and_cannot_tell(cluster: Up) -> None:
 
 
 @pytest.mark.cluster
-def test_down_ends_it(cluster: Up) -> None:
+def test_down_ends_it_and_keeps_its_logs(cluster: Up) -> None:
     done = kvc("down", "--port", cluster.port)
     assert (done.returncode, done.stdout) == (0, "down\n")
+    for process in ("coordinator", "shard-0", "ray"):
+        logs = kvc("logs", process, "--port", cluster.port)
+        assert logs.stdout.startswith(f"==> {process}: "), logs.stderr
     assert kvc("status", "--port", cluster.port, token=cluster.tenants["red"].secret).returncode == 1
 
 
@@ -309,7 +312,7 @@ def test_up_that_is_ended_half_way_leaves_nothing(end: signal.Signals) -> None:
         assert up.stderr is not None
         assert up.stderr.readline().startswith("starting Ray")
         folder = Path(tempfile.gettempdir(), f"kvcluster-{os.getuid()}")
-        eventually((folder / port / "head.log").exists)
+        eventually(lambda: (folder / port).exists() and list((folder / "logs" / port).glob("*/ray.log")))
         up.send_signal(end)
         up.communicate()
     assert up.returncode == 128 + end
