@@ -114,7 +114,7 @@ def local(
 
     Raises ConfigError if a setting cannot be used, and KVClusterError if the extra `cluster` is not installed.
     """
-    with needs("cluster", "ray"):
+    with needs("ray"):
         from kvcluster.actors.embedded import EmbeddedCluster
 
     # One Ray can hold many. One with a disk tier has the same name again, by which it knows its volumes.

@@ -205,7 +205,7 @@ def _group_text(group: Group) -> str:
 def measure(address: str, token: str | None, even: Breakeven, blocks: int, rounds: int) -> list[dict[str, Any]]:
     """Returns every path's figures, or why it has none. Paths take turns; figures are medians of `rounds` rounds.
     Raises KVClusterError if the cluster cannot be used."""
-    with needs("transformers", "torch"):
+    with needs("torch"):
         from kvcluster.cli.breakeven_memory import BreakevenMemory
     with ExitStack() as house:
         content = BreakevenMemory(even.spec, blocks)

@@ -230,7 +230,7 @@ def _up(options: argparse.Namespace) -> int:
         raise CallerError(
             "server.secret_file makes a cluster of several nodes, which needs `kvcluster up --foreground`"
         )
-    with needs("cluster", "ray"):
+    with needs("ray"):
         from kvcluster.actors import background
 
     def starting() -> None:
@@ -249,7 +249,7 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _up_in_foreground(options: argparse.Namespace, config: Config) -> int:
-    with needs("cluster", "ray"):
+    with needs("ray"):
         from kvcluster.actors import foreground
         from kvcluster.actors.addresses import outward_address
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # undo a partial start
@@ -295,7 +295,7 @@ def _join(options: argparse.Namespace) -> int:
             f"{options.config} has no server.secret_file: only nodes with the cluster's secret may join. Copy the file "
             "of the head to this machine, and name it there"
         )
-    with needs("cluster", "ray"):
+    with needs("ray"):
         from kvcluster.actors.joining import Joining, join
     head = options.head if ":" in options.head else f"{options.head}:{config.ray.port}"
     offers = _offers(options) or {SHARD_RESOURCE: 1.0}
@@ -329,7 +329,7 @@ def _say(line: str) -> None:
 
 
 def _down(options: argparse.Namespace) -> int:
-    with needs("cluster", "ray"):
+    with needs("ray"):
         from kvcluster.actors import background, foreground
     if options.address:
         ended = foreground.end_on(options.address, options.name)

@@ -30,6 +30,6 @@ def add(commands: Any) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    with needs("cluster,transformers", "ray", "rich", "torch", "transformers"):
+    with needs("ray", "rich", "torch", "transformers"):
         from kvcluster.cli import demo
     return demo.run(["--json"] if options.json else [])

@@ -90,7 +90,7 @@ def examined(engine: str, request: Mapping[str, Any]) -> dict[str, Any]:
     if find_spec(engine) is None:
         raise KVClusterError(
             f"{engine} is not installed beside this kvcluster ({sys.executable}): run this command in the engine's "
-            "environment, after `pip install kvcluster` there"
+            "environment, with kvcluster installed there from the same wheel or checkout"
         )
     with tempfile.TemporaryFile() as answer:
         process = subprocess.Popen(

@@ -77,7 +77,7 @@ def add(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    with needs("events", "zmq", "msgspec"):
+    with needs("zmq", "msgspec"):
         from kvcluster.client.events import EventSubscriber
     show = _object if options.json else _line
     left = math.inf if options.count is None else options.count

@@ -134,7 +134,7 @@ def _tokens(file: str, tokenizer: str | None) -> list[int]:
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
             raise CallerError(f"{file} is no JSON list of token ids; for text give --tokenizer, the model's folder")
         return ids
-    with needs("transformers", "transformers", instead="or give token ids as a JSON list"):
+    with needs("transformers", instead="or give token ids as a JSON list"):
         from transformers import AutoTokenizer
     try:
         made = AutoTokenizer.from_pretrained(tokenizer)

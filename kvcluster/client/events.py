@@ -36,7 +36,7 @@ class EventSubscriber:
     def __init__(
         self, endpoint: str, replay: str = "", topic: str = "kv@", *, replay_silence_s: float = REPLAY_SILENCE_S
     ) -> None:
-        with needs("events", "zmq", "msgspec"):
+        with needs("zmq", "msgspec"):
             from kvcluster.client.event_reader import EventReader
 
         self._endpoint = endpoint

@@ -25,6 +25,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError
+from kvcluster.extras import install
 from kvcluster.runtime import decisions
 from kvcluster.runtime.decisions import decided, warned
 from kvcluster.runtime.driver import Driver
@@ -175,7 +176,7 @@ def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], Non
     try:
         from kvcluster.runtime.event_publisher import EventPublisher
     except ImportError as error:
-        raise ConfigError(f"events.endpoint needs {error.name}: pip install 'kvcluster[events]'") from None
+        raise ConfigError(f"events.endpoint needs {error.name}: {install('zmq', 'msgspec')}") from None
     return EventPublisher(
         events.endpoint,
         replay=events.replay,

@@ -19,6 +19,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from kvcluster.config import MetricsConfig
 from kvcluster.errors import ConfigError
+from kvcluster.extras import install
 from kvcluster.pages.arena import memory_limit_bytes
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
 from kvcluster.runtime.metrics import METRICS, MetricKind
@@ -193,7 +194,7 @@ def _registry(collect: Collect) -> tuple[Any, Any]:
     try:
         from prometheus_client import CollectorRegistry, exposition
     except ImportError as error:
-        raise ConfigError(f"metrics.port needs {error.name}: pip install 'kvcluster[cluster]'") from None
+        raise ConfigError(f"metrics.port needs {error.name}: {install('prometheus_client')}") from None
 
     class Collector:
         def collect(self) -> Iterator[Any]:

@@ -63,13 +63,13 @@ def add(commands: Any) -> None:
 
 
 def _lookup(options: argparse.Namespace) -> int:
-    with needs("cluster", "ray", "torch"):
+    with needs("ray", "torch"):
         from kvcluster.cli.bench import lookup
     return _report(options, lookup, lookup.measure, sizes=options.blocks)
 
 
 def _transfer(options: argparse.Namespace) -> int:
-    with needs("cluster", "ray", "torch"):
+    with needs("ray", "torch"):
         from kvcluster.cli.bench.transfer import measuring, table
     quick = options.quick
     pages = options.pages or (["64KiB", "2MiB"] if quick else ["64KiB", "llama-3-8b", "llama-3-70b", "deepseek-v3"])
@@ -102,7 +102,7 @@ def _page_bytes(text: str) -> int:
 
 
 def _codec(options: argparse.Namespace) -> int:
-    with needs("transformers", "torch"):
+    with needs("torch"):
         from kvcluster.cli.bench.codec import measuring, table
     if any(dim % 8 for dim in options.dims):
         raise ConfigError("--dims: each must be a multiple of 8, since codecs encode no other heads")
@@ -120,7 +120,7 @@ def _codec(options: argparse.Namespace) -> int:
 
 
 def _tiers(options: argparse.Namespace) -> int:
-    with needs("cluster", "ray", "torch"):
+    with needs("ray", "torch"):
         from kvcluster.cli.bench.tiers import measuring, table
     rounds, blocks, stores = (3, 32, 60) if options.quick else (9, 64, 200)
     return _report(
@@ -129,7 +129,7 @@ def _tiers(options: argparse.Namespace) -> int:
 
 
 def _attend(options: argparse.Namespace) -> int:
-    with needs("cluster", "ray", "torch"):
+    with needs("ray", "torch"):
         from kvcluster.cli.bench.attend import measuring, table
         from kvcluster.cli.bench.specs import MODELS
     if options.model not in MODELS:
@@ -166,7 +166,7 @@ def _generations(options: argparse.Namespace) -> int:
 
 
 def _sequences(options: argparse.Namespace) -> int:
-    with needs("cluster", "ray", "torch"):
+    with needs("ray", "torch"):
         from kvcluster.cli.bench.sequences import measuring, table
     quick = options.quick
     tokens = sorted(set(options.tokens or ([1_024, 4_096] if quick else [4**n for n in range(5, 11)])))
@@ -216,7 +216,7 @@ def _report(options: argparse.Namespace, view: Any, measure: Callable[..., dict[
 
 def drawing(file: str) -> Callable[..., None]:
     """Returns `picture.draw`. Raises KVClusterError if it is missing, or if it could not write that file."""
-    with needs("bench", "matplotlib"):
+    with needs("matplotlib"):
         from kvcluster.cli.bench.picture import draw
     if not Path(file).absolute().parent.is_dir():
         raise ConfigError(f"cannot draw into {file}: its folder does not exist; create it, or give another file")

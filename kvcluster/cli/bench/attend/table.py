@@ -7,6 +7,7 @@ from typing import Any
 
 from kvcluster.cli.bench.report import Panel, table
 from kvcluster.config import size_text
+from kvcluster.extras import install
 
 _COLUMNS = {"ms": "{ms:.2f}", "of the floor": "{of_floor:.2f}", "raw GB/s": "{gb_per_s:.1f}"}
 
@@ -21,7 +22,7 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
         yield f"\none token decoded over {context['tokens']:,} tokens ({size_text(context['raw_bytes'])} raw)"
         yield from table(context["rows"], {"": "{way}"} | _COLUMNS)
     if not any("transformers" in row["way"] for row in figures["contexts"][0]["rows"]):
-        yield "\nits caches left out, transformers is missing: pip install 'kvcluster[transformers]'"
+        yield f"\nits caches left out, transformers is missing: {install('transformers')}"
     if figures["prefill"]["rows"]:
         yield f"\nprefill of {figures['prefill']['tokens']:,} tokens at the end of {figures['prefill']['context']:,}"
         columns = {"": "{way}", "ms": "{ms:.1f}", "of torch flash, float32": "{of_floor:.2f}"}

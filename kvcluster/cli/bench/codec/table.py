@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvcluster.cli.bench.report import Panel, table
+from kvcluster.extras import install
 
 _LOGITS = {
     "error": "error of the logits",
@@ -27,7 +28,7 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
     yield from table(figures["errors"], columns | errors)
     rows = figures["logits"]
     if not rows:
-        yield "\nlogits: left out, transformers is missing or too old: pip install 'kvcluster[transformers]'"
+        yield f"\nlogits: left out, transformers is missing or too old: {install('transformers')}"
         return
     yield f"\n{_logits_title(rows)}"
     columns = {"codec": "{coding}", "error": "{error:.4f}", "KL, nats": "{kl_nats:.4f}"}
