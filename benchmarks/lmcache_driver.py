@@ -16,7 +16,7 @@ from lmcache.utils import CacheEngineKey
 from lmcache.v1 import protocol
 from lmcache.v1.memory_management import MemoryFormat
 
-PATHS = {"lmcache_server": {"over": "tcp", "note": "GET and PUT one by one, as its connector; no checksum, no lookup"}}
+PATHS = {"lmcache": {"over": "tcp", "note": "GET and PUT one by one, as its connector; no checksum, no lookup"}}
 
 
 @contextmanager

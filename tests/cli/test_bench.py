@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from kvcluster.cli.bench.specs import BY_PAGE_BYTES
 from kvcluster.cli.bench.transfer import baselines, end_to_end, interleave, table, thresholds
 from kvcluster.cli.bench.transfer.interleave import FLOOR, PEER, TRANSPORT, WHOLE, BenchDriver, TransferPlan
 from kvcluster.cli.bench.transfer.layout import LAYOUTS
-from kvcluster.cli.bench.transfer.measuring import peer_drivers
+from kvcluster.cli.bench.transfer.measuring import paths_of, peer_drivers, wanted_peers
 from kvcluster.cli.bench.transfer.processes import OWN_PYTHON, cpu_ns, peer_command
 from kvcluster.cli.bench.transfer.thresholds import KIB64, MIB2, verdicts
 from kvcluster.cli.child_process import ChildError, ChildProcess
@@ -89,6 +90,21 @@ def test_what_cannot_be_measured_is_said_before_anything_starts(
 ) -> None:
     assert main(["bench", "transfer", *arguments]) == 1
     assert capsys.readouterr().err.startswith(f"kvcluster: {sentence}")
+
+
+def test_a_path_is_asked_for_by_the_name_that_tables_and_the_page_of_peers_give_it() -> None:
+    """Its cell in the table of what to install, and every name that a driver prints, is a name that --paths takes."""
+    printed = {peer: paths_of(ROOT / "benchmarks" / f"{peer}_driver.py") for peer in PEERS}
+    assert all(printed.values())
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").split("## Install")[1]
+    cells = [line.split("|")[2] for line in page.split("InfiniStore")[0].splitlines() if line.count("|") > 3][2:]
+    assert sorted(re.findall("`(.+?)`", " ".join(cells))) == sorted(path for its in printed.values() for path in its)
+    for peer, its in printed.items():
+        for path in its:
+            assert wanted_peers([path], printed) == {peer: [] if path == peer else [path]}
+    assert wanted_peers(["shm"], printed) == {}
+    assert wanted_peers(["nixl"], printed) == {"nixl": []}
+    assert wanted_peers([], printed) == {peer: [] for peer in PEERS}
 
 
 def test_a_picture_without_matplotlib_says_what_to_install() -> None:

@@ -44,7 +44,13 @@ def _transfer(option: Callable[..., object]) -> None:
         help="engine's layouts of whole calls and peers: nhd, hnd, cpu, transformers, dense (default nhd dense)",
     )
     option("--clients", nargs="+", type=positive, metavar="N", help="numbers of client processes (default 1 2)")
-    option("--paths", nargs="+", metavar="PATH", default=[], help="paths: shm, tcp, grpc, or a peer (default: all)")
+    option(
+        "--paths",
+        nargs="+",
+        metavar="PATH",
+        default=[],
+        help="paths: shm, tcp, grpc, a peer, or a path of one as the table prints it (default: all)",
+    )
     option("--peers", type=Path, metavar="FOLDER", help="folder of the peers' drivers (default: that of a checkout)")
     option(
         "--peer-python",

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -243,16 +244,21 @@ def free_port() -> int:
 def running(command: Sequence[str], *, port: int) -> Iterator[int]:
     """Runs a peer's server; yields its process id once it accepts connections on that port. It ends with this process,
     however this ends."""
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         preexec_fn=_die_with_parent,  # noqa: PLW1509 - it takes no lock that another thread could hold
     )
     try:
         until = time.monotonic() + _START_S
         while not _listens(port):
             if process.poll() is not None or time.monotonic() > until:
-                raise OSError(f"{command[0]} is not ready; its status is {process.poll()}")
+                output.seek(0)
+                said = output.read().decode(errors="replace").strip().splitlines() or ["it printed nothing"]
+                raise OSError(f"{' '.join(command[:4])} is not ready; its status is {process.poll()}: {said[-1]}")
             time.sleep(0.05)
         yield process.pid
     finally:
@@ -262,6 +268,7 @@ def running(command: Sequence[str], *, port: int) -> Iterator[int]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        output.close()
 
 
 def _listens(port: int) -> bool:
