@@ -15,15 +15,17 @@ PATIENCE_S = 30.0
 
 
 def confirm(question: str) -> bool:
-    """Whether the person at the terminal says yes. Raises CallerError without a terminal."""
+    """Whether the person at the terminal says yes. Raises CallerError, with the question, without a terminal."""
     if not sys.stdin.isatty():
-        raise CallerError("this command asks for confirmation, but standard input is no terminal; give --yes")
+        raise CallerError(
+            f"this command asks for confirmation, but standard input is no terminal; give --yes. It asks: {question}"
+        )
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
 def confirm_drain(status: dict[str, Any], shards: Sequence[str]) -> bool:
-    """Whether these shards may be drained. The person at the terminal is asked if no other shard would be left; without
-    a terminal a warning is printed, and the answer is yes."""
+    """Whether these shards may be drained. The person at the terminal is asked if no other shard would be left. Raises
+    CallerError if there would be none and there is no terminal."""
     known = [shard for shard in shards if shard_in(status, shard)]
     staying = [k for k in status["shards"] if k["shard"] not in shards and k["state"] in ("up", "joining")]
     if staying or not known:
@@ -32,9 +34,6 @@ def confirm_drain(status: dict[str, Any], shards: Sequence[str]) -> bool:
     pages = sum(pages_of(shard_in(status, shard)) for shard in known)
     lost = f": {counted(pages, 'page')} will be lost, and" if pages else ": afterwards"
     loss = f"{only}{lost} nothing can be stored until `kvcluster up` starts a shard"
-    if not sys.stdin.isatty():
-        print(loss, file=sys.stderr)
-        return True
     if not confirm(f"{loss}. Drain {'it' if len(known) == 1 else 'them'}?"):
         print("nothing was drained", file=sys.stderr)
         return False

@@ -3,7 +3,7 @@ systemd or a person.
 
 Its shards are those that say that they run in this network namespace of this machine (core/locality.py). They drain at
 the same time, and the coordinator is told that their node is about to go, so that the reconciler starts no other there
-(actors/reconciler.py). A script reads the exit status; nothing is asked where there is no terminal.
+(actors/reconciler.py). A script gives --yes, and reads the exit status.
 """
 
 from __future__ import annotations

@@ -166,6 +166,17 @@ def test_the_last_shard_is_not_drained_unasked(
     assert served.cluster.drained == ["shard-0", "shard-1"]
 
 
+def test_without_a_terminal_the_last_shard_is_not_drained_unless_yes_is_said(
+    served: Served, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert served.run("drain", "shard-0", token="operator") == 0
+    assert served.run("drain", "shard-1", token="operator") == 1
+    assert "give --yes. It asks: shard-1 is the only shard: 80 pages will be lost" in capsys.readouterr().err
+    assert blocks(client) == 80
+    assert served.run("drain", "shard-1", "--yes", token="operator") == 0
+
+
 def test_the_last_shard_is_not_drained_unasked_when_it_is_empty(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

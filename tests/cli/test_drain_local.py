@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import sys
 from typing import Any
@@ -82,13 +83,15 @@ def test_every_shard_of_this_machine_drains_and_its_node_leaves(
 
 
 @pytest.mark.usefixtures("on_the_shards_machine")
-def test_without_a_terminal_what_is_lost_is_said_and_nothing_is_asked(
-    served: Served, client: Client, capsys: pytest.CaptureFixture[str]
+def test_without_a_terminal_the_last_shards_are_not_drained_unless_yes_is_said(
+    served: Served, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert served.run("drain", "--local", token="operator") == DrainExit.DRAINED
-    assert (
-        "shard-0, shard-1 are all shards: 80 pages will be lost, and nothing can be stored" in capsys.readouterr().err
-    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert served.run("drain", "--local", token="operator") == DrainExit.NOT_DRAINED
+    said = capsys.readouterr().err
+    assert "give --yes. It asks: shard-0, shard-1 are all shards: 80 pages will be lost, and nothing can be" in said
+    assert blocks(client) == 80
+    assert served.run("drain", "--local", "--yes", token="operator") == DrainExit.DRAINED
 
 
 @pytest.mark.usefixtures("on_the_shards_machine")

@@ -82,7 +82,7 @@ def paths_of(file: Path) -> tuple[str, ...]:
             and isinstance(node.value, ast.Dict)
             and ast.unparse(node.targets[0]) == "PATHS"
         ):
-            return tuple(key.value for key in node.value.keys if isinstance(key, ast.Constant))
+            return tuple(str(ast.literal_eval(key)) for key in node.value.keys if isinstance(key, ast.Constant))
     return ()
 
 
