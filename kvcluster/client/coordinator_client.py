@@ -6,19 +6,27 @@ The server itself determines the call and the tenant.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from kvcluster.client.outage import Outage
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Attach, Attached, CoordinatorQuestion, Refused, RefusedKind, Reply
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, LimitError, ProtocolError, Unreachable
-from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.base import Cancelled, Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR
 
 R = TypeVar("R")
+log = logging.getLogger(__name__)
+
+_FAIR_S = 0.1
+"""A question with less time than this says nothing about a coordinator that does not answer it in time."""
 
 
 class CoordinatorPort(Protocol):
@@ -43,11 +51,45 @@ class GrpcPort:
         self._connection.close()
 
 
+class WatchedPort:
+    """A port to the coordinator that logs the beginning and the end of an outage as warnings. Thread-safe."""
+
+    def __init__(self, port: CoordinatorPort, *, clock: Callable[[], float] = time.time) -> None:
+        self._port = port
+        self._clock = clock
+        self._outage = Outage()
+        self._lock = threading.Lock()
+
+    def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
+        fair = deadline.remaining_s() >= _FAIR_S
+        try:
+            answer = self._port.ask(question, deadline, namespace)
+        except Cancelled:
+            raise
+        except Unavailable as error:
+            if fair or error.miss.reason is not MissReason.DEADLINE:
+                with self._lock:
+                    said = self._outage.failed(error.miss, self._clock())
+                if said:
+                    log.warning("kvcluster: %s", said)
+            raise
+        if not self._outage.settled:
+            with self._lock:
+                said = self._outage.answered(self._clock())
+            if said:
+                log.warning("kvcluster: %s", said)
+        return answer
+
+    def close(self) -> None:
+        self._port.close()
+
+
 class CoordinatorClient:
-    """Asks within a namespace. Attaches its spec first, and again if the coordinator no longer knows it."""
+    """Asks within a namespace. Attaches its spec first, and again if the coordinator no longer knows it. Logs when the
+    coordinator stops answering, and when it answers again (outage.py)."""
 
     def __init__(self, port: CoordinatorPort) -> None:
-        self._port = port
+        self._port = WatchedPort(port)
         self._attached: dict[KVSpec, Attached] = {}
         self._lock = threading.Lock()
 
