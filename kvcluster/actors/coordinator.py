@@ -69,10 +69,21 @@ class CoordinatorActor:
         host, message_bytes = server.host, limits.QUESTION_BYTES
         self._advertised = server.advertise
         self._server = wait(
-            lambda: GrpcServer(for_workers, auth, host, server.port, server.threads, message_bytes, calls)
+            lambda: GrpcServer(
+                for_workers,
+                auth,
+                host,
+                server.port,
+                server.threads,
+                message_bytes,
+                calls,
+                setting="server.port, --port",
+            )
         )
         self._reports = wait(
-            lambda: GrpcServer(for_shards, auth, host, server.report_port, server.threads, metrics=calls)
+            lambda: GrpcServer(
+                for_shards, auth, host, server.report_port, server.threads, metrics=calls, setting="server.report_port"
+            )
         )
         self._garbage = GarbageKeeper()
         self._garbage.start()

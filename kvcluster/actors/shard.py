@@ -171,5 +171,9 @@ def _served(
 ) -> GrpcServer:
     """Returns a server on the first port for shards that is free on this node. Raises ConfigError if none is."""
     host = reachable_host(config.host)
-    ports = parse_ports(config.shard_ports, "server.shard_ports")
-    return first_free(ports, lambda port: GrpcServer(handlers, auth, host, port, config.threads, metrics=calls))
+    setting = "server.shard_ports"
+
+    def listen(port: int) -> GrpcServer:
+        return GrpcServer(handlers, auth, host, port, config.threads, metrics=calls, setting=setting)
+
+    return first_free(parse_ports(config.shard_ports, setting), listen)

@@ -95,7 +95,23 @@ class KVSpec:
                 )
         # The private spec of every valid one is valid.
         if len(self.canonical()) > limits.SPEC_BYTES + (len(_PRIVATE) if self.private else 0):
-            raise SpecError(f"the spec takes more than {limits.SPEC_BYTES >> 10} KiB; shorten `extra` or `rope`")
+            raise SpecError(self._too_long())
+
+    def _too_long(self) -> str:
+        """Returns what makes a spec exceed limits.SPEC_BYTES: its longest value, or its groups."""
+        extra = "".join(text for pair in self.extra for text in pair)
+        texts = {
+            "model": self.model,
+            "weights": self.weights,
+            "adapter": self.adapter,
+            "rope": self.rope,
+            "extra": extra,
+        }
+        name, nbytes = max(((name, len(text.encode())) for name, text in texts.items()), key=lambda each: each[1])
+        most = f"the spec takes more than {limits.SPEC_BYTES >> 10} KiB"
+        if 2 * nbytes < limits.SPEC_BYTES:
+            return f"{most}: its {len(self.groups)} groups of layers take most of that; merge those that are alike"
+        return f"{most}: `{name}` is too long, with {nbytes:,} bytes; shorten it"
 
     @classmethod
     def uniform(

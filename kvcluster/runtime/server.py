@@ -190,7 +190,7 @@ def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 class GrpcServer:
     """Listens on `host:port` until `close`. Port 0 takes a free port; `port` is the actual one. `handlers`
     may be filled until `start`. `threads` are the most of one tenant: it gets fewer where there are many. Longer
-    messages than `message_bytes` are refused unread. Raises ConfigError if it cannot listen."""
+    messages than `message_bytes` are refused unread. Raises ConfigError, which names `setting`, if it cannot listen."""
 
     def __init__(
         self,
@@ -201,6 +201,8 @@ class GrpcServer:
         threads: int,
         message_bytes: int = limits.MESSAGE_BYTES,
         metrics: CallMetrics | None = None,
+        *,
+        setting: str = "server.port",
     ) -> None:
         self._table = _Table(handlers, authenticator, threads, metrics or CallMetrics(()))
         # The pool that is given to gRPC serves only handlers that name no other: there are none.
@@ -215,7 +217,7 @@ class GrpcServer:
             self._table.close()
             raise ConfigError(
                 f"cannot listen on {host}:{port}: the port is in use, or the address is not this machine's. "
-                "Choose another port with --port (0 takes a free one)"
+                f"Choose another port ({setting}), or stop what listens there"
             )
 
     @property

@@ -271,7 +271,17 @@ def grouped(*groups: Group) -> Callable[[], object]:
             uniform(head_dim=2**20, block_tokens=32),
             "one layer of a block would take more than 32 MiB; lower block_tokens",
         ),
-        (uniform(rope="x" * limits.SPEC_BYTES), "the spec takes more than 8 KiB; shorten `extra` or `rope`"),
+        (
+            uniform(model="m" * 10_000),
+            "the spec takes more than 8 KiB: `model` is too long, with 10,000 bytes; shorten it",
+        ),
+        (uniform(adapter="a" * 10_000), "the spec takes more than 8 KiB: `adapter` is too long, with 10,000 bytes"),
+        (uniform(rope="x" * limits.SPEC_BYTES), "the spec takes more than 8 KiB: `rope` is too long, with 8,192 bytes"),
+        (
+            lambda: dataclasses.replace(SPEC, extra=tuple((f"{n:04}", "x" * 96) for n in range(100))),
+            "the spec takes more than 8 KiB: `extra` is too long, with 10,000 bytes",
+        ),
+        (grouped(*(Group((n,), (K,)) for n in range(900))), "the spec takes more than 8 KiB: its 900 groups of layers"),
         (grouped(), "a spec needs at least one group of layers"),
         (grouped(Group((0, 1), (K,)), Group((1, 2), (K,))), "a layer belongs to one group only"),
         (lambda: dataclasses.replace(SPEC, extra=(("b", ""), ("a", ""))), "extra must be sorted pairs without repeats"),

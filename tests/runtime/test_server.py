@@ -294,8 +294,8 @@ def test_a_server_may_accept_shorter_messages_than_others() -> None:
 def test_a_port_where_something_listens_is_a_config_error() -> None:
     with socket.create_server((HOST, 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}.*--port"):
-            GrpcServer({}, OPEN, HOST, port, threads=2)
+        with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}.*another port \\(server.report_port\\)"):
+            GrpcServer({}, OPEN, HOST, port, threads=2, setting="server.report_port")
 
 
 def test_two_servers_never_share_a_port() -> None:
