@@ -40,7 +40,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz fuzz-clients integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
+.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz fuzz-sequences fuzz-clients integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -144,6 +144,9 @@ fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=10
 
 fuzz-clients: install ## drawn calls of clients against a dict of what they stored (FUZZ_CALLS=20000 for fewer; FUZZ_SEED=1 for others)
 	@$(BIN)/python -m tests.fuzz.client --operations $(FUZZ_CALLS) --seed $(FUZZ_SEED)
+
+fuzz-sequences: install ## scripts of every verb of sequences against plain tensors (FUZZ_OPERATIONS=20000; FUZZ_SEED=1 for others)
+	@$(BIN)/python -m tests.fuzz.sequences --operations $(FUZZ_OPERATIONS) --seed $(FUZZ_SEED)
 
 integrity: install ## 10,000 flipped bits and 10,000 copies of changing sources (INTEGRITY_ARGS="--flips 1000 --seed 2")
 	@$(BIN)/python -m tests.integrity $(INTEGRITY_ARGS)

@@ -23,6 +23,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "fuzz": ("make", "fuzz"),
     "fuzz-vllm": ("make", "fuzz-vllm"),
     "fuzz-clients": ("make", "fuzz-clients"),
+    "fuzz-sequences": ("make", "fuzz-sequences", "FUZZ_OPERATIONS=2000000"),
     "integrity": ("make", "integrity"),
     "compat": ("make", "compat"),
     "sanitizers": ("make", "sanitizers"),

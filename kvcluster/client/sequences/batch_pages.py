@@ -6,14 +6,14 @@ The layers of a step see the same pages, so rows are made again only when a tabl
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from kvcluster.attention import PageLayout, PageSpan, QueryRow
 from kvcluster.client.sequences.absent_blocks import BlockFetch
 from kvcluster.client.sequences.blocks import SequenceBlock
-from kvcluster.client.sequences.page_map import PageMap
+from kvcluster.client.sequences.page_map import PageMap, groups_of_same_pages
 from kvcluster.client.sequences.resources import SequenceResources
-from kvcluster.client.sequences.shared_spans import RowBlocks, shared_spans
+from kvcluster.client.sequences.shared_spans import RowBlocks, SharedSpan, shared_spans
 from kvcluster.client.sequences.ship_plan import SeenBlocks
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.zero_copy import BorrowedBlocks
@@ -34,7 +34,7 @@ class BatchPages:
         """Returns the blocks that the rows see and that lie nowhere, each once."""
         found: dict[SequenceBlock, None] = {}
         for pages, row in zip(self._maps, rows, strict=True):
-            for depths in row.depths:
+            for depths in row.depths or (range(0),):  # also brings the loans up to date
                 found.update(dict.fromkeys(pages.missing(depths.start, depths.stop)))
         return [*found]
 
@@ -87,9 +87,21 @@ class BatchPages:
             if max(depths.start, seen.start) < min(depths.stop, seen.stop)
         ]
         spans: dict[int, list[PageSpan]] = {at: [] for at in numbers}
-        for shared in shared_spans(ranges):
+        for shared in self._of_same_pages(shared_spans(ranges)):
             tokens = max(rows[row].visible for row in shared.rows)
             span = self._maps[shared.rows[0]].span(layout, shared.first, shared.stop, tokens, places)
             for row in shared.rows:
                 spans[row].append(span)
         return [QueryRow(range(rows[at].visible - rows[at].queries, rows[at].visible), spans[at]) for at in numbers]
+
+    def _of_same_pages(self, spans: Sequence[SharedSpan]) -> Iterator[SharedSpan]:
+        """Yields these spans, divided where rows have the same blocks in different forms: one fork may have encoded
+        what another goes on to read raw. Each reads its own."""
+        for shared in spans:
+            if len(shared.rows) == 1:
+                yield shared
+                continue
+            maps = [self._maps[row] for row in shared.rows]
+            for depths, groups in groups_of_same_pages(maps, range(shared.first, shared.stop)):
+                for group in groups:
+                    yield SharedSpan(depths.start, depths.stop, tuple(shared.rows[at] for at in group))

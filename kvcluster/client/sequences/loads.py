@@ -290,7 +290,7 @@ class SequenceLoads:
     def _fits(self, blocks: int) -> bool:
         with self._runner.lock:
             pages = self._runner.machine.pages
-            return blocks <= pages.capacity - pages.used
+            return blocks * pages.page_bytes <= pages.free_bytes
 
     def _settle(self, fetch: BlockFetch, loaded: int) -> None:
         self.absent.fetch_ended(fetch)

@@ -18,7 +18,7 @@ never changes: the writer gets a copy.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvcluster.client.sequences.block_pages import BlockPages
 from kvcluster.client.sequences.block_table import ABSENT, PageCopy, TokenRun
@@ -222,7 +222,7 @@ class SequenceMachine:
                 state.tokens.extend(known)
             state.length += state.step
             self._end_step(state)
-        return [state for state in states if self.seal(state)]
+        return self._seal_each(states, SealExtent.DUE)
 
     def _check_advance(self, state: SequenceState, count: int) -> None:
         if len(state.appended) != self._layers or count != state.step:
@@ -260,21 +260,36 @@ class SequenceMachine:
             block.stays = True
             self.pages.must_keep(block)
 
-    def seal(self, state: SequenceState, extent: SealExtent = SealExtent.DUE) -> int:
-        """Names the blocks of this extent, and queues them to be stored. Returns their number."""
-        count = state.sealable(extent)
-        for _ in range(count):
-            block = state.blocks[state.sealed]
-            private = state.private()
-            if block.name is None:
-                self._name(state, block, private=private)
-                if block.page is not None:  # else it was dropped, or is there encoded: it is never stored
-                    self.stores.add(block)
-            del state.tokens[: self._block_tokens]
-            if private:
-                del state.tokens[:]
-            state.sealed += 1
-        return count
+    def seal(self, state: SequenceState, extent: SealExtent = SealExtent.DUE) -> list[SequenceState]:
+        """Names the blocks of this extent, and queues them to be stored. Returns the sequences that have more sealed
+        blocks: this one, and those that share some. All of them claim a block that has left the resident set, or it
+        would be erased when the others are closed."""
+        sealed: dict[SequenceState, None] = {}
+        for _ in range(state.sealable(extent)):
+            depth = state.sealed
+            block = state.blocks[depth]
+            self._seal_next(state)
+            sealed[state] = None
+            for other in block.family:
+                if depth < len(other.blocks) and other.blocks[depth] is block and other.sealed <= depth:
+                    sealed[other] = None
+                    while other.sealed <= depth:  # more than one where it has dropped some
+                        self._seal_next(other)
+        return [*sealed]
+
+    def _seal_next(self, state: SequenceState) -> None:
+        block, private = state.blocks[state.sealed], state.private()
+        if block.name is None:
+            self._name(state, block, private=private)
+            if block.page is not None:  # else it was dropped, or is there encoded: it is never stored
+                self.stores.add(block)
+        del state.tokens[: self._block_tokens]
+        if private:
+            del state.tokens[:]
+        state.sealed += 1
+
+    def _seal_each(self, states: Iterable[SequenceState], extent: SealExtent) -> list[SequenceState]:
+        return [*{sealed: None for state in states for sealed in self.seal(state, extent)}]
 
     # ------------------------------------------------------------------------------------ cutting, overwriting
 
@@ -377,11 +392,15 @@ class SequenceMachine:
     def seal_all(self) -> list[SequenceState]:
         """Seals all full blocks before the tails of all sequences, so that they can be stored and give up their pages.
         Returns the sequences of which some were sealed."""
-        return [state for state in self.open_states() if self.seal(state, SealExtent.BEFORE_TAIL)]
+        return self._seal_each(self.open_states(), SealExtent.BEFORE_TAIL)
 
     def is_stored(self, state: SequenceState) -> bool:
-        """Whether the cluster has all sealed blocks of a sequence."""
-        return all(block.stored is StoreState.YES or block.dropped for block in state.blocks[: state.sealed])
+        """Whether the cluster has all sealed blocks of a sequence that are to be stored: those that were dropped, or
+        are left in encoded form alone, are not."""
+        return all(
+            block.stored is StoreState.YES or block.dropped or (block.page is None and block.coded is not None)
+            for block in state.blocks[: state.sealed]
+        )
 
     def open_states(self) -> list[SequenceState]:
         """Returns the open sequences."""

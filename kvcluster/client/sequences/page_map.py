@@ -5,7 +5,8 @@ Only what has changed in the table is written again, so a step costs the same at
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -152,3 +153,19 @@ class PageMap:
         lent = [self._absent.lent[block] for block in self._lent.values()]
         self.loans = tuple({page.loan: None for page in lent})
         self._keeps = (self._memory.pages, *(page.memory for page in lent))
+
+    def addresses(self, depths: range) -> torch.Tensor:
+        """Returns where the blocks of these depths are, int64: 0 for those that are nowhere."""
+        return self._addresses[depths.start : depths.stop]
+
+
+def groups_of_same_pages(maps: Sequence[PageMap], depths: range) -> Iterator[tuple[range, list[list[int]]]]:
+    """Yields parts of these depths, in order, and the indices of the maps that have the same pages there, together."""
+    addresses = torch.stack([each.addresses(depths) for each in maps])
+    same = (addresses == addresses[0]).all(0)
+    edges = [0, *((same[1:] != same[:-1]).nonzero().flatten() + 1).tolist(), len(depths)]
+    for first, stop in itertools.pairwise(edges):
+        groups: dict[bytes, list[int]] = {}
+        for at, there in enumerate(addresses[:, first:stop]):
+            groups.setdefault(b"" if same[first] else there.numpy().tobytes(), []).append(at)
+        yield range(depths.start + first, depths.start + stop), [*groups.values()]

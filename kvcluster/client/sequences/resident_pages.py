@@ -94,10 +94,15 @@ class ResidentPages:
         return sum(pool.used * pool.nbytes for pool in self._pools.values())
 
     @property
+    def free_bytes(self) -> int:
+        """The bytes in use by no block."""
+        return self._budget - self.used_bytes
+
+    @property
     def available_bytes(self) -> int:
-        """The bytes that can be taken: those in use by no block, and those of pages that a block may give up."""
+        """The bytes that can be taken: the free ones, and those of pages that a block may give up."""
         spare = 0 if self.frozen else (len(self._spare) + len(self._spare_first)) * self.page_bytes
-        return self._budget - self.used_bytes + spare
+        return self.free_bytes + spare
 
     @property
     def available(self) -> int:

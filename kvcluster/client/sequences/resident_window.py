@@ -69,8 +69,10 @@ class ResidentWindow:
         depths = self.due(state, 0)
         for depth in depths:
             block = state.blocks[depth]
-            if block.coded is not None:
-                self._use_coded(state, depth, codec)
+            if block.coded is not None and block.coded.codec is codec:
+                self._use_coded(state, depth)
+            elif block.coded is not None:  # a fork has encoded it in another codec
+                self._leave(state, depth)
             elif block.page is not None:
                 into = CodedPage(codec, self._pages.take(given_up, codec))
                 yield Encoding(depth, block.page, into)
@@ -82,12 +84,12 @@ class ResidentWindow:
         block = state.blocks[encoding.depth]
         if succeeded:
             block.coded = encoding.into
-            self._use_coded(state, encoding.depth, encoding.into.codec)
+            self._use_coded(state, encoding.depth)
         else:
             self._pages.free(encoding.into.slot, encoding.into.codec)
             self._leave(state, encoding.depth)
 
-    def _use_coded(self, state: SequenceState, depth: int, codec: Codec) -> None:
+    def _use_coded(self, state: SequenceState, depth: int) -> None:
         block = state.blocks[depth]
         assert block.coded is not None
         state.table[depth] = block.coded.entry

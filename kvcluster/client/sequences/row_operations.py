@@ -160,8 +160,8 @@ class RowOperations:
         runner = self._runner
         with runner.lock:
             for state in states:
-                if self._machine.seal(state, SealExtent.ALL):
-                    runner.keeper.sealed(state)
+                for sealed in self._machine.seal(state, SealExtent.ALL):
+                    runner.keeper.sealed(sealed)
             stored = runner.wait_for_stores(lambda: all(map(self._machine.is_stored, states)), deadline)
         return runner.flush_shards(deadline) and stored
 

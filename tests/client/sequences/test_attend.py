@@ -344,3 +344,18 @@ def test_threads_of_one_client_take_one_anothers_pages_and_no_bit_is_wrong(start
         if failures:
             raise failures[0]
         check(shared)
+
+
+def test_no_query_is_attended_to_by_what_was_borrowed_before(desk: Desk) -> None:
+    mine, theirs = desk.connect(SPEC), desk.connect(SPEC)
+    one = grown(mine, TOKENS)
+    assert one.sequence.flush()
+    again = theirs.sequence(TOKENS)
+    again.attend(0, asked(1))
+    assert theirs.resident().borrowed_pages
+    again.read(0, 0, again.length)
+    again.resources.loads.sweep()
+    assert not theirs.resident().borrowed_pages
+    assert again.attend(0, asked(0)).shape == asked(0).shape
+    again.close()
+    one.sequence.close()

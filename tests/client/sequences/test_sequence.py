@@ -564,3 +564,20 @@ def test_only_reserved_pages_of_its_own_can_have_been_written(cluster: MemoryClu
             Grown(one, k, v).check()
             Grown(fork, k[:, :5], v[:, :5]).check()
             assert fork.reserved == 3
+
+
+def test_private_blocks_that_a_fork_has_sealed_stay_for_the_others_when_it_closes(start: Start) -> None:
+    cluster = small(start, 12)
+    lazy = kvcluster.WindowPolicy(tail_tokens=0, migration_tokens=1_000)
+    with cluster.client(SPEC) as client, client.sequence(policy=lazy) as plain:
+        one = Grown(plain, made(0, 0), made(0, 0))
+        one.append(2 * BLOCK)
+        fork = plain.fork()
+        assert fork.flush()
+        cluster.wait_until(lambda: claimed(cluster) == 2)
+        with client.sequence(policy=AT_ONCE) as other:
+            Grown(other, made(0, 0), made(0, 0)).append(11 * BLOCK)
+            assert plain.statistics().resident < 2 * BLOCK
+            fork.close()
+            cluster.wait_until(lambda: len(cluster.coordinator_core().state.tables) == 2)
+            one.check()

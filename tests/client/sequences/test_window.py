@@ -419,3 +419,62 @@ def test_a_local_sequence_needs_no_shard_and_its_encoded_blocks_no_raw_page(
         assert (k - values[:16].repeat(32, 1, 1)).abs().max() <= worst
         with cluster.client(spec) as other, other.sequence(list(range(fits))) as found:
             assert found.length == 0, "no other client finds it"
+
+
+def test_a_batch_reads_of_a_fork_the_form_of_its_own(cluster: MemoryCluster) -> None:
+    """One fork has encoded a block that the other goes on to read raw: attention gives each what it has alone."""
+    with cluster.client(SPEC) as client:
+        raw = opened(client, 2 * BLOCK, replace(POLICY, sink_tokens=0))
+        coded = Grown(raw.sequence.fork(), raw.k, raw.v)
+        coded.sequence.policy = replace(POLICY, sink_tokens=0, codec="q4", migration_tokens=BLOCK)
+        append(coded, list(range(BLOCK)), seed=7)
+        append(raw, list(range(BLOCK)), seed=7)
+        assert coded.sequence.statistics().encoded > raw.sequence.statistics().encoded == 0
+        query = torch.randn(1, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(1))
+        for rows in ((raw, coded), (coded, raw)):
+            with_both = kvcluster.SequenceBatch([row.sequence for row in rows]).attend(0, torch.cat([query, query]))
+            alone = torch.cat([row.sequence.attend(0, query) for row in rows])
+            assert torch.equal(with_both, alone)
+        raw.sequence.close()
+        coded.sequence.close()
+
+
+def test_a_fork_does_not_read_what_another_has_encoded_in_a_codec_that_is_not_its_own(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client:
+        one = opened(client, 2 * BLOCK, replace(POLICY, sink_tokens=0, tail_tokens=4 * BLOCK, codec="q8"))
+        other = Grown(one.sequence.fork(), one.k, one.v)
+        other.sequence.policy = replace(POLICY, sink_tokens=0, tail_tokens=0, migration_tokens=BLOCK, codec="q4")
+        append(other, list(range(BLOCK)), seed=7)
+        assert other.sequence.statistics().encoded
+        append(one, list(range(4 * BLOCK)), seed=8)
+        for layer in range(LAYERS):
+            k, _ = one.sequence.read(layer, 0, 2 * BLOCK)
+            assert (k.float() - one.k[layer, : 2 * BLOCK].float()).abs().max() < 0.02, "q8 or exact, and not q4"
+        one.sequence.close()
+        other.sequence.close()
+
+
+def test_a_sequence_opens_though_encoded_pages_have_taken_the_resident_set(start: Start) -> None:
+    cluster = start(shards=2, device_bytes="8MiB", config={"client": {"resident_bytes": 8 * PAGE}})
+    policy = kvcluster.WindowPolicy(tail_tokens=0, migration_tokens=BLOCK, codec="q8")
+    with cluster.client(SPEC) as client, cluster.client(SPEC) as other:
+        prompt = list(range(1_000, 1_000 + 4 * BLOCK))
+        theirs = opened(other)
+        append(theirs, prompt)
+        assert theirs.sequence.flush()
+        full = opened(client, 0, policy)
+        with pytest.raises(ResidentSetFull):
+            for step in range(40):
+                append(full, [step] * BLOCK, seed=step)
+        with client.sequence(prompt) as again:
+            assert again.length == len(prompt)
+        full.sequence.close()
+        theirs.sequence.close()
+
+
+def test_a_flush_succeeds_where_blocks_are_left_in_encoded_form_alone(cluster: MemoryCluster) -> None:
+    policy = kvcluster.WindowPolicy(tail_tokens=1, migration_tokens=BLOCK, codec="q8")
+    with cluster.client(SPEC) as client:
+        one = opened(client, 5 * BLOCK, policy, max_tokens=2 * BLOCK + 3, drop_oldest=True)
+        assert one.sequence.dropped and one.sequence.flush()
+        one.sequence.close()

@@ -1,0 +1,393 @@
+"""One episode: a spec, clients whose resident set is too small, open sequences, and the texts that they must hold.
+
+An operation has a seed of its own and draws what it needs from the present state, so a script of which operations were
+left out is still a script. Everything that a verb calls goes through `attempt`, which knows what may be raised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, TypeVar
+
+import torch
+
+import kvcluster
+from kvcluster.client.client import Client
+from kvcluster.errors import CallerError, KVClusterError, LostTokens, ResidentSetFull
+from kvcluster.testing import MemoryCluster
+from tests.client.test_zero_copy import Desk
+from tests.fuzz.sequences.model import Contents, Published, Text, Window
+
+R = TypeVar("R")
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+BOUND_S = 30.0
+MOST_OPEN = 6
+TEXTS_KEPT = 40
+
+
+class Finding(AssertionError):
+    """The product did something else than its documents say."""
+
+
+class World:
+    """A cluster of two shards, which serve memory to some clients and shared memory to others."""
+
+    def __init__(self) -> None:
+        self.stack = ExitStack()
+        self.cluster = self.stack.enter_context(MemoryCluster(shards=2, device_bytes="64MiB"))
+        self.desk = Desk(self.cluster, self.stack)
+
+    def connect(self, spec: kvcluster.KVSpec, nbytes: int, *, lends: bool) -> Client:
+        if lends:
+            return self.desk.connect(spec, deadline_ms=0, resident_bytes=nbytes)
+        config = replace(self.cluster.config.client, resident_bytes=nbytes)
+        return Client(self.cluster.port(), self.cluster.opener(), spec, config=config)
+
+    def close(self) -> None:
+        self.stack.close()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What an episode is about. `long` contexts have spans that can be shipped; in a `lossy` one the cluster loses
+    blocks; in a `racing` one operations do not wait until what they sealed is stored."""
+
+    layers: int
+    heads: int
+    dim: int
+    dtype: str
+    block: int
+    pages: int
+    long: bool
+    lossy: bool
+    racing: bool
+    lends: bool
+    codecs: tuple[str, ...]
+    alphabet: int
+
+    @staticmethod
+    def drawn(rng: Random) -> Profile:
+        long = rng.random() < 0.12
+        coded = rng.random() < (0.2 if long else 0.4)
+        layers = 2 if long else rng.choice((1, 2, 2, 3))
+        block = 16 if long else rng.choice((1, 2, 3, 4, 4, 5, 8, 8, 16))
+        return Profile(
+            layers=layers,
+            heads=1 if long else rng.choice((1, 2)),
+            dim=rng.choice((8, 16, 32)) if coded else 8,
+            dtype=rng.choice(tuple(DTYPES)),
+            block=block,
+            pages=rng.choice((50, 160)) if long else rng.randint(5, 24),
+            long=long,
+            lossy=rng.random() < 0.08,
+            racing=rng.random() < 0.15,
+            lends=rng.random() < 0.7,
+            codecs=("raw", "q8", "q4") if coded else ("raw",),
+            alphabet=rng.choice((2, 3, 1_000)),
+        )
+
+
+@dataclass(eq=False)
+class Live:
+    """An open sequence, and what it must hold."""
+
+    name: str
+    sequence: kvcluster.Sequence
+    text: Text
+    client: int
+
+
+@dataclass
+class Tally:
+    """Counts calls of each public verb, and what happened."""
+
+    verbs: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+
+
+class Episode:
+    def __init__(self, world: World, profile: Profile, tally: Tally, weights: str) -> None:
+        self.world, self.profile, self.tally = world, profile, tally
+        self.spec = kvcluster.KVSpec.uniform(
+            model="fuzzed",
+            weights=weights,
+            num_layers=profile.layers,
+            num_kv_heads=profile.heads,
+            head_dim=profile.dim,
+            dtype=profile.dtype,
+            block_tokens=profile.block,
+        )
+        self.dtype = DTYPES[profile.dtype]
+        self.contents = Contents(profile.layers, profile.heads, profile.dim, self.dtype, seed=profile.dim)
+        self.clients: dict[int, Client] = {}
+        self.live: list[Live] = []
+        self.last: Live | None = None  # operations often go on with one sequence
+        self.texts: list[Text] = []  # of sequences that were closed, too
+        self.published: dict[int, Published] = {}
+        self.stored: dict[int, None] = {}
+        self.log: list[str] = []
+        self.opened = 0
+        self.refused_in_a_row = 0
+        self.lost = False  # blocks were purged
+        self._counted: dict[int, dict[str, Any]] = {}
+
+    # ------------------------------------------------------------------------------------------------ parts
+
+    @property
+    def block(self) -> int:
+        return self.profile.block
+
+    def client(self, number: int) -> Client:
+        if number not in self.clients:
+            nbytes = self.profile.pages * self.spec.block_bytes
+            self.clients[number] = self.world.connect(self.spec, nbytes, lends=self.profile.lends)
+        return self.clients[number]
+
+    def pick(self, rng: Random, *, idle: bool = False) -> Live | None:
+        """Returns an open sequence; if `idle`, one that is not in the middle of a step."""
+        among = [live for live in self.live if not idle or live.text.step is None]
+        if self.last in among and rng.random() < 0.5:
+            return self.last
+        self.last = rng.choice(among) if among else None
+        return self.last
+
+    def policy(self, rng: Random) -> tuple[kvcluster.WindowPolicy, Window]:
+        block, codec = self.block, rng.choice(self.profile.codecs)
+        tail = rng.choice((0, 0, 1, block, block + 1, 3 * block))
+        batch = rng.choice((0, block, block, 2 * block, 4 * block + 1))
+        sinks = rng.choice((0, 0, 0, 1, block, block + 2))
+        policy = kvcluster.WindowPolicy(tail_tokens=tail, migration_tokens=batch, sink_tokens=sinks, codec=codec)
+        return policy, Window(tail, sinks, codec, batch)
+
+    def prompt(self, origin: int, ids: list[int]) -> kvcluster.Prompt:
+        """Returns the prompt whose tokens are named from `origin` on."""
+        return kvcluster.Prompt(ids, salt=b"" if origin == 1 else b"salt %d" % origin)
+
+    def has_room(self, live: Live, more: int = 0) -> bool:
+        """Whether all sequences of this client fit the resident set together, so that it cannot be full."""
+        if len(self.profile.codecs) > 1:
+            return False
+        block = self.block
+        need = [
+            -(-(each.text.length + max(each.text.reserved, len(each.text.step.ids) if each.text.step else 0)) // block)
+            for each in self.live
+            if each.client == live.client
+        ]
+        return sum(need) + 2 * len(need) + -(-more // block) + 2 <= self.profile.pages
+
+    # ------------------------------------------------------------------------------------------------ calls
+
+    def attempt(
+        self,
+        verb: str,
+        what: str,
+        call: Callable[[], R],
+        *,
+        may: tuple[type[Exception], ...] = (),
+        must: type[Exception] | tuple[type[Exception], ...] | None = None,
+    ) -> tuple[bool, R | None]:
+        """Returns whether the call succeeded, and its result. It has to raise `must`, or may raise one of `may`."""
+        self.tally.verbs[verb] += 1
+        self.log.append(what)
+        began = time.perf_counter()
+        try:
+            result = call()
+        except KVClusterError as error:
+            self.tally.slowest = max(self.tally.slowest, time.perf_counter() - began)
+            name = type(error).__name__
+            self.log[-1] += f"  # {name}"
+            if must is not None and isinstance(error, must):
+                self.tally.events["refused"] += 1
+                self.tally.events[f"refused {verb}"] += 1
+            elif isinstance(error, may):
+                self.tally.events[name] += 1
+                self.refused_in_a_row += 1
+            else:
+                raise Finding(f"{what} raised {error!r}") from error
+            return False, None
+        self.tally.slowest = max(self.tally.slowest, time.perf_counter() - began)
+        if must is not None:
+            raise Finding(f"{what} was accepted")
+        self.refused_in_a_row = 0
+        return True, result
+
+    def full(self, live: Live, more: int = 0) -> tuple[type[Exception], ...]:
+        """What a call that needs pages may raise."""
+        return () if self.has_room(live, more) else (ResidentSetFull,)
+
+    def absent(self, live: Live, more: int = 0) -> tuple[type[Exception], ...]:
+        """What a call that needs blocks may raise."""
+        return (*self.full(live, more), LostTokens) if self.lost else self.full(live, more)
+
+    # ----------------------------------------------------------------------------------------------- checks
+
+    def fail(self, live: Live, what: str) -> None:
+        raise Finding(f"{live.name} ({live.text.length} tokens): {what}")
+
+    def check_numbers(self, live: Live) -> None:
+        """Lengths and places are those of the text."""
+        sequence, text = live.sequence, live.text
+        use = sequence.statistics()
+        expected = (text.length, text.length, not text.length, text.max_tokens, False)
+        found = (sequence.length, sequence.position, sequence.is_empty, sequence.capacity, sequence.closed)
+        if found != expected:
+            self.fail(live, f"length, position, is_empty, capacity, closed are {found}; expected {expected}")
+        if sequence.dropped != text.dropped and (sequence.dropped or text.dropped):
+            self.fail(live, f"dropped is {sequence.dropped}; expected {text.dropped}")
+        step = len(text.step.ids) if text.step is not None else 0
+        kept = [at for at in range(text.length + step) if at not in text.dropped]
+        if sequence.positions.tolist() != kept:
+            self.fail(live, f"positions are {sequence.positions.tolist()}; expected {kept}")
+        if use.tokens != text.length or use.dropped != len(text.dropped) or use.resident > text.length:
+            self.fail(live, f"statistics are {use}")
+        if use.sealed != sequence.sealed or use.sealed % self.block or use.sealed > text.length:
+            self.fail(live, f"sealed is {sequence.sealed}, {use.sealed}")
+        if use.resident < text.length - len(text.dropped):
+            self.tally.events["evicted"] += 1
+        if use.encoded:
+            self.tally.events["encoded"] += 1
+
+    def note_dropped(self, live: Live, before: range, count: int) -> None:
+        """Takes what was dropped to make room for `count` more tokens into the text, if it is what should be."""
+        text, now = live.text, live.sequence.dropped
+        if now == before or not (now or before):
+            return
+        kept_before, kept = (text.length + count - len(dropped) for dropped in (before, now))
+        sinks = -(-text.window.sinks // self.block) * self.block
+        right = text.drop_oldest and now.start == (before.start if before else sinks) and now.stop % self.block == 0
+        right = right and now.stop <= text.length and kept_before > text.max_tokens >= kept
+        if not right or kept <= text.max_tokens - text.max_tokens // 16 - self.block:
+            self.fail(live, f"dropped {before} -> {now} for {count} tokens, max_tokens={text.max_tokens}")
+        text.dropped, text.public, text.pure = now, -1, min(text.pure, now.start)
+        self.tally.events["dropped"] += 1
+
+    def read(self, live: Live, layer: int, position: int, tokens: int) -> bool:
+        """Reads and compares. Returns False if there was no room, or the cluster has lost it."""
+        text = live.text
+        done, got = self.attempt(
+            "read",
+            f"{live.name}.read({layer}, {position}, {tokens})",
+            lambda: live.sequence.read(layer, position, tokens),
+            may=self.absent(live),
+        )
+        if not done:
+            return False
+        values, expected = torch.stack(got), text.layer(layer)[:, position : position + tokens]
+        if values.dtype != expected.dtype or values.shape != expected.shape or values.requires_grad:
+            self.fail(live, f"read {values.dtype} {tuple(values.shape)}; expected {tuple(expected.shape)}")
+        counted = min(position + tokens, text.length)
+        if text.doubtful is not None and text.doubtful[position:counted].any():
+            self.tally.events["coded read"] += 1
+            if wrong := text.settle(layer, position, values[:, : counted - position]):
+                self.fail(live, f"read({layer}, {position}, {tokens}): {wrong}")
+        elif not torch.equal(values, expected):
+            off = (values != expected).flatten(2).any(-1).any(0).nonzero().flatten() + position
+            self.fail(live, f"read({layer}, {position}, {tokens}) differs at positions {off[:20].tolist()}")
+        return True
+
+    def settle(self, live: Live) -> bool:
+        """Reads what may have been encoded since. Returns False if it cannot be read now."""
+        text = live.text
+        if text.doubtful is None:
+            return True
+        assert text.bound is not None and text.encoded is not None
+        text.doubtful[text.dropped.start : text.dropped.stop] = False
+        for depth in sorted({position // self.block for position in text.doubtful.nonzero().flatten().tolist()}):
+            first = depth * self.block
+            stop = min(first + self.block, text.length)
+            before = text.kv[:, :, first:stop]
+            if not all(self.read(live, layer, first, stop - first) for layer in range(self.profile.layers)):
+                return False
+            if torch.equal(before, text.kv[:, :, first:stop]):
+                text.encoded[first:stop] = False  # its batch is not full yet
+            text.doubtful[first:stop] = False
+            text.bound[:, :, first:stop] = 0
+        return True
+
+    def unchanged(self, live: Live, rng: Random) -> None:
+        """What raised has changed nothing: the numbers, what layers have of the step, and some block."""
+        self.check_numbers(live)
+        text = live.text
+        if not self.settle(live):
+            return
+        for layer in range(self.profile.layers):
+            there = text.layer(layer).shape[1]
+            if there > text.length:
+                self.read(live, layer, text.length, there - text.length)
+            with_more = Finding(f"{live.name}: layer {layer} has more than {there} tokens")
+            try:
+                live.sequence.read(layer, there, 1)
+            except CallerError:
+                with_more = None  # type: ignore[assignment]
+            if with_more:
+                raise with_more
+            depths = [depth for depth in range(-(-text.length // self.block)) if depth * self.block not in text.dropped]
+            if depths:
+                first = rng.choice((depths[-1], rng.choice(depths))) * self.block
+                self.read(live, layer, first, min(self.block, text.length - first))
+
+    # -------------------------------------------------------------------------------------------- bookkeeping
+
+    def published_now(self, text: Text, pure_before: int, degraded: torch.Tensor | None) -> None:
+        """Blocks that became full under their ids may be found by others from now on."""
+        for depth in range(pure_before // self.block, text.pure // self.block):
+            stop = (depth + 1) * self.block
+            known = self.published.setdefault(text.names[stop - 1], Published())
+            known.exact |= text.lossy_from is None or text.lossy_from >= stop
+            known.degraded |= degraded is not None and bool(degraded[stop - self.block : stop].any())
+
+    def forget(self, live: Live) -> None:
+        self.live.remove(live)
+        self.texts = [*self.texts[-TEXTS_KEPT:], live.text]
+
+    def wait_for_stores(self) -> None:
+        for client in self.clients.values():
+            self.wait_until(lambda client=client: not client.resident().blocks_waiting)  # type: ignore[misc]
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        try:
+            self.world.cluster.wait_until(holds, BOUND_S)
+        except TimeoutError as error:
+            uses = [client.resident() for client in self.clients.values()]
+            raise Finding(f"not all is stored and free after {BOUND_S} s: {uses}") from error
+
+    def count_events(self) -> None:
+        """Counts what clients have done beyond memory, since the last call."""
+        for number, client in self.clients.items():
+            shipped, use = client.shipped(), client.resident()
+            now = {
+                "shipped": shipped.messages,
+                "fetched": shipped.chosen.get("fetch", 0) + shipped.chosen.get("ship_and_fetch", 0),
+                "loaded": shipped.loaded_bytes,
+                "lent": use.borrowed_pages,
+            }
+            before = self._counted.get(number, {})
+            for event, count in now.items():
+                self.tally.events[event] += count > before.get(event, 0)
+            self._counted[number] = now
+
+    def end(self, *, patient: bool) -> None:
+        """Closes all sequences: no page is left in use, once loads have ended if it is `patient`."""
+        for live in self.live:
+            live.sequence.close()
+        self.wait_for_stores()
+        for client in self.clients.values():
+            loads = client.shipped().loaded_bytes > 0
+            if loads and patient:
+                self.wait_until(lambda client=client: not client.resident().pages_used)  # type: ignore[misc]
+            use = client.resident()
+            if loads:  # a load that began before the end may still have its pages
+                use = replace(use, pages_used=0)
+            if use.sequences or use.encoded_pages or use.pages_used:
+                raise Finding(f"all sequences are closed, and the resident set has {use}")
+
+    def close(self) -> None:
+        for client in self.clients.values():
+            client.close()
