@@ -34,7 +34,8 @@ def wrong_calls(ep: Episode, rng: Random, live: Live) -> list[tuple[str, Callabl
         return torch.ones(tokens, heads, dim, dtype=dtype)
 
     other = torch.float16 if ep.dtype is not torch.float16 else torch.float32
-    query = torch.zeros(length + 40, 2 * heads, dim)
+    there = text.layer(0).shape[1]
+    query = torch.zeros(there + 1, 2 * heads, dim)
     policy: Any = "raw"
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("append(a layer that is not there)", lambda: sequence.append(layers, kv(1), kv(1))),
