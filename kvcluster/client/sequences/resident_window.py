@@ -67,15 +67,19 @@ class ResidentWindow:
         """Yields what is to be encoded now; `encoded` is called with each before the next. There must be memory."""
         codec = state.policy.coding
         depths = self.due(state, 0)
+        fresh = [depth for depth in depths if state.blocks[depth].coded is None]
         for depth in depths:
-            block = state.blocks[depth]
-            if block.coded is not None and block.coded.codec is codec:
+            coded, block = state.blocks[depth].coded, state.blocks[depth]
+            if coded is not None and coded.codec is codec:
                 self._use_coded(state, depth)
-            elif block.coded is not None:  # a fork has encoded it in another codec
-                self._leave(state, depth)
-            elif block.page is not None:
-                into = CodedPage(codec, self._pages.take(given_up, codec))
-                yield Encoding(depth, block.page, into)
+            elif coded is not None:  # a fork has encoded it in another codec: this one goes on with the raw page
+                block.stays = False
+                if block.stored is StoreState.YES and block.page is not None:
+                    self._pages.may_give_up(block)
+        for depth in fresh:
+            page = state.blocks[depth].page
+            if page is not None:
+                yield Encoding(depth, page, CodedPage(codec, self._pages.take(given_up, codec)))
         if depths:
             state.encoded = depths.stop
 

@@ -554,3 +554,17 @@ def test_what_a_local_sequence_began_with_leaves_and_comes_back() -> None:
     worker.append(state, [50] * 3 * BLOCK)
     assert state.sealed == 2 and worker.store() is None and not worker.machine.seal_all()
     assert worker.read(state) == [*range(8), *[50] * 12]
+
+
+def test_a_raw_page_stays_for_the_one_that_reads_it_where_a_fork_has_encoded_it_in_another_codec() -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=100, migration_tokens=BLOCK, codec="q8"))
+    one = worker.open(publish=False)
+    worker.append(one, [*range(2 * BLOCK)])
+    fork = worker.machine.fork(one, worker.name())
+    for state, codec in ((fork, "q4"), (one, "q8")):
+        worker.machine.set_policy(state, WindowPolicy(tail_tokens=0, migration_tokens=BLOCK, codec=codec))
+        worker.append(state, [50])
+    worker.machine.check()
+    other = worker.open()
+    worker.append(other, [*range(90, 90 + 2 * BLOCK)])
+    assert worker.read(one) == worker.read(fork) == [*range(2 * BLOCK), 50]
