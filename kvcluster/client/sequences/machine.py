@@ -171,10 +171,11 @@ class SequenceMachine:
             pages += self._shares_next(state, count)
             freed += self._window.freed_bytes(state, blocks) if blocks else 0
         self._blocks.check_room(pages, freed_bytes=freed)
-        copies: list[PageCopy] = []
-        for state, count, blocks in zip(states, tokens, drops, strict=True):
+        for state, blocks in zip(states, drops, strict=True):  # first: another row may take what one frees
             if blocks:
                 self._window.drop(state, blocks)
+        copies: list[PageCopy] = []
+        for state, count in zip(states, tokens, strict=True):
             if self._shares_next(state, count):  # no longer, if a fork in this batch has just got a copy of its own
                 depth = state.length // self._block_tokens
                 with self._blocks.room_to_replace([(state, range(depth, depth + 1))]):

@@ -568,3 +568,15 @@ def test_a_raw_page_stays_for_the_one_that_reads_it_where_a_fork_has_encoded_it_
     other = worker.open()
     worker.append(other, [*range(90, 90 + 2 * BLOCK)])
     assert worker.read(one) == worker.read(fork) == [*range(2 * BLOCK), 50]
+
+
+def test_a_row_of_a_batch_takes_the_page_that_a_later_row_drops() -> None:
+    worker = Worker(pages=3, policy=WindowPolicy(tail_tokens=100, migration_tokens=100), max_tokens=2 * BLOCK)
+    drops, grows = worker.open(drop_oldest=True), worker.open()
+    worker.append(drops, [*range(2 * BLOCK - 1)])
+    worker.append(grows, [*range(50, 50 + BLOCK)])
+    drops.max_tokens = 2 * BLOCK - 1
+    worker.machine.reserve([grows, drops], [1, 1])
+    assert drops.dropped_tokens == range(BLOCK)
+    worker.machine.check()
+    worker.machine.pages.check()
