@@ -226,7 +226,8 @@ class SequenceWorker(Worker):
             if self.world.later.random() < 0.1:
                 yield None, MS
         ids = list(tokens) if with_ids else len(tokens)
-        if (yield from self._with_room(lambda: machine.advance([state], [ids]))) is None:
+        more_sealed = yield from self._with_room(lambda: machine.advance([state], [ids]))
+        if more_sealed is None:
             machine.truncate([state], [state.length])
             return False
         for encoding in machine.encode(state):
@@ -237,8 +238,9 @@ class SequenceWorker(Worker):
         if with_ids and sequence.ids == len(sequence.values):
             sequence.ids += len(tokens)
         sequence.values += tokens
-        self.world.sequence_oracle.sealed(self, state)
-        self.keeper.sealed(state)
+        for each in dict.fromkeys([state, *more_sealed]):  # also sequences that share its blocks
+            self.world.sequence_oracle.sealed(self, each)
+            self.keeper.sealed(each)
         return True
 
     def read(self, sequence: OpenSequence, position: int, tokens: int) -> Script:
