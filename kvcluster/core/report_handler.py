@@ -290,10 +290,11 @@ class ReportHandler:
         assert member.drain_until is not None
         if now >= member.drain_until:
             return True
+        # A shard that did not know of the drain when it sent this may have begun writes since; one that knows begins none.
         # If the message is full, the shard may have more events to report. Which records have lost a copy is known only
         # when all have been swept.
-        told = len(m.events) < limits.REPORTS_PER_MESSAGE and not self._sweeper.of_lost_shards
-        return told and not m.info.leases and self._replicator.drained(member)
+        whole = len(m.events) < limits.REPORTS_PER_MESSAGE and not self._sweeper.of_lost_shards
+        return whole and m.info.draining and not m.info.leases and self._replicator.drained(member)
 
     def _learn(self, tombstones: tuple[Tombstone, ...], now: int) -> list[Effect]:
         """Learns tombstones that a shard has carried out and this coordinator does not know, having lost its own.

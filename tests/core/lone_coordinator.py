@@ -150,6 +150,8 @@ class Voice:
         )
         ack = self._to.ask(ReportAck, build_request(report, CLUSTER))
         self.told = max(self.told, ack.acked)
+        if ack.drain:
+            self.info = replace(self.info, draining=True)
         return Heard.of(ack)
 
     def ends(self, order: Order | None, *running: Order | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
@@ -57,8 +59,12 @@ def pull_all(*voices: Voice) -> list[BlockHash]:
     raise AssertionError("pulls without end")
 
 
-def drain(coordinator: LoneCoordinator, voice: Voice) -> bool:
-    return coordinator.ask(Done, ours(Drain(voice.info.shard))).ok
+def drain(coordinator: LoneCoordinator, voice: Voice, *, known: bool = True) -> bool:
+    """Drains a shard, which knows it at once, or with `known=False` by the answer to its next report."""
+    done = coordinator.ask(Done, ours(Drain(voice.info.shard))).ok
+    if done and known:
+        voice.info = replace(voice.info, draining=True)
+    return done
 
 
 def purge(coordinator: LoneCoordinator) -> int:

@@ -66,6 +66,15 @@ def test_a_drain_of_an_unknown_shard_fails_and_of_the_last_one_ends_at_once() ->
     assert one.report().leave is LeaveReason.DRAINED
 
 
+def test_a_shard_goes_only_by_a_report_that_it_made_when_it_knew_of_the_drain() -> None:
+    coordinator, one = LoneCoordinator.serving()
+    others(coordinator, "b")
+    assert drain(coordinator, one, known=False)
+    late = one.report()  # it may have been under way for long, and what has been written since is not in it
+    assert late.drain and late.leave is None
+    assert one.report().leave is LeaveReason.DRAINED
+
+
 def test_a_drained_shard_may_come_back_as_another_incarnation() -> None:
     coordinator, one = LoneCoordinator.serving()
     others(coordinator, "b")
@@ -304,6 +313,7 @@ def test_a_draining_shard_that_restarts_goes_all_the_same() -> None:
     again = coordinator.voice("a", epoch=2)
     again.join()
     coordinator.later(0)
+    assert again.report().drain, "it learns of it first"
     assert again.report().leave is LeaveReason.DRAINED
 
 
