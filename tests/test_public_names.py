@@ -58,16 +58,22 @@ def test_looking_at_the_names_imports_no_extra() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "missing", "extra"),
+    ("use", "missing", "extra", "instead"),
     [
-        ("kvcluster.local()", "ray", "cluster"),
-        ("kvcluster.EventSubscriber('tcp://127.0.0.1:5557')", "zmq", "events"),
-        ("kvcluster.EventSubscriber('tcp://127.0.0.1:5557')", "msgspec", "events"),
+        (
+            "kvcluster.local()",
+            "ray",
+            "cluster",
+            ", or start a cluster within this process by kvcluster.local(ray=False)",
+        ),
+        ("kvcluster.EventSubscriber('tcp://127.0.0.1:5557')", "zmq", "events", ""),
+        ("kvcluster.EventSubscriber('tcp://127.0.0.1:5557')", "msgspec", "events", ""),
     ],
 )
-def test_a_use_without_its_extra_names_what_to_install(use: str, missing: str, extra: str) -> None:
+def test_a_use_without_its_extra_names_what_to_install(use: str, missing: str, extra: str, instead: str) -> None:
     code = f"import kvcluster\ntry: {use}\nexcept kvcluster.KVClusterError as error: print(error)"
-    assert without(code, missing) == f"this needs {missing}, which is not installed: pip install 'kvcluster[{extra}]'"
+    needed = f"this needs {missing}, which is not installed: pip install 'kvcluster[{extra}]'"
+    assert without(code, missing) == needed + instead
 
 
 def test_dir_lists_the_public_names_and_nothing_else() -> None:
@@ -104,8 +110,10 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             assert (address, spec) == ("127.0.0.1:7070", SPEC)
             return cluster.client(spec)
 
-        def local(**settings: Any) -> MemoryCluster:
-            return MemoryCluster(**settings)
+        real = kvcluster.local
+
+        def local(**settings: Any) -> kvcluster.LocalCluster:
+            return real(**{**settings, "ray": False})  # on Ray: tests/actors
 
         monkeypatch.setattr(kvcluster, "connect", connect)
         monkeypatch.setattr(kvcluster, "local", local)
@@ -129,20 +137,13 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         }
 
 
-# Of these a real one is started in other tests: what starts Ray is slow.
-@pytest.mark.parametrize("name", sorted({*kvcluster.__all__} - {"errors", "local", "LocalCluster"}))
+@pytest.mark.parametrize("name", sorted({*kvcluster.__all__} - {"errors"}))
 def test_a_public_name_is_explained_by_an_example_that_runs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     code = examples(name)
     assert code, f"{name} has no example"
     with surroundings(monkeypatch) as names:
         for example in code:
             exec(compile(example, name, "exec"), names)
-
-
-def test_the_examples_of_local_clusters_run_over_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = examples("local")
-    with surroundings(monkeypatch) as names:
-        exec(compile(code, "local", "exec"), names)
 
 
 PUBLIC = [named for name in kvcluster.__all__ if not isinstance(named := getattr(kvcluster, name), (ModuleType, Reuse))]

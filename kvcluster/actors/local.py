@@ -1,6 +1,7 @@
-"""`kvcluster.local()`: an embedded cluster, which this process starts and ends, on loopback.
+"""`kvcluster.local()`: an embedded cluster, which this process starts and ends: processes on Ray, or threads of this
+process alone (kvcluster/in_process).
 
-Importing this needs no Ray; starting a cluster does (embedded.py).
+Importing this needs no Ray; starting a cluster of processes does (embedded.py).
 """
 
 from __future__ import annotations
@@ -11,23 +12,34 @@ import secrets
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from kvcluster.actors.node_memory import check_pools_in_process
 from kvcluster.client import Client, connect
 from kvcluster.config import Config, load
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import CallerError
+from kvcluster.errors import CallerError, ConfigError
 from kvcluster.extras import needs
 from kvcluster.transport.forks import OwnProcess
 
-if TYPE_CHECKING:
-    from kvcluster.actors.embedded import EmbeddedCluster
+
+class Embedded(Protocol):
+    """What runs an embedded cluster. `save` has shards with a disk tier save their pages, `stop` ends everything."""
+
+    @property
+    def address(self) -> str: ...
+
+    def pids(self) -> list[int]: ...
+
+    def save(self) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 class LocalCluster:
     """A running embedded cluster. Made by `kvcluster.local`; a context manager. Other processes of this machine connect
-    to `address`.
+    to `address`, unless it was started with `ray=False`.
 
         cluster = kvcluster.local(shards=2, device_bytes="64MiB")
         client = cluster.client(spec)
@@ -36,7 +48,7 @@ class LocalCluster:
     It ends with its `with` block, by `close`, or with the process.
     """
 
-    def __init__(self, embedded: EmbeddedCluster, config: Config) -> None:
+    def __init__(self, embedded: Embedded, config: Config) -> None:
         self._process = OwnProcess()
         self._embedded = embedded
         self._config = config
@@ -45,7 +57,8 @@ class LocalCluster:
 
     @property
     def address(self) -> str:
-        """The coordinator's "host:port", for `kvcluster.connect` and for the command line's `--address`."""
+        """The coordinator's "host:port", for `kvcluster.connect` and for the command line's `--address`. That of a
+        cluster with `ray=False` serves `kvcluster.connect` in this process alone."""
         return self._embedded.address
 
     def client(
@@ -60,7 +73,8 @@ class LocalCluster:
         return client
 
     def pids(self) -> list[int]:
-        """Returns the process ids of the coordinator and the shards. A shard that was drained has none."""
+        """Returns the process ids of the coordinator and the shards. A shard that was drained has none. With
+        `ray=False` that of this process."""
         return self._embedded.pids()
 
     def close(self) -> None:
@@ -89,6 +103,7 @@ class LocalCluster:
 
 def local(
     *,
+    ray: bool = True,
     shards: int = 1,
     device_bytes: str | int = "1GiB",
     host_bytes: str | int = 0,
@@ -97,26 +112,27 @@ def local(
     port: int = 0,
     config: Mapping[str, Any] | None = None,
 ) -> LocalCluster:
-    """Starts an embedded cluster: Ray on loopback, one coordinator, and `shards` shards, each with `device_bytes` of
-    memory, `host_bytes` below that for encoded pages, and `disk_bytes` of files in `disk_dir` below that, which outlive
-    the cluster.
+    """Starts an embedded cluster: a coordinator, and `shards` shards, each with `device_bytes` of memory, `host_bytes`
+    below that for encoded pages, and `disk_bytes` of files in `disk_dir` below that, which outlive the cluster.
 
-        with kvcluster.local(shards=2, device_bytes="64MiB") as cluster:
+        with kvcluster.local(ray=False, device_bytes="64MiB") as cluster:
             client = cluster.client(spec)
+
+    For one process, `ray=False`: the cluster runs on threads of this process, starts in a moment, and needs no extra;
+    no other process can connect to it. With `ray=True` coordinator and shards are processes on a Ray on loopback, and
+    other processes of this machine connect to `cluster.address`.
 
     Sizes are bytes, or text such as "64MiB". `port` is that of the coordinator, 0 for a free one. `config` has settings
     by section, as in a configuration file: `config={"client": {"deadline_ms": 2_000}}` (docs/operations.md).
 
     Returns a LocalCluster. It ends with its `with` block, by `close()`, or at the latest with the process, so that it
     can stay open in a notebook. At its end the shards save in `disk_dir` what lies in memory, as far as there is room,
-    within `shard.stop_ms`. It uses the Ray that this process is connected to, if there is one; otherwise it starts one,
-    which ends with the last cluster that uses it.
+    within `shard.stop_ms`. With `ray=True` it uses the Ray that this process is connected to, if there is one;
+    otherwise it starts one, which ends with the last cluster that uses it.
 
-    Raises ConfigError if a setting cannot be used, and KVClusterError if the extra `cluster` is not installed.
+    Raises ConfigError if a setting cannot be used, and KVClusterError if `ray` is True and the extra `cluster` is not
+    installed.
     """
-    with needs("ray"):
-        from kvcluster.actors.embedded import EmbeddedCluster
-
     # One Ray can hold many. One with a disk tier has the same name again, by which it knows its volumes.
     mark = sha256(os.fsencode(Path(disk_dir).absolute())).hexdigest()[:8] if disk_dir else secrets.token_hex(4)
     below = {"name": f"local-{mark}", **(config or {})}
@@ -125,6 +141,27 @@ def local(
     below["shard"] = {**below.get("shard", {}), **tiers, "disk_dir": str(Path(disk_dir).absolute()) if disk_dir else ""}
     below["server"] = {"port": port, **below.get("server", {})}
     settings = load(overrides=below)
-    running = LocalCluster(EmbeddedCluster.start(settings), settings)
+    running = LocalCluster(_on_ray(settings) if ray else _in_process(settings), settings)
     atexit.register(running.close)
     return running
+
+
+def _on_ray(settings: Config) -> Embedded:
+    with needs("ray", instead="or start a cluster within this process by kvcluster.local(ray=False)"):
+        from kvcluster.actors.embedded import EmbeddedCluster
+
+    return EmbeddedCluster.start(settings)
+
+
+def _in_process(settings: Config) -> Embedded:
+    from kvcluster.in_process.cluster import InProcessCluster
+
+    if settings.server.port:
+        raise ConfigError(
+            f"a cluster within this process listens on no port, and port {settings.server.port} was given: leave it "
+            "out, or pass ray=True for a cluster that other processes connect to"
+        )
+    check_pools_in_process(settings)
+    cluster = InProcessCluster(settings)
+    cluster.start()
+    return cluster

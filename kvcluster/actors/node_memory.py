@@ -49,6 +49,19 @@ def check_fits_beside(config: Config, taken: int, room: int) -> None:
         )
 
 
+def check_pools_in_process(config: Config, limit: int | None = None) -> None:
+    """Raises ConfigError if the pools of a cluster within this process leave no memory for the process itself. `limit`:
+    as in `bytes_for_pools`."""
+    limit = memory_limit_bytes() if limit is None else limit
+    pools, room = pools_of(config), max(0, int(limit * _MOST_SHARE) - PROCESS_BYTES)
+    if pools > room:
+        raise ConfigError(
+            f"{size_text(pools, 4)} of pools do not fit into this process: of the {size_text(limit, 4)} that this "
+            f"machine or container has, {size_text(room, 4)} are for pools. Give fewer shards, or smaller device_bytes "
+            "and host_bytes"
+        )
+
+
 def checked_bytes_for_pools(config: Config, limit: int | None = None) -> int:
     """Returns how many bytes the pools of a cluster of this machine alone may take. Raises ConfigError if they need
     more. `limit`: as in `bytes_for_pools`."""

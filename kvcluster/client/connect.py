@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from kvcluster.client.client import Client
 from kvcluster.client.coordinator_client import GrpcPort
+from kvcluster.client.in_process import served_here
+from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import ClientConfig, client_config
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import ShardAddress
@@ -43,18 +45,14 @@ def connect(
     parent's client.
     """
     config = client_config(config)
-    connection = Connection(address, token)
+    here = served_here(address)
+    port = GrpcPort(Connection(address, token)) if here is None else here.port(token)
     deadline = Deadline.after_ms(config.connect_ms)
-
-    next_attempt = own_attempts()
-
-    def open_transport(shard: ShardAddress) -> Transport:
-        return choose(shard, token, next_attempt, takes=config.transports)
-
     try:
-        client = Client(GrpcPort(connection), open_transport, spec, part=part, config=config, token=token)
+        open_transport = _opener(token, config) if here is None else here.opener(token)
+        client = Client(port, open_transport, spec, part=part, config=config, token=token)
     except BaseException:
-        connection.close()
+        port.close()
         raise
     try:
         _attach(client, address, deadline)
@@ -62,6 +60,16 @@ def connect(
         client.close()
         raise
     return client
+
+
+def _opener(token: str | None, config: ClientConfig) -> OpenTransport:
+    """Returns a function that opens transports to shards of other processes."""
+    next_attempt = own_attempts()
+
+    def open_transport(shard: ShardAddress) -> Transport:
+        return choose(shard, token, next_attempt, takes=config.transports)
+
+    return open_transport
 
 
 def _attach(client: Client, address: str, deadline: Deadline) -> None:

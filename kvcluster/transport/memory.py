@@ -1,4 +1,4 @@
-"""Pages within one process: the transport of tests, and of programs that embed a cluster without Ray.
+"""Pages within one process: the transport of `kvcluster.local(ray=False)`, and of most tests.
 
 It uses the same sessions as the servers, so leases, checksums and outcomes behave the same here as there.
 """

@@ -226,6 +226,9 @@ def host_and_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+IN_PROCESS = "in-process://"
+"""How addresses of clusters begin that serve their own process alone (client/in_process.py)."""
+
 _SCHEME = re.compile("[A-Za-z][A-Za-z0-9+.-]*:/{1,3}")
 _HOST = re.compile(r"[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
 _BARE_IPV6 = re.compile("[0-9A-Fa-f.]*(:[0-9A-Fa-f.]*){2,}")
@@ -236,6 +239,12 @@ def check_address(address: str) -> None:
     given: object = address
     if not isinstance(given, str):
         raise ConfigError(f"the address is {given!r}; expected host:port as text, such as '127.0.0.1:7070'")
+    if address.startswith(IN_PROCESS):
+        raise ConfigError(
+            f"{address} is a cluster within the process that started it by kvcluster.local(ray=False), or one that has "
+            "ended, and no other process can connect to it: start it by kvcluster.local(ray=True) or `kvcluster up`, "
+            "and give that cluster's address"
+        )
     if _is_host_and_port(address):
         return
     bare = _SCHEME.sub("", address.strip(), count=1).split("/", 1)[0].rpartition("@")[2]

@@ -33,17 +33,16 @@ def names(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
     """The names that examples use, over a cluster within this process."""
     cluster = start(device_bytes="64MiB")
 
-    class Local:
-        """As a LocalCluster, of which a real one is started in tests/actors."""
+    real = kvcluster.local
 
-        client = staticmethod(cluster.client)
-        close = staticmethod(lambda: None)
+    def local(**settings: Any) -> kvcluster.LocalCluster:
+        return real(**{**settings, "ray": False})  # on Ray: tests/actors
 
     def connect(address: str, spec: kvcluster.KVSpec) -> Client:
         return cluster.client(spec)
 
     monkeypatch.setattr(kvcluster, "connect", connect)
-    monkeypatch.setattr(kvcluster, "local", lambda **settings: Local())
+    monkeypatch.setattr(kvcluster, "local", local)
     with cluster.client(SPEC) as client:
         client.store(TOKENS, torch.randn(SHAPE).bfloat16())
         assert client.flush()
