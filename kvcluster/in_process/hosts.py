@@ -64,8 +64,10 @@ class InProcessHosts:
     """A coordinator and shards, which can be started and stopped one by one. `calls` has how long the coordinator took
     for each question."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, place: str = "") -> None:
+        """`place`: where the shards say that they run, by default on this machine."""
         self.config = config
+        self._place = place or here()
         self.calls = CallMetrics(COORDINATOR)
         self._coordinator: CoordinatorHost | None = None
         self._shards: dict[ShardId, ShardHost] = {}
@@ -120,7 +122,7 @@ class InProcessHosts:
             Epoch(self._next_epoch() - behind_ns),
             config,
             address=shard,
-            host=here(),
+            host=self._place,
             tell=self._tell,
             open_source=self.opener_of(CLUSTER),
             on_end=partial(self.shard_left, shard),

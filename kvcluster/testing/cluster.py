@@ -42,7 +42,7 @@ class MemoryCluster(InProcessHosts):
         below["shard"]["device_bytes"] = device_bytes
         # A machine that runs tests has much else to do, and a test's verdict must not depend on it.
         below["client"] = {"deadline_ms": OTHER_MS, **below.get("client", {})}
-        super().__init__(load(overrides=below))
+        super().__init__(load(overrides=below), place="memory")
         self._drained: dict[ShardId, ShardHost] = {}
         self._clients: list[Client] = []
 
