@@ -341,4 +341,4 @@ def _blocks(spec: KVSpec, tokens: int | None) -> int:
     """Returns the number of blocks of the largest load."""
     if tokens is None:
         tokens = min(_TOKENS, int(_STORED_BYTES / spec.token_bytes))
-    return max(1, min(tokens // spec.block_tokens, limits.BLOCKS_PER_CALL))
+    return max(1, min(tokens // spec.block_tokens, limits.BLOCKS_PER_PROMPT))

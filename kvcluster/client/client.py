@@ -404,7 +404,7 @@ class Client(SequenceCalls):
         spec, hashes, miss = self._hash(prompt, deadline)
         if not hashes:
             return Pinned(0, 0, miss)
-        return ask_to_pin(self._control, spec, question(tuple(hashes)), deadline)
+        return ask_to_pin(self._control, spec, question, hashes, deadline)
 
     def _purge(self, message: Purge, deadline_ms: float | None) -> int:
         return self._control.require(Purged, message, self._call(deadline_ms), "blocks may remain; call again").blocks

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcluster.client.coordinator_client import CoordinatorClient
+from kvcluster.client.long_chains import fates_of
 from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation
 from kvcluster.client.validation import check_hashes
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.messages import Explain, Explained, Need, Siblings, SiblingSpecs
+from kvcluster.core.messages import Need, Siblings, SiblingSpecs
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import KVClusterError
@@ -26,7 +27,7 @@ def explain(
     control: CoordinatorClient, spec: KVSpec, need: Need, prompt: Prompt, deadline: Deadline
 ) -> list[BlockExplanation]:
     """Returns one entry per full block, and one for tokens at the end that fill no block. If the coordinator does not
-    answer, every full block has that miss. Raises LimitError if there are more than limits.BLOCKS_PER_CALL blocks."""
+    answer, every full block has that miss. Raises LimitError if there are more than limits.BLOCKS_PER_PROMPT blocks."""
     full, rest = divmod(len(prompt.token_ids), spec.block_tokens)
     try:
         hashes = prompt.hashes(control.namespace(spec, deadline), spec.block_tokens)
@@ -45,11 +46,8 @@ def explain(
 def _ask(
     control: CoordinatorClient, spec: KVSpec, need: Need, hashes: Sequence[BlockHash], deadline: Deadline
 ) -> list[BlockExplanation]:
-    if not hashes:
-        return []
-    explained = control.ask(Explained, spec, Explain(tuple(hashes), need), deadline)
     out: list[BlockExplanation] = []
-    for fate in explained.fates:
+    for fate in fates_of(control, spec, need, hashes, deadline):
         for _ in range(fate.count):
             if fate.miss is not None or fate.plan is None:
                 out.append(_missed(len(out), fate.miss or Miss(MissReason.NEVER_SEEN)))
@@ -87,19 +85,18 @@ def _replace_never_seen(out: list[BlockExplanation], miss: Miss, blocks: int) ->
 def _cached_tokens(control: CoordinatorClient, sibling: KVSpec, prompt: Prompt, deadline: Deadline) -> int:
     """Returns the number of leading tokens that are cached under `sibling`, as any part and with any loss."""
     try:
-        hashes = prompt.hashes(control.namespace(sibling, deadline), sibling.block_tokens)[: limits.BLOCKS_PER_CALL]
+        hashes = prompt.hashes(control.namespace(sibling, deadline), sibling.block_tokens)[: limits.BLOCKS_PER_PROMPT]
         need = Need(sibling.whole_parts(), Loss.Q4)
-        fates = control.ask(Explained, sibling, Explain(tuple(hashes), need), deadline).fates
+        blocks = 0
+        for fate in fates_of(control, sibling, need, hashes, deadline):
+            # For this question, blocks of which only a part is stored count as cached.
+            if fate.plan is None and (fate.miss is None or fate.miss.reason is not MissReason.PART):
+                break
+            blocks += fate.count
     except Unavailable:
         raise
     except KVClusterError:
         return 0
-    blocks = 0
-    for fate in fates:
-        # For this question, blocks of which only a part is stored count as cached.
-        if fate.plan is None and (fate.miss is None or fate.miss.reason is not MissReason.PART):
-            break
-        blocks += fate.count
     return blocks * sibling.block_tokens
 
 

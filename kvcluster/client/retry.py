@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvcluster.client.long_chains import in_messages
 from kvcluster.client.pieces import Piece, Placed, cover
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
@@ -56,7 +57,8 @@ class RetryPlan:
             self._failed.setdefault((piece.block, piece.group), {})[shard] = None
 
     def questions(self, pieces: Iterable[Piece]) -> list[Question]:
-        """Returns the questions to ask for other replicas of these pieces: one for all blocks with the same need.
+        """Returns the questions to ask for other replicas of these pieces: one for all blocks with the same need, or
+        several if they are more than one message names.
         Leaves out pieces that have used up ROUNDS, or for which more than limits.AVOIDED_SHARDS shards failed."""
         groups: dict[int, dict[int, None]] = {}
         for piece in pieces:
@@ -72,7 +74,11 @@ class RetryPlan:
             parts = tuple(part if group in groups[block] else None for group, part in enumerate(self._parts))
             need = Need(parts, self._accept, tuple(sorted(avoid))[: limits.AVOIDED_SHARDS])
             alike.setdefault(need, []).append(block)
-        return [Question(tuple(b), tuple(self._hashes[at] for at in b), need) for need, b in alike.items()]
+        return [
+            Question(some, tuple(self._hashes[at] for at in some), need)
+            for need, blocks in alike.items()
+            for some in in_messages(blocks)
+        ]
 
     def found(self, question: Question, fates: Sequence[BlockFate]) -> Alternatives:
         """Returns the other sources that the answer names, without shards that have already failed."""

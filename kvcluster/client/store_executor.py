@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from kvcluster.client.coordinator_client import CoordinatorClient
@@ -33,8 +34,9 @@ from kvcluster.client.results import Stored
 from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.client.store_pages import StoreTerms
 from kvcluster.client.store_source import StoreSource
-from kvcluster.core import messages
-from kvcluster.core.messages import Attached, Done, PrepareStore, StoreGrant
+from kvcluster.core import limits, messages
+from kvcluster.core.ids import Attempt
+from kvcluster.core.messages import Attached, Decision, Done, PrepareStore, StoreGrant, StoreRun
 from kvcluster.core.placement import run_start
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
@@ -46,18 +48,23 @@ _END_TICKET_MS = 1_000
 ended too. Only the next store waits for it."""
 
 
-def prepare_store(terms: StoreTerms, attached: Attached, tokens: Sequence[int], host: str) -> PrepareStore:
-    """Returns the question of a store. `attached` says how the cluster places runs and whether it wants token ids."""
+def prepare_store(
+    terms: StoreTerms, attached: Attached, tokens: Sequence[int], host: str, *, at: int = 0
+) -> PrepareStore:
+    """Returns the question of a store, about its new blocks from index `at` on, as many as one message may name.
+    `attached` says how the cluster places runs and whether it wants token ids."""
+    first, hashes = terms.first + at, terms.new[at : at + limits.BLOCKS_PER_CALL]
+    step = len(tokens) // max(1, len(terms.new))
     return PrepareStore(
         attempt=terms.attempt,
-        first=terms.first,
-        parent=terms.before(terms.first),
-        run=terms.hashes[run_start(terms.first, attached.run_blocks) - terms.start],
-        hashes=terms.new,
+        first=first,
+        parent=terms.before(first),
+        run=terms.hashes[run_start(first, attached.run_blocks) - terms.start],
+        hashes=hashes,
         parts=terms.parts,
         loss=terms.loss,
         host=host,
-        tokens=tuple(tokens) if attached.wants_tokens else (),
+        tokens=tuple(tokens[at * step : (at + len(hashes)) * step]) if attached.wants_tokens else (),
     )
 
 
@@ -78,6 +85,7 @@ class StoreExecutor:
         drained: Callable[[], object],
         finish: Callable[[Stored | None, BaseException | None], object],
         over: Callable[[], object],
+        next_attempt: Callable[[], Attempt],
     ) -> None:
         self._control = control
         self._shards = shards
@@ -90,7 +98,9 @@ class StoreExecutor:
         self._drained = drained
         self._finish = finish
         self._over = over
+        self._next_attempt = next_attempt
         self._sources: dict[int, StoreSource] = {}
+        self._tickets: list[Attempt] = []  # those that the coordinator has, or may have
 
     def perform(self, effect: StoreEffect, jobs: list[Job[StoreEvent]]) -> StoreEvent | None:
         """As PlanExecutor."""
@@ -115,7 +125,7 @@ class StoreExecutor:
             case FreeSource():
                 self._drained()
             case CloseTicket():
-                jobs.append(partial(self._end_ticket, effect))
+                jobs.append(self._end_tickets)
             case FinishStore(stored, error):
                 self._finish(stored, error)
             case StoreOver():
@@ -124,15 +134,36 @@ class StoreExecutor:
         return None
 
     def _ask(self) -> StoreEvent:
+        """Asks about all blocks, in as many messages as it takes, each with a ticket of its own."""
         asked = False
         try:
             attached = self._control.attach(self._spec, self._deadline)
             asked = True
-            prepare = prepare_store(self._terms, attached, self._tokens, here())
-            grant = self._control.ask(StoreGrant, self._spec, prepare, self._deadline)
-            return StoreGranted(self._control.namespace(self._spec, self._deadline), grant)
+            runs = list(self._ask_at(attached, 0, self._terms.attempt))
+            while (at := sum(run.count for run in runs)) < len(self._terms.new):
+                runs += self._ask_further(attached, at)
+            return StoreGranted(self._control.namespace(self._spec, self._deadline), StoreGrant(tuple(runs)))
         except BaseException as error:
             return NotGranted(error, asked)
+
+    def _ask_at(self, attached: Attached, at: int, attempt: Attempt) -> Sequence[StoreRun]:
+        """Asks about the blocks from `at` on that one message may name."""
+        self._tickets.append(attempt)
+        prepare = replace(prepare_store(self._terms, attached, self._tokens, here(), at=at), attempt=attempt)
+        grant = self._control.ask(StoreGrant, self._spec, prepare, self._deadline)
+        if all(run.decision is not Decision.WRITE for run in grant.runs):
+            self._tickets.remove(attempt)  # the coordinator keeps none
+        return grant.runs
+
+    def _ask_further(self, attached: Attached, at: int) -> Sequence[StoreRun]:
+        """As `_ask_at`; if the coordinator does not answer, all the rest is refused, and what lies before is stored."""
+        attempt = self._next_attempt()
+        try:
+            return self._ask_at(attached, at, attempt)
+        except Unavailable as trouble:
+            self._end_ticket(attempt)
+            self._tickets.remove(attempt)
+            return (StoreRun(len(self._terms.new) - at, Decision.REFUSED, miss=trouble.miss),)
 
     def _write(self, start: StartWrite, source: StoreSource) -> StoreEvent:
         """Runs one exchange, from its reservation to its outcome."""
@@ -145,7 +176,11 @@ class StoreExecutor:
         except BaseException as error:
             return WriteEnded(start.exchange, source.nbytes, error=error)
 
-    def _end_ticket(self, end: CloseTicket) -> StoreEvent:
-        with suppress(Unavailable, KVClusterError):
-            self._control.request(Done, messages.EndTicket(end.attempt), Deadline.after_ms(_END_TICKET_MS))
+    def _end_tickets(self) -> StoreEvent:
+        for attempt in self._tickets:
+            self._end_ticket(attempt)
         return TicketEnded()
+
+    def _end_ticket(self, attempt: Attempt) -> None:
+        with suppress(Unavailable, KVClusterError):
+            self._control.request(Done, messages.EndTicket(attempt), Deadline.after_ms(_END_TICKET_MS))

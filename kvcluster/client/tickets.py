@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.lease_keeper import LeaseKeeper
+from kvcluster.client.long_chains import ChainPreparer
 from kvcluster.client.validation import kind_of
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
-from kvcluster.core.messages import Done, EndTicket, LoadGrant, Need, PrepareLoad, RenewTicket, TicketBody
+from kvcluster.core.messages import Done, EndTicket, Need, RenewTicket, TicketBody
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, ProtocolError
@@ -136,21 +137,36 @@ class Tickets:
         awaited: int | None = None,
         again: bool = False,
     ) -> Ticket:
-        """Returns a ticket for the leading blocks that can be loaded; it has none if the coordinator does not answer.
-        With `hold` they are not evicted until it is released. `awaited` and `again` as in PrepareLoad."""
-        attempt = self._next_attempt()
-        message = PrepareLoad(attempt, tuple(hashes), need, hold, awaited, again)
-        try:
-            grant = self._control.ask(LoadGrant, spec, message, deadline)
-            attached = self._control.attach(spec, deadline)
-        except Unavailable as trouble:
-            return Ticket(TicketBody(_NO_NAMESPACE, attempt, (), need, ()), self._seal, trouble.miss)
-        body = TicketBody(attached.namespace, attempt, tuple(hashes[: grant.blocks]), need, grant.runs)
-        if not grant.hold_ns:
-            return Ticket(body, self._seal, grant.miss)
+        """Returns a ticket for the leading blocks that can be loaded; it has none if the coordinator does not answer,
+        and those that are known if it stops answering in the middle of a long chain. With `hold` they are not evicted
+        until it is released. `awaited` and `again` as in PrepareLoad."""
+        preparer = ChainPreparer(
+            self._control,
+            spec,
+            need,
+            deadline,
+            hold=hold,
+            awaited=awaited,
+            again=again,
+            next_attempt=self._next_attempt,
+            end=self._end,
+        )
+        granted = preparer.prepare(hashes)
+        if not granted.answered:
+            return Ticket(TicketBody(_NO_NAMESPACE, self._next_attempt(), (), need, ()), self._seal, granted.miss)
+        attached = self._control.attach(spec, deadline)
+        held = [attempt for attempt, _ in granted.holds]
+        name = held[0] if held else self._next_attempt()
+        body = TicketBody(attached.namespace, name, tuple(hashes[: granted.blocks]), need, tuple(granted.runs))
         # A hold may be shorter than the ticket's TTL, and must be renewed in time.
-        self._keeper.keep(attempt, min(attached.ticket_ttl_ns, grant.hold_ns))
-        return Ticket(body, self._seal, grant.miss, lambda: self._keeper.release(attempt))
+        for attempt, hold_ns in granted.holds:
+            self._keeper.keep(attempt, min(attached.ticket_ttl_ns, hold_ns))
+
+        def release() -> None:
+            for attempt in held:
+                self._keeper.release(attempt)
+
+        return Ticket(body, self._seal, granted.miss, release)
 
     def redeem(self, data: bytes) -> Ticket:
         """Returns the ticket that another process of the same credential prepared. Raises ProtocolError if `data` is

@@ -190,18 +190,14 @@ class TransferQueue:
         )
         runner: PlanRunner[StoreEvent, StoreEffect] = PlanRunner(plan, self._writers, self._lock, self._timer)
         transfer: Transfer[Stored] = Transfer(deadline, runner.cancel)
+        of_store = self._control, self._shards, spec, terms, tokens, bound, deadline
         runner.executor = StoreExecutor(
-            self._control,
-            self._shards,
-            spec,
-            terms,
-            tokens,
-            bound,
-            deadline,
+            *of_store,
             deliver=runner.deliver,
             drained=transfer.drained,
             finish=transfer.finish,
             over=lambda: self._store_over(transfer, runner),
+            next_attempt=self._next_attempt,
         )
         nbytes = len(terms.new) * sum(spec.page_bytes(group, part) for group, part in parts)
         with self._lock:

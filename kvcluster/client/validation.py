@@ -27,12 +27,15 @@ def check_open(closed: bool) -> None:
 
 
 def check_hashes(hashes: Sequence[BlockHash]) -> None:
-    """Checks a chain of block hashes. Raises LimitError if it exceeds limits.BLOCKS_PER_CALL."""
+    """Checks a chain of block hashes. Raises LimitError if it exceeds limits.BLOCKS_PER_PROMPT."""
     given: object = hashes
     if not isinstance(given, (list, tuple)):
         raise CallerError(f"block hashes are a list, not {kind_of(given)}; make them with client.hashes(...)")
-    if len(hashes) > limits.BLOCKS_PER_CALL:
-        raise LimitError(f"{len(hashes)} blocks exceed the limit of {limits.BLOCKS_PER_CALL} per call; split the call")
+    if len(hashes) > limits.BLOCKS_PER_PROMPT:
+        raise LimitError(
+            f"a prompt of {len(hashes)} blocks exceeds the limit of {limits.BLOCKS_PER_PROMPT}: give its leading "
+            f"{limits.BLOCKS_PER_PROMPT} blocks alone, or use a spec of larger block_tokens"
+        )
     if any(type(block) is not bytes or len(block) != HASH_BYTES for block in hashes):
         raise CallerError("block hashes are 32 bytes each; make them with client.hashes(...) or hashing.foreign")
 

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 BLOCKS_PER_CALL = 8_192
-"""131,072 tokens in blocks of 16: the longest context in wide use, in one prepare."""
+"""131,072 tokens in blocks of 16, in one message: what a step of the coordinator may take. A client asks about longer
+prompts in several messages."""
+
+BLOCKS_PER_PROMPT = 16 * BLOCKS_PER_CALL
+"""Two million tokens in blocks of 16: the blocks of one prompt, or of one ticket. Half of what all tickets of a tenant
+alone may name (TICKET_PAGES)."""
 
 PARTS_PER_BLOCK = 256
 """Different parts of a namespace at one shard: 16 pipeline ranks times 8 tensor ranks (a model has few more KV heads)
@@ -319,6 +324,7 @@ assert QUESTION_BYTES <= MESSAGE_BYTES
 assert TRANSPORTS * OFFER_BYTES <= MESSAGE_BYTES
 assert FRAME_BYTES <= LAYER_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL
+assert BLOCKS_PER_PROMPT * 2 <= TICKET_PAGES // 2
 assert SPANS_PER_CALL <= SPANS_PER_HOLDER
 assert SPAN_BLOCKS_PER_CALL <= SPAN_BLOCKS // 2
 assert ATTEND_BYTES <= MESSAGE_BYTES

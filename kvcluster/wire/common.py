@@ -144,6 +144,7 @@ SEQUENCES: Values[SequenceId] = _packed(SEQUENCE_BYTES)
 """Packed sequence ids."""
 
 BLOCKS: Rows[BlockHash] = Rows(HASHES, limits.BLOCKS_PER_CALL, "block hashes in a call")
+BLOCKS_OF_TICKET: Rows[BlockHash] = Rows(HASHES, limits.BLOCKS_PER_PROMPT, "block hashes in a ticket")
 NAMESPACES: Interned[NamespaceId] = Interned(pb.HashTable, HASHES, "a namespace")
 
 ADDRESS = Struct(

@@ -201,9 +201,9 @@ _encode_ticket, _decode_ticket = in_bytes(
         _check_ticket,
         namespace=common.NAMESPACE,
         attempt=common.ATTEMPT,
-        hashes=common.BLOCKS,
+        hashes=common.BLOCKS_OF_TICKET,
         need=common.NEED,
-        runs=plans.RUNS,
+        runs=plans.RUNS_OF_TICKET,
     ),
 )
 

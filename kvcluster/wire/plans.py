@@ -47,17 +47,25 @@ PLANS: Interned[Plan] = Interned(pb.PlanTable, _PLAN_COLUMN, "a plan")
 MAYBE_PLANS: Interned[Plan | None] = Interned(pb.PlanTable, _PLAN_COLUMN, "a plan", absent=True)
 
 
-def _decode_counts(wire: Collection[int], most: int, what: str) -> list[int]:
-    counts = numbers(wire, most, what)
-    must(0 not in counts, "a run must have at least one block")
-    at_most(sum(counts), limits.BLOCKS_PER_CALL, "blocks in the runs of a message")
-    return counts
+def _counts(blocks: int, of: str) -> Values[int]:
+    def decode(wire: Collection[int], most: int, what: str) -> list[int]:
+        counts = numbers(wire, most, what)
+        must(0 not in counts, "a run must have at least one block")
+        at_most(sum(counts), blocks, f"blocks in the runs of a {of}")
+        return counts
+
+    return Values(list, decode)
 
 
-COUNTS: Values[int] = Values(list, _decode_counts)
+COUNTS = _counts(limits.BLOCKS_PER_CALL, "message")
 """The number of blocks of each run."""
 
 RUNS = Rows(Columns(pb.Runs, Run, count=COUNTS, plan=PLANS), limits.BLOCKS_PER_CALL, "runs in a message")
+RUNS_OF_TICKET = Rows(
+    Columns(pb.Runs, Run, count=_counts(limits.BLOCKS_PER_PROMPT, "ticket"), plan=PLANS),
+    limits.BLOCKS_PER_PROMPT,
+    "runs in a ticket",
+)
 
 
 def check_cover(runs: Iterable[Run], blocks: int) -> None:

@@ -163,9 +163,12 @@ def test_what_are_no_token_ids_is_refused(desk: Desk, call: Callable[[Client, An
 
 
 @pytest.mark.parametrize("call", CALLS[1:])
-def test_more_blocks_than_a_call_takes_are_refused(desk: Desk, call: Callable[[Client, Any], Any]) -> None:
-    with desk.refuses(f"limit of {limits.BLOCKS_PER_CALL}", LimitError) as client:
-        call(client, [0] * (limits.BLOCKS_PER_CALL + 1) * BLOCK)
+def test_more_blocks_than_a_prompt_has_are_refused(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, call: Callable[[Client, Any], Any]
+) -> None:
+    monkeypatch.setattr(limits, "BLOCKS_PER_PROMPT", 100)
+    with desk.refuses("exceeds the limit of 100: give its leading 100 blocks alone", LimitError) as client:
+        call(client, [0] * 101 * BLOCK)
 
 
 BOUNDED: list[Callable[..., Any]] = [
@@ -237,11 +240,11 @@ def test_what_are_no_block_hashes_is_refused(desk: Desk, bad: Any) -> None:
         client.begin_store([HASH, bad], kv(2))
 
 
-def test_more_hashes_than_a_call_takes_are_refused(desk: Desk) -> None:
-    hashes = [HASH] * (limits.BLOCKS_PER_CALL + 1)
-    with desk.refuses(f"limit of {limits.BLOCKS_PER_CALL}", LimitError) as client:
+def test_more_hashes_than_a_prompt_has_are_refused(desk: Desk) -> None:
+    hashes = [HASH] * (limits.BLOCKS_PER_PROMPT + 1)
+    with desk.refuses(f"limit of {limits.BLOCKS_PER_PROMPT}", LimitError) as client:
         client.prepare_load(hashes)
-    with desk.refuses(f"limit of {limits.BLOCKS_PER_CALL}", LimitError) as client:
+    with desk.refuses(f"limit of {limits.BLOCKS_PER_PROMPT}", LimitError) as client:
         client.begin_store(hashes, kv(1))
 
 

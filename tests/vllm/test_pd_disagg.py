@@ -233,7 +233,7 @@ def test_a_block_that_another_client_is_storing_is_waited_for_a_moment(bench: Be
         ({"do_remote_prefill": True, "kvcluster": {"blocks": "6"}}, 0),
         ({"do_remote_prefill": True, "kvcluster": {"blocks": True}}, 0),
         ({"do_remote_prefill": True, "kvcluster": {"blocks": -1}}, 0),
-        ({"do_remote_prefill": True, "kvcluster": {"blocks": limits.BLOCKS_PER_CALL + 1}}, 0),
+        ({"do_remote_prefill": True, "kvcluster": {"blocks": limits.BLOCKS_PER_PROMPT + 1}}, 0),
     ],
 )
 def test_a_promise_that_makes_no_sense_promises_nothing(params: dict[str, Any], blocks: int) -> None:

@@ -272,7 +272,7 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
             some = keys[start:stop]
             # The hashes before these tell the cluster where the blocks belong in a sequence, for placement and
             # eviction.
-            known = before if before is not None and len(before) + len(some) <= limits.BLOCKS_PER_CALL else []
+            known = before if before is not None and len(before) + len(some) <= limits.BLOCKS_PER_PROMPT else []
             loss = self._lossy_pages.worst(before, some)
             stored = call.client.begin_store(
                 _hashes(call, [*known, *some]),

@@ -330,11 +330,11 @@ def is_staged(model: PreTrainedModel) -> bool:
 def _hashes(
     client: Client, rows: Sequence[list[int]], salt: bytes, deadline: Deadline
 ) -> tuple[list[list[BlockHash]], Miss | None]:
-    """Returns the hashes of each row's full blocks, at most BLOCKS_PER_CALL; all empty, with the miss, if the cluster
+    """Returns the hashes of each row's full blocks, at most BLOCKS_PER_PROMPT; all empty, with the miss, if the cluster
     does not answer."""
     try:
         return [
-            client.hashes(Prompt(tokens, salt), deadline_ms=remaining_ms(deadline))[: limits.BLOCKS_PER_CALL]
+            client.hashes(Prompt(tokens, salt), deadline_ms=remaining_ms(deadline))[: limits.BLOCKS_PER_PROMPT]
             for tokens in rows
         ], None
     except Unavailable as trouble:

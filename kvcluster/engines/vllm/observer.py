@@ -207,7 +207,7 @@ class ObservingScheduler(IdleScheduler):
         if tokens:
             seen.computed.append((self._clock(), tokens))
         step = self._block_tokens
-        blocks = min(max(tokens, seen.asked_tokens) // step, limits.BLOCKS_PER_CALL)
+        blocks = min(max(tokens, seen.asked_tokens) // step, limits.BLOCKS_PER_PROMPT)
         copied = list(seen.of_engine.all_token_ids[: blocks * step])
         extra = compat.extra_keys(seen.of_engine, step, 0, blocks, self._own)
         adapter = compat.as_bytes(compat.adapter(seen.of_engine)[1])

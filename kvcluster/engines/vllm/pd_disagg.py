@@ -34,4 +34,4 @@ def promised(params: Mapping[str, Any]) -> int:
     """Returns the number of leading blocks that another server has promised; 0 if there is no valid promise."""
     told = params.get("kvcluster")
     blocks = told.get("blocks") if isinstance(told, Mapping) and params.get("do_remote_prefill") else 0
-    return blocks if type(blocks) is int and 0 <= blocks <= limits.BLOCKS_PER_CALL else 0
+    return blocks if type(blocks) is int and 0 <= blocks <= limits.BLOCKS_PER_PROMPT else 0

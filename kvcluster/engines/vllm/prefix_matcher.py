@@ -64,7 +64,7 @@ class PrefixMatcher:
     def _asked(self, request: RequestState) -> int:
         """Returns the number of blocks to look up. The last token must be computed in any case, since the engine needs
         its output; so a block that ends with that token is not looked up."""
-        return min(int(request.of_engine.num_tokens - 1) // self._layout.block_tokens, limits.BLOCKS_PER_CALL)
+        return min(int(request.of_engine.num_tokens - 1) // self._layout.block_tokens, limits.BLOCKS_PER_PROMPT)
 
     def _look_up(self, request: RequestState, now: int) -> Ticket | None:
         """Returns the lookup's ticket; None while the lookup runs (`request.lookup` stays set) or if there is none."""

@@ -39,7 +39,7 @@ class StorePlanner:
             if request.loading is not None or request.has(self._in_flight.in_doubt()):
                 return None
         full = min(tokens, of_engine.num_tokens) // step
-        full = min(full, limits.BLOCKS_PER_CALL, *(len(of_group) for of_group in request.table))
+        full = min(full, limits.BLOCKS_PER_PROMPT, *(len(of_group) for of_group in request.table))
         first = request.stored
         if not self._keeps_all:  # blocks that a window has left behind may belong to another request by now
             first = max(first, compat.validated_tokens(of_engine) // step)
