@@ -15,9 +15,13 @@ from kvcluster.client.status import status_dict
 from kvcluster.core.messages import GetStatus, Status
 from kvcluster.errors import ConfigError, Unreachable
 from kvcluster.transport.base import Deadline
+from kvcluster.transport.foreign_server import check_is_ours
 from kvcluster.transport.rpc import Connection, check_address
 
 DEFAULT_PORT = 7070
+
+_GREETING_S = 1.0
+"""How long what listens there has for its first words: another program's server is named then."""
 
 ANSWER_MS = 10_000
 """The longest that a command waits for the coordinator, and for each of its answers."""
@@ -72,6 +76,8 @@ def coordinator(options: argparse.Namespace, *, wait_ms: int = 0, patient: bool 
     address = address_of(options)
     connection = Connection(address, options.token)
     try:
+        if not patient:
+            check_is_ours(address, _GREETING_S)
         if wait_ms:
             if not patient:
                 _check_listens(address, wait_ms)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
 from kvcluster.cli.namespace_diff import read_namespaces
-from kvcluster.cli.prompt_args import add_prompt_args, choose_spec, read_prompt, read_spec
+from kvcluster.cli.prompt_args import add_prompt_args, read_prompt, spec_of
 from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
@@ -48,7 +48,7 @@ MEANINGS = {
     MissReason.PART: "only some of its layers or heads are stored",
     MissReason.LOSSY: "it is stored only with more loss than --accept allows",
     MissReason.CORRUPT: "its bytes did not match their checksum",
-    MissReason.SHARD_LOST: "the shard that holds it does not answer",
+    MissReason.SHARD_LOST: "the shard that holds it does not answer, or the coordinator does not",
     MissReason.REBUILDING: "the coordinator has just started and does not know all blocks yet",
     MissReason.FULL: "there was no room for it",
     MissReason.DEADLINE: "the coordinator did not answer in time",
@@ -75,7 +75,7 @@ def add(commands: Any) -> None:
             help="the most loss that counts as cached: exact, q8 or q4 (default q4, as for engines)",
         )
         command.add_argument("--json", action="store_true", help="print the answer as JSON")
-        add_prompt_args(command, only=True)
+        add_prompt_args(command)
         add_coordinator_args(command)
         command.set_defaults(run=run)
 
@@ -102,9 +102,7 @@ def _ask(
 def _spec(options: argparse.Namespace) -> KVSpec:
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         known = read_namespaces(port, ANSWER_MS)
-    if options.spec:
-        return read_spec(options.spec, known)
-    return choose_spec(known, options.model, options.weights, options.adapter)
+    return spec_of(options, known)
 
 
 # ------------------------------------------------------------------------------------------------ lookup

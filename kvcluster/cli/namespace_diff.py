@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from kvcluster.client.coordinator_client import GrpcPort, expect
+from kvcluster.core.groups import Group
 from kvcluster.core.messages import GetNamespaces, Namespaces
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec, differing_fields
 from kvcluster.transport.base import Deadline
@@ -40,16 +41,27 @@ def kept_apart(known: Known) -> Iterator[str]:
 
 
 def _difference(name: str, one: KVSpec, other: KVSpec) -> str:
+    what = "layout of layers and heads" if name == "layout" else name.removeprefix("extra.")
+    return f"{what} ({field_text(name, other)}, not {field_text(name, one)})"
+
+
+def field_text(name: str, spec: KVSpec) -> str:
+    """Returns what a spec has in a field that differing_fields names, short enough for a sentence."""
     if name.startswith("extra."):
-        key = name.removeprefix("extra.")
-        return f"{key} ({_short(dict(other.extra).get(key))}, not {_short(dict(one.extra).get(key))})"
+        return _short(dict(spec.extra).get(name.removeprefix("extra.")))
     if name == "packing":
-        return f"packing ({_packings(other)}, not {_packings(one)})"
+        return _packings(spec)
     if name == "dtype":
-        return f"dtype ({_dtypes(other)}, not {_dtypes(one)})"
+        return _dtypes(spec)
     if name == "layout":
-        return "layout of layers and heads"
-    return f"{name} ({_short(getattr(other, name))}, not {_short(getattr(one, name))})"
+        return " and ".join(map(_shape, spec.groups))
+    return _short(getattr(spec, name))
+
+
+def _shape(group: Group) -> str:
+    planes = dict.fromkeys(f"{plane.heads} heads of {plane.dim}" for plane in group.planes)
+    tokens = f" of {group.reuse.tokens} tokens" if group.reuse.tokens else ""
+    return f"{len(group.layers)} layers, {', '.join(planes)}, {group.reuse.kind}{tokens}"
 
 
 def _dtypes(spec: KVSpec) -> str:

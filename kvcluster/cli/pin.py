@@ -8,7 +8,7 @@ from typing import Any
 from kvcluster.cli.argument_types import positive, seconds
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
 from kvcluster.cli.namespace_diff import read_namespaces
-from kvcluster.cli.prompt_args import add_prompt_args, choose_spec, read_prompt
+from kvcluster.cli.prompt_args import add_prompt_args, read_prompt, spec_of
 from kvcluster.client.connect import connect
 from kvcluster.errors import CallerError
 
@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
         examples=[f"kvcluster unpin {_EXAMPLE}"],
     )
     for command, verb in ((pin, "pin"), (unpin, "unpin")):
-        add_prompt_args(command, only=False)
+        add_prompt_args(command)
         add_coordinator_args(command)
         command.set_defaults(run=_run, verb=verb)
 
@@ -60,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
     prompt = read_prompt(options)
     tokens = len(prompt.token_ids)
     with coordinator(options, wait_ms=ANSWER_MS) as port:
-        spec = choose_spec(read_namespaces(port, ANSWER_MS), options.model, options.weights, options.adapter)
+        spec = spec_of(options, read_namespaces(port, ANSWER_MS))
     with connect(address_of(options), spec, token=options.token) as client:
         if options.verb == "unpin":
             client.unpin(prompt)

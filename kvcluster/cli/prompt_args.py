@@ -7,21 +7,25 @@ with different weights run it, also the weights. Tokens are given as ids, or as 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from kvcluster.cli.breakeven_model import MODEL
-from kvcluster.cli.namespace_diff import Known
+from kvcluster.cli.namespace_diff import Known, field_text
 from kvcluster.client.prompt import Prompt
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import CallerError
 from kvcluster.extras import needs
 
+_ID_CHARS = 12
 
-def add_prompt_args(command: Any, *, only: bool) -> None:
-    """Adds the options. `only`: the model need not be named where the cluster knows only one."""
+
+def add_prompt_args(command: Any) -> None:
+    """Adds the options."""
     options = command.add_argument_group("which prompt")
     options.add_argument(
         "--prompt-file",
@@ -38,10 +42,9 @@ def add_prompt_args(command: Any, *, only: bool) -> None:
     engines = command.add_argument_group("of which engines")
     engines.add_argument(
         "--model",
-        required=not only,
         default="",
         metavar="NAME",
-        help="model as the engines registered it" + (" (default: the only one that the cluster knows)" if only else ""),
+        help="model as the engines registered it (default: the only one that the cluster knows)",
     )
     engines.add_argument(
         "--weights",
@@ -53,12 +56,31 @@ def add_prompt_args(command: Any, *, only: bool) -> None:
     engines.add_argument(
         "--adapter", default="", metavar="HASH", help="content hash of the engines' LoRA (default: none)"
     )
-    if only:
-        engines.add_argument(
-            "--spec",
-            metavar="FILE",
-            help="in place of these, the whole spec: a JSON object of the arguments of KVSpec.uniform (default: none)",
-        )
+    engines.add_argument(
+        "--layout",
+        default="",
+        metavar="ID",
+        help="id of the spec or its beginning, where engines with the same weights differ in other settings; the error "
+        "names them (default: the only one)",
+    )
+    engines.add_argument(
+        "--spec",
+        metavar="FILE",
+        help="in place of these, the whole spec: a JSON object of the arguments of KVSpec.uniform (default: none)",
+    )
+
+
+def spec_of(options: argparse.Namespace, known: Known) -> KVSpec:
+    """Returns the spec that the options name, of those that the cluster knows. Raises CallerError as `read_spec` and
+    `choose_spec`."""
+    if options.spec:
+        return read_spec(options.spec, known)
+    return choose_spec(known, options.model, options.weights, options.adapter, options.layout)
+
+
+def layout_id(spec: KVSpec) -> str:
+    """Returns the id by which `--layout` names a spec: the same for every tenant, release and process."""
+    return hashlib.sha256(spec.canonical()).hexdigest()[:_ID_CHARS]
 
 
 def read_prompt(options: argparse.Namespace) -> Prompt:
@@ -91,9 +113,9 @@ def read_spec(file: str, known: Known) -> KVSpec:
     )
 
 
-def choose_spec(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
-    """Returns the spec of this model, of weights whose id begins with `weights`, and of this adapter; of any model if
-    `model` is "". Raises CallerError if there is none, or more than one."""
+def choose_spec(known: Known, model: str, weights: str, adapter: str, layout: str = "") -> KVSpec:
+    """Returns the spec of this model, of weights whose id begins with `weights`, of this adapter, and whose own id
+    begins with `layout`; of any model if `model` is "". Raises CallerError if there is none, or more than one."""
     engines = [spec for spec, _ in known if spec.model != MODEL or model == MODEL]
     of_model = [spec for spec in engines if model in ("", spec.model) and spec.adapter == adapter]
     models = list(dict.fromkeys(spec.model for spec in of_model))
@@ -102,7 +124,8 @@ def choose_spec(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
             f"engines of several models have registered; give one of them as --model: {', '.join(models)}"
         )
     model = model or "".join(models)
-    found = [spec for spec in of_model if spec.weights.startswith(weights)]
+    alike = [spec for spec in of_model if spec.weights.startswith(weights)]
+    found = [spec for spec in alike if layout_id(spec).startswith(layout)]
     if len(found) == 1:
         return found[0]
     if not of_model:
@@ -111,14 +134,21 @@ def choose_spec(known: Known, model: str, weights: str, adapter: str) -> KVSpec:
         raise CallerError(
             f"no engine has registered {named} with adapter {adapter!r}; known models: {', '.join(models)}"
         )
-    names = ", ".join(dict.fromkeys(spec.weights for spec in (found or of_model)))
-    if len({spec.weights for spec in found}) == 1:
-        differ = ", ".join(dict.fromkeys(name for spec in found[1:] for name in differing_fields(found[0], spec)))
+    names = ", ".join(dict.fromkeys(spec.weights for spec in (alike or of_model)))
+    if len({spec.weights for spec in alike}) == 1:
+        blocks = dict(known)
+        each = "; ".join(_described(spec, alike, blocks[spec]) for spec in alike)
         raise CallerError(
-            f"engines of {model!r} with these weights differ in other settings ({differ}), so it is not clear "
-            "which of them is meant: `kvcluster status` shows the difference"
+            f"engines of {model!r} with these weights differ in other settings: give one of them as --layout: {each}"
         )
     raise CallerError(f"engines of {model!r} run different weights; give one of them as --weights: {names}")
+
+
+def _described(spec: KVSpec, alike: Sequence[KVSpec], blocks: int) -> str:
+    """Returns the id of a spec, and what it has in the fields in which these specs differ."""
+    fields = dict.fromkeys(name for other in alike for name in differing_fields(spec, other))
+    values = ", ".join(f"{name} {field_text(name, spec)}" for name in fields)
+    return f"{layout_id(spec)} ({values}; {blocks:,} blocks)"
 
 
 def _tokens(file: str, tokenizer: str | None) -> list[int]:

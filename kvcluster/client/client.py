@@ -25,7 +25,7 @@ from kvcluster.client.explain import explain
 from kvcluster.client.memory import bind
 from kvcluster.client.pinning import ask_to_pin
 from kvcluster.client.policy import ShardPolicy
-from kvcluster.client.prompt import Prompt, as_prompt
+from kvcluster.client.prompt import Prompt, TokenIds, as_prompt, listed
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.sequences.client_calls import SequenceCalls
 from kvcluster.client.sequences.opener import SequenceOpener
@@ -36,6 +36,7 @@ from kvcluster.client.tickets import Ticket, Tickets, TicketSeal
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.validation import (
+    check_connect,
     check_deadline_ms,
     check_filters,
     check_first,
@@ -99,10 +100,11 @@ class Client(SequenceCalls):
         token: str | None = None,
     ) -> None:
         """`token`: the credential by which tickets are sealed; the same that `port` and transports use."""
+        self._config = client_config(config)
+        check_connect(spec, token)
         self._process = OwnProcess()
         self.spec = spec
         self.parts = parts_of(spec, part)
-        self._config = client_config(config)
         self._control = CoordinatorClient(port)
         lock = threading.RLock()  # guards the decisions of plans and policy: never held during I/O or copies
         policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
@@ -151,7 +153,7 @@ class Client(SequenceCalls):
 
     # ------------------------------------------------------------------------------------ level 1: blocks
 
-    def hashes(self, prompt: Prompt | Sequence[int], *, deadline_ms: float | None = None) -> list[BlockHash]:
+    def hashes(self, prompt: Prompt | TokenIds, *, deadline_ms: float | None = None) -> list[BlockHash]:
         """Returns the hashes of the full blocks of a prompt (core/hashing.py). Pure, except that the first call for a
         spec asks the coordinator for the namespace, and raises Unavailable (an Unreachable) if it does not answer."""
         prompt = as_prompt(prompt)
@@ -224,7 +226,7 @@ class Client(SequenceCalls):
         *,
         first: int = 0,
         loss: Loss = Loss.EXACT,
-        token_ids: Sequence[int] = (),
+        token_ids: TokenIds = (),
         adapter: str | None = None,
         deadline_ms: float | None = None,
     ) -> Transfer[Stored]:
@@ -240,14 +242,15 @@ class Client(SequenceCalls):
         check_hashes(hashes)
         check_first(first, hashes)
         spec, deadline = self._spec(adapter), self._call(deadline_ms)
-        check_tokens_of(token_ids, len(hashes) - first, spec.block_tokens)
+        ids = listed(token_ids)
+        check_tokens_of(ids, len(hashes) - first, spec.block_tokens)
         bound = bind(source, spec, self.parts, len(hashes) - first, writable=False)
-        return self._transfers.store(hashes, first, check_loss(loss), bound, token_ids, spec, deadline)
+        return self._transfers.store(hashes, first, check_loss(loss), bound, ids, spec, deadline)
 
     # ------------------------------------------------------------------------------------ level 2: prompts
 
     def lookup(
-        self, prompt: Prompt | Sequence[int], *, accept: Loss | None = None, deadline_ms: float | None = None
+        self, prompt: Prompt | TokenIds, *, accept: Loss | None = None, deadline_ms: float | None = None
     ) -> Lookup:
         """Returns how much of this prompt is cached, with no more loss than `accept` (as in prepare_load). It pins
         nothing: the blocks may be evicted before a load."""
@@ -261,7 +264,7 @@ class Client(SequenceCalls):
 
     def load(
         self,
-        prompt: Prompt | Sequence[int],
+        prompt: Prompt | TokenIds,
         out: Any,
         *,
         accept: Loss | None = None,
@@ -285,7 +288,7 @@ class Client(SequenceCalls):
 
     def store(
         self,
-        prompt: Prompt | Sequence[int],
+        prompt: Prompt | TokenIds,
         blocks: Any,
         *,
         loss: Loss = Loss.EXACT,
@@ -309,7 +312,7 @@ class Client(SequenceCalls):
         return self._shards.flush(deadline) and ended
 
     def explain(
-        self, prompt: Prompt | Sequence[int], *, accept: Loss | None = None, deadline_ms: float | None = None
+        self, prompt: Prompt | TokenIds, *, accept: Loss | None = None, deadline_ms: float | None = None
     ) -> list[BlockExplanation]:
         """Returns for every block of a prompt where it is, or why it cannot be loaded with a loss up to `accept`."""
         prompt, deadline = as_prompt(prompt), self._call(deadline_ms)
@@ -317,7 +320,7 @@ class Client(SequenceCalls):
 
     def pin(
         self,
-        prompt: Prompt | Sequence[int],
+        prompt: Prompt | TokenIds,
         ttl_s: float,
         *,
         replicas: int = 1,
@@ -328,7 +331,7 @@ class Client(SequenceCalls):
         ttl_ns, replicas = pin_terms(ttl_s, replicas)
         return self._pin(lambda hashes: PinBlocks(hashes, ttl_ns, replicas), prompt, deadline_ms)
 
-    def unpin(self, prompt: Prompt | Sequence[int], *, deadline_ms: float | None = None) -> Pinned:
+    def unpin(self, prompt: Prompt | TokenIds, *, deadline_ms: float | None = None) -> Pinned:
         """Ends the pin of a prompt, so that it can be evicted again."""
         return self._pin(UnpinBlocks, prompt, deadline_ms)
 
@@ -397,7 +400,7 @@ class Client(SequenceCalls):
     def _pin(
         self,
         question: Callable[[tuple[BlockHash, ...]], PinBlocks | UnpinBlocks],
-        prompt: Prompt | Sequence[int],
+        prompt: Prompt | TokenIds,
         deadline_ms: float | None,
     ) -> Pinned:
         deadline = self._call(deadline_ms)
@@ -409,7 +412,7 @@ class Client(SequenceCalls):
     def _purge(self, message: Purge, deadline_ms: float | None) -> int:
         return self._control.require(Purged, message, self._call(deadline_ms), "blocks may remain; call again").blocks
 
-    def _hash(self, prompt: Prompt | Sequence[int], deadline: Deadline) -> tuple[KVSpec, list[BlockHash], Miss | None]:
+    def _hash(self, prompt: Prompt | TokenIds, deadline: Deadline) -> tuple[KVSpec, list[BlockHash], Miss | None]:
         """Returns the prompt's spec and hashes; or no hashes, and the miss that says why."""
         prompt = as_prompt(prompt)
         spec, tokens = self._spec(prompt.adapter), len(prompt.token_ids)

@@ -9,6 +9,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.client.in_process import served_here
 from kvcluster.client.shard_connections import OpenTransport
+from kvcluster.client.validation import check_connect
 from kvcluster.config import ClientConfig, client_config
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import ShardAddress
@@ -17,7 +18,14 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.errors import Unreachable
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable
+from kvcluster.transport.foreign_server import check_is_ours
 from kvcluster.transport.rpc import Connection
+
+_FIRST_MS = 500
+"""How long the first attempt takes at most, before it is found out what listens there."""
+
+_GREETING_S = 1.0
+"""How long another program's server has for its first words. Most send them at once."""
 
 _PAUSE_S = 0.1
 """Between two attempts to connect, of which gRPC makes the next one when its own pause is over."""
@@ -45,6 +53,7 @@ def connect(
     parent's client.
     """
     config = client_config(config)
+    check_connect(spec, token)
     here = served_here(address)
     port = GrpcPort(Connection(address, token)) if here is None else here.port(token)
     deadline = Deadline.after_ms(config.connect_ms)
@@ -73,16 +82,21 @@ def _opener(token: str | None, config: ClientConfig) -> OpenTransport:
 
 
 def _attach(client: Client, address: str, deadline: Deadline) -> None:
-    """Attaches, again and again while no server listens there. Raises Unreachable if none answers by the deadline.
+    """Attaches, again and again while no server listens there. Raises Unreachable if none answers by the deadline, and
+    ProtocolError as soon as what listens there says that it is another program's.
 
     gRPC's own wait for a channel is not used: it leaves a thread in gRPC for a fifth of a second, and a process that is
     forked meanwhile cannot use gRPC (transport/forks.py)."""
+    first = True
     while True:
         try:
-            client.attach(deadline)
+            client.attach(Deadline(min(deadline.at_ns, Deadline.after_ms(_FIRST_MS).at_ns)) if first else deadline)
             return
         except Unavailable as trouble:
-            late = trouble.miss.reason is MissReason.DEADLINE
+            if first and served_here(address) is None:
+                check_is_ours(address, min(_GREETING_S, deadline.remaining_s()))
+            late = trouble.miss.reason is MissReason.DEADLINE and not first
+            first = False
             if late or not deadline.remaining_s():
                 why = "in time" if late else f"({trouble.miss.detail})"
                 raise Unreachable(

@@ -45,7 +45,12 @@ class GrpcPort:
         self._connection = connection
 
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
-        return self._connection.ask(COORDINATOR[type(question).__name__], question, deadline, namespace)
+        try:
+            return self._connection.ask(COORDINATOR[type(question).__name__], question, deadline, namespace)
+        except Unavailable as trouble:  # its reasons are those of any server: say which one it is
+            reason, late = trouble.miss.reason, trouble.miss.reason is MissReason.DEADLINE
+            why = "has not answered in time" if late else f"does not answer ({trouble.miss.detail})"
+            raise Unavailable(Miss(reason, f"the coordinator at {self._connection.address} {why}")) from None
 
     def close(self) -> None:
         self._connection.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from kvcluster.client.validation import kind_of
 from kvcluster.core import hashing
@@ -16,7 +17,19 @@ from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.errors import CallerError
 
 
-@dataclass(frozen=True, slots=True)
+@runtime_checkable
+class TokenArray(Protocol):
+    """A one-dimensional array of token ids: numpy's, torch's, or another with these two methods."""
+
+    def __len__(self) -> int: ...
+
+    def tolist(self) -> Any: ...
+
+
+TokenIds: TypeAlias = Sequence[int] | TokenArray
+
+
+@dataclass(frozen=True, slots=True, init=False)
 class Prompt:
     """The token ids of a sequence, and what else its KV depends on. Every call that takes token ids takes a Prompt.
 
@@ -34,9 +47,17 @@ class Prompt:
     adapter: str | None = None
     extra_keys: Mapping[int, bytes] | None = None
 
-    def __post_init__(self) -> None:
-        to_list = getattr(self.token_ids, "tolist", None)  # arrays and tensors are slow to iterate
-        object.__setattr__(self, "token_ids", hashing.token_array(self.token_ids if to_list is None else to_list()))
+    def __init__(
+        self,
+        token_ids: TokenIds,
+        salt: bytes = b"",
+        adapter: str | None = None,
+        extra_keys: Mapping[int, bytes] | None = None,
+    ) -> None:
+        object.__setattr__(self, "token_ids", hashing.token_array(listed(token_ids)))
+        object.__setattr__(self, "salt", salt)
+        object.__setattr__(self, "adapter", adapter)
+        object.__setattr__(self, "extra_keys", extra_keys)
         if not isinstance(self.salt, bytes):
             raise CallerError(f"salt is {kind_of(self.salt)}; expected bytes: for text give text.encode()")
         if self.adapter is not None and not isinstance(self.adapter, str):
@@ -53,7 +74,15 @@ class Prompt:
         return hashing.chain(hashing.root(namespace, self.salt), self.token_ids, block_tokens, self.extra_keys)
 
 
-def as_prompt(given: Prompt | Sequence[int]) -> Prompt:
+def listed(token_ids: TokenIds) -> Sequence[int]:
+    """Returns token ids that need not be checked yet as a sequence: arrays and tensors are slow to iterate."""
+    given: Any = token_ids
+    to_list = getattr(given, "tolist", None)
+    ids: Sequence[int] = given if to_list is None else to_list()
+    return ids
+
+
+def as_prompt(given: Prompt | TokenIds) -> Prompt:
     """Returns the prompt itself, or the prompt with these token ids and nothing else. Raises CallerError as Prompt."""
     return given if isinstance(given, Prompt) else Prompt(given)
 

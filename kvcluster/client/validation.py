@@ -20,6 +20,14 @@ MAX_SECONDS = 10 * 365 * 86_400
 """Longer than any time that makes sense, and it fits the wire in nanoseconds."""
 
 
+def check_connect(spec: object, token: object) -> None:
+    """Checks what a client is made from."""
+    if not isinstance(spec, KVSpec):
+        raise CallerError(f"spec is {kind_of(spec)}; expected a KVSpec, such as kvcluster.KVSpec.uniform(model=...)")
+    if token is not None and not isinstance(token, str):
+        raise CallerError(f"token is {kind_of(token)}; expected the credential as text, or None")
+
+
 def check_open(closed: bool) -> None:
     """Refuses a call of a closed client."""
     if closed:
@@ -102,6 +110,10 @@ def parts_of(spec: KVSpec, part: Part | Mapping[int, Part] | None) -> tuple[Part
     if part is None:
         return spec.whole_parts()
     by_group = part if isinstance(part, Mapping) else dict.fromkeys(range(len(spec.groups)), part)
+    for of_group in by_group.values():
+        given: object = of_group
+        if not isinstance(given, tuple) or len(given) != len(Part._fields):
+            raise CallerError(f"part is {kind_of(given)}; expected a Part, or a mapping from groups to Parts")
     if not by_group:
         raise CallerError("part names no group; leave it out to hold everything")
     for group, of_group in by_group.items():

@@ -204,7 +204,7 @@ class Connection:
                 f"the server at {self.address} is no kvcluster server, or of another release, or has refused too many "
                 f"calls in this second to say why: {detail}"
             ) from None
-        raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: {detail}")) from None
+        raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: {_plain(detail)}")) from None
 
     def wait_ready(self, deadline: Deadline) -> None:
         """Raises Unreachable unless a server answers in time."""
@@ -219,6 +219,17 @@ class Connection:
         """Ends calls that are under way. May be called from any thread, and again."""
         self._closed = True
         self._channel.close()
+
+
+_NOT_CONNECTED = re.compile(
+    r"[Ff]ailed to connect to (?:all addresses|remote host).*?([^:;]+?)(?: \(\d+\))?\W*$", re.DOTALL
+)
+
+
+def _plain(detail: str | None) -> str:
+    """Returns why a call failed without gRPC's account of its attempts to connect: "connection refused"."""
+    match = _NOT_CONNECTED.search(detail or "")
+    return match[1].strip().lower() if match else detail or "no answer"
 
 
 def host_and_port(host: str, port: int) -> str:

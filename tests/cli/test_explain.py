@@ -12,6 +12,7 @@ import pytest
 from kvcluster import Client
 from kvcluster.cli.breakeven_model import MODEL
 from kvcluster.cli.explain import MEANINGS
+from kvcluster.cli.prompt_args import layout_id
 from kvcluster.core.miss import MissReason
 from tests.cli.front import Served
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, kv, prompt, spec_of
@@ -75,6 +76,31 @@ def test_what_is_cached_under_other_weights_is_named(
     served.cluster.client(spec_of(weights="sha256:2")).store(prompt(2, 77), kv(2, 77))
     assert served.run("explain", "--weights", "sha256:2", "--prompt-file", str(file)) == 0
     assert "miss  namespace (weights): it is stored by engines that differ in this" in capsys.readouterr().out
+
+
+def test_two_layouts_of_one_model_are_told_apart_and_each_can_be_named(
+    served: Served, client: Client, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = spec_of(extra={"engine": "another"})
+    served.cluster.client(other).store(prompt(2, 77), kv(2, 77))
+    for command in ("lookup", "explain", "pin", "unpin"):
+        assert served.run(command, "--prompt-file", str(file)) == 1
+        said = capsys.readouterr().err
+        assert f"{layout_id(other)} (extra.engine another; 2 blocks)" in said and "give one of them as --layout" in said
+    for command in (["lookup", "--json"], ["pin"], ["unpin"]):
+        assert served.run(*command, "--layout", layout_id(client.spec)[:8], "--prompt-file", str(file)) == 0
+    out = capsys.readouterr().out
+    assert '"cached_blocks": 8' in out and f"{8 * BLOCK} of {9 * BLOCK + 1} tokens are pinned" in out
+
+
+def test_a_pin_takes_a_whole_spec(
+    served: Served, client: Client, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {"model": "tiny", "weights": "sha256:1", "num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": DIM}
+    whole = tmp_path / "spec.json"
+    whole.write_text(json.dumps({**about, "dtype": "float32", "block_tokens": BLOCK}), encoding="utf-8")
+    assert served.run("pin", "--spec", str(whole), "--prompt-file", str(file)) == 0
+    assert "tokens are pinned" in capsys.readouterr().out
 
 
 def test_the_model_is_asked_for_where_there_are_several(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
+from kvcluster.client.prompt import TokenIds
 from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.row_operations import SequenceRow
 from kvcluster.client.sequences.sequence import Sequence, check_number, checked_ids
@@ -88,7 +89,7 @@ class SequenceBatch:
         has changed."""
         self._rows.mark_written(self._states(), layer, self._of_each("tokens", tokens))
 
-    def advance(self, token_ids: Tokens[int | Tokens[int]]) -> None:
+    def advance(self, token_ids: Tokens[int | TokenIds]) -> None:
         """As Sequence.advance for each row: the token ids, or the number of tokens, of row i are `token_ids[i]`. If it
         raises, no row has changed."""
         states = self._states()

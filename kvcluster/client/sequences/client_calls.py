@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
-from kvcluster.client.prompt import Prompt, as_prompt
+from kvcluster.client.prompt import Prompt, TokenIds, as_prompt
 from kvcluster.client.sequences.opener import SequenceOpener
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.sequence import Sequence
@@ -29,7 +28,7 @@ class SequenceCalls:
 
     def sequence(
         self,
-        prompt: Prompt | Tokens[int] = (),
+        prompt: Prompt | TokenIds = (),
         *,
         max_tokens: int = limits.TOKENS_PER_SEQUENCE,
         drop_oldest: bool = False,

@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING, Any
 
+from kvcluster.client.prompt import TokenIds
 from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.row_operations import SequenceRow
@@ -184,7 +185,7 @@ class Sequence:
         values = self._runner.memory.checked(layer, [k] if v is None else [k, v])
         self._rows.append([state], layer, [len(values[0])], values, self._deadline(None))
 
-    def advance(self, token_ids: int | Tokens[int]) -> None:
+    def advance(self, token_ids: int | TokenIds) -> None:
         """Makes the tokens of this step count. Blocks whose token ids are given can be found by other workers; if only
         their number is given, they and all blocks after them stay this sequence's own. Blocks that leave the tail are
         encoded, if the policy says so.
