@@ -79,3 +79,6 @@ class LostTokens(KVClusterError):
     def __init__(self, position: int, message: str) -> None:
         super().__init__(message)
         self.position = position
+
+    def __reduce__(self) -> tuple[type[LostTokens], tuple[int, str]]:
+        return type(self), (self.position, str(self))

@@ -7,3 +7,8 @@ PROTOCOL_VERSION = 3
 
 OLDEST_VERSION = PROTOCOL_VERSION - 1
 """The oldest one: a cluster and its engines can be upgraded in any order, one release after the other."""
+
+
+def docs_page(name: str) -> str:
+    """Returns where a page of the documentation is read, since an installation has none: `docs_page("vllm.md")`."""
+    return f"https://github.com/kvcluster/kvcluster/blob/main/docs/{name}"

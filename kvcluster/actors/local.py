@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from kvcluster.actors.node_memory import check_pools_in_process
 from kvcluster.client import Client, connect
+from kvcluster.client.unpicklable import Unpicklable
 from kvcluster.config import Config, load
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
@@ -37,7 +38,7 @@ class Embedded(Protocol):
     def stop(self) -> None: ...
 
 
-class LocalCluster:
+class LocalCluster(Unpicklable):
     """A running embedded cluster. Made by `kvcluster.local`; a context manager. Other processes of this machine connect
     to `address`, unless it was started with `ray=False`.
 
@@ -47,6 +48,8 @@ class LocalCluster:
 
     It ends with its `with` block, by `close`, or with the process.
     """
+
+    instead = "pass its address, and connect there (not with ray=False)"
 
     def __init__(self, embedded: Embedded, config: Config) -> None:
         self._process = OwnProcess()

@@ -13,6 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 _INDENT = "  "
+_INSTEAD = {
+    "restart": "; `kvcluster down` and then `kvcluster up` start it anew",
+    "start": "; did you mean 'up'?",
+    "stop": "; did you mean 'down'?",
+}
+"""What to do in place of commands of other programs, to follow other words."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -57,16 +63,31 @@ class CommandParser(argparse.ArgumentParser):
         """As that of argparse, but what a command does not know is an error of the command, shown with its usage."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0].partition('=')[0])}")
         return parsed, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """As that of argparse, but a command that does not exist gets the name of the nearest, instead of all names."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             near = difflib.get_close_matches(value, action.choices, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
+            meant = _INSTEAD.get(value) or (f"; did you mean {near[0]!r}?" if near else "")
             raise argparse.ArgumentError(None, f"there is no command {value!r}{meant}")
         super()._check_value(action, value)
+
+    def check_first(self, given: Sequence[str]) -> None:
+        """Ends with an error if an option stands before the command that takes it."""
+        option = given[0].partition("=")[0] if given else ""
+        if option.startswith("-") and all(option not in action.option_strings for action in self._actions):
+            self.error(f"unrecognized arguments: {option}{self._hint(option)}")
+
+    def _hint(self, option: str) -> str:
+        """Returns what was probably meant by an option that this command does not have, to follow other words."""
+        mine = [name for action in self._actions for name in action.option_strings]
+        near = difflib.get_close_matches(option, mine, n=1)
+        if near:
+            return f"; did you mean {near[0]}?"
+        below = any(option in action.option_strings for each in self.subcommands().values() for action in each._actions)
+        return f"; {option} goes behind the command, as in `{self.prog} COMMAND {option} ...`" if below else ""
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage, the error and where to read on; ends with status 2."""

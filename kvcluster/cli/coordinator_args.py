@@ -34,12 +34,14 @@ def add_coordinator_args(command: Any) -> None:
     where.add_argument(
         "--port",
         type=int,
-        default=DEFAULT_PORT,
         metavar="PORT",
         help=f"port of a coordinator on this machine (default {DEFAULT_PORT})",
     )
     where.add_argument(
-        "--address", metavar="HOST:PORT", help="address of a coordinator on another machine (default: use --port)"
+        "--address",
+        metavar="HOST:PORT",
+        help="address of a coordinator on another machine (default: the environment variable KVCLUSTER_ADDRESS, or use "
+        "--port)",
     )
     # No option takes the token itself: the arguments of a process can be read by every user of the machine.
     options.add_argument(
@@ -65,7 +67,9 @@ class _ReadToken(argparse.Action):
 
 def address_of(options: argparse.Namespace) -> str:
     """Returns host:port of the selected coordinator."""
-    return str(options.address or f"127.0.0.1:{options.port}")
+    if options.address or options.port is not None:
+        return str(options.address or f"127.0.0.1:{options.port}")
+    return os.environ.get("KVCLUSTER_ADDRESS") or f"127.0.0.1:{DEFAULT_PORT}"
 
 
 @contextmanager

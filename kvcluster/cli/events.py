@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvcluster.cli.argument_types import positive, seconds
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksStored
 from kvcluster.extras import needs
+from kvcluster.release import docs_page
 
 if TYPE_CHECKING:
     from kvcluster.client.events import Event
@@ -119,7 +120,7 @@ class _Publisher:
                 why = error.strerror or str(error)
                 print(
                     f"kvcluster: nothing publishes events at {self._endpoint} yet ({why}); waiting for it. A cluster "
-                    "publishes where its configuration says so: events.endpoint (docs/events.md)",
+                    f"publishes where its configuration says so: events.endpoint ({docs_page('events.md')})",
                     file=sys.stderr,
                 )
                 self._said = True

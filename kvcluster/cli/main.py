@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     help; so does `help`, also that of the command behind it."""
     parsed = parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
+    parsed.check_first(given)
     options = parsed.parse_args([*given[1:], "--help"] if given[:1] == ["help"] else given)
     try:
         if not hasattr(options, "run"):

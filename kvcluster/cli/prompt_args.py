@@ -105,10 +105,10 @@ def read_spec(file: str, known: Known) -> KVSpec:
     if spec in others:
         return spec
     if not others:
-        raise CallerError("no engine has registered with this cluster, under this spec or another one")
+        raise CallerError("no client has connected to this cluster, with this spec or another one")
     nearest = min(others, key=lambda other: len(differing_fields(spec, other)))
     raise CallerError(
-        f"no engine has registered the spec of {file}, so nothing is cached under it. The most similar one, of "
+        f"no client has connected with the spec of {file}, so nothing is cached under it. The most similar one, of "
         f"{nearest.model} with weights {nearest.weights}, differs in {', '.join(differing_fields(spec, nearest))}"
     )
 
@@ -120,9 +120,7 @@ def choose_spec(known: Known, model: str, weights: str, adapter: str, layout: st
     of_model = [spec for spec in engines if model in ("", spec.model) and spec.adapter == adapter]
     models = list(dict.fromkeys(spec.model for spec in of_model))
     if not model and len(models) > 1:
-        raise CallerError(
-            f"engines of several models have registered; give one of them as --model: {', '.join(models)}"
-        )
+        raise CallerError(f"clients of several models have connected; give one of them as --model: {', '.join(models)}")
     model = model or "".join(models)
     alike = [spec for spec in of_model if spec.weights.startswith(weights)]
     found = [spec for spec in alike if layout_id(spec).startswith(layout)]
@@ -132,7 +130,7 @@ def choose_spec(known: Known, model: str, weights: str, adapter: str, layout: st
         models = list(dict.fromkeys(spec.model for spec in engines)) or ["none yet"]
         named = f"model {model!r}" if model else "a model"
         raise CallerError(
-            f"no engine has registered {named} with adapter {adapter!r}; known models: {', '.join(models)}"
+            f"no client has connected with {named} and adapter {adapter!r}; known models: {', '.join(models)}"
         )
     names = ", ".join(dict.fromkeys(spec.weights for spec in (alike or of_model)))
     if len({spec.weights for spec in alike}) == 1:

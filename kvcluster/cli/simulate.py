@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from kvcluster.cli.argument_types import positive
+from kvcluster.release import docs_page
 
 _DESCRIPTION = """
 Runs the cluster's real decisions (kvcluster/core) under simulated clocks, networks, drives and faults, which are drawn
@@ -39,7 +40,7 @@ def add(commands: Any) -> None:
     simulate.add_argument(
         "--bug",
         metavar="NAME",
-        help="plant this bug, which the run must find; docs/simulator.md lists them (default: none)",
+        help=f"plant this bug, which the run must find; {docs_page('simulator.md')} lists them (default: none)",
     )
     shown = simulate.add_mutually_exclusive_group()
     shown.add_argument(

@@ -20,8 +20,8 @@ from kvcluster.transport.base import Unavailable
 
 _WATCH_S = 2.0
 _pause = time.sleep
-_CLEAR = "\x1b[H\x1b[2J\x1b[3J"
-"""Moves a terminal's cursor to the top and erases all."""
+_CLEAR = "\x1b[H\x1b[2J"
+"""Moves a terminal's cursor to the top and erases the screen, and not what has scrolled off it."""
 
 _DESCRIPTION = """
 Shows the state of a running cluster: its blocks, the hit rate, each shard with its tiers and their use, the engines,

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, bar_text, counted, nonzero
+from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, bar_text, counted, nonzero, share_text
 from kvcluster.config import size_text
 
 _APART = 5
@@ -86,7 +86,7 @@ def _content(status: dict[str, Any]) -> str:
 
 def _blocks(status: dict[str, Any]) -> str:
     counters, rate = status["counters"], status["hit_rate"]
-    looked_up = f"hit rate {rate:.0%} of {counted(counters['asked_blocks'], 'block')} looked up" if rate else ""
+    looked_up = f"hit rate {share_text(rate)} of {counted(counters['asked_blocks'], 'block')} looked up" if rate else ""
     if rate == 0:
         looked_up = f"none of {counted(counters['asked_blocks'], 'block')} looked up was cached"
     stored = nonzero(

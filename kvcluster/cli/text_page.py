@@ -6,6 +6,7 @@ processes: what is not printable is replaced, so that no name can move a termina
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -132,6 +133,13 @@ class TextPage:
 def printable(text: str) -> str:
     """Replaces what a terminal would take for a command."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def share_text(share: float) -> str:
+    """Returns a share from 0 to 1 in percent; neither "100%" nor "0%" unless it is exactly that."""
+    if 0 < share < 0.01:
+        return "under 1%"
+    return f"{math.floor(share * 1000) / 10:.1f}%" if 0.99 <= share < 1 else f"{share:.0%}"
 
 
 def counted(number: int, noun: str) -> str:

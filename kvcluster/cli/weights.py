@@ -138,7 +138,10 @@ def _show(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(engines_dict(engines), indent=2))
     elif not engines:
-        print("no engine has registered; vLLM engines register a few seconds after they start")
+        print(
+            "no engine has registered; vLLM engines do so a few seconds after they start, and other clients do not "
+            "(`kvcluster status`)"
+        )
     else:
         page = TextPage.of_terminal()
         add_engines(page, engines_dict(engines))

@@ -35,6 +35,7 @@ from kvcluster.client.status import status_dict
 from kvcluster.client.tickets import Ticket, Tickets, TicketSeal
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.transfer_queue import TransferQueue
+from kvcluster.client.unpicklable import Unpicklable
 from kvcluster.client.validation import (
     check_connect,
     check_deadline_ms,
@@ -74,7 +75,7 @@ from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.forks import OwnProcess
 
 
-class Client(SequenceCalls):
+class Client(Unpicklable, SequenceCalls):
     """One worker's view of the cache for one spec. Made by `kvcluster.connect`; thread-safe; a context manager.
 
         client.store(token_ids, kv)                          # [blocks, layers, planes, block_tokens, heads, dim]
@@ -98,8 +99,10 @@ class Client(SequenceCalls):
         part: Part | Mapping[int, Part] | None = None,
         config: ClientConfig | None = None,
         token: str | None = None,
+        address: str = "",
     ) -> None:
-        """`token`: the credential by which tickets are sealed; the same that `port` and transports use."""
+        """`token`: the credential by which tickets are sealed; the same that `port` and transports use. `address`: that
+        of the cluster, to be shown."""
         self._config = client_config(config)
         check_connect(spec, token)
         self._process = OwnProcess()
@@ -133,10 +136,11 @@ class Client(SequenceCalls):
         unused = unused_set(spec, self.parts, self._config.resident_bytes)
         self._sequences = SequenceOpener(spec, self._control, resources, unused)
         self.shipped_counter = self._sequences.counter
-        self._closed = False
+        self._address, self._closed = address, False
 
     def __repr__(self) -> str:
-        return f"<Client of {self.spec.model}{', closed' if self._closed else ''}>"
+        at = f" at {self._address}" if self._address else ""
+        return f"<Client of {self.spec.model}{at}{', closed' if self._closed else ''}>"
 
     def attach(self, deadline: Deadline) -> None:
         """Registers the spec with the coordinator. Otherwise the first call does so; `connect` does it to fail early.
@@ -306,7 +310,7 @@ class Client(SequenceCalls):
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Waits until every store so far has ended and its committed blocks are visible to every client. Returns False
-        if the deadline came first or a shard could not be asked."""
+        if the deadline came first, a shard could not be asked, or a store since the last flush has missed."""
         deadline = self._call(deadline_ms)
         ended = self._transfers.wait_stored(deadline)
         return self._shards.flush(deadline) and ended

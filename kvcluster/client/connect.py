@@ -59,7 +59,7 @@ def connect(
     deadline = Deadline.after_ms(config.connect_ms)
     try:
         open_transport = _opener(token, config) if here is None else here.opener(token)
-        client = Client(port, open_transport, spec, part=part, config=config, token=token)
+        client = Client(port, open_transport, spec, part=part, config=config, token=token, address=address)
     except BaseException:
         port.close()
         raise

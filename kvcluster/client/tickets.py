@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.long_chains import ChainPreparer
+from kvcluster.client.unpicklable import Unpicklable
 from kvcluster.client.validation import kind_of
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import Done, EndTicket, Need, RenewTicket, TicketBody
@@ -53,7 +54,7 @@ class TicketSeal:
         return hmac.digest(self._key, data, "sha256")[:_MAC_BYTES]
 
 
-class Ticket:
+class Ticket(Unpicklable):
     """The answer to a prepared load: the leading `blocks` of the hashes can be loaded. Made by `client.prepare_load`; a
     context manager.
 
@@ -64,6 +65,8 @@ class Ticket:
     the same credential need only `bytes(ticket)` to redeem it (`client.redeem`), each for its own layers and heads.
     `miss` says why the next block cannot be loaded; None if all can.
     """
+
+    instead = "pass bytes(ticket), and redeem that there"
 
     def __init__(
         self,

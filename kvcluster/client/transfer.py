@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
+from kvcluster.client.unpicklable import Unpicklable
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline
@@ -23,7 +24,7 @@ R = TypeVar("R")
 _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
 
 
-class Transfer(Generic[R]):
+class Transfer(Unpicklable, Generic[R]):
     """Progress and outcome of a load or store, whose result is Loaded or Stored. Made by `client.begin_load` and
     `client.begin_store`; safe to use from any thread.
 
@@ -33,6 +34,8 @@ class Transfer(Generic[R]):
 
     A store has no layers to wait for. A forked child cannot use it.
     """
+
+    instead = "use it where it was begun"
 
     def __init__(
         self,

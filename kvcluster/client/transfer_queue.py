@@ -116,7 +116,7 @@ class TransferQueue:
         self._store_line = _Line()
         self._loads: dict[Transfer[Loaded], None] = {}
         self._stores: dict[Transfer[Stored], int] = {}  # those that are not over, and the bytes of each
-        self._closed = False
+        self._missed = self._closed = False
 
     def load(
         self,
@@ -195,7 +195,7 @@ class TransferQueue:
             *of_store,
             deliver=runner.deliver,
             drained=transfer.drained,
-            finish=transfer.finish,
+            finish=lambda stored, error: self._store_ended(transfer, stored, error),
             over=lambda: self._store_over(transfer, runner),
             next_attempt=self._next_attempt,
         )
@@ -207,7 +207,7 @@ class TransferQueue:
                 self._stores[transfer] = nbytes
                 self._store_line.add(runner)
             else:
-                transfer.finish(progress.stored(full))
+                self._store_ended(transfer, progress.stored(full), None)
         return transfer
 
     def link(self, round_trip_s: float) -> LinkRate | None:
@@ -224,10 +224,14 @@ class TransferQueue:
         return link.load_ns(blocks * page_bytes) / 1e9 if blocks else 0.0
 
     def wait_stored(self, deadline: Deadline) -> bool:
-        """Waits for the stores that were begun so far; False if the deadline comes first."""
+        """Waits for the stores that were begun so far; False if the deadline comes first, or if one that has ended
+        since the last call has missed."""
         with self._lock:
             stores = list(self._stores)
-        return all(transfer.wait_ended(deadline) for transfer in stores)
+        ended = all(transfer.wait_ended(deadline) for transfer in stores)
+        with self._lock:
+            missed, self._missed = self._missed, False
+        return ended and not missed
 
     def close(self, break_off: Callable[[], object]) -> None:
         """Cancels transfers that are under way, and ends the threads. `break_off` ends exchanges that hang."""
@@ -263,6 +267,10 @@ class TransferQueue:
         del self._loads[transfer]
         transfer.finish(loaded, error)
         self._load_line.over(runner)
+
+    def _store_ended(self, transfer: Transfer[Stored], stored: Stored | None, error: BaseException | None) -> None:
+        self._missed = self._missed or stored is None or stored.miss is not None
+        transfer.finish(stored, error)
 
     def _store_over(self, transfer: Transfer[Stored], runner: PlanRunner[StoreEvent, StoreEffect]) -> None:
         del self._stores[transfer]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.client.pieces import Piece, PieceList, Pieces, each, plan_pieces
 from kvcluster.client.shard_connections import ShardConnections
+from kvcluster.client.unpicklable import Unpicklable
 from kvcluster.client.validation import check_open
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
@@ -47,7 +48,7 @@ CodedView = tuple[memoryview, Codec]
 _ENCODED = Miss(MissReason.LOSSY, "it lies there encoded, and what is borrowed is not decoded: load it")
 
 
-class BorrowedBlocks:
+class BorrowedBlocks(Unpicklable):
     """Blocks of a ticket in place in shared memory. Made by `client.borrow`; thread-safe; a context manager.
 
     Compute from pages or tensors within the `with` block, then call `valid`, and discard the result if it is False:
@@ -60,6 +61,8 @@ class BorrowedBlocks:
     The leases are renewed until the `with` block ends and releases the pages; neither page nor tensor may be used after
     it. A forked child must not touch them: it does not have the memory mapped, and would end (SIGSEGV).
     """
+
+    instead = "pass bytes(ticket), and borrow there"
 
     def __init__(
         self,

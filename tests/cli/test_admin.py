@@ -483,7 +483,7 @@ def test_the_weights_are_named_where_engines_run_different_ones(
 @pytest.mark.parametrize(
     ("content", "model", "said"),
     [
-        ("[1, 2]", "gigantic", "no engine has registered model 'gigantic' with adapter ''; known models: tiny"),
+        ("[1, 2]", "gigantic", "no client has connected with model 'gigantic' and adapter ''; known models: tiny"),
         ("a text", "tiny", "no JSON list of token ids; for text give --tokenizer"),
         ('["a"]', "tiny", "no JSON list of token ids"),
         ("[" * 100_000, "tiny", "no JSON list of token ids"),

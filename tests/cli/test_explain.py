@@ -174,7 +174,7 @@ def test_asking_leaves_nothing_behind(served: Served, client: Client, file: Path
 
 def test_a_cluster_that_knows_no_engine_says_so(served: Served, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert served.run("explain", "--prompt-file", str(file)) == 1
-    assert "no engine has registered a model" in capsys.readouterr().err
+    assert "no client has connected with a model" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer_is_one_line(

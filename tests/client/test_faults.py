@@ -444,7 +444,8 @@ def test_a_block_that_arrives_changed_is_not_committed(alone: MemoryCluster) -> 
     with Client(alone.port(), lambda shard: Spoiling(open_transport(shard), Steps()), SPEC) as client:
         changed = Miss(MissReason.CORRUPT, "what arrived did not match its checksum")
         assert client.store(TOKENS, kv(4)) == Stored(3, 0, 0, 4 * PAGE_BYTES, changed)
-        assert client.flush()
+        assert not client.flush(), "a store has missed"
+        assert client.flush(), "and none since"
     client = alone.client(SPEC)
     assert client.lookup(TOKENS).blocks == 0
     assert client.store(TOKENS, kv(4)) == Stored(1, 3, 0, PAGE_BYTES)
@@ -482,7 +483,7 @@ def test_of_more_blocks_than_fit_the_first_are_stored(start: Start) -> None:
     tokens, values = prompt(2 * count), kv(2 * count)
     stored = client.store(tokens, values)
     assert stored == Stored(count, 0, 0, count * PAGE_BYTES, Miss(MissReason.FULL))
-    assert client.flush()
+    assert not client.flush(), "a store has missed"
     blocks = client.lookup(tokens).blocks
     assert blocks > 0
     into = room(2 * count)

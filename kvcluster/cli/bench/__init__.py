@@ -20,6 +20,7 @@ from kvcluster.cli.bench.arguments import OPTIONS
 from kvcluster.config import size
 from kvcluster.errors import ConfigError
 from kvcluster.extras import needs
+from kvcluster.release import docs_page
 
 _DESCRIPTION = """
 Measures on this machine what the cache costs and gives, or replays a trace of requests. Each benchmark starts what it
@@ -244,7 +245,7 @@ _KINDS = {
         _transfer,
         "measure loads and stores over every path",
         "Measures loads and stores over shared memory, TCP and gRPC beside memory copies and bare sockets, and beside "
-        "other caches where they are installed (docs/benchmarks.md). Needs Ray and torch.",
+        f"other caches where they are installed ({docs_page('benchmarks.md')}). Needs Ray and torch.",
         "--quick --pages llama-3-8b",
         quick="3 rounds of 32 MiB, one client",
         plots=True,

@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvcluster.cli.text_page import share_text
 from kvcluster.config import size_text
+from kvcluster.release import docs_page
 
 BAR_COLUMNS = 28
 
@@ -65,7 +67,7 @@ def _sharing(figures: dict[str, Any]) -> Iterator[str]:
         yield f"  {name.replace('_', ' '):<15} [cyan]{bar:<{BAR_COLUMNS}}[/] {value:6.2f} s  {_BESIDE[name]}"
     yield ""
     yield f"  tokens reused  {figures['tokens_reused']:,} of the second replica's {figures['tokens_asked']:,}"
-    yield f"  hit rate       {figures['hit_rate']:.0%} of all blocks asked for, with the first replica's misses"
+    yield f"  hit rate       {share_text(figures['hit_rate'])} of all blocks asked for, with the first replica's misses"
     yield f"  bytes moved    {size_text(figures['stored_bytes'])} stored, {size_text(figures['loaded_bytes'])} loaded"
     yield "\n  digest of the generated ids       no cache      with cache"
     for answer in figures["answers"]:
@@ -137,4 +139,4 @@ def _end(figures: dict[str, Any]) -> Iterator[str]:
     yield f"\n{figures['seconds']:.0f} s in all. Prefill on a CPU is slow, so the ratio of these bars flatters: a"
     yield "GPU computes faster, and loads must beat that (`kvcluster bench transfer`)."
     yield "Next: `kvcluster up` keeps a cluster running, README.md connects your engine,"
-    yield "docs/architecture.md says how it works."
+    yield f"{docs_page('architecture.md')} says how it works."

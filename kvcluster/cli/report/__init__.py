@@ -20,6 +20,7 @@ from kvcluster.config.loading import size
 from kvcluster.core.breakeven import LinkRate
 from kvcluster.core.tiers import Tier
 from kvcluster.errors import ConfigError
+from kvcluster.release import docs_page
 
 _TIERS = {tier.name.lower(): tier for tier in Tier}
 
@@ -34,7 +35,7 @@ def add(commands: Any) -> None:
         help="predict what a cluster would save engines that run in observe mode",
         description="Reads the traces of engines in observe mode and predicts what a cluster would give them: tokens "
         "loaded in place of computed, the time that saves, and the hit rate by capacity. It needs no cluster. "
-        "docs/observe.md says how to read the figures.",
+        f"{docs_page('observe.md')} says how to read the figures.",
         examples=[
             "kvcluster report",
             "kvcluster report --tier device=64GiB --tier host=256GiB --plot report.png",

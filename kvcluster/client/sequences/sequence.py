@@ -29,6 +29,7 @@ from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.row_operations import SequenceRow
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
+from kvcluster.client.unpicklable import Unpicklable
 from kvcluster.client.validation import kind_of
 from kvcluster.core import limits
 from kvcluster.errors import CallerError
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from kvcluster.client.sequences.runner import SequenceRunner
 
 
-class Sequence:
+class Sequence(Unpicklable):
     """One sequence of a client. Made by `client.sequence`; a context manager. One thread at a time may use a sequence;
     several sequences of one client may be used by several threads. A forked child cannot use it. It keeps its pages
     until it is closed; one that is collected without that is closed then, with a ResourceWarning.
