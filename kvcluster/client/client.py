@@ -206,7 +206,7 @@ class Client(Unpicklable, SequenceCalls):
         self._check_usable()
         spec = self._tickets.spec_of(ticket, self._spec(adapter), adapter)
         check_first(first, ticket.hashes)
-        deadline = self._call(deadline_ms, load_ms(self._nbytes(ticket.blocks - first, spec)))
+        deadline = self._call(deadline_ms, load_ms(self._transfers.nbytes(ticket.blocks - first, spec)))
         bound = bind(into, spec, self.parts, ticket.blocks - first, first=first, writable=True)
         return self._transfers.load(ticket.body, first, bound, spec, deadline)
 
@@ -215,7 +215,7 @@ class Client(Unpicklable, SequenceCalls):
         shared memory. The caller must close the BorrowedBlocks. `adapter` as in begin_load."""
         self._check_usable()
         spec = self._tickets.spec_of(ticket, self._spec(adapter), adapter)
-        deadline = self._call(deadline_ms, load_ms(self._nbytes(ticket.blocks, spec)))
+        deadline = self._call(deadline_ms, load_ms(self._transfers.nbytes(ticket.blocks, spec)))
         return self._borrower.borrow(ticket.body, spec, deadline)
 
     @property
@@ -287,7 +287,7 @@ class Client(Unpicklable, SequenceCalls):
             if not ticket.blocks:
                 return 0
             if deadline_ms is None and not self._config.deadline_ms:
-                deadline = self._call(None, load_ms(self._nbytes(ticket.blocks, spec)))
+                deadline = self._call(None, load_ms(self._transfers.nbytes(ticket.blocks, spec)))
             return self._transfers.load(ticket.body, 0, bound, spec, deadline).result().blocks * spec.block_tokens
 
     def store(
@@ -436,10 +436,6 @@ class Client(Unpicklable, SequenceCalls):
         """Raises CallerError if the client is closed, or is that of the process from which this one was forked."""
         self._process.check("client")
         check_open(self._closed)
-
-    def _nbytes(self, blocks: int, spec: KVSpec) -> int:
-        """Returns the bytes of this client's part of so many blocks."""
-        return blocks * sum(spec.page_bytes(group, part) for group, part in enumerate(self.parts) if part is not None)
 
     def _call(self, deadline_ms: float | None, default_ms: float = OTHER_MS) -> Deadline:
         """Returns the deadline of a call that begins now. Raises CallerError as `_check_usable`."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from threading import Event
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.memory import BoundMemory
@@ -37,11 +38,15 @@ from kvcluster.client.store_source import StoreSource
 from kvcluster.core import limits, messages
 from kvcluster.core.ids import Attempt
 from kvcluster.core.messages import Attached, Decision, Done, PrepareStore, StoreGrant, StoreRun
+from kvcluster.core.miss import PURGING
 from kvcluster.core.placement import run_start
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.here import here
+
+_PURGE_PAUSE_S = 0.05
+"""Between two questions while shards carry out a purge, which takes until their next report."""
 
 _END_TICKET_MS = 1_000
 """Time for ending a ticket, independent of the store's deadline: the ticket of a store that ran out of time must be
@@ -101,6 +106,7 @@ class StoreExecutor:
         self._next_attempt = next_attempt
         self._sources: dict[int, StoreSource] = {}
         self._tickets: list[Attempt] = []  # those that the coordinator has, or may have
+        self._ended = Event()
 
     def perform(self, effect: StoreEffect, jobs: list[Job[StoreEvent]]) -> StoreEvent | None:
         """As PlanExecutor."""
@@ -127,6 +133,7 @@ class StoreExecutor:
             case CloseTicket():
                 jobs.append(self._end_tickets)
             case FinishStore(stored, error):
+                self._ended.set()
                 self._finish(stored, error)
             case StoreOver():
                 self._sources.clear()
@@ -147,13 +154,19 @@ class StoreExecutor:
             return NotGranted(error, asked)
 
     def _ask_at(self, attached: Attached, at: int, attempt: Attempt) -> Sequence[StoreRun]:
-        """Asks about the blocks from `at` on that one message may name."""
-        self._tickets.append(attempt)
-        prepare = replace(prepare_store(self._terms, attached, self._tokens, here(), at=at), attempt=attempt)
-        grant = self._control.ask(StoreGrant, self._spec, prepare, self._deadline)
-        if all(run.decision is not Decision.WRITE for run in grant.runs):
-            self._tickets.remove(attempt)  # the coordinator keeps none
-        return grant.runs
+        """Asks about the blocks from `at` on that one message may name; again for a while if the shards are carrying
+        out a purge, as after `clear`."""
+        prepare = prepare_store(self._terms, attached, self._tokens, here(), at=at)
+        wait = Deadline.after_ms(min(self._terms.wait_ns / 1e6, self._deadline.remaining_s() * 1e3))
+        while True:
+            self._tickets.append(attempt)
+            grant = self._control.ask(StoreGrant, self._spec, replace(prepare, attempt=attempt), self._deadline)
+            if all(run.decision is not Decision.WRITE for run in grant.runs):
+                self._tickets.remove(attempt)  # the coordinator keeps none
+            purging = attempt not in self._tickets and any(run.miss == PURGING for run in grant.runs)
+            if not purging or not wait.remaining_s() or self._ended.wait(_PURGE_PAUSE_S):
+                return grant.runs
+            attempt = self._next_attempt()
 
     def _ask_further(self, attached: Attached, at: int) -> Sequence[StoreRun]:
         """As `_ask_at`; if the coordinator does not answer, all the rest is refused, and what lies before is stored."""

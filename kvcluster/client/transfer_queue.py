@@ -199,7 +199,7 @@ class TransferQueue:
             over=lambda: self._store_over(transfer, runner),
             next_attempt=self._next_attempt,
         )
-        nbytes = len(terms.new) * sum(spec.page_bytes(group, part) for group, part in parts)
+        nbytes = self.nbytes(len(terms.new), spec)
         with self._lock:
             check_open(self._closed)
             full = self._why_full(nbytes)
@@ -220,8 +220,11 @@ class TransferQueue:
         link = self._bandwidth.last_estimate()
         if link is None:
             return None
-        page_bytes = sum(spec.page_bytes(group, part) for group, part in enumerate(self._parts) if part is not None)
-        return link.load_ns(blocks * page_bytes) / 1e9 if blocks else 0.0
+        return link.load_ns(self.nbytes(blocks, spec)) / 1e9 if blocks else 0.0
+
+    def nbytes(self, blocks: int, spec: KVSpec) -> int:
+        """Returns the bytes of this client's part of so many blocks."""
+        return blocks * sum(spec.page_bytes(group, part) for group, part in enumerate(self._parts) if part is not None)
 
     def wait_stored(self, deadline: Deadline) -> bool:
         """Waits for the stores that were begun so far; False if the deadline comes first, or if one that has ended

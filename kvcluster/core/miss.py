@@ -59,3 +59,7 @@ class Miss:
 
     def __str__(self) -> str:
         return f"{self.reason.value} ({self.detail})" if self.detail else self.reason.value
+
+
+PURGING = Miss(MissReason.REBUILDING, "the shards are carrying out a purge")
+"""Why a block is not stored between a purge and the next report of its shards: a client asks again."""

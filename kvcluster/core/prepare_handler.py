@@ -37,7 +37,7 @@ from kvcluster.core.messages import (
     StoreGrant,
     StoreRun,
 )
-from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.miss import PURGING, Miss, MissReason
 from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.core.need_planner import NeedPlanner
 from kvcluster.core.placement import run_start
@@ -217,7 +217,7 @@ class PrepareHandler:
     def _why_nowhere(self, space: CoordinatorNamespace) -> Miss:
         """Returns the reason why no shard can take a block."""
         late = any(member.takes(space.tenant) and member.purged < space.purged for member in self._state.members.all())
-        return _PURGING if late else _NO_ROOM
+        return PURGING if late else _NO_ROOM
 
     def _answered_before(
         self, attempt: Attempt, space: CoordinatorNamespace, kind: type[LoadGrant | StoreGrant]
@@ -279,7 +279,6 @@ _COMMITTED: _Fate = Decision.COMMITTED, None, None
 _PENDING: _Fate = Decision.PENDING, None, _BEING_WRITTEN
 _BAD_PART = Refused(RefusedKind.BAD, "the spec of this namespace has no such group or part")
 _NO_ROOM = Miss(MissReason.FULL, "no shard has room or can make some")
-_PURGING = Miss(MissReason.REBUILDING, "the shards are carrying out a purge")
 _OTHER_ATTEMPT = Refused(RefusedKind.BAD, "this attempt prepared something else; use a new attempt for each prepare")
 _COUNTED = {
     Decision.WRITE: "write_blocks",
