@@ -11,6 +11,7 @@ again; if its score has risen, it is put back with the new score. What this guar
 
 - If scores never fall (`policy.scores_fall` is False), the result is exact: of all leaves the one of the lowest score.
   An entry is then at most its record's present score, so the least entry that equals its record's score is the least.
+  Those of orphans fall once (`scores_fell`): all leaves are then scored again, as in the next case.
 - If they may fall, a victim scores no higher than any other leaf did when that leaf was last scored; and each leaf
   is scored again at least once in every ceil(cells / RESCORED) searches, where the number of cells is that of the
   leaves or less than twice as many. Until then a leaf whose score has fallen stays longer than it should.
@@ -97,6 +98,7 @@ class EvictionQueue(Generic[R]):
         self._now = 0  # time of the last search: later entries are scored as of then
         self._hand = 0  # the next cell to be scored again
         self._more = False  # records of open namespaces are still set aside
+        self._fell = 0  # cells that are still to be scored again because scores fell that otherwise never do
         self.cut_short = False  # the last search stopped at its bound: another may find more victims
 
     def __len__(self) -> int:
@@ -125,6 +127,11 @@ class EvictionQueue(Generic[R]):
         """Removes a record that has left the tier. Does nothing if it is not queued."""
         if record in self:
             self._leave(record, _QUEUED)
+
+    def scores_fell(self) -> None:
+        """Has all leaves scored again by the next searches: the scores of some fell, as those of orphans do under any
+        policy."""
+        self._fell = len(self._cells) + len(self._fresh)
 
     def forget(self, space: NamespaceId) -> None:
         """Removes all records of a namespace whose index was cleared, without a look at any of them."""
@@ -244,9 +251,9 @@ class EvictionQueue(Generic[R]):
                     self._enter(record, cell)
         self._closed = {space: aside for space, aside in self._closed.items() if aside}
         self._more = not all(map(closed, self._closed))
-        if not self._policy.scores_fall:
-            return
-        for _ in range(min(RESCORED, len(self._cells))):
+        rescored = min(RESCORED, len(self._cells) if self._policy.scores_fall else min(self._fell, len(self._cells)))
+        self._fell = max(0, self._fell - rescored)
+        for _ in range(rescored):
             cell = self._hand = (self._hand + 1) % len(self._cells)
             entry = self._entries[cell]
             record = self._leaf(cell) if entry is not None else None

@@ -5,17 +5,20 @@ the lowest tier of a shard by eviction, and those above it by demotion (tiering.
 shard has one order at a time; the next is computed from its report when the shard has carried it out. Held blocks (a
 load was promised them a moment ago) and pinned ones (a user asked) are spared; blocks that open sequences claim
 (block_tables.py), and private ones in their grace (eraser.py), are spared from eviction, and demoted only if there is
-room below. The eviction queue (eviction_queue.py) orders the others by the score of a policy. No tenant's blocks are
-evicted below its floor for another tenant (tenant_floors.py).
+room below. The eviction queue (eviction_queue.py) orders the others by the score of a policy. The last copy of a block
+that others follow on other shards or tiers goes only if nothing else can: without it no lookup reaches them
+(orphans.py). No tenant's blocks are evicted below its floor for another tenant (tenant_floors.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.coordinator_state import CoordinatorState
+from kvcluster.core.followers import each_follower
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
@@ -23,6 +26,9 @@ from kvcluster.core.messages import EvictOrder, Tier
 from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.core.shares import Shares
 from kvcluster.core.tenant_floors import TenantFloors, floors_bytes
+
+FOLLOWERS = 16
+"""Followers of one block that are looked at. Of more, one is taken to lie elsewhere."""
 
 BATCH = 64
 """Victims taken from the queue at a time, until their bytes suffice."""
@@ -44,7 +50,13 @@ class Evictor:
         floors, stored = None, member.stored[tier].tenants
         if len({**stored, **pressing}) > 1:
             floors = TenantFloors(stored, floors_bytes(self._floor, member.info.use(tier), stored), pressing)
-        victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
+
+        def keeps(record: BlockRecord) -> bool:
+            return self._leads_on(record, (member.slot, tier)) or self.claimed(record)
+
+        victims = self.victims(member, tier, pressure_bytes, now, keeps, floors)
+        if not victims:  # all that can go here is followed elsewhere: what follows is evicted first from now on
+            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
         blocks = tuple((record.space, record.hash) for record in victims)
         if blocks:
             member.orders.give(lambda number: EvictOrder(number, blocks, tier))
@@ -138,6 +150,19 @@ class Evictor:
         space = self._state.namespaces.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
         return record.held_until > now or space.pinned.get(record.hash, 0) > now
+
+    def _leads_on(self, record: BlockRecord, here: tuple[int, Tier]) -> bool:
+        """Whether a lookup may go on from this leaf of the queue of `here`, and could not without its copy there. Only
+        what lies elsewhere follows a leaf: followers that are here alone are being evicted."""
+        if record.followers is None or record.stamp < 0:
+            return False
+        elsewhere = {copy[1:3] for copy in record.copies.entries if (copy.slot, copy.tier) != here}
+        if all(copy[1:3] in elsewhere for copy in record.copies.entries if (copy.slot, copy.tier) == here):
+            return False
+        get = self._state.namespaces.record
+        some = islice(each_follower(record.followers), FOLLOWERS)
+        found = [follower for block in some if (follower := get(record.space, block)) is not None]
+        return len(found) == FOLLOWERS or any(list(follower.copies.places) != [here] for follower in found)
 
     def _pinned_bytes(self, now: int) -> Shares:
         """Returns the addressable bytes that are pinned now; forgets pins that have expired."""

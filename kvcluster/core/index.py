@@ -10,11 +10,13 @@ its reuse rule asks for: all of them, those in the window, or the last. The answ
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvcluster.core import limits
 from kvcluster.core.event_emitter import EventEmitter
+from kvcluster.core.followers import Followers, each_follower, with_follower, without_follower
 from kvcluster.core.groups import Part, Reuse
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Need, PageEvent, Plan, Run, Tier
@@ -23,12 +25,16 @@ from kvcluster.core.need_planner import NeedPlanner
 from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable
 from kvcluster.eviction import USES
 
+COLD = 1 << 63
+"""What is taken from the stamp of an orphan (orphans.py): more than any stamp."""
+
 
 class BlockRecord:
     """What the coordinator knows about a block. `stamp` and `held_until` are nanoseconds of its own clock; `uses`
-    counts the loads that were promised the block, up to USES, and is forgotten with the record."""
+    counts the loads that were promised the block, up to USES, and is forgotten with the record. `followers` are the
+    blocks of this index that directly follow it. The stamp of an orphan is negative (orphans.py)."""
 
-    __slots__ = ("copies", "depth", "hash", "held_until", "parent", "space", "stamp", "uses")
+    __slots__ = ("copies", "depth", "followers", "hash", "held_until", "parent", "space", "stamp", "uses")
 
     def __init__(
         self, space: NamespaceId, block: BlockHash, parent: BlockHash, depth: int, stamp: int, copies: ReplicaSet
@@ -41,6 +47,7 @@ class BlockRecord:
         self.uses = 0
         self.held_until = 0
         self.copies = copies
+        self.followers: Followers = None
 
     @property
     def tiers(self) -> int:
@@ -73,9 +80,13 @@ class PrefixIndex:
         emitter: EventEmitter | None = None,
         *,
         counts_uses: bool = False,
+        orphans: deque[tuple[NamespaceId, BlockHash]] | None = None,
     ) -> None:
-        """`counts_uses`: whether `touch` counts how often a block is used, for eviction policies that look at it."""
+        """`counts_uses`: whether `touch` counts how often a block is used, for eviction policies that look at it.
+        `orphans` gets the blocks that follow one which is removed or has come back."""
         self._counts_uses = counts_uses
+        self._orphans = orphans
+        self._awaiting: dict[BlockHash, Followers] = {}  # by the block that is missing: those that follow it
         self._space = space
         self._reuses = tuple(reuses)
         self._block_tokens = block_tokens
@@ -167,6 +178,15 @@ class PrefixIndex:
             copies = self._book.add(self._book.none, copy)
             record = BlockRecord(self._space, key.hash, parent_hash, event.depth, now, copies)
             self._records[key.hash] = record
+            record.followers = self._awaiting.pop(key.hash, None)
+            if record.depth and parent is not None:
+                parent.followers = with_follower(parent.followers, record.hash)
+            elif record.depth:
+                self._awaiting[record.parent] = with_follower(self._awaiting.get(record.parent), record.hash)
+                some = next((self._records[block] for block in each_follower(record.followers)), None)
+                if some is not None and some.stamp < 0 <= record.stamp:
+                    record.stamp -= COLD  # the middle of a chain that is known to be broken
+            self._unsettled(record.followers)
             self._tell(record, 0)
             return record
         before = record.copies
@@ -193,7 +213,7 @@ class PrefixIndex:
 
     def clear(self) -> dict[BlockHash, BlockRecord]:
         """Forgets all blocks and returns their records."""
-        records, self._records = self._records, {}
+        records, self._records, self._awaiting = self._records, {}, {}
         if self._emitter is not None:
             self._emitter.cleared(self._space)
         return records
@@ -206,7 +226,32 @@ class PrefixIndex:
         if record.copies.entries:
             return False
         del self._records[record.hash]
+        parent = self._records.get(record.parent)
+        if record.depth and parent is not None:
+            parent.followers = without_follower(parent.followers, record.hash)
+        elif record.depth:
+            left = without_follower(self._awaiting.pop(record.parent), record.hash)
+            if left is not None:
+                self._awaiting[record.parent] = left
+        if record.followers is not None:
+            self._awaiting[record.hash] = record.followers
+            self._unsettled(record.followers)
         return True
+
+    def _unsettled(self, followers: Followers) -> None:
+        """Has these looked at: the block before them was removed, or has come back."""
+        if self._orphans is not None:
+            self._orphans.extend((self._space, block) for block in each_follower(followers))
+
+    def check(self) -> None:
+        """Raises AssertionError unless the followers of every block are those that name it as their parent."""
+        found: dict[BlockHash, dict[BlockHash, None]] = {}
+        for record in self:
+            if record.depth:
+                found.setdefault(record.parent, {})[record.hash] = None
+        noted = {record.hash: record.followers for record in self if record.followers is not None} | self._awaiting
+        assert {block: dict.fromkeys(each_follower(of)) for block, of in noted.items()} == found, "followers are wrong"
+        assert not any(block in self._records for block in self._awaiting), "a missing block that is recorded"
 
     def _find_prefix(self, hashes: Sequence[BlockHash], asking: NeedPlanner) -> PrefixMatch:
         get = self._records.get

@@ -67,6 +67,7 @@ def check_coordinator(coordinator: Coordinator) -> None:
     assert all(book.alive(slot) for slot in slots), "a member's slot is dead"
     sweeping = coordinator.next_deadline() == 0
     for space in coordinator.state.namespaces:
+        space.index.check()
         for record in space.index:
             assert space.index.get(record.hash) is record
             assert record.space == space.id

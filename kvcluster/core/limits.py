@@ -110,6 +110,12 @@ REPORTS_PER_MESSAGE = 4_096
 EVICTED_FINGERPRINTS = 262_144
 """Cells for evicted blocks whose eviction time `explain` can still report: 16 bytes each, 4 MiB."""
 
+ORPHANS = 262_144
+"""Blocks whose predecessor was lost and that are still to be made cold. Of more, the oldest stay as they are."""
+
+ORPHANS_PER_STEP = 1_024
+"""Of these, as many as one report makes cold: a few milliseconds."""
+
 EVICTIONS_PER_ORDER = 1_024
 """Blocks that one order may evict, or move to another tier, so that a step of the shard stays short."""
 

@@ -104,6 +104,10 @@ class Membership:
     def get(self, shard: ShardId) -> Member | None:
         return self._members.get(shard)
 
+    def at(self, slot: int) -> Member | None:
+        """Returns the member that has this slot; None if its incarnation was lost."""
+        return self._by_slot.get(slot)
+
     @property
     def addressable_bytes(self) -> int:
         """The capacity of all shards in the addressable tiers, where claimed and pinned blocks mostly stay."""

@@ -6,6 +6,7 @@ lookup names the namespace and its tenant: to every other tenant the namespace d
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 
 from kvcluster.core import codecs, limits
@@ -36,6 +37,7 @@ class CoordinatorNamespace:
         emitter: EventEmitter | None,
         *,
         counts_uses: bool,
+        orphans: deque[tuple[NamespaceId, BlockHash]],
     ) -> None:
         self.id = space
         self.tenant = tenant
@@ -47,6 +49,7 @@ class CoordinatorNamespace:
             book,
             emitter,
             counts_uses=counts_uses,
+            orphans=orphans,
         )
         self.pinned: dict[BlockHash, int] = {}
         self.purged = 0
@@ -85,6 +88,8 @@ class NamespaceTable:
         counts_uses: bool = False,
     ) -> None:
         self._counts_uses = counts_uses
+        self.orphans: deque[tuple[NamespaceId, BlockHash]] = deque(maxlen=limits.ORPHANS)
+        """Blocks that followed one which was removed, for orphans.py."""
         self._book = book
         self._emitter = emitter
         self._tombstones = tombstones
@@ -132,7 +137,7 @@ class NamespaceTable:
                 return None
             emitter = self._emitter if not spec.private else None
             space = self._spaces[space_id] = CoordinatorNamespace(
-                space_id, tenant, spec, self._book, emitter, counts_uses=self._counts_uses
+                space_id, tenant, spec, self._book, emitter, counts_uses=self._counts_uses, orphans=self.orphans
             )
             if emitter is not None:
                 emitter.opened(space_id, spec)

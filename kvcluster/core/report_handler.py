@@ -35,6 +35,7 @@ from kvcluster.core.messages import (
     Tombstone,
 )
 from kvcluster.core.miss import MissReason
+from kvcluster.core.orphans import Orphans, last_used
 from kvcluster.core.record_sweeper import RecordSweeper
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.report_stream import ReportCursor
@@ -58,6 +59,7 @@ class ReportHandler:
     ) -> None:
         self._state = state
         self._evictor = evictor
+        self._orphans = Orphans(state.namespaces, state.members)
         self._tiering = tiering
         self._replicator = replicator
         self._sweeper = sweeper
@@ -238,7 +240,7 @@ class ReportHandler:
             member.cold[event.tier].remove(record)
         if gone:
             if not event.corrupt and not space.spec.private and record is not None:
-                state.eviction_ages[event.tier].add(max(0, now - record.stamp))
+                state.eviction_ages[event.tier].add(max(0, now - last_used(record)))
             state.evicted.add(
                 event.namespace, key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED
             )
@@ -253,6 +255,7 @@ class ReportHandler:
         """Gives the shard its next orders, one of each kind of which none is in progress."""
         if self._state.rebuilding or m.info.stopping:
             return
+        self._orphans.settle()
         under_way, staging = member.orders.of, m.info.use(STAGING)
         evicting = under_way(EvictOrder) is not None
         if not evicting:

@@ -61,7 +61,7 @@ MOST = {
     "schedule_seen": 1,
     "retell": 15,
     "coordinator_tick": 3_500,
-    "tick_that_ends_leases": 1_300,
+    "tick_that_ends_leases": 1_400,  # private blocks that follow one another
     "coordinator_stalled": 90,
     "attach_shard": 40,
     "get_offers": 1,
