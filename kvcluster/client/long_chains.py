@@ -112,7 +112,7 @@ class ChainPreparer:
 
     def _prefix(self, granted: ChainGrant, hashes: Sequence[BlockHash], need: Need) -> None:
         """Prepares as many leading blocks of these as can be, and adds them."""
-        for some in in_messages(hashes):
+        for some in in_messages(hashes) if hashes else [()]:  # no block is a question, too: whether it answers
             attempt = self._next_attempt()
             awaited = None if self._awaited is None else max(0, self._awaited - granted.blocks)
             question = PrepareLoad(attempt, some, need, self._hold, awaited, self._again)

@@ -94,6 +94,16 @@ def test_a_cached_prefix_ends_anywhere_in_a_message(lowered: None, start: Start,
         assert (rest.blocks, rest.deduplicated) == (blocks - cached, cached)
 
 
+def test_a_ticket_for_no_block_says_whether_the_coordinator_answers(start: Start) -> None:
+    cluster = start(device_bytes="4MiB")
+    client, port = client_of(cluster)
+    with client:
+        with client.prepare_load([]) as ticket:
+            assert ticket.from_coordinator and ticket.blocks == 0 and port.asked[PrepareLoad] == 1
+        cluster.stop_coordinator()
+        assert not client.prepare_load([]).from_coordinator
+
+
 def test_one_ticket_holds_all_of_it_and_goes_to_another_process(lowered: None, start: Start) -> None:
     cluster = start(device_bytes="4MiB")
     client, _ = client_of(cluster)
