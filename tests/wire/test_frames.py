@@ -237,7 +237,7 @@ def test_a_ticket_whose_runs_do_not_cover_its_blocks_is_refused(ticket: TicketBo
 
 def test_a_ticket_of_too_many_blocks_is_refused() -> None:
     body = common_pb2.TicketBody(
-        namespace=bytes(32), attempt=bytes(24), hashes=bytes(32 * (limits.BLOCKS_PER_CALL + 1))
+        namespace=bytes(32), attempt=bytes(24), hashes=bytes(32 * (limits.BLOCKS_PER_PROMPT + 1))
     )
-    with pytest.raises(LimitError, match="block hashes in a call: 8193"):
+    with pytest.raises(LimitError, match=f"block hashes in a ticket: {limits.BLOCKS_PER_PROMPT + 1}"):
         frames.decode_ticket(b"\x01" + body.SerializeToString())

@@ -15,7 +15,7 @@ from kvcluster.testing.sim.world import SimulatedWorld
 
 SEEDS = {
     "stale-generation-read": 132,
-    "spans-not-pinned": 183,
+    "spans-not-pinned": 372,
     "truncated-page-attended": 10,
     "span-attended-twice": 10,
     "merged-in-part": 66,
@@ -70,7 +70,7 @@ SEEDS = {
     "loss-not-asked": 6,
     "encoded-twice": 4,
     "moved-unverified": 94,
-    "disk-unverified": 61,
+    "disk-unverified": 189,
     "purge-kept-before-done": 79,
     "private-copy-given-back": 4,
     "stores-while-stopping": 60,
@@ -98,7 +98,7 @@ def test_every_planted_bug_has_a_seed_that_finds_it() -> None:
     assert list(SEEDS) == list(bugs.BUGS)
 
 
-RARE = (45, 46, 61)
+RARE = (45, 46, 253)
 """Seeds with what comes about in one of a hundred: a stale name, block tables opened again, a page found corrupt when
 it is staged. CI draws 500 seeds beside these tests, so that a few serve here."""
 
