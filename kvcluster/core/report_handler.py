@@ -293,7 +293,8 @@ class ReportHandler:
         assert member.drain_until is not None
         if now >= member.drain_until:
             return True
-        # A shard that did not know of the drain when it sent this may have begun writes since; one that knows begins none.
+        # A shard that did not know of the drain when it sent this may have begun writes since; one that knows begins
+        # none.
         # If the message is full, the shard may have more events to report. Which records have lost a copy is known only
         # when all have been swept.
         whole = len(m.events) < limits.REPORTS_PER_MESSAGE and not self._sweeper.of_lost_shards

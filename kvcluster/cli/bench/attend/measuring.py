@@ -95,13 +95,13 @@ def _transformers(of: ModelLayer, values: list[torch.Tensor]) -> dict[str, basel
 def _prefill(client: Client, of: ModelLayer, context: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
     progress(f"prefill of {tokens:,} tokens")
     values = of.values(context)
-    sequence = filled(client, of, "raw", values).sequence
     query = of.query(tokens)
     runs: dict[str, baselines.Step] = {
         f"torch flash, {dtype}": baselines.flash_prefill(of, values, tokens, getattr(torch, dtype)) for dtype in DTYPES
     }
-    runs["sequence, raw"] = lambda: sequence.attend(0, query)
-    seconds = interleaved(runs, max(3, rounds // 3), before=lambda _: sweep_caches())
+    with filled(client, of, "raw", values).sequence as sequence:
+        runs["sequence, raw"] = lambda: sequence.attend(0, query)
+        seconds = interleaved(runs, max(3, rounds // 3), before=lambda _: sweep_caches())
     return _rows(seconds, "torch flash, float32", 0)
 
 
