@@ -30,6 +30,8 @@ class TieredShard(SessionBook, Protocol):
     disks: dict[Tier, Disk]
     ready: dict[TierPlace, tuple[PageSlot, int]]
 
+    def now(self) -> int: ...
+
     @property
     def world(self) -> Surroundings: ...
 
@@ -51,10 +53,10 @@ class SimulatedTierIO:
 
     def queue(self, effect: MovePages | Erase) -> None:
         """Queues a job for the thread that moves and erases."""
-        if isinstance(effect, MovePages):  # a better copy may replace a page before it is written
-            ready = self._shard.ready
+        if isinstance(effect, MovePages):  # a better copy may replace a page before it is written, or in the same step
+            ready, now = self._shard.ready, self._shard.now()
             places = [(page.namespace, page.source.key, page.source.tier) for page in effect.pages]
-            self._stored_at[effect.attempt] = [ready[place][1] for place in places]
+            self._stored_at[effect.attempt] = [ready[place][1] if place in ready else now for place in places]
         self._queue.append(effect)
         if len(self._queue) == 1:
             self._shard.start(self._work())
