@@ -253,6 +253,20 @@ QUESTION_BYTES = 8 * 1024 * 1024
 """The largest message that the coordinator accepts of a worker: BLOCKS_PER_CALL blocks of 256 tokens with ids below two
 million, or all changes of tables in one message."""
 
+BODY_BYTES = 4 * 1024 * 1024
+"""The body of a frame of a stream: PAGES_PER_CALL wants of 45 bytes, or the headers of a frame of pages. What pages
+themselves take follows the frame, into its final memory. GRANT alone has more, from a shard to its worker."""
+
+SMALL_BODY_BYTES = 64 * 1024
+"""A body or query up to this is not charged to its tenant: all connections together hold 32 MiB of such."""
+
+BODIES_BYTES = 64 * 1024 * 1024
+"""Bodies within an exchange that are arriving at one listener, by shares of tenants. A further one waits."""
+
+REQUESTS_BYTES = 128 * 1024 * 1024
+"""Requests at one listener from their first byte to the end of their exchange, with the queries and results of Attends,
+by shares of tenants: two of ATTEND_BYTES of a tenant alone. A further request waits, a further query is declined."""
+
 FRAME_BYTES = 1024 * 1024
 """Target size of one frame of pages: gRPC is fastest between one and two MiB."""
 
@@ -331,6 +345,10 @@ assert REPORTS_PER_MESSAGE * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert TOMBSTONES * SPEC_BYTES * 4 <= MESSAGE_BYTES
 assert LAYER_BYTES * 2 <= MESSAGE_BYTES
 assert QUESTION_BYTES <= MESSAGE_BYTES
+assert PAGES_PER_CALL * 45 + 4_096 <= BODY_BYTES
+assert STREAMS * SMALL_BODY_BYTES <= 32 * 1024 * 1024
+assert 4 * BODY_BYTES <= BODIES_BYTES
+assert 2 * (ATTEND_BYTES + BODY_BYTES) <= REQUESTS_BYTES
 assert TRANSPORTS * OFFER_BYTES <= MESSAGE_BYTES
 assert FRAME_BYTES <= LAYER_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL

@@ -2,8 +2,10 @@
 one exchange at a time.
 
 Bytes are moved without a copy: `send` takes them from any memory, `Incoming` writes them to any memory. What they mean
-is not known here. Every wait ends at its deadline, or when the other side closes the stream, or by `shutdown`. After an
-error the stream may have stopped within a frame, so it cannot be used again: the owner closes the socket.
+is not known here. A header is only a claim: the memory of a body grows as its bytes arrive, and a server charges large
+ones to the tenant of the connection (tenant_memory.py). Every wait ends at its deadline, or when the other side closes
+the stream, or by `shutdown`. After an error the stream may have stopped within a frame, so it cannot be used again: the
+owner closes the socket.
 
 A TLS socket will be another implementation of `_send` and `_receive_into`, the only two calls that touch the socket.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import mmap
 import os
 import select
 import socket
@@ -22,6 +25,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.tenant_memory import UNCHARGED, Account
 from kvcluster.wire import socket_frames
 from kvcluster.wire.socket_frames import HEADER, FrameKind, PeerFailed
 from kvcluster.wire.versions import check_version
@@ -59,12 +63,18 @@ class FramedSocket:
         self._fds: list[int] = []
         self._process: int | None = None
         self._ending = _ENDED
+        self._arriving = self.requests = UNCHARGED
+        self._frame_ms: float | None = None
         self.ended = False
         """Whether the other side is known to have closed the stream, or to have ended."""
 
     def tune(self, tune: Callable[[socket.socket], None]) -> None:
         """Calls `tune` with the socket, to set its options."""
         tune(self._socket)
+
+    def charge(self, *, arriving: Account, requests: Account, frame_ms: float) -> None:
+        """From now on large bodies are charged to these accounts, and a frame that has begun ends within `frame_ms`."""
+        self._arriving, self.requests, self._frame_ms = arriving, requests, frame_ms
 
     # ------------------------------------------------------------------------------------------ frames
 
@@ -85,13 +95,42 @@ class FramedSocket:
 
         Raises Unavailable, ProtocolError, or the error of a FAILED frame from the other side.
         """
+        kind, nbytes = self._next_kind(kinds, deadline)
+        with self._arriving.charged(nbytes, deadline):
+            return kind, self._body(kind, nbytes, deadline)
+
+    def receive_request(self, *kinds: FrameKind, deadline: Deadline) -> tuple[FrameKind, bytes]:
+        """As `receive`. The body stays charged to `requests` until the caller releases that."""
+        kind, nbytes = self._next_kind(kinds, deadline)
+        self.requests.take(nbytes, deadline)
+        return kind, self._body(kind, nbytes, deadline)
+
+    def receive_new(self, nbytes: int, deadline: Deadline) -> memoryview:
+        """Returns the bytes that follow a frame, in new memory, of which only what has arrived is occupied. Raises
+        Unavailable if they do not arrive."""
+        data = memoryview(bytearray(nbytes) if nbytes <= limits.SMALL_BODY_BYTES else _untouched(nbytes))
+        self.fill(data, deadline)
+        return data
+
+    def skip(self, nbytes: int, deadline: Deadline) -> None:
+        """Reads as many bytes after a frame, and drops them."""
+        scratch = memoryview(bytearray(min(nbytes, limits.SMALL_BODY_BYTES)))
+        while nbytes:
+            part = scratch[:nbytes]
+            self.fill(part, deadline)
+            nbytes -= part.nbytes
+
+    def _next_kind(self, kinds: Sequence[FrameKind], deadline: Deadline) -> tuple[FrameKind, int]:
         kind, nbytes = self._next_header(deadline)
         if kind is not FrameKind.FAILED and kind not in kinds:
             raise ProtocolError(f"{self.peer} sent a {kind.name} frame, expected {_either(kinds)}")
-        body = bytes(self._exactly(nbytes, deadline)) if nbytes else b""
+        return kind, nbytes
+
+    def _body(self, kind: FrameKind, nbytes: int, deadline: Deadline) -> bytes:
+        body = bytes(self.receive_new(nbytes, self._within(deadline))) if nbytes else b""
         if kind is FrameKind.FAILED:
             raise _failure(socket_frames.decode_failure(body), self.peer)
-        return kind, body
+        return body
 
     def incoming(self, nbytes: int, deadline: Deadline) -> Incoming:
         """Returns a Payload of the `nbytes` that follow a frame. The caller reads all of it before the next frame."""
@@ -179,7 +218,7 @@ class FramedSocket:
 
     def _next_header(self, deadline: Deadline) -> tuple[FrameKind, int]:
         """Returns the kind and the body bytes of the next frame. Raises Unavailable or ProtocolError."""
-        header = bytes(self._exactly(HEADER.size, deadline))
+        header = bytes(self.receive_new(HEADER.size, deadline))
         if self._version is None:
             self._version = socket_frames.version_of(header)  # kept even if it is refused, for the frame that says so
             check_version(self._version, newest=PROTOCOL_VERSION, of="a connection")
@@ -193,7 +232,7 @@ class FramedSocket:
         try:
             kind, nbytes = self._next_header(words)
             if kind is FrameKind.FAILED:
-                return _failure(socket_frames.decode_failure(bytes(self._exactly(nbytes, words))), self.peer)
+                return _failure(socket_frames.decode_failure(bytes(self.receive_new(nbytes, words))), self.peer)
         except (Unavailable, ProtocolError):
             """It sent none."""
         return lost
@@ -206,10 +245,11 @@ class FramedSocket:
                 self.wait_readable(deadline, view.nbytes)
             view = view[got:]
 
-    def _exactly(self, nbytes: int, deadline: Deadline) -> bytearray:
-        data = bytearray(nbytes)
-        self.fill(memoryview(data), deadline)
-        return data
+    def _within(self, deadline: Deadline) -> Deadline:
+        """Returns the deadline for the rest of a frame that has begun."""
+        if self._frame_ms is None:
+            return deadline
+        return min(deadline, Deadline.after_ms(self._frame_ms), key=lambda one: one.at_ns)
 
     def _send(self, buffers: Sequence[memoryview]) -> int:
         try:
@@ -298,6 +338,11 @@ def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
             return [buffer[sent:], *buffers[at + 1 :]]
         sent -= buffer.nbytes
     return []
+
+
+def _untouched(nbytes: int) -> mmap.mmap:
+    """Returns new memory whose pages are occupied when they are first written."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _either(kinds: Sequence[FrameKind]) -> str:

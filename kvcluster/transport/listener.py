@@ -26,6 +26,7 @@ from kvcluster.core.shares import Shares
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket
+from kvcluster.transport.tenant_memory import Account, TenantMemory
 from kvcluster.wire import socket_frames
 from kvcluster.wire.socket_frames import FrameKind
 
@@ -36,6 +37,9 @@ HELLO_S = 5.0
 
 _NEXT_S = 3_600.0
 """How long an unused connection is kept; a lease ends long before."""
+
+FRAME_S = 10.0
+"""How long the body of a frame may take. Payloads have the deadline of their exchange."""
 
 _LONGEST_S = 60.0
 """The longest deadline of an exchange, whatever its caller allows, so that no thread of a shard waits for ever."""
@@ -61,12 +65,14 @@ def serve_exchanges(link: FramedSocket, tenant_now: TenantNow, exchanges: Mappin
     """Serves exchanges one after the other, by the kind of frame that opens one, until the connection ends or its token
     is revoked, which raises."""
     while True:
-        kind, body = link.receive(*exchanges, deadline=patient())
-        tenant = tenant_now()
         try:
+            kind, body = link.receive_request(*exchanges, deadline=patient())
+            tenant = tenant_now()
             exchanges[kind](link, tenant, body)
         except RefusedByShard as refused:
             link.send(FrameKind.REFUSED, socket_frames.encode_refused(refused.refused), bounded())
+        finally:
+            link.requests.release()
 
 
 def bounded(remaining_ns: float = math.inf) -> Deadline:
@@ -113,6 +119,7 @@ class Listener:
         self._links: dict[FramedSocket, threading.Thread] = {}
         self._unknown: dict[FramedSocket, None] = {}  # those of _links whose credential has not arrived, oldest first
         self._shares = Shares(limits.STREAMS)
+        self.bodies, self.requests = TenantMemory(limits.BODIES_BYTES), TenantMemory(limits.REQUESTS_BYTES)
         self._lock = threading.Lock()
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name=f"kvcluster-{name}", daemon=True)
@@ -131,6 +138,8 @@ class Listener:
             self._listening.shutdown(socket.SHUT_RDWR)
         for link in links:
             link.shutdown()
+        for memory in (self.bodies, self.requests):
+            memory.close()
         for thread in links.values():
             thread.join()
         if self._accepting.ident is not None:
@@ -201,6 +210,12 @@ class Listener:
             raise ProtocolError("the token is not UTF-8") from None
         tenant = self._tenant_of(token)
         self._count(link, tenant)
+        wait_ms = _LONGEST_S * 1e3
+        link.charge(
+            arriving=Account(self.bodies, tenant, wait_ms),
+            requests=Account(self.requests, tenant, wait_ms),
+            frame_ms=FRAME_S * 1e3,
+        )
         try:
             self._serve(link, partial(self._tenant_of, token))
         finally:

@@ -74,15 +74,29 @@ class FrameKind(IntEnum):
 
 _MOST = {
     FrameKind.HELLO: limits.TOKEN_BYTES,
-    FrameKind.FAILED: limits.WORDS_BYTES,
+    FrameKind.WELCOME: limits.TOKEN_BYTES,
+    FrameKind.READ: limits.BODY_BYTES,
+    FrameKind.WRITE: limits.BODY_BYTES,
+    FrameKind.HEAD: limits.BODY_BYTES,
+    FrameKind.TAIL: limits.BODY_BYTES,
+    FrameKind.REFUSED: limits.SMALL_BODY_BYTES,
+    FrameKind.PAGES: limits.BODY_BYTES,
     FrameKind.DONE: 0,
+    FrameKind.FAILED: limits.WORDS_BYTES,
+    FrameKind.GRANT: limits.MESSAGE_BYTES,  # only a worker accepts it: the checksums of all layers of all its pages
+    FrameKind.WRITTEN: limits.BODY_BYTES,
     FrameKind.RENEW: 1,
     FrameKind.ABORT: 0,
+    FrameKind.ATTEND: limits.BODY_BYTES,
+    FrameKind.PARTIALS: limits.SMALL_BODY_BYTES * 4,  # SPANS_PER_CALL spans that are lacking
 }
+"""The most bytes of a body, by its kind: every kind has its bound here."""
 
 
 def encode_header(kind: FrameKind, nbytes: int, version: int = PROTOCOL_VERSION) -> bytes:
-    """Encodes the header of a frame whose body has `nbytes` bytes."""
+    """Encodes the header of a frame whose body has `nbytes` bytes. Raises LimitError if its kind allows fewer."""
+    if nbytes > _MOST[kind]:
+        raise LimitError(f"a {kind.name} frame of {nbytes} bytes exceeds the limit of {_MOST[kind]}")
     return HEADER.pack(MAGIC, version, kind, nbytes)
 
 
@@ -105,7 +119,7 @@ def decode_header(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[FrameKi
         known = FrameKind(kind)
     except ValueError:
         raise ProtocolError(f"a frame of kind {kind} is not known here") from None
-    must(nbytes <= _MOST.get(known, limits.MESSAGE_BYTES), f"a {known.name} frame of {nbytes} bytes exceeds the limit")
+    must(nbytes <= _MOST[known], f"a {known.name} frame of {nbytes} bytes exceeds the limit")
     return known, nbytes
 
 

@@ -9,17 +9,24 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, ProtocolError
 from kvcluster.testing.conformance.world import BOUND_S, soon
 from kvcluster.transport.base import Deadline, Unavailable, read_whole
 from kvcluster.transport.framed_socket import FramedSocket, dial
+from kvcluster.transport.tenant_memory import UNCHARGED, Account, TenantMemory
+from kvcluster.wire import socket_frames
 from kvcluster.wire.socket_frames import FrameKind
+from tests.resident import resident_bytes
+
+MIB = 2**20
 
 
 class Pair:
@@ -225,3 +232,64 @@ def test_the_end_of_the_other_sides_process_is_the_end_of_its_stream_once_what_i
     with pytest.raises(Unavailable, match="has ended") as gone:
         pair.far.receive(FrameKind.READ, deadline=soon())
     assert gone.value.miss.reason is MissReason.SHARD_LOST and pair.far.ended
+
+
+# ------------------------------------------------------------------------------------ what is only claimed
+
+
+def test_the_memory_of_a_body_grows_as_its_bytes_arrive() -> None:
+    links = [socket.socketpair() for _ in range(16)]
+    for near, _ in links:
+        near.sendall(socket_frames.encode_header(FrameKind.READ, 4 * MIB) + bytes(1_000))
+    held, before = [], resident_bytes()
+    tracemalloc.start()
+    for near, far in links:
+        link = FramedSocket(far, "far")
+        with pytest.raises(Unavailable) as trouble:
+            link.receive(FrameKind.READ, deadline=Deadline.after_ms(20))
+        assert trouble.value.miss.reason is MissReason.DEADLINE
+        held.append((near, link, trouble))  # with the frames of the traceback, and what they hold
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < MIB and resident_bytes() - before < 16 * MIB, "of 64 MiB that the headers claim"
+    for near, link, _ in held:
+        near.close()
+        link.close()
+
+
+def test_a_frame_that_has_begun_ends_soon_even_if_its_exchange_may_take_long(pair: Pair) -> None:
+    pair.far.charge(arriving=UNCHARGED, requests=UNCHARGED, frame_ms=20)
+    pair.near._socket.sendall(socket_frames.encode_header(FrameKind.READ, 100) + b"a part")
+    with pytest.raises(Unavailable) as trouble:
+        pair.far.receive(FrameKind.READ, deadline=Deadline.after_ms(3_600_000))
+    assert trouble.value.miss.reason is MissReason.DEADLINE
+
+
+def test_a_large_body_is_charged_while_it_arrives_and_a_request_until_it_is_released(
+    pair: Pair, aside: ThreadPoolExecutor
+) -> None:
+    bodies, requests = TenantMemory(2 * MIB), TenantMemory(2 * MIB)
+    pair.far.charge(
+        arriving=Account(bodies, Tenant("a"), 1e6), requests=Account(requests, Tenant("a"), 1e6), frame_ms=1e6
+    )
+    sent = aside.submit(lambda: [pair.near.send(FrameKind.READ, bytes(MIB), soon()) for _ in range(2)])
+    pair.far.receive_request(FrameKind.READ, deadline=soon())
+    assert (requests.total, bodies.total) == (MIB, 0)
+    pair.far.receive(FrameKind.READ, deadline=soon())
+    assert (requests.total, bodies.total) == (MIB, 0)
+    sent.result(BOUND_S)
+    pair.far.requests.release()
+    assert requests.total == 0
+    pair.near._socket.sendall(socket_frames.encode_header(FrameKind.READ, MIB))
+    with pytest.raises(Unavailable):
+        pair.far.receive(FrameKind.READ, deadline=Deadline.after_ms(20))
+    assert bodies.total == 0
+
+
+def test_what_is_dropped_is_read_to_its_end(pair: Pair, aside: ThreadPoolExecutor) -> None:
+    sent = aside.submit(lambda: pair.near.send(FrameKind.READ, b"", soon(), [memoryview(bytes(300_001))]))
+    pair.far.receive(FrameKind.READ, deadline=soon())
+    pair.far.skip(300_001, soon())
+    sent.result(BOUND_S)
+    pair.near.send(FrameKind.DONE, b"", soon())
+    assert pair.far.receive(FrameKind.DONE, deadline=soon()) == (FrameKind.DONE, b"")

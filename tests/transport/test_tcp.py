@@ -16,6 +16,7 @@ from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
 from kvcluster.pages import codec
+from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.testing.conformance import NetworkClaims, TransportConformance, Wire, World, open_world
 from kvcluster.testing.conformance.content import (
@@ -100,7 +101,7 @@ class Raw(StreamPeer):
         return said
 
 
-TOO_MUCH = socket_frames.encode_header(FrameKind.HELLO, limits.TOKEN_BYTES + 1)
+TOO_MUCH = struct.pack("<HBBI", socket_frames.MAGIC, PROTOCOL_VERSION, FrameKind.HELLO, limits.TOKEN_BYTES + 1)
 
 
 NO_REQUESTS = [

@@ -9,8 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core import limits
-from kvcluster.core.messages import ReadRequest, Refused, WriteRequest
-from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.groups import Part
+from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, SpanId
+from kvcluster.core.messages import (
+    AttendRequest,
+    AttendRow,
+    PageWants,
+    ReadRequest,
+    Refused,
+    WantKind,
+    WriteRequest,
+)
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import (
     CallerError,
     ConfigError,
@@ -34,9 +44,34 @@ def test_a_header_says_what_follows_and_how_much(kind: FrameKind) -> None:
     assert socket_frames.decode_header(data) == (kind, 0)
 
 
+@pytest.mark.parametrize("kind", sorted({*FrameKind} - {FrameKind.GRANT}))
+def test_no_frame_to_a_shard_claims_more_than_a_few_mib(kind: FrameKind) -> None:
+    """A shard refuses a GRANT, which only a worker gets, before it looks at its size."""
+    with pytest.raises(ProtocolError, match="exceeds the limit"):
+        socket_frames.decode_header(struct.pack("<HBBI", socket_frames.MAGIC, NOW, kind, 4 * 2**20 + 1))
+    with pytest.raises(LimitError, match="exceeds the limit"):
+        socket_frames.encode_header(kind, 4 * 2**20 + 1)
+
+
+def test_the_largest_requests_fit_their_frames() -> None:
+    attempt, namespace, hashes = Attempt(Holder(b"\xff" * 16), 2**62), NamespaceId(b"n" * 32), [b"h" * 32] * 2**16
+    part, most = Part(64_999, 65_000, 31, 32), limits.PAGES_PER_CALL
+    wants = PageWants([BlockHash(each) for each in hashes], [0] * most, [WantKind(3, part, 0, 1)])
+    read = ReadRequest(namespace, attempt, Epoch(2**62), wants, Loss.EXACT)
+    spans, subtrees = tuple(map(SpanId, range(2**62, 2**62 + 64))), ((63, 2**32 - 1),) * 64
+    rows = (AttendRow(2**20, 4, spans, subtrees),) * limits.ATTEND_ROWS
+    attend = AttendRequest(attempt, Epoch(2**62), 80, 32, 128, "float32", 0.1, rows)
+    for kind, body in (
+        (FrameKind.READ, socket_frames.encode_read(read, 2**62)),
+        (FrameKind.ATTEND, socket_frames.encode_attend(attend, 2**62)),
+        (FrameKind.WRITTEN, bytes(8 + limits.WRITE_PAGES * (4 + 8 * 200))),  # 200 layers
+    ):
+        assert socket_frames.decode_header(socket_frames.encode_header(kind, len(body))) == (kind, len(body))
+
+
 def test_the_layout_is_the_one_that_is_documented() -> None:
-    assert socket_frames.encode_header(FrameKind.PAGES, 0x01020304) == bytes.fromhex(
-        f"4b53 {PROTOCOL_VERSION:02x} 08 04030201"
+    assert socket_frames.encode_header(FrameKind.PAGES, 0x00020304) == bytes.fromhex(
+        f"4b53 {PROTOCOL_VERSION:02x} 08 04030200"
     )
     body = socket_frames.encode_pages([Record(7, 3, 0x0102, (2**64 - 1, 0), memoryview(b"abcd"))])
     assert body == bytes.fromhex("01000000 07000000 0300 0200 0201 0000 0400000000000000") + b"\xff" * 8 + bytes(8)
