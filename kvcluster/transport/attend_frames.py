@@ -3,14 +3,16 @@
     -> ATTEND AttendRequest, query   <- PARTIALS AttendReply, results     or REFUSED in the place of PARTIALS
 
 The bytes of query and results follow their frames, out of the memory that they lie in. How many follow is known from
-the frame, and bounded there, before any memory is taken for them.
+the frame, and bounded there. The memory of a query grows as its bytes arrive. Query and results are charged to the
+tenant until the results are sent; a tenant that has its share is declined, and its query is dropped as it arrives.
 """
 
 from __future__ import annotations
 
+from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Attended, AttendRequest
-from kvcluster.transport.attend_session import serve_attend
+from kvcluster.transport.attend_session import decline_busy, serve_attend
 from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, PageHost, RefusedByShard
 from kvcluster.transport.framed_socket import FramedSocket
@@ -29,16 +31,18 @@ def ask_to_attend(link: FramedSocket, request: AttendRequest, query: memoryview,
     if kind is FrameKind.REFUSED:
         raise RefusedByShard(socket_frames.decode_refused(body))
     answer = spans.decode_attend_answer(body)
-    data = memoryview(bytearray(answer.nbytes if isinstance(answer, Attended) else 0))
-    link.fill(data, deadline)
-    return SpanResults(answer, data)
+    return SpanResults(answer, link.receive_new(answer.nbytes if isinstance(answer, Attended) else 0, deadline))
 
 
 def serve_attend_frames(host: PageHost, path: str, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
     """Serves one Attend, whose ATTEND frame has this body: an Exchange (listener.py)."""
     request, remaining_ns = socket_frames.decode_attend(body)
     deadline = bounded(remaining_ns)
-    query = memoryview(bytearray(spans.query_bytes(request)))
-    link.fill(query, deadline)
-    answer, data = serve_attend(host, tenant, request, query, deadline, path=path)
+    nbytes = spans.query_bytes(request)
+    if link.requests.try_take(max(nbytes, min(spans.result_bytes(request), limits.ATTEND_BYTES))):
+        query = link.receive_new(nbytes, deadline)
+        answer, data = serve_attend(host, tenant, request, query, deadline, path=path)
+    else:
+        link.skip(nbytes, deadline)
+        answer, data = decline_busy(host, tenant, request, "queries of this tenant hold its share of memory", path=path)
     link.send(FrameKind.PARTIALS, spans.encode_attend_answer(answer), deadline, [data] if data.nbytes else [])

@@ -53,13 +53,19 @@ def serve_attend(
     try:
         answer, data = host.compute(tenant, lambda: _attend(host, tenant, request, query, deadline, path), deadline)
     except ComputeBusy as busy:
-        named = Operation.ATTEND, path, tenant, request.attempt
-        seconds, missed = time.monotonic() - began, {DeclineReason.BUSY.value: len(request.spans)}
-        host.exchange_ended(ExchangeSummary(*named, ExchangeResult.DONE, seconds, missed=missed))
-        return SpanResults(AttendDeclined(DeclineReason.BUSY, str(busy)), _NOTHING)
+        return decline_busy(host, tenant, request, str(busy), path=path, seconds=time.monotonic() - began)
     if isinstance(answer, Attended):
         answer = replace(answer, time_us=round((time.monotonic() - began) * 1e6))
     return SpanResults(answer, data)
+
+
+def decline_busy(
+    host: PageHost, tenant: Tenant, request: AttendRequest, why: str, *, path: str, seconds: float = 0.0
+) -> SpanResults:
+    """Returns the answer of a shard that has no room for a compute, after which the worker loads the pages."""
+    named, missed = (Operation.ATTEND, path, tenant, request.attempt), {DeclineReason.BUSY.value: len(request.spans)}
+    host.exchange_ended(ExchangeSummary(*named, ExchangeResult.DONE, seconds, missed=missed))
+    return SpanResults(AttendDeclined(DeclineReason.BUSY, why), _NOTHING)
 
 
 def _attend(

@@ -120,6 +120,12 @@ def query_bytes(request: AttendRequest) -> int:
     return request.tokens * request.heads * request.dim * DTYPE_BYTES[request.dtype]
 
 
+def result_bytes(request: AttendRequest) -> int:
+    """Returns the bytes of the results of a request if values have as many channels as the query or fewer."""
+    width = 4 * request.heads * ((request.latent_values or request.dim) + 1)
+    return sum(row.tokens * len(row.subtrees) for row in request.rows) * width
+
+
 def _check_attend(request: AttendRequest) -> None:
     if request.dtype not in QUERY_DTYPES:
         raise ProtocolError(f"a query of dtype {request.dtype!r} is not known here; send {' or '.join(QUERY_DTYPES)}")

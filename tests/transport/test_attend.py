@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ from kvcluster.errors import KVClusterError
 from kvcluster.runtime.compute_pool import ComputePool
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.attend_frames import ask_to_attend
 from kvcluster.transport.attending import Attends, SpanResults
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
@@ -58,6 +60,7 @@ from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.wire import socket_frames
 from kvcluster.wire import spans as wire
 from kvcluster.wire.socket_frames import FrameKind
+from tests.resident import resident_bytes
 
 LAYERS, HEADS, DIM, BLOCK, GROUP = 2, 2, 16, 16, 2
 SPEC = KVSpec.uniform(
@@ -75,6 +78,11 @@ TOKENS = [(7 * at) % 1000 for at in range(CUTS * CUT_TOKENS)]
 CUT_BLOCKS = CUT_TOKENS // BLOCK
 TENANT = Tenant("default")
 LAYOUT = PageLayout(SPEC.groups[0], BLOCK, LAYERS, HEADS)
+
+
+MIB = 2**20
+SERVERS: dict[str, Any] = {}
+"""The servers that this module has opened, by their address."""
 
 
 def soon() -> Deadline:
@@ -133,6 +141,7 @@ def opened(kind: str, host: ShardHost, stack: ExitStack) -> Attends:
     else:
         server = ShmServer(host, lambda token: TENANT)
         path = ShmPages(server.address, None)
+    SERVERS[server.address] = server
     stack.callback(server.close)
     server.start()
     stack.callback(path.close)
@@ -437,3 +446,56 @@ def test_a_query_that_ends_early_ends_the_connection_and_pins_nothing(cluster: M
         link.send(FrameKind.ATTEND, socket_frames.encode_attend(sample(), 10**9), soon(), [memoryview(b"short")])
         path._links.discard(link)
     assert not any(page.pins for page in host.core.pool.everything())
+
+
+def test_the_memory_of_a_query_grows_as_its_bytes_arrive(cluster: MemoryCluster, pool: Tensor) -> None:
+    host = cluster.shards[ShardId("shard-0")]
+    request = sample(rows=(row(0, 2_048, [1]),), heads=64, dim=128)
+    assert wire.query_bytes(request) == 32 * MIB
+    with ExitStack() as stack:
+        path = opened("tcp", host, stack)
+        assert isinstance(path, TcpPages)
+        links = [path._links.take(soon()) for _ in range(8)]
+        before = resident_bytes()
+        tracemalloc.start()
+        for link in links:
+            link.send(FrameKind.ATTEND, socket_frames.encode_attend(request, 10**10), soon(), [memoryview(b"part")])
+        held = served_by(path)._listener.requests
+        cluster.wait_until(lambda: held.total == 2 * 32 * MIB)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 4 * MIB and resident_bytes() - before < 16 * MIB, "of 256 MiB that the requests claim"
+        for link in links:
+            path._links.discard(link)
+        cluster.wait_until(lambda: not held.total)
+
+
+def test_a_tenant_whose_queries_hold_its_share_is_declined_and_its_connection_goes_on(
+    cluster: MemoryCluster, pool: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "REQUESTS_BYTES", 5 * MIB)
+    host = cluster.shards[ShardId("shard-0")]
+    large = sample(rows=(row(0, 512, [1]),), heads=16, dim=128, fused=uses_fused())
+    query = memoryview(bytes(wire.query_bytes(large)))
+    with ExitStack() as stack:
+        path = opened("tcp", host, stack)
+        assert isinstance(path, TcpPages) and query.nbytes == 2 * MIB
+        stalled = path._links.take(soon())
+        stalled.send(FrameKind.ATTEND, socket_frames.encode_attend(large, 10**10), soon())
+        held = served_by(path)._listener.requests
+        cluster.wait_until(lambda: held.total == 2 * MIB)
+        link = path._links.take(soon())
+        for _ in range(2):
+            answer, _ = ask_to_attend(link, replace(large, attempt=own_attempts()()), query, soon())
+            assert isinstance(answer, AttendDeclined) and answer.reason is DeclineReason.BUSY
+        assert held.total == 2 * MIB
+        path._links.discard(stalled)
+        cluster.wait_until(lambda: not held.total)
+        with pytest.raises(RefusedByShard, match="epoch"):  # there is room again, and the shard looks at the request
+            ask_to_attend(link, replace(large, attempt=own_attempts()()), query, soon())
+        path._links.keep(link)
+
+
+def served_by(path: TcpPages) -> TcpServer:
+    server: TcpServer = SERVERS[path.address]
+    return server
