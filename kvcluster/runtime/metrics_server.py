@@ -1,7 +1,9 @@
 """Metrics and health of a process over HTTP: `/metrics` for Prometheus, `/healthz` and `/readyz` for probes.
 
-It asks for no credential, so its address should be closed to strangers (config.MetricsConfig). A few requests are
-answered at a time, each connection has seconds to send its request, and a request has no body.
+It asks for no credential, so its address should be closed to strangers (config.MetricsConfig). From its connection to
+the end of its answer a request has REQUEST_S, however its bytes arrive; it has HEAD_BYTES and no body. Of _CONNECTIONS
+connections that have not sent their request yet a further one ends the oldest, so none that dawdles keeps a probe out.
+Few scrapes are answered at a time, with samples that are collected once in KEPT_S; probes need no place among them.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from socketserver import ThreadingMixIn
-from typing import Any, Protocol
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from socketserver import BaseRequestHandler, TCPServer, ThreadingMixIn
+from typing import Any, NamedTuple, Protocol
 
 from kvcluster.config import MetricsConfig
 from kvcluster.errors import ConfigError
@@ -27,10 +30,12 @@ from kvcluster.transport.listening import first_free
 
 log = logging.getLogger(__name__)
 
-_AT_ONCE = 8
-_REQUEST_S = 5.0
+REQUEST_S = 5.0
+KEPT_S = 1.0
+HEAD_BYTES = 8 * 1024
+_CONNECTIONS = 64
+_SCRAPES = 4
 _TEXT = "text/plain; charset=utf-8"
-_STATUS = {True: "200 OK", False: "503 Service Unavailable"}
 
 Collect = Callable[[], Iterable[Sample | Histogram]]
 WhyNot = Callable[[], str]
@@ -41,17 +46,16 @@ class MetricsServer:
     """Serves from `start` to `close`. Raises ConfigError if it cannot listen, or if prometheus-client is missing."""
 
     def __init__(self, host: str, port: int, collect: Collect, *, alive: WhyNot, ready: WhyNot) -> None:
-        self._exposition, registry = _registry(collect)
-        self._registry = registry
+        self._page = _MetricsPage(collect)
         self._probes: Mapping[str, WhyNot] = {"/healthz": alive, "/readyz": ready}
+        self._scrapes = threading.Semaphore(_SCRAPES)
         try:
-            self._server = _Server((host, port), _Handler)
+            self._server = _Server((host, port), partial(_Handler, self._answer))
         except OSError as error:
             raise ConfigError(
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}. Choose another metrics.port"
             ) from None
-        self.port = self._server.server_port
-        self._server.set_app(self._answer)
+        self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvcluster-metrics", daemon=True)
 
     def start(self) -> None:
@@ -64,20 +68,49 @@ class MetricsServer:
             self._thread.join()
         self._server.server_close()
 
-    def _answer(self, environ: Mapping[str, Any], respond: Callable[..., Any]) -> list[bytes]:
-        path, probe = environ["PATH_INFO"], self._probes.get(environ["PATH_INFO"])
-        if environ["REQUEST_METHOD"] != "GET":
-            status, kind, body = "405 Method Not Allowed", _TEXT, b"only GET is served here\n"
-        elif path == "/metrics":
-            body = self._exposition.generate_latest(self._registry)
-            status, kind = "200 OK", self._exposition.CONTENT_TYPE_LATEST
-        elif probe is not None:
+    def _answer(self, method: str, path: str) -> _Answer:
+        probe = self._probes.get(path)
+        if method != "GET":
+            return _Answer("405 Method Not Allowed", b"only GET is served here\n")
+        if probe is not None:
             why_not = probe()
-            status, kind, body = _STATUS[not why_not], _TEXT, f"{why_not or 'ok'}\n".encode()
-        else:
-            status, kind, body = "404 Not Found", _TEXT, b"there are /metrics, /healthz and /readyz\n"
-        respond(status, [("Content-Type", kind), ("Content-Length", str(len(body)))])
-        return [body]
+            return _Answer("503 Service Unavailable" if why_not else "200 OK", f"{why_not or 'ok'}\n".encode())
+        if path != "/metrics":
+            return _Answer("404 Not Found", b"there are /metrics, /healthz and /readyz\n")
+        if not self._scrapes.acquire(blocking=False):
+            return _Answer("503 Service Unavailable", b"too many scrapes at once; try again\n")
+        try:
+            return _Answer("200 OK", self._page.text(), self._page.content_type)
+        finally:
+            self._scrapes.release()
+
+
+class _Answer(NamedTuple):
+    status: str
+    body: bytes
+    kind: str = _TEXT
+
+    def encoded(self) -> bytes:
+        head = f"HTTP/1.1 {self.status}\r\nContent-Type: {self.kind}\r\nContent-Length: {len(self.body)}\r\n"
+        return f"{head}Connection: close\r\n\r\n".encode() + self.body
+
+
+class _MetricsPage:
+    """The text of all samples. It is made by one thread at a time, and serves for KEPT_S."""
+
+    def __init__(self, collect: Collect) -> None:
+        self._exposition, self._registry = _registry(collect)
+        self.content_type: str = self._exposition.CONTENT_TYPE_LATEST
+        self._lock = threading.Lock()
+        self._text = b""
+        self._made = -KEPT_S
+
+    def text(self, clock: Callable[[], float] = time.monotonic) -> bytes:
+        with self._lock:
+            if clock() - self._made >= KEPT_S:
+                self._text = self._exposition.generate_latest(self._registry)
+                self._made = clock()
+            return self._text
 
 
 class MeteredHost(Protocol):
@@ -123,45 +156,86 @@ class ProcessSamples:
         ]
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """Answers at most _AT_ONCE requests at a time; a further connection is closed."""
+class _Server(ThreadingMixIn, TCPServer):
+    """Keeps its connections, in the order in which they were accepted, and ends those whose time is over."""
 
     daemon_threads = True
+    request_queue_size = 2 * _CONNECTIONS
+    allow_reuse_address = True  # a scrape that this side has ended keeps the port for a minute
 
     def __init__(self, *arguments: Any) -> None:
-        self._places = threading.Semaphore(_AT_ONCE)
+        self._lock = threading.Lock()
+        self._silent: dict[socket.socket, None] = {}  # those whose request has not arrived
+        self._until: dict[socket.socket, float] = {}
         super().__init__(*arguments)
 
-    def server_bind(self) -> None:
-        # Not WSGIServer's, which asks a name server who this host is. A scrape that this side has ended keeps the port
-        # for a minute; without the option the next process could not have it.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        with self._lock:
+            if len(self._silent) >= _CONNECTIONS:
+                oldest = next(iter(self._silent))
+                del self._silent[oldest]
+                _end(oldest)
+            if len(self._until) >= 2 * _CONNECTIONS:
+                _end(next(iter(self._until)))  # its answer is not taken by its reader
+            full = len(self._until) >= 4 * _CONNECTIONS
+            self._silent[request] = None
+            self._until[request] = time.monotonic() + REQUEST_S
+        if full:  # so many threads have not ended yet
             self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+    def request_arrived(self, request: socket.socket) -> None:
+        """The connection is no longer one of those that have sent nothing."""
+        with self._lock:
+            self._silent.pop(request, None)
+
+    def service_actions(self) -> None:
+        """Called about twice a second: ends what has taken too long."""
+        self.end_late(time.monotonic())
+
+    def end_late(self, now: float) -> None:
+        with self._lock:
+            for request, until in self._until.items():
+                if now >= until:
+                    _end(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._silent.pop(request, None)
+            self._until.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.info("a request for metrics failed", exc_info=True)
 
 
-class _Handler(WSGIRequestHandler):
-    timeout = _REQUEST_S
+def _end(request: socket.socket) -> None:
+    """Wakes the thread that reads from this connection or writes to it; that thread closes it."""
+    with suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Logs nothing: probes come every few seconds."""
+
+class _Handler(BaseRequestHandler):
+    """Answers one request of a connection. What is no request, or is ended, gets no answer."""
+
+    def __init__(self, answer: Callable[[str, str], _Answer], *arguments: Any) -> None:
+        self._answer = answer
+        super().__init__(*arguments)
+
+    def handle(self) -> None:
+        connected: socket.socket = self.request
+        with suppress(OSError):
+            head = b""
+            while b"\r\n\r\n" not in head:
+                received = connected.recv(HEAD_BYTES - len(head))
+                head += received
+                if not received:  # it has ended, or its head is too long
+                    return
+            server: _Server = self.server  # type: ignore[assignment] # the only one that has this handler
+            server.request_arrived(connected)
+            method, target, *_ = [*head.split(b"\r\n", 1)[0].decode("latin-1").split(" "), "", ""]
+            connected.sendall(self._answer(method, target.partition("?")[0]).encoded())
 
 
 def metric_families(samples: Iterable[Sample | Histogram]) -> Iterator[Any]:

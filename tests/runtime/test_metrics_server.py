@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+import threading
 from collections.abc import Iterator
 from unittest.mock import Mock
 
@@ -34,12 +35,16 @@ class Served:
         self.server.start()
 
     def get(self, path: str, method: str = "GET") -> tuple[int, str]:
-        connection = http.client.HTTPConnection(HOST, self.server.port, timeout=LONG_S)
-        connection.request(method, path)
-        answer = connection.getresponse()
-        text = answer.read().decode()
-        connection.close()
-        return answer.status, text
+        return answer_of(self.server.port, path, method)
+
+
+def answer_of(port: int, path: str, method: str = "GET") -> tuple[int, str]:
+    connection = http.client.HTTPConnection(HOST, port, timeout=LONG_S)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
 
 
 @pytest.fixture
@@ -82,25 +87,96 @@ def test_other_paths_and_methods_are_refused(served: Served) -> None:
     assert served.get("/metrics", "POST")[0] == 405
 
 
-def test_connections_that_say_nothing_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.05)
-    idle = [socket.create_connection((HOST, served.server.port)) for _ in range(2 * metrics_server._AT_ONCE)]
-    for link in idle:
-        link.settimeout(LONG_S)
-        with link:
-            assert link.recv(1) == b""
-    assert eventually(lambda: served.get("/healthz") == (200, "ok\n"))
+def test_connections_that_dawdle_shut_out_no_probe(served: Served) -> None:
+    dripping = [socket.create_connection((HOST, served.server.port), LONG_S) for _ in range(40)]
+    for link in dripping:
+        link.sendall(b"GET /healthz HTTP/1.1\r\nX-Drip: ")
+    for _ in range(5):
+        assert served.get("/healthz") == (200, "ok\n")
+        assert served.get("/metrics")[0] == 200
+        for link in dripping:
+            link.sendall(b"x")
+    for link in dripping:
+        link.close()
 
 
-def test_more_than_a_few_requests_at_a_time_are_turned_away(served: Served) -> None:
-    idle = [socket.create_connection((HOST, served.server.port)) for _ in range(metrics_server._AT_ONCE)]
-    eventually(lambda: served.server._server._places._value == 0)  # type: ignore[attr-defined]
-    with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
-        served.get("/healthz")
+def test_the_oldest_that_has_sent_nothing_ends_for_one_that_comes(served: Served) -> None:
+    idle = [socket.create_connection((HOST, served.server.port), LONG_S) for _ in range(metrics_server._CONNECTIONS)]
+    assert eventually(lambda: len(served.server._server._silent) == len(idle))
+    assert served.get("/healthz") == (200, "ok\n")
+    assert idle[0].recv(1) == b""
+    idle[1].sendall(b"GET /readyz HTTP/1.1\r\n\r\n")
+    assert idle[1].recv(100).startswith(b"HTTP/1.1 200")
     for link in idle:
         link.close()
-    assert eventually(lambda: served.server._server._places._value == metrics_server._AT_ONCE)  # type: ignore[attr-defined]
+
+
+def test_a_request_ends_at_its_deadline_however_its_bytes_arrive(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_server, "REQUEST_S", 0.2)
+    with socket.create_connection((HOST, served.server.port), LONG_S) as dripping:
+
+        def drip() -> bool:
+            try:
+                dripping.sendall(b"G")
+            except ConnectionError:
+                return True
+            return False
+
+        assert eventually(drip, 20.0)
+    assert eventually(lambda: not served.server._server._until)
+
+
+def test_a_request_has_a_bounded_head(served: Served) -> None:
+    with socket.create_connection((HOST, served.server.port), LONG_S) as endless:
+        endless.sendall(b"GET / HTTP/1.1\r\n" + b"x" * metrics_server.HEAD_BYTES)
+        with pytest.raises(ConnectionResetError):
+            while endless.recv(1):
+                pass
+            raise ConnectionResetError  # the end of the stream says the same
     assert served.get("/healthz") == (200, "ok\n")
+
+
+def test_samples_serve_all_scrapes_of_a_second() -> None:
+    collected: list[int] = []
+
+    def collect() -> list[Sample]:
+        collected.append(1)
+        return [Sample("kvcluster_blocks", (), float(len(collected)))]
+
+    page, now = metrics_server._MetricsPage(collect), 0.0
+    texts = [page.text(lambda: now) for _ in range(24)]
+    assert len(collected) == 1 and b"kvcluster_blocks 1.0" in texts[0] and len(set(texts)) == 1
+    now = metrics_server.KEPT_S
+    assert b"kvcluster_blocks 2.0" in page.text(lambda: now)
+
+
+def test_more_than_a_few_scrapes_at_a_time_are_turned_away_and_probes_are_not() -> None:
+    collecting, go_on = threading.Semaphore(0), threading.Event()
+
+    def collect() -> list[Sample]:
+        collecting.release()
+        assert go_on.wait(LONG_S)
+        return []
+
+    server = MetricsServer(HOST, 0, collect, alive=lambda: "", ready=lambda: "")
+    server.start()
+    try:
+        scrapes = [socket.create_connection((HOST, server.port), LONG_S) for _ in range(metrics_server._SCRAPES)]
+        for link in scrapes:
+            link.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert collecting.acquire(timeout=LONG_S)
+        assert eventually(lambda: server._scrapes._value == 0)
+        assert answer_of(server.port, "/metrics")[0] == 503
+        assert answer_of(server.port, "/healthz") == (200, "ok\n")
+        go_on.set()
+        for link in scrapes:
+            with link:
+                assert link.recv(100).startswith(b"HTTP/1.1 200")
+    finally:
+        go_on.set()
+        server.close()
 
 
 def test_a_port_in_use_is_a_config_error_and_none_is_none() -> None:
