@@ -148,7 +148,7 @@ class TraceWriter:
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._remove_oldest()
-        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         self._size = os.fstat(self._file).st_size
 
     def _turn_over(self) -> None:

@@ -25,6 +25,7 @@ from kvcluster.core.ids import NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import Erase, PageMove, PageSlot, Tombstone
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.runtime.private_files import open_file, open_folder
 from kvcluster.runtime.tombstones import NotUnderstood, TombstoneFile
 from kvcluster.wire import page_files
 from kvcluster.wire.page_files import Head
@@ -32,7 +33,6 @@ from kvcluster.wire.page_files import Head
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9]{4}\.pages")
-_OWNER_ONLY = 0o600
 _KEPT_FREE = 0.05
 """The share of a drive that new files leave free: a full drive stops everything else on the machine."""
 
@@ -73,7 +73,7 @@ class DiskFolder:
         self._known: dict[int, _KnownFile] = {}
         self._unsynced: dict[int, None] = {}  # files whose previous header a power loss may bring back
         self._behind = False  # the last erasure failed, so earlier ones are due again
-        self._lock = self._locked()
+        self._opened_folder, self._lock = self._locked()
 
     @classmethod
     def open(cls, config: ShardConfig, shard: ShardId) -> tuple[DiskFolder, RecoveredPages]:
@@ -92,6 +92,7 @@ class DiskFolder:
     def close(self) -> None:
         """Releases the folder for another process."""
         os.close(self._lock)
+        os.close(self._opened_folder)
 
     def view(self, slot: PageSlot) -> None:
         """Returns None: a page in a file is not addressable memory."""
@@ -136,24 +137,23 @@ class DiskFolder:
 
     # ------------------------------------------------------------------------------------------- opening
 
-    def _locked(self) -> int:
-        """Returns a descriptor that holds the lock of the folder."""
+    def _locked(self) -> tuple[int, int]:
+        """Returns descriptors of the folder and of its lock, which is held."""
+        opened: list[int] = []
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, _OWNER_ONLY)
+            opened.append(open_folder(self._folder, make=True))
+            opened.append(open_file(opened[0], "lock", os.O_RDWR | os.O_CREAT))
+            fcntl.flock(opened[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise self._unusable(error) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            for descriptor in opened:
+                os.close(descriptor)
+            if len(opened) == 2 and error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise ConfigError(
                     f"another process uses {self._folder}; give each cluster a disk_dir of its own, "
                     "or restart this shard when that process has ended"
                 ) from None
             raise self._unusable(error) from None
-        return lock
+        return opened[0], opened[1]
 
     def _preallocate(self) -> None:
         """Preallocates as many files as the drive has room for, at least one, and removes the files beyond them. New
@@ -276,7 +276,7 @@ class DiskFolder:
 
     @contextmanager
     def _opened(self, number: int, flags: int = os.O_RDWR) -> Iterator[int]:
-        file = os.open(self._path(number), flags, _OWNER_ONLY)
+        file = open_file(self._opened_folder, self._path(number).name, flags)
         try:
             yield file
         finally:

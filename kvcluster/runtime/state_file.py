@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -31,10 +31,12 @@ def locked(folder: Path, *, make: bool) -> Iterator[int]:
 def replace_file(path: Path, data: bytes, folder: int) -> None:
     """Replaces the content of a file in that opened folder. When it returns, the content is on disk. Raises OSError;
     the old file then stays."""
-    new = path.with_name(f"{path.name}.new")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    new = f"{path.name}.new"
+    with suppress(FileNotFoundError):  # of a process that was killed, or a link that another user has left
+        os.unlink(new, dir_fd=folder)
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    new.rename(path)
+    os.rename(new, path.name, src_dir_fd=folder, dst_dir_fd=folder)
     os.fsync(folder)

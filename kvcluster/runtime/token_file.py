@@ -113,7 +113,9 @@ def read_token_file(path: str) -> Tokens:
     """Returns the content of a token file. Raises ConfigError if it cannot be read, is not valid, or could have been
     written by another user than root and the user of this process."""
     try:
-        with open(path, "rb") as file:
+        with open(
+            os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb"
+        ) as file:  # of a pipe, `open` would wait for a writer
             found = os.fstat(file.fileno())
             data = file.read(limits.TOKEN_FILE_BYTES + 1)
         text = data.decode("utf-8")

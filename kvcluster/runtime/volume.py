@@ -1,7 +1,8 @@
 """Which shard a folder on disk belongs to: a file in it names the cluster, the group and the shard.
 
 A shard claims its folder before it opens the disk tier there (runtime/disk.py). The folder of another cluster or group
-is refused by name; one from before there were such files is taken over.
+is refused by name, that of another user altogether (private_files.py); one from before there were such files is taken
+over.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from kvcluster.core.ids import ShardId
 from kvcluster.errors import ConfigError
+from kvcluster.runtime.private_files import open_folder, read_file
 from kvcluster.runtime.state_file import locked, replace_file
 
 _NAME = "identity.json"
@@ -31,6 +33,10 @@ def claim_volume(disk_dir: str, owner: Identity) -> None:
     """Writes the identity into the shard's folder below `disk_dir`, which is made if it is missing. Raises ConfigError
     if the folder belongs to another cluster or group, or cannot be used."""
     folder = Path(disk_dir) / owner.shard
+    try:
+        os.close(open_folder(folder, make=True))
+    except OSError as error:
+        raise _unusable(folder, error) from None
     found = read_identity(folder)
     if found == owner:
         return
@@ -41,18 +47,25 @@ def claim_volume(disk_dir: str, owner: Identity) -> None:
             "or remove that folder if its pages are not needed"
         )
     try:
-        with locked(folder, make=True) as opened:
+        with locked(folder, make=False) as opened:
             replace_file(folder / _NAME, json.dumps(owner._asdict(), indent=1).encode(), opened)
     except OSError as error:
-        raise ConfigError(f"shard.disk_dir: {folder} cannot be used: {error.strerror or error}") from None
+        raise _unusable(folder, error) from None
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"shard.disk_dir: {folder} cannot be used: {error.strerror or error}")
 
 
 def read_identity(folder: Path) -> Identity | None:
     """Returns the owner of this folder; None if it has none yet. Raises ConfigError if its file cannot be read."""
     path = folder / _NAME
     try:
-        with path.open("rb") as file:
-            values: Any = json.loads(file.read(_MOST_BYTES))
+        opened = open_folder(folder, make=False)
+        try:
+            values: Any = json.loads(read_file(opened, _NAME, _MOST_BYTES))
+        finally:
+            os.close(opened)
         return Identity(str(values["cluster"]), str(values["group"]), ShardId(str(values["shard"])))
     except (FileNotFoundError, NotADirectoryError):
         return None

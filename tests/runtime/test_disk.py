@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,10 @@ from kvcluster.errors import ConfigError
 from kvcluster.pages import checksum
 from kvcluster.runtime import tier_io, tombstones
 from kvcluster.runtime.disk import DiskFolder, open_disk
+from kvcluster.runtime.volume import Identity, claim_volume, read_identity
 
 SHARD = ShardId("shard-0")
+OWNER = Identity("cluster", "group", SHARD)
 RED, BLUE = Tenant("red"), Tenant("blue")
 SPEC = KVSpec.uniform(
     model="m", weights="sha256:1", num_layers=2, num_kv_heads=2, head_dim=32, dtype="bfloat16", block_tokens=8
@@ -800,12 +803,12 @@ def test_a_file_that_has_begun_another_life_is_synced_by_a_purge_of_the_old_one(
 def test_a_folder_whose_tombstones_cannot_be_rewritten_is_not_emptied(
     full: Drive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def failing(self: Path, target: Path) -> Path:
+    def failing(*arguments: Any, **folders: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     full.close()
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "rename", failing)
+        patched.setattr(os, "rename", failing)
         assert open_disk(full.config, SHARD)[0] is None
     assert full.found() == full.all()
 
@@ -822,3 +825,94 @@ def test_a_foreign_file_named_in_other_digits_is_left_alone(full: Drive) -> None
     name.write_text("another program's")
     full.open()
     assert name.exists()
+
+
+# ----------------------------------------------------------------------------- what other users may have left
+
+
+def test_a_folder_of_another_user_is_refused(full: Drive, monkeypatch: pytest.MonkeyPatch) -> None:
+    full.close()
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match=f"cannot be used: it belongs to user {os.getuid()}, not"):
+        full.open()
+    with pytest.raises(ConfigError, match=f"cannot be used: it belongs to user {os.getuid()}, not"):
+        claim_volume(full.config.disk_dir, OWNER)
+
+
+def test_a_folder_that_others_may_write_to_is_refused(full: Drive) -> None:
+    full.close()
+    full.path.chmod(0o777)
+    with pytest.raises(ConfigError, match="other users may write to it"):
+        full.open()
+    with pytest.raises(ConfigError, match="other users may write to it"):
+        claim_volume(full.config.disk_dir, OWNER)
+
+
+def test_a_link_in_place_of_the_folder_is_not_followed(drive: Drive, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    drive.path.parent.mkdir()
+    drive.path.symlink_to(elsewhere)
+    for use in (drive.open, lambda: claim_volume(drive.config.disk_dir, OWNER)):
+        with pytest.raises(ConfigError, match="symbolic link"):
+            use()
+    assert not list(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("name", ["0000.pages", "lock"])
+def test_a_link_in_place_of_a_file_is_not_followed(
+    drive: Drive, tmp_path: Path, link: Callable[[Path, Path], None], name: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"of another")
+    drive.path.mkdir(parents=True, mode=0o700)
+    link(victim, drive.path / name)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        drive.open()
+    assert victim.read_bytes() == b"of another"
+
+
+def test_no_link_takes_what_is_written_beside_a_file(drive: Drive, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"of another")
+    drive.path.mkdir(parents=True, mode=0o700)
+    (drive.path / "identity.json.new").symlink_to(victim)
+    (drive.path / "tombstones.new").symlink_to(victim)
+    claim_volume(drive.config.disk_dir, OWNER)
+    drive.open()
+    assert victim.read_bytes() == b"of another"
+    assert read_identity(drive.path) == OWNER
+
+
+def test_modes_by_which_others_could_read_or_write_are_set_back(full: Drive) -> None:
+    full.close()
+    full.file(0).chmod(0o666)
+    full.path.chmod(0o755)
+    assert full.found() == full.all()
+    assert stat.S_IMODE(full.file(0).stat().st_mode) == 0o600
+    assert stat.S_IMODE(full.path.stat().st_mode) == 0o700
+
+
+def test_no_read_or_write_waits_for_a_pipe_in_place_of_a_file(full: Drive) -> None:
+    page = full.all(0)[0]
+    full.file(0).unlink()
+    os.mkfifo(full.file(0))
+    (full.path / "identity.json").unlink(missing_ok=True)
+    os.mkfifo(full.path / "identity.json")
+    ended: list[str] = []
+
+    def use() -> None:
+        with pytest.raises(OSError, match="no regular file"):
+            full.read(page)
+        move, data = full.new(0, 0)
+        with pytest.raises(OSError, match="no regular file"):
+            full.folder.write(move, memoryview(data))
+        with pytest.raises(ConfigError, match="no regular file"):
+            read_identity(full.path)
+        ended.append("all")
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert ended == ["all"]

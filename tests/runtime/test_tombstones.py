@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,10 +62,10 @@ def test_a_write_is_whole_or_has_not_been(tmp_path: Path, monkeypatch: pytest.Mo
     file, _ = opened(tmp_path)
     file.write((CLEARED,))
 
-    def full(*arguments: object) -> None:
+    def full(*arguments: object, **folders: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    for owner, step in ((os, "fsync"), (Path, "rename")):
+    for owner, step in ((os, "fsync"), (os, "rename")):
         with monkeypatch.context() as patched:
             patched.setattr(owner, step, full)
             with pytest.raises(ConfigError, match=r"No space left on device.*Make room there, or name another folder"):
@@ -78,19 +79,19 @@ def test_it_is_on_disk_before_it_takes_its_name_and_its_name_is_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync, rename = os.fsync, os.rename
 
     def synced(descriptor: int) -> None:
         steps.append("sync folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "sync file")
         fsync(descriptor)
 
-    def renamed(self: Path, target: Path) -> Path:
+    def renamed(*arguments: Any, **folders: int) -> None:
         steps.append("rename")
-        return rename(self, target)
+        rename(*arguments, **folders)
 
     file, _ = opened(tmp_path)
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(os, "rename", renamed)
     file.write(STONES)
     assert steps == ["sync file", "rename", "sync folder"]
 
