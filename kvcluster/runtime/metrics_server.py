@@ -68,24 +68,24 @@ class MetricsServer:
             self._thread.join()
         self._server.server_close()
 
-    def _answer(self, method: str, path: str) -> _Answer:
+    def _answer(self, method: str, path: str) -> _HttpAnswer:
         probe = self._probes.get(path)
         if method != "GET":
-            return _Answer("405 Method Not Allowed", b"only GET is served here\n")
+            return _HttpAnswer("405 Method Not Allowed", b"only GET is served here\n")
         if probe is not None:
             why_not = probe()
-            return _Answer("503 Service Unavailable" if why_not else "200 OK", f"{why_not or 'ok'}\n".encode())
+            return _HttpAnswer("503 Service Unavailable" if why_not else "200 OK", f"{why_not or 'ok'}\n".encode())
         if path != "/metrics":
-            return _Answer("404 Not Found", b"there are /metrics, /healthz and /readyz\n")
+            return _HttpAnswer("404 Not Found", b"there are /metrics, /healthz and /readyz\n")
         if not self._scrapes.acquire(blocking=False):
-            return _Answer("503 Service Unavailable", b"too many scrapes at once; try again\n")
+            return _HttpAnswer("503 Service Unavailable", b"too many scrapes at once; try again\n")
         try:
-            return _Answer("200 OK", self._page.text(), self._page.content_type)
+            return _HttpAnswer("200 OK", self._page.text(), self._page.content_type)
         finally:
             self._scrapes.release()
 
 
-class _Answer(NamedTuple):
+class _HttpAnswer(NamedTuple):
     status: str
     body: bytes
     kind: str = _TEXT
@@ -219,7 +219,7 @@ def _end(request: socket.socket) -> None:
 class _Handler(BaseRequestHandler):
     """Answers one request of a connection. What is no request, or is ended, gets no answer."""
 
-    def __init__(self, answer: Callable[[str, str], _Answer], *arguments: Any) -> None:
+    def __init__(self, answer: Callable[[str, str], _HttpAnswer], *arguments: Any) -> None:
         self._answer = answer
         super().__init__(*arguments)
 
