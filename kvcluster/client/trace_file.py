@@ -38,6 +38,11 @@ DEFAULT_FOLDER = Path("~/.cache/kvcluster/traces")
 MODES = ("on", "observe", "off")
 """Of an engine's integration: it loads and stores; it moves nothing and writes a trace; it does nothing."""
 
+_MOST = 2**62
+"""The largest number of a line: sums of them are exact, and still numbers of milliseconds that can be printed."""
+
+_SAID_CHARS = 1_024
+
 HASH_BYTES = 6
 """Of ten million blocks, two share a hash with a probability of a sixth; that changes no prediction."""
 
@@ -144,7 +149,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += path.glob(f"{PREFIX}*{SUFFIX}")
+            found += [file for file in path.glob(f"{PREFIX}*{SUFFIX}") if file.is_file()]  # no pipe, which would wait
         elif path.exists():
             found.append(path)
         else:
@@ -181,9 +186,10 @@ def _header(line: bytes) -> TraceHeader | None:
         if given is None or given["kvcluster_trace"] != FORMAT:
             return None
         spec = decode_spec(bytes.fromhex(given["spec"])) if given["spec"] is not None else None
-        parts = tuple(Part(*part) if part is not None else None for part in given["parts"])
-        facts = {str(name): str(value) for name, value in given["facts"].items()}
-        return TraceHeader(str(given["id"]), str(given["engine"]), spec, parts, facts)
+        parts = tuple(Part(*map(_number, part)) if part is not None else None for part in given["parts"])
+        _check_parts(spec, parts)
+        facts = {_words(name): _words(value) for name, value in given["facts"].items()}
+        return TraceHeader(_words(given["id"]), _words(given["engine"]), spec, parts, facts)
     except (KeyError, TypeError, ValueError, AttributeError, KVClusterError):
         return None
 
@@ -196,16 +202,19 @@ def _take(line: bytes, trace: EngineTrace) -> bool:
             case {"request": values}:
                 trace.requests.append(_request(values))
             case {"weights": weights}:
-                trace.weights = str(weights)
+                found = _words(weights)
+                if trace.header.spec is not None and found:
+                    replace(trace.header.spec, weights=found)  # raises SpecError
+                trace.weights = found
             case {"cost": values}:
-                trace.cost = ObservingCost(**{name: int(value) for name, value in values.items()})
+                trace.cost = ObservingCost(**{name: _number(value) for name, value in values.items()})
             case {"note": text}:
-                trace.notes.append(str(text))
+                trace.notes.append(_words(text))
             case {"kvcluster_trace": _}:
                 pass  # the file was opened again after a failed write
             case _:
                 return False
-    except (KeyError, TypeError, ValueError, AttributeError, binascii.Error):
+    except (KeyError, TypeError, ValueError, AttributeError, binascii.Error, KVClusterError):
         return False
     return True
 
@@ -215,16 +224,39 @@ def _request(values: Mapping[str, Any]) -> ObservedRequest:
     if len(data) % HASH_BYTES:
         raise ValueError(f"a chain of {len(data)} bytes, which is no multiple of the {HASH_BYTES} of a hash")
     chain = tuple(data[at : at + HASH_BYTES] for at in range(0, len(data), HASH_BYTES))
-    computed = tuple((int(at), int(blocks)) for at, blocks in values["computed"])
-    numbers = {name: int(values[name]) for name in ("at_ns", "prompt_tokens", "asked", "local", "prefill_tokens_per_s")}
-    if min(*numbers.values(), *(blocks for _, blocks in computed)) < 0:
-        raise ValueError("a negative count")
-    return ObservedRequest(engine=str(values["engine"]), computed=computed, chain=chain, **numbers)
+    computed = tuple((_number(at), _number(blocks)) for at, blocks in values["computed"])
+    counts = {name: _number(values[name]) for name in ("at_ns", "prompt_tokens", "asked", "local")}
+    rate = _number(values["prefill_tokens_per_s"])
+    return ObservedRequest(
+        engine=_words(values["engine"]), computed=computed, chain=chain, prefill_tokens_per_s=rate, **counts
+    )
+
+
+def _check_parts(spec: KVSpec | None, parts: Sequence[Part | None]) -> None:
+    """Raises SpecError or ValueError unless each part lies in its group."""
+    if spec is not None and parts and len(parts) != len(spec.groups):
+        raise ValueError(f"{len(parts)} parts of {len(spec.groups)} groups")
+    for group, part in enumerate(parts):
+        if spec is not None and part is not None:
+            spec.check_part(group, part)
+
+
+def _number(value: Any) -> int:
+    """Returns a number of a line. Raises ValueError for one that is none, negative, or beyond what is counted."""
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise ValueError("no number from 0 to 2**62")
+    return value
+
+
+def _words(value: Any) -> str:
+    """Returns a text of a line as it can be printed: without control characters, and cut to _SAID_CHARS."""
+    text = str(value)[:_SAID_CHARS].encode("utf-8", "replace").decode("utf-8")
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except ValueError:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError):  # UnicodeDecodeError is the former
         return None
     return value if isinstance(value, dict) else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -247,6 +249,59 @@ def test_without_a_request_the_command_fails_and_says_so(tmp_path: Path, capsys:
     write(tmp_path, "a:1", [])
     assert main(["report", str(tmp_path)]) == 1
     assert "no request has been observed" in capsys.readouterr().out
+
+
+# --------------------------------------------------------------------------------------------- damaged traces
+
+STRANGE: list[Any] = [
+    *(None, True, -1, 0, 1.5, float("inf"), float("nan"), 2**63, 10**400, "", "x", "\ud800", "\x1b[2J", "9" * 5_000),
+    *([], {}, [[]], [None], [[1, 2, 3]], [[-1, -1]], [[10**400, 1]], {"a": 10**400}),
+]
+"""Values of JSON in the place of a line's own."""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * 100_000,
+        b'{"request": ' + b"[" * 100_000,
+        b'{"cost": {"steps": 1e999}}',
+        b'{"cost": {"steps": 1, "step_ns": 1' + b"0" * 400 + b"}}",
+        b'{"weights": "\\ud800"}',
+    ],
+)
+def test_a_line_that_cannot_be_read_is_dropped_and_the_others_count(
+    two: Path, capsys: pytest.CaptureFixture[str], line: bytes
+) -> None:
+    before = report(capsys, str(two))
+    path = next(two.iterdir())
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    after = report(capsys, str(two))
+    assert len(after["notes"]) <= len(before["notes"]) + 1
+    assert [group["requests"] for group in after["groups"]] in ([6], [3, 3])
+    assert main(["report", str(two)]) == 0
+
+
+def test_no_value_of_a_trace_breaks_the_report(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = next(two.iterdir())
+    whole = path.read_bytes().splitlines(keepends=True)
+    draw = random.Random(45)
+    for _ in range(400):
+        at = draw.randrange(len(whole))
+        changed = json.loads(whole[at])
+        inner = changed
+        while (key := draw.choice([*inner])) and isinstance(inner[key], dict) and draw.random() < 0.9:
+            inner = inner[key]
+        inner[key] = draw.choice(STRANGE)
+        path.write_bytes(b"".join([*whole[:at], json.dumps(changed).encode() + b"\n", *whole[at + 1 :]]))
+        for options in ([], ["--json", "--by-request"]):
+            assert main(["report", str(two), *options]) in (0, 1, 2), changed
+            capsys.readouterr().out.encode()
+
+
+def test_a_pipe_in_a_folder_of_traces_is_not_waited_for(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(two / f"{PREFIX}pipe.jsonl")
+    assert len(report(capsys, str(two))["engines"]) == 2
 
 
 # ---------------------------------------------------------------------------------------------------- as text

@@ -101,7 +101,7 @@ counts = st.integers(0, 2**62)
 @given(
     st.builds(
         ObservedRequest,
-        engine=st.text(max_size=8),
+        engine=st.text(max_size=8).filter(str.isprintable),
         at_ns=counts,
         prompt_tokens=counts,
         asked=counts,

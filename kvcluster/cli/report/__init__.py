@@ -139,8 +139,8 @@ def _link(options: argparse.Namespace) -> LoadLink:
         return _measured(Path(options.link))
     if options.gb_per_s is None:
         return ASSUMED
-    if not options.gb_per_s > 0 or not options.fixed_ms >= 0:
-        raise ConfigError("--gb-per-s must be above 0, and --fixed-ms at least 0")
+    if not 0 < options.gb_per_s < 1e9 or not 0 <= options.fixed_ms < 1e9:
+        raise ConfigError("--gb-per-s must be above 0, --fixed-ms at least 0, and both below a billion")
     return LoadLink(
         "given", LinkRate(round(options.fixed_ms * 1e6), max(1, round(options.gb_per_s * 1e9))), measured=False
     )
@@ -155,7 +155,7 @@ def _measured(path: Path) -> LoadLink:
         return LoadLink(str(works["path"]), rate, measured=True)
     except OSError as error:
         raise ConfigError(f"cannot read --link {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AssertionError, StopIteration):
+    except (ValueError, KeyError, TypeError, AssertionError, StopIteration, OverflowError, RecursionError):
         raise ConfigError(
             f"--link {path} is not the output of `kvcluster breakeven --json` with a path that works"
         ) from None
