@@ -220,10 +220,6 @@ SAMPLES = 256
 PROMOTIONS = 4_096
 """Blocks of one shard that wait to be promoted. One more is dropped, until it is hot again."""
 
-FUTILE_MOVES = 8_192
-"""Moves of one shard that are remembered because they could not be made. Beyond that they are forgotten, and ordered
-once more."""
-
 PULL_PAGES = 1_024
 """Pages that a shard fetches from another for one order."""
 

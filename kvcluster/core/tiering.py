@@ -40,31 +40,6 @@ SAMPLES_WANTED = 8
 _TOO_LOSSY = "q4 is too lossy for namespace {}: its mean loss {:.3f} exceeds the budget {:.3f}; it gets q8 from now on"
 
 
-class _FutileMoves:
-    """Moves of one shard that were ordered and could not be made, since something else was moved last and while its
-    tiers have as much room as now. Blocks that have to stay take turns in its orders, so it takes several orders to see
-    that none of them can be moved."""
-
-    def __init__(self) -> None:
-        self._moves: dict[Move, None] = {}
-        self._room: tuple[int, ...] = ()
-
-    def add(self, moves: Sequence[Move], member: Member) -> None:
-        room = _room_of(member)
-        if room != self._room or len(self._moves) >= limits.FUTILE_MOVES:
-            self._moves.clear()
-        self._room = room
-        self._moves.update(dict.fromkeys(moves))
-
-    def covers(self, moves: Sequence[Move], member: Member) -> bool:
-        """Whether none of these moves can be made, as far as is known."""
-        return self._room == _room_of(member) and all(move in self._moves for move in moves)
-
-
-def _room_of(member: Member) -> tuple[int, ...]:
-    return tuple(member.info.use(tier).free_bytes for tier in member.info.tiers)
-
-
 class Tiering:
     """Gives the move orders, and tracks which blocks in lower tiers are hot."""
 
@@ -80,7 +55,7 @@ class Tiering:
         self._budget = int(config.q4_error_budget * 1e6)
         self._samples: dict[NamespaceId, tuple[int, int]] = {}  # their number, and their sum in millionths
         self._fallen: dict[NamespaceId, int] = {}  # namespaces that q4 is too lossy for, with the mean of their samples
-        self._futile: dict[int, _FutileMoves] = {}  # by slot, until one of its orders moves something
+        self._futile: dict[int, tuple[Move, ...]] = {}  # by slot: the moves of its last order, if none could be made
         self._hot: dict[int, dict[tuple[NamespaceId, BlockHash], None]] = {}  # by slot: blocks to promote there
 
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
@@ -157,9 +132,7 @@ class Tiering:
             taken += [(tier, record) for record in victims]
             use = member.info.use(to)
             waited = max(0, below - use.free_bytes) + use.wanted_bytes
-        futile = self._futile.get(member.slot)
-        if futile is not None and futile.covers(moves, member):
-            del self._futile[member.slot]
+        if tuple(moves) == self._futile.pop(member.slot, None):
             for tier, record in taken:
                 member.cold[tier].push(record)
             return waited  # they would stay again, and the shard would say so at once: with a later report
@@ -196,10 +169,8 @@ class Tiering:
             if leaves is not None and record is not None and record.copies.on(member.slot, leaves):
                 member.cold[leaves].push(record)
                 stayed += 1
-        if stayed < len(order.moves):
-            self._futile.pop(member.slot, None)
-        else:
-            self._futile.setdefault(member.slot, _FutileMoves()).add(order.moves, member)
+        if stayed == len(order.moves):
+            self._futile[member.slot] = order.moves
 
     def forget(self, member: Member) -> None:
         """Forgets a shard that is gone."""
