@@ -86,18 +86,15 @@ class BlockPages:
                 "the client with a larger resident_bytes, or let more leave it by a smaller tail_tokens"
             )
 
-    def take(self) -> PageNumber:
-        """Returns a page for a new block. There must be room."""
+    def take(self, codec: Codec = Codec.RAW) -> int:
+        """Returns a page for a new block, or a slot. There must be room. Blocks that give up their page for it have
+        none when this returns."""
         given_up: list[SequenceBlock] = []
-        page = self._pages.take(given_up)
-        self.gave_up(given_up)
-        return page
-
-    def gave_up(self, given_up: Sequence[SequenceBlock]) -> None:
-        """These blocks have given up their pages."""
+        number = self._pages.take(given_up, codec)
         for block in given_up:
             block.page = None
             self.write_entry(block, ABSENT)
+        return number
 
     def write_entry(self, block: SequenceBlock, page: PageNumber) -> None:
         """Writes the page of a block into the tables of all sequences that use it raw."""

@@ -48,7 +48,7 @@ class SequenceMachine:
         self._blocks = BlockPages(pages)
         self.stores = StoreQueue(run_blocks, self._blocks.may_give_up, self._blocks.free_page, self._blocks.released)
         self._open: dict[SequenceId, SequenceState] = {}
-        self._window = ResidentWindow(pages)
+        self._window = ResidentWindow(pages, self._blocks)
 
     # ----------------------------------------------------------------------------------- opening and closing
 
@@ -235,12 +235,8 @@ class SequenceMachine:
             )
 
     def encode(self, state: SequenceState) -> Iterator[Encoding]:
-        """Yields what is to be encoded after `advance`. `encoded` has to be called with each before the next."""
-        given_up: list[SequenceBlock] = []
-        for encoding in self._window.encode(state, given_up):
-            self._blocks.gave_up(given_up)
-            given_up.clear()
-            yield encoding
+        """Returns what is to be encoded after `advance`. `encoded` has to be called with each before the next."""
+        return self._window.encode(state)
 
     def encoded(self, state: SequenceState, encoding: Encoding, *, succeeded: bool) -> None:
         """A block was encoded. If it cannot be, it stays raw."""

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvcluster.client.sequences.block_pages import BlockPages
 from kvcluster.client.sequences.block_table import ABSENT, CodedPage, coded_page
-from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock, StoreState
+from kvcluster.client.sequences.blocks import PageNumber, StoreState
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core import limits
@@ -36,10 +37,11 @@ class Encoding(NamedTuple):
 
 
 class ResidentWindow:
-    """Encodes and drops blocks of the sequences that share `pages`."""
+    """Encodes and drops blocks of the sequences that share `pages`, which `blocks` gives them."""
 
-    def __init__(self, pages: ResidentPages) -> None:
+    def __init__(self, pages: ResidentPages, blocks: BlockPages) -> None:
         self._pages = pages
+        self._blocks = blocks
 
     # ------------------------------------------------------------------------------------------- encoding
 
@@ -63,11 +65,12 @@ class ResidentWindow:
             return nbytes  # each of them frees its raw page before the next is encoded
         return new * nbytes
 
-    def encode(self, state: SequenceState, given_up: list[SequenceBlock]) -> Iterator[Encoding]:
-        """Yields what is to be encoded now; `encoded` is called with each before the next. There must be memory."""
+    def encode(self, state: SequenceState) -> Iterator[Encoding]:
+        """Yields what is to be encoded now; `encoded` is called with each before the next. There must be memory. Slots
+        are taken last: what the sequence uses encoded by then may give up its page for them."""
         codec = state.policy.coding
         depths = self.due(state, 0)
-        fresh = [depth for depth in depths if state.blocks[depth].coded is None]
+        fresh = [state.blocks[depth] for depth in depths if state.blocks[depth].coded is None]
         for depth in depths:
             coded, block = state.blocks[depth].coded, state.blocks[depth]
             if coded is not None and coded.codec is codec:
@@ -76,10 +79,14 @@ class ResidentWindow:
                 block.stays = False
                 if block.stored is StoreState.YES and block.page is not None:
                     self._pages.may_give_up(block)
-        for depth in fresh:
-            page = state.blocks[depth].page
-            if page is not None:
-                yield Encoding(depth, page, CodedPage(codec, self._pages.take(given_up, codec)))
+        for block in fresh:
+            if block.page is None:
+                continue
+            into = CodedPage(codec, self._blocks.take(codec))
+            if block.page is not None:
+                yield Encoding(block.depth, block.page, into)
+            else:  # it was the one that gave up its page
+                self._pages.free(into.slot, codec)
         if depths:
             state.encoded = depths.stop
 

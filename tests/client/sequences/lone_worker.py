@@ -79,6 +79,9 @@ class Worker:
             for (page, slot), value in zip(slots, values, strict=True):
                 self.memory[layer, page, slot] = value + 1_000_000 * layer
         self.machine.advance([state], [values if ids else len(values)])
+        self.encode(state)
+
+    def encode(self, state: SequenceState) -> None:
         for encoding in self.machine.encode(state):
             self.coded[encoding.into] = self.page(encoding.page)
             self.machine.encoded(state, encoding, succeeded=UNCODED not in self.coded[encoding.into])

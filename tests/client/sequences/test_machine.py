@@ -20,7 +20,7 @@ from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, LimitError, ResidentSetFull
-from tests.client.sequences.lone_worker import BLOCK, LAYERS, ROOT, Worker
+from tests.client.sequences.lone_worker import BLOCK, LAYERS, ROOT, UNCODED, Worker
 
 
 class Sequences(RuleBasedStateMachine):
@@ -580,3 +580,48 @@ def test_a_row_of_a_batch_takes_the_page_that_a_later_row_drops() -> None:
     assert drops.dropped_tokens == range(BLOCK)
     worker.machine.check()
     worker.machine.pages.check()
+
+
+def fill(worker: Worker) -> list[int]:
+    """Takes slots until every byte is in use. Returns them."""
+    free_bytes = worker.pages.capacity * worker.pages.page_bytes - worker.pages.used_bytes
+    return [worker.pages.take([], Codec.Q4) for _ in range(free_bytes)]
+
+
+def test_an_encoded_block_gives_up_its_page_once_where_others_of_its_sequence_are_encoded() -> None:
+    worker = Worker(pages=3, policy=WindowPolicy(tail_tokens=100, migration_tokens=BLOCK, codec="q8"))
+    one = worker.open()
+    worker.append(one, [*range(2 * BLOCK)])
+    fork = worker.machine.fork(one, worker.name())
+    for state, sink_tokens in ((fork, BLOCK), (one, 0)):  # so the fork encodes the second block only
+        worker.machine.set_policy(state, WindowPolicy(0, BLOCK, sink_tokens, codec="q8"))
+    worker.machine.seal_all()
+    while worker.store() is not None:
+        pass
+    worker.encode(fork)
+    assert [block.coded is not None for block in one.blocks] == [False, True]
+    fill(worker)
+    worker.encode(one)  # the slot of the first block takes the page of the second
+    assert one.blocks[0].page is not None and one.blocks[1].page is None
+    worker.machine.check()
+    assert worker.read(one) == worker.read(fork) == [*range(2 * BLOCK)]
+
+
+def test_a_block_that_gives_up_its_page_for_its_own_slot_is_not_encoded_from_it() -> None:
+    worker = Worker(pages=3, policy=WindowPolicy(tail_tokens=100, migration_tokens=BLOCK, codec="q8"))
+    one = worker.open()
+    worker.append(one, [0, 1, 2, UNCODED])
+    fork = worker.machine.fork(one, worker.name())
+    for state in (one, fork):
+        worker.machine.set_policy(state, WindowPolicy(0, BLOCK, codec="q8"))
+    worker.machine.seal_all()
+    while worker.store() is not None:
+        pass
+    worker.encode(one)  # q8 has no code for it, so it stays raw and may leave
+    slots = fill(worker)
+    worker.encode(fork)
+    worker.machine.check()
+    for slot in slots:
+        worker.pages.free(slot, Codec.Q4)
+    assert worker.read(one) == worker.read(fork) == [0, 1, 2, UNCODED]
+    worker.machine.check()
