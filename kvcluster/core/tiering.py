@@ -2,10 +2,11 @@
 
 A shard that has lower tiers is relieved by demotion: the coldest blocks of each tier go into the next one, encoded as
 the policy says or unchanged (tiers.Takes); only its lowest tier evicts (evictor.py). Blocks of open sequences are
-demoted too, if there is room below: they are never evicted. The first blocks of a sequence,
-which every later token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), are demoted raw. Runs that are
-often loaded from below are promoted as far as there is room above the watermark. Nothing is demoted in advance to make
-room for them; once they are there, the watermark demotes the coldest blocks.
+demoted too, if there is room below: they are never evicted. Where one of them stays although there seemed to be room,
+none that needs as much is ordered there until that room changes. The first blocks of a sequence, which every later
+token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), are demoted raw. Runs that are often loaded from
+below are promoted as far as there is room above the watermark. Nothing is demoted in advance to make room for them;
+once they are there, the watermark demotes the coldest blocks.
 
 A shard has one order at a time; the next is computed when the shard has carried it out.
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from kvcluster.config import CODECS, CoordinatorConfig
 from kvcluster.core import limits
@@ -29,7 +31,7 @@ from kvcluster.core.hot_prefixes import HotPrefixes
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
-from kvcluster.core.messages import Effect, Move, MoveOrder, Tier, Warn
+from kvcluster.core.messages import Effect, Move, MoveOrder, Tier, TierUse, Warn
 from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.core.tiers import FASTEST, Takes
 
@@ -38,6 +40,24 @@ SAMPLES_WANTED = 8
 """Samples of a namespace that are needed before it is judged."""
 
 _TOO_LOSSY = "q4 is too lossy for namespace {}: its mean loss {:.3f} exceeds the budget {:.3f}; it gets q8 from now on"
+
+
+class _Room(NamedTuple):
+    """The use of a tier, as far as it decides what finds room there."""
+
+    free_bytes: int
+    pages: int
+
+    @staticmethod
+    def of(use: TierUse) -> _Room:
+        return _Room(use.free_bytes, use.pages)
+
+
+class _Futile(NamedTuple):
+    """Claimed blocks of so many bytes did not find this room, although it seemed to suffice."""
+
+    room: _Room
+    nbytes: int
 
 
 class Tiering:
@@ -55,7 +75,8 @@ class Tiering:
         self._budget = int(config.q4_error_budget * 1e6)
         self._samples: dict[NamespaceId, tuple[int, int]] = {}  # their number, and their sum in millionths
         self._fallen: dict[NamespaceId, int] = {}  # namespaces that q4 is too lossy for, with the mean of their samples
-        self._futile: dict[int, tuple[Move, ...]] = {}  # by slot: the moves of its last order, if none could be made
+        self._ordered: dict[int, dict[Tier, _Room]] = {}  # by slot: the room below its tiers when its order was given
+        self._futile: dict[int, dict[Tier, _Futile]] = {}  # by slot and the tier below
         self._hot: dict[int, dict[tuple[NamespaceId, BlockHash], None]] = {}  # by slot: blocks to promote there
 
     def loaded(self, space: CoordinatorNamespace, hashes: Sequence[BlockHash], now: int) -> None:
@@ -123,19 +144,14 @@ class Tiering:
         used."""
         moves: list[Move] = []
         waited = pressure_bytes
-        taken: list[tuple[Tier, BlockRecord]] = []
         for tier, to in pairwise(member.info.tiers):
             victims = self._evictor.victims(member, tier, waited, now, self._room_below(member, tier, to))
             victims.sort(key=self._evictor.claimed, reverse=True)  # they take the room below first
             below = sum(self._bytes_below(record, member.slot, tier, to) for record in victims)
             moves[:0] = [self._demotion(record, to, now) for record in victims]
-            taken += [(tier, record) for record in victims]
             use = member.info.use(to)
             waited = max(0, below - use.free_bytes) + use.wanted_bytes
-        if tuple(moves) == self._futile.pop(member.slot, None):
-            for tier, record in taken:
-                member.cold[tier].push(record)
-            return waited  # they would stay again, and the shard would say so at once: with a later report
+        self._ordered[member.slot] = {use.tier: _Room.of(use) for use in member.info.below}
         self.order(member, moves)
         return waited
 
@@ -162,20 +178,28 @@ class Tiering:
     def settle(self, member: Member, order: MoveOrder) -> None:
         """Handles the end of an order, or of its shard: blocks that were to be demoted and were not are queued
         again."""
-        stayed = 0
+        ordered = self._ordered.pop(member.slot, {})
         for move in order.moves:
             record = self._state.namespaces.record(move.namespace, move.hash)
             leaves = member.info.above(move.to)
             if leaves is not None and record is not None and record.copies.on(member.slot, leaves):
                 member.cold[leaves].push(record)
-                stayed += 1
-        if stayed == len(order.moves):
-            self._futile[member.slot] = order.moves
+                if move.keeps and _Room.of(member.info.use(move.to)) == ordered.get(move.to):
+                    self._stays(member, record, leaves, move.to)
 
     def forget(self, member: Member) -> None:
         """Forgets a shard that is gone."""
-        self._hot.pop(member.slot, None)
-        self._futile.pop(member.slot, None)
+        for memory in (self._hot, self._ordered, self._futile):
+            memory.pop(member.slot, None)
+
+    def _stays(self, member: Member, record: BlockRecord, leaves: Tier, to: Tier) -> None:
+        """Records that a claimed block has stayed in the tier that it was to leave. The shard says so at once, and the
+        next order would name others of the same kind, in turns, without an end."""
+        room, nbytes = _Room.of(member.info.use(to)), self._bytes_below(record, member.slot, leaves, to)
+        futile = self._futile.setdefault(member.slot, {})
+        known = futile.get(to)
+        least = min(nbytes, known.nbytes) if known is not None and known.room == room else nbytes
+        futile[to] = _Futile(room, least)
 
     def _demotion(self, record: BlockRecord, to: Tier, now: int) -> Move:
         """Returns the move of a victim. A claimed one counts as used now: if it has to stay, others come first next."""
@@ -186,15 +210,18 @@ class Tiering:
 
     def _room_below(self, member: Member, tier: Tier, to: Tier) -> Callable[[BlockRecord], bool]:
         """Returns a test of the next victim: whether it is claimed, and the tier below has no room for it after the
-        claimed ones before it. Such a block stays."""
-        room = member.info.use(to).free_bytes
+        claimed ones before it, or one that needs no more has stayed, and the room is the same since. Such a block
+        stays."""
+        use, futile = member.info.use(to), self._futile.get(member.slot, {}).get(to)
+        room = use.free_bytes
+        least = futile.nbytes if futile is not None and futile.room == _Room.of(use) else room + 1
 
         def keeps(record: BlockRecord) -> bool:
             nonlocal room
             if not self._evictor.claimed(record):
                 return False
             needed = self._bytes_below(record, member.slot, tier, to)
-            if needed > room:
+            if needed > room or needed >= least:
                 return True
             room -= needed
             return False

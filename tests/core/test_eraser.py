@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.messages import Attach, Attached, Stalled, TableChange, Tick, Tier, TierUse
-from tests.core.lone_coordinator import LoneCoordinator, Voice, beat, carry_out, moved, ordered
-from tests.core.samples import MS, OURS, PAGE, SECOND, SPEC, ours, pages
+from kvcluster.core.messages import Attach, Attached, Decision, Stalled, TableChange, Tick, Tier, TierUse
+from tests.core.lone_coordinator import LoneCoordinator, Voice, beat, carry_out, decisions, moved, ordered
+from tests.core.samples import MS, OURS, PAGE, SECOND, SPEC, attempt, ours, pages
 from tests.core.sequences import (
     BLOCKS,
     PAGES,
@@ -267,17 +269,47 @@ def test_blocks_of_open_sequences_are_demoted_as_far_as_there_is_room_below() ->
     assert [move.keeps for move in ack.move.moves] == [True, True, False]
 
 
-def test_a_block_that_had_to_stay_is_not_the_next_victim_again() -> None:
+def with_blocks_that_find_no_room_below() -> tuple[LoneCoordinator, Voice]:
+    """Three blocks of an open sequence, of which the first was ordered into the host tier and stayed."""
     coordinator, voice, worker = serving(below=host(1), host_raw_blocks=9)
-    worker.opens(Q, (), PAGES[:2])
-    voice.report(private_page(PAGES[0]))
-    coordinator.later(MS)
-    voice.report(private_page(PAGES[1]))
-    coordinator.later(MS)
+    worker.opens(Q, (), PAGES[:3])
+    for block in PAGES[:3]:
+        voice.report(private_page(block))
+        coordinator.later(MS)
     first = voice.report(pressure=1)
     assert moved(first, Tier.HOST) == [PAGES[0]]
     voice.ends(first.move)
-    assert moved(voice.report(pressure=1), Tier.HOST) == [PAGES[1]]
+    return coordinator, voice
+
+
+def test_a_block_that_stayed_for_want_of_room_has_no_other_ordered_in_turn_until_the_room_changes() -> None:
+    _, voice = with_blocks_that_find_no_room_below()
+    for _ in range(5):
+        assert voice.report(pressure=1).move is None
+    voice.info = replace(voice.info, below=host(2))
+    assert moved(voice.report(pressure=1), Tier.HOST) == [PAGES[1]], "it is not the next victim again"
+
+
+def test_a_block_that_stayed_while_the_room_below_changed_says_nothing_of_the_room_there_is_now() -> None:
+    _, voice, worker = serving(below=host(1), host_raw_blocks=9)
+    worker.opens(Q, (), PAGES[:2])
+    voice.report(*map(private_page, PAGES[:2]))
+    voice.ends(voice.report(pressure=1).move)
+    voice.info = replace(voice.info, below=host(2))
+    assert len(moved(voice.report(pressure=1), Tier.HOST)) == 1
+
+
+def test_where_a_writer_waits_and_no_block_finds_room_below_the_shard_is_full() -> None:
+    coordinator, voice = with_blocks_that_find_no_room_below()
+    voice.report(pressure=1)
+    assert decisions(coordinator.store(attempt(2), [BLOCKS[0]])) == [(1, Decision.REFUSED)]
+
+
+def test_a_shard_that_sends_its_inventory_again_has_its_blocks_tried_again() -> None:
+    _, voice = with_blocks_that_find_no_room_below()
+    assert voice.report(pressure=1).move is None
+    voice.inventory(*map(private_page, PAGES[:3]))
+    assert len(moved(voice.report(pressure=1), Tier.HOST)) == 1
 
 
 def test_blocks_of_open_sequences_in_the_lowest_tier_make_room_for_nothing() -> None:
