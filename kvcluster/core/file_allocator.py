@@ -180,13 +180,13 @@ class FileAllocator:
             return []
         held = [file for file in self._files if file is not None]
         file = min(held, key=lambda file: len(file.taken) * file.shape.slot_bytes)
-        return [(owner, self._offset(file, slot)) for slot, owner in file.taken.items()]
+        return self._pages_of(file)
 
-    def neighbours(self, offset: int) -> list[Owner]:
-        """Returns the pages of the file that holds the page at `offset`, that one included."""
+    def neighbours(self, offset: int) -> list[tuple[Owner, int]]:
+        """Returns the pages of the file that holds the page at `offset`, that one included, with their offsets."""
         file = self._files[offset // self.file_bytes]
         assert file is not None, "no page lies there"
-        return list(file.taken.values())
+        return self._pages_of(file)
 
     def check(self) -> None:
         """Asserts conservation, file by file. For tests and invariants.py."""
@@ -218,6 +218,9 @@ class FileAllocator:
         self.used_bytes += size
         self._slot_bytes -= size
         return self._offset(file, slot)
+
+    def _pages_of(self, file: _File) -> list[tuple[Owner, int]]:
+        return [(owner, self._offset(file, slot)) for slot, owner in file.taken.items()]
 
     def _offset(self, file: _File, slot: int) -> int:
         first = file.number * self.file_bytes + file.shape.first_slot(file.slots)

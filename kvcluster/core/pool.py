@@ -140,6 +140,12 @@ class PagePool:
         """Returns the pages that are WRITING or READY for the same key in other tiers."""
         return [other for other in self.there(page.space, page.key) if other.tier is not page.tier]
 
+    def ready_at(self, tier: Tier, owner: PoolKey, offset: int) -> Page | None:
+        """Returns the page that a store allocator names, if it is READY: one that was withdrawn keeps its place for its
+        readers, while another may have its name."""
+        page = self._pages[tier].get(owner)
+        return page if page is not None and page.state is PageState.READY and page.offset == offset else None
+
     def below_of(self, page: Page) -> Page | None:
         """Returns the page's READY twin in a tier below, the upper one of two; None if there is none."""
         below = (self.on(tier, page.space, page.key) for tier in self.allocators if tier > page.tier)

@@ -17,7 +17,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.file_allocator import Shape
 from kvcluster.core.ids import BlockHash, CallId, NamespaceId
 from kvcluster.core.messages import Answer, Effect, Moved, PagesSaved, SavePages, Tier
-from kvcluster.core.page import Page, PageState
+from kvcluster.core.page import Page
 from kvcluster.core.page_moves import BATCH_BYTES, PageMoves
 from kvcluster.core.save_list import LISTED_PAGES, ListedBlock, SaveList
 from kvcluster.core.shard_namespaces import ShardNamespace
@@ -189,10 +189,11 @@ class ShutdownSaver:
         if coldest is None or self._into is None:
             return False
         self._file_tried = True
-        owners = self._state.pool.stores[self._into].neighbours(coldest.offset)
-        there = [self._state.pool.on(self._into, *owner) for owner in owners if pages.is_colder(owner, block)]
-        free = [page for page in there if page is not None and page.state is PageState.READY and not page.pins]
-        if not free or len(free) < len(owners):
+        named = self._state.pool.stores[self._into].neighbours(coldest.offset)
+        colder = [(owner, offset) for owner, offset in named if pages.is_colder(owner, block)]
+        there = [self._state.pool.ready_at(self._into, owner, offset) for owner, offset in colder]
+        free = [page for page in there if page is not None and not page.pins]
+        if not free or len(free) < len(named):
             return False
         for page in free:
             self._moves.evict(page)

@@ -157,8 +157,8 @@ class TierMover:
         if target is None and store is not None and not self._gave_up:
             self._gave_up = True
             for owner, offset in store.sparsest(nbytes, (space.id, source.key)):
-                page = self._state.pool.on(to, *owner)
-                if page is not None and page.state is PageState.READY and page.offset == offset:
+                page = self._state.pool.ready_at(to, owner, offset)
+                if page is not None:
                     self._moves.evict(page)
             target = self._moves.reserve(source, to, codec, nbytes)
         return target

@@ -70,8 +70,9 @@ class StoreAllocator(TierAllocator, Protocol):
         """Returns the pages, with their offsets, whose eviction makes room for that page, if free space exists but not
         for pages of its kind. [] if eviction does not help, or `reserve` does not need it."""
 
-    def neighbours(self, offset: int) -> list[Owner]:
-        """Returns the pages, the one at `offset` included, whose eviction makes room for pages of another kind."""
+    def neighbours(self, offset: int) -> list[tuple[Owner, int]]:
+        """Returns the pages with their offsets, the one at `offset` included, whose eviction makes room for pages of
+        another kind. One of them may be withdrawn, and another have its name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,6 +348,22 @@ def test_pages_that_are_read_from_disk_do_not_give_way() -> None:
     assert on_drive(shard) == [A]
 
 
+def test_a_file_in_which_readers_hold_an_older_page_of_the_same_block_does_not_give_way() -> None:
+    shard = on_disk(A, found=disk(files=1, pages=2))
+    shard.call(ours(Pin(attempt(9), shard.epoch, (key(A),), Loss.Q4), shard.space))
+    shard.evict(A, tier=Tier.DISK)
+    shard.store(attempt(8), A)
+    for to in (Tier.HOST, Tier.DISK):
+        shard.demote(A, to=to)
+        shard.move_all()
+    shard.settle()
+    assert len(list(shard.core.pool.everything())) > len(on_drive(shard)) == 1, "one is withdrawn, and read"
+    shard.store(attempt(7), B)
+    assert saved(shard, raw_blocks=1) == PagesSaved(1, Q8, 0, 0), "encoded, in the place of the newer one"
+    assert on_drive(shard) == [B]
+    shard.core.pool.check()
+
+
 # --------------------------------------------------------------------------------- deadlines and callers
 
 
