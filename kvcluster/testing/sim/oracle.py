@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import NamespaceId
+from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import (
     Answer,
     Commit,
     CommitGrant,
     Effect,
     Moved,
+    MovePages,
     PageKey,
     PageSlot,
     Pin,
@@ -60,6 +61,7 @@ class Oracle:
         self._ttl = membership_ttl_ns
         self.placed: dict[Name, dict[str, int]] = {}
         """When each page was last committed, by the name of the shard."""
+        self._saves: dict[Attempt, None] = {}  # the batches of shards that save their pages because they stop
         self._of_shard: dict[type, Callable[[ShardProcess, Any, list[Effect]], None]] = {
             Pin: self._pin,
             Reserve: self._reserve,
@@ -93,6 +95,7 @@ class Oracle:
     def shard_stepped(self, shard: ShardProcess, message: object, effects: list[Effect], now: int) -> None:
         if shard.core.state.stopping:
             self._gave_way_to_saved(shard)
+            self._begins_to_save(effects)
         judge = self._of_shard.get(type(message.question if isinstance(message, Request) else message))
         if judge is not None:
             judge(shard, message, effects)
@@ -133,6 +136,15 @@ class Oracle:
             decoded = slot.codec is Codec.RAW and slot.loss is not Loss.EXACT
             if not place[2].spec.addressable or (decoded and place[:2] in stored):
                 del shard.ready[place]
+
+    def _begins_to_save(self, effects: list[Effect]) -> None:
+        """What a stopping shard begins to write is public: sequences end with the shard. A demotion that was under way
+        may end: the next incarnation finds its pages, as those that were demoted before, and erases them."""
+        for effect in effects:
+            if isinstance(effect, MovePages):
+                private = any(content.private_holder(page.target.key.hash) is not None for page in effect.pages)
+                require(not private, "a private page is saved to disk")
+                self._saves[effect.attempt] = None
 
     def _gave_way(self, shard: ShardProcess) -> None:
         """A page that is gone without an order must have been replaced by one of less loss."""
@@ -236,9 +248,7 @@ class Oracle:
             if page is None or page.generation != target.generation:
                 continue
             require(not session.revoked, "a lease that was revoked is committed")
-            if shard.core.state.stopping and not target.tier.spec.addressable:  # it needs no coordinator for that
-                require(content.private_holder(target.key.hash) is None, "a private page is saved to disk")
-            else:
+            if m.attempt not in self._saves:  # it needs no coordinator for those
                 self._may_grant(shard, shard.now())
             right = content.content(namespace, target.key, target.codec, target.loss).data
             rotten = shard.storage.is_rotten(target)  # corrupted since they were summed there

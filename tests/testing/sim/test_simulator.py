@@ -103,6 +103,13 @@ RARE = (45, 46, 253)
 it is staged. CI draws 500 seeds beside these tests, so that a few serve here."""
 
 
+@pytest.mark.parametrize("seed", [23739, 32468, 920193, 910059, 4618, 5396])
+def test_a_seed_that_was_red_once_is_clean(seed: int) -> None:
+    """Beside tests of the decisions that were wrong, in tests/core and tests/client/sequences."""
+    tally = runner.run([seed])
+    assert not tally.failures, tally.failures[0].story
+
+
 @pytest.mark.slow
 def test_seeds_are_clean_and_have_seen_trouble() -> None:
     tally = runner.run([*range(30), *RARE])
