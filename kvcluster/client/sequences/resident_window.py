@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvcluster.client.sequences.block_pages import BlockPages
 from kvcluster.client.sequences.block_table import ABSENT, CodedPage, coded_page
-from kvcluster.client.sequences.blocks import PageNumber, StoreState
+from kvcluster.client.sequences.blocks import PageNumber, SequenceBlock, StoreState
 from kvcluster.client.sequences.resident_pages import ResidentPages
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core import limits
@@ -80,15 +80,18 @@ class ResidentWindow:
                 if block.stored is StoreState.YES and block.page is not None:
                     self._pages.may_give_up(block)
         for block in fresh:
-            if block.page is None:
-                continue
-            into = CodedPage(codec, self._blocks.take(codec))
             if block.page is not None:
-                yield Encoding(block.depth, block.page, into)
-            else:  # it was the one that gave up its page
-                self._pages.free(into.slot, codec)
+                yield from self._encodings(block, codec)
         if depths:
             state.encoded = depths.stop
+
+    def _encodings(self, block: SequenceBlock, codec: Codec) -> Iterator[Encoding]:
+        """Yields how this block is encoded; nothing if it is the one that gave up its page for the slot."""
+        into = CodedPage(codec, self._blocks.take(codec))
+        if block.page is not None:
+            yield Encoding(block.depth, block.page, into)
+        else:
+            self._pages.free(into.slot, codec)
 
     def encoded(self, state: SequenceState, encoding: Encoding, *, succeeded: bool) -> None:
         """A block was encoded, or cannot be: then it stays raw."""
