@@ -102,6 +102,11 @@ def unwritten(tensor: torch.Tensor) -> bool:
     return bool((tensor.contiguous().view(torch.uint8) == UNWRITTEN).all())
 
 
+def ended(client: Client) -> bool:
+    """Waits until every store so far has ended. A flush is False where one of them has missed, and the next is not."""
+    return client.flush(deadline_ms=BOUND_S * 1e3) or client.flush(deadline_ms=BOUND_S * 1e3)
+
+
 def missed(miss: Miss, blocks: range, nbytes: int = 0) -> Loaded:
     """A load whose blocks before `blocks` have come, and none of these."""
     return Loaded(blocks.start, nbytes, miss, dict.fromkeys(blocks, miss))

@@ -19,7 +19,7 @@ from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, Step, Step
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline
-from tests.client.build import BOUND_S, UNWRITTEN, Steps, watched_client
+from tests.client.build import BOUND_S, UNWRITTEN, Steps, ended, watched_client
 from tests.vllm.build import engine_config, kv_caches, kv_config, spec_of
 
 BLOCKS = 160
@@ -155,7 +155,7 @@ class Mover:
         """The same, and waits until others see it."""
         self.store(tokens, source, first=first)
         self.until_idle()
-        assert self.client.flush(deadline_ms=BOUND_S * 1e3)
+        assert ended(self.client)
         return self.total
 
     def loaded(self, order: LoadOrder) -> Outcome:

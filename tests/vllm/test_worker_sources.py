@@ -15,7 +15,7 @@ from kvcluster.engines.vllm import worker
 from kvcluster.engines.vllm.step_metadata import StoreOrder
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Unavailable
-from tests.client.build import BOUND_S, Hold, Steps, prompt
+from tests.client.build import Hold, Steps, ended, prompt
 from tests.client.conftest import Start
 from tests.vllm.build import BLOCK
 from tests.vllm.moving import Mover, noise, same
@@ -67,7 +67,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def cached(rank: Mover, tokens: Sequence[int]) -> int:
     """How many leading blocks everybody can load."""
-    assert rank.client.flush(deadline_ms=BOUND_S * 1e3)
+    assert ended(rank.client)
     with rank.client.prepare_load(rank.hashes(tokens), whole=True) as ticket:
         return ticket.blocks
 

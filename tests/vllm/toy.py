@@ -47,7 +47,7 @@ from kvcluster.engines.vllm.scheduler import SchedulerSide
 from kvcluster.engines.vllm.step_metadata import Step, StepReport
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.transport.base import Deadline
-from tests.client.build import BOUND_S
+from tests.client.build import BOUND_S, ended
 from tests.vllm.build import kv_caches, kv_config, request_of
 
 WORDS = 250
@@ -386,7 +386,7 @@ class Engine:
         """Until what its ranks stored is visible to all."""
         for rank in self.ranks:
             client = rank.member and rank.member.client
-            assert client is None or client.flush(deadline_ms=BOUND_S * 1e3)
+            assert client is None or ended(client)
 
     def wait_idle(self) -> None:
         """Until every question is answered and nothing moves."""
