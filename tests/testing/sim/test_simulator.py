@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,8 @@ from kvcluster.errors import CallerError
 from kvcluster.testing.sim import bugs, journal, phases, runner, scenario
 from kvcluster.testing.sim.faults import Faults
 from kvcluster.testing.sim.world import SimulatedWorld
+
+ROOT = Path(__file__).parents[3]
 
 SEEDS = {
     "stale-generation-read": 132,
@@ -217,6 +221,27 @@ def test_a_world_in_which_nothing_goes_wrong_serves_everybody() -> None:
     phases.run(world)
     assert not world.faults
     assert not world.operations["load: no answer"] and not world.operations["load: part failed"]
+
+
+def first_seed(*given: str) -> int:
+    """What `make simulate` would begin with."""
+    dry = subprocess.run(
+        ["make", "-n", "simulate", *given],
+        check=True,
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+    )
+    (first,) = re.findall(r"first=(\d+);", dry.stdout)
+    return int(first)
+
+
+def test_make_simulate_draws_seeds_that_were_not_run_before_and_ci_names_its_own() -> None:
+    drawn = first_seed()
+    assert first_seed() > drawn > 1_700_000_000_000
+    assert first_seed("SIM_FIRST=7") == 7
+    assert "make simulate SIM_SEEDS=500 SIM_FIRST=0\n" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_the_command_closes_with_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
