@@ -174,7 +174,8 @@ def test_a_cluster_is_an_object_with_and_without_a_block(shared_ray: None) -> No
         assert same is cluster and client.lookup(tokens(4)).blocks == 8
     cluster.close()
     assert (
-        repr(cluster) == f"<LocalCluster at {cluster.address}, closed>" and repr(client) == "<Client of tiny, closed>"
+        repr(cluster) == f"<LocalCluster at {cluster.address}, closed>"
+        and repr(client) == f"<Client of tiny at {cluster.address}, closed>"
     )
     with pytest.raises(CallerError, match="this cluster is closed; start another one"):
         cluster.client(SPEC)

@@ -56,6 +56,7 @@ from tests.client.build import (
     Port,
     Steps,
     Watched,
+    ended,
     kv,
     noise,
     prompt,
@@ -381,7 +382,7 @@ def test_beyond_so_many_stores_one_more_ends_at_once_and_says_so(
         assert not any(transfer.done() for transfer in waiting)
         hold.let_go()
         assert [transfer.result().blocks for transfer in waiting] == [2, 2]
-        assert client.flush()
+        assert ended(client)
         assert client.store(prompt(2, seed=4), kv(2)).blocks == 2, "there is room again"
 
 
@@ -398,7 +399,7 @@ def test_beyond_so_many_bytes_in_line_one_more_store_ends_at_once_and_says_so(
         assert stored.miss is not None and "of this client wait already; store less" in stored.miss.detail
         hold.let_go()
         assert first.result().blocks == 4, "one alone may be larger than that"
-        assert client.flush()
+        assert ended(client)
         two = [client.begin_store(client.hashes(prompt(1, seed)), kv(1)) for seed in (3, 4)]
         assert [transfer.result().blocks for transfer in two] == [1, 1]
 

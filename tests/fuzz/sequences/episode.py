@@ -380,7 +380,7 @@ class Episode:
         self.wait_for_stores()
         for client in self.clients.values():
             loads = client.shipped().loaded_bytes > 0
-            if loads and patient:
+            if patient or not loads:  # a store that has ended gives its page back on a thread of the client
                 self.wait_until(lambda client=client: not client.resident().pages_used)  # type: ignore[misc]
             use = client.resident()
             if loads:  # a load that began before the end may still have its pages
