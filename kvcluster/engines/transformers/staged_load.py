@@ -12,6 +12,7 @@ queued on the caller's current stream, and have ended when the load returns: a m
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -89,13 +90,13 @@ def _load_chunk(
     client: Client, ticket: Ticket, first: int, stop: int, buffer: _PinnedChunk, deadline: Deadline
 ) -> Loaded:
     """Loads the blocks from `first` up to `stop` into the buffer."""
-    if stop == ticket.blocks:
-        return client.begin_load(
-            ticket, buffer.host[: stop - first], first=first, deadline_ms=remaining_ms(deadline)
-        ).result()
-    with client.prepare_load(ticket.hashes[:stop], deadline_ms=remaining_ms(deadline)) as part:
+    with ExitStack() as parts:
+        part = ticket
+        if stop < ticket.blocks:
+            chain = ticket.hashes[:stop]
+            part = parts.enter_context(client.prepare_load(chain, again=True, deadline_ms=remaining_ms(deadline)))
         if part.blocks <= first:
             return Loaded(first, 0, part.miss)
         into = buffer.host[: part.blocks - first]
         loaded = client.begin_load(part, into, first=first, deadline_ms=remaining_ms(deadline)).result()
-        return replace(loaded, miss=loaded.miss or part.miss)
+    return loaded if part is ticket else replace(loaded, miss=loaded.miss or part.miss)

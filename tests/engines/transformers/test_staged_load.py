@@ -114,3 +114,13 @@ def test_what_is_lost_on_the_way_ends_the_prefix_and_is_computed(
     assert loaded.cached_tokens == [4 * BLOCK] and loaded.misses[0] is not None
     assert torch.equal(kv(loaded, 0, 0, 4 * BLOCK), kv(computed, 0, 0, 4 * BLOCK))
     assert torch.equal(run(model, ids, mask, loaded).sequences, expected)
+
+
+def test_a_load_by_several_buffers_is_one_lookup(cluster: MemoryCluster, blocks_a_buffer: int) -> None:
+    model = model_of()
+    client = connect(cluster, model)
+    row = prompt(6 * BLOCK + 1)
+    stored(client, model, row)
+    before = client.status()["counters"]["loads"]
+    assert PrefixCache.from_inputs(client, model, *batch(row)).cached_tokens == [6 * BLOCK]
+    assert client.status()["counters"]["loads"] == before + 1
