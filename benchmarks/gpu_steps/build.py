@@ -9,6 +9,8 @@ import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
+from benchmarks.gpu import SKIP_STATUS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -29,7 +31,7 @@ def main() -> None:
     for module in ("cmake", "nanobind"):
         if find_spec(module) is None:
             print(f"{module} is not installed: bytes are moved by Python, more slowly")
-            sys.exit(3)
+            sys.exit(SKIP_STATUS)
     from nanobind import cmake_dir
 
     built = ROOT / "build" / f"gpu{suffix.removesuffix('.so')}"

@@ -103,12 +103,6 @@ class Driver:
         self.call("cuMemSetAccess", address, c_size_t(nbytes), byref(desc), c_size_t(1))
         return address.value
 
-    def unmap(self, address: int, nbytes: int) -> None:
-        self.call("cuMemUnmap", c_ulonglong(address), c_size_t(nbytes))
-
-    def release(self, handle: int) -> None:
-        self.call("cuMemRelease", c_ulonglong(handle))
-
     def fill(self, address: int, word: int, words: int) -> None:
         self.call("cuMemsetD32_v2", c_ulonglong(address), c_uint(word), c_size_t(words))
         self.call("cuCtxSynchronize")
@@ -117,10 +111,6 @@ class Driver:
         into = ctypes.create_string_buffer(nbytes)
         self.call("cuMemcpyDtoH_v2", into, c_ulonglong(address), c_size_t(nbytes))
         return into.raw
-
-    def copy(self, into: int, source: int, nbytes: int) -> None:
-        self.call("cuMemcpyDtoD_v2", c_ulonglong(into), c_ulonglong(source), c_size_t(nbytes))
-        self.call("cuCtxSynchronize")
 
     def register(self, address: int, nbytes: int, flags: int) -> None:
         self.call("cuMemHostRegister_v2", c_void_p(address), c_size_t(nbytes), c_uint(flags))

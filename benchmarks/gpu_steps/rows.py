@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-SKIP_STATUS = 3
+from benchmarks.gpu import SKIP_STATUS
 
 
 def row(what: str, **columns: Any) -> None:

@@ -8,7 +8,6 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 import ray
@@ -26,6 +25,7 @@ from tests.actors.conftest import QUICK
 from tests.actors.processes import descendants, listening, outcome, start_worker, title, unused_of_ray
 from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
 from tests.ports import free_port
+from tests.scraping import scraped
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -104,12 +104,7 @@ def test_each_process_serves_its_metrics_at_a_port_of_its_own(shared_ray: None) 
     config = {"metrics": {"port": port}, **QUICK}
     with kvcluster.local(shards=1, device_bytes="16MiB", config=config) as cluster:
         store(cluster.client(SPEC), 7)
-        found = {}
-        for at in (port, port + 1):
-            with urlopen(f"http://127.0.0.1:{at}/metrics", timeout=60) as answer:
-                found[at] = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
-            with urlopen(f"http://127.0.0.1:{at}/readyz", timeout=60) as answer:
-                assert answer.read() == b"ok\n"
+        found = {at: scraped(at) for at in (port, port + 1)}
     assert float(found[port]['kvcluster_store_blocks_total{decision="write"}']) == 8
     assert float(found[port]['kvcluster_call_seconds_count{method="PrepareStore"}']) == 1
     assert float(found[port + 1]['kvcluster_shard_pages_total{event="commits"}']) == 8

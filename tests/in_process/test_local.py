@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from kvcluster.in_process.cluster import InProcessCluster
 from kvcluster.runtime.auth import token_line
 from tests.client.build import SPEC, kv, prompt, room, same
 from tests.ports import free_port
+from tests.scraping import scraped
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -205,12 +205,7 @@ def test_each_host_serves_its_metrics() -> None:
     config = {"metrics": {"port": port}, **PATIENT}
     with kvcluster.local(ray=False, device_bytes="4MiB", config=config) as cluster:
         stored(cluster.client(SPEC))
-        found = {}
-        for at in (port, port + 1):
-            with urlopen(f"http://127.0.0.1:{at}/metrics", timeout=60) as answer:
-                found[at] = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
-            with urlopen(f"http://127.0.0.1:{at}/readyz", timeout=60) as answer:
-                assert answer.read() == b"ok\n"
+        found = {at: scraped(at) for at in (port, port + 1)}
     assert float(found[port]['kvcluster_store_blocks_total{decision="write"}']) == 8
     assert float(found[port]['kvcluster_call_seconds_count{method="PrepareStore"}']) == 1
     assert float(found[port + 1]['kvcluster_shard_pages_total{event="commits"}']) == 8

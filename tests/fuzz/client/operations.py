@@ -244,13 +244,13 @@ def destinations(rng: Random, holder: Holder, blocks: int) -> list[Drawn | None]
 def explain(world: World, rng: Random) -> None:
     holder = rng.choice(world.holders)
     asked = world.ask(rng, holder)
-    told = holder.client.explain(asked.prompt)
-    hits = [each.block for each in told if each.hit]
-    if len(told) < len(asked.paths) or any(block >= len(asked.paths) for block in hits):
-        raise Wrong(f"{told} for {len(asked.paths)} blocks")
+    explained = holder.client.explain(asked.prompt)
+    hits = [each.block for each in explained if each.hit]
+    if len(explained) < len(asked.paths) or any(block >= len(asked.paths) for block in hits):
+        raise Wrong(f"{explained} for {len(asked.paths)} blocks")
     since = world.oracle.since(asked.space)
     if any(not world.oracle.stored(asked.space, asked.paths[block], since) for block in hits):
-        raise Wrong(f"explain knows blocks that were never stored: {told}")
+        raise Wrong(f"explain knows blocks that were never stored: {explained}")
 
 
 def pin(world: World, rng: Random) -> None:
