@@ -90,6 +90,14 @@ def version() -> str:
     return str(__version__)
 
 
+def serves_media() -> bool:
+    """Returns whether this engine's model takes images, sound or video."""
+    from sglang.srt.runtime_context import process_model_config
+
+    model = process_model_config()
+    return bool(model.is_multimodal or model.is_audio_model)
+
+
 def extra_config(storage_config: Any) -> Mapping[str, object]:
     """Returns the parsed --hicache-storage-backend-extra-config."""
     return storage_config.extra_config or {}

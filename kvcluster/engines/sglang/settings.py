@@ -28,6 +28,8 @@ _SGLANG = (
 )
 """SGLang's own keys, some of which it removes before it passes the object on."""
 
+SHARED_MEDIA = "share"
+
 _OURS = {
     "mode": f"one of {', '.join(MODES)}",
     "trace_dir": "the folder of traces in mode observe",
@@ -41,6 +43,7 @@ _OURS = {
     "draft_weights": "a fingerprint of the draft model's weights, if its layers are packed into the host pool",
     "rope": "the rotary settings, if the command line overrides those of the checkpoint",
     "extra": "names and values of anything else that KV depends on",
+    "multimodal": f'"{SHARED_MEDIA}" to share KV of images, sound and video by the hashes that SGLang has of them',
     "lookup_ms": "the deadline of a lookup, in milliseconds",
     "retry_ms": "the time for which a cluster that did not answer is not asked again, in milliseconds",
     "client": "settings of the client: deadline_ms, connect_ms, accept, transports...",
@@ -83,6 +86,7 @@ class StorageSettings:
     draft_weights: str = ""
     rope: str = ""
     extra: tuple[tuple[str, str], ...] = ()
+    multimodal: str = ""
     lookup_ms: int = _LOOKUP_MS
     retry_ms: int = _RETRY_MS
 
@@ -101,6 +105,8 @@ def parse_settings(given: Mapping[str, object], model_name: str) -> StorageSetti
     for key, advice in _NEEDED[mode]:
         if not given.get(key):
             raise ConfigError(f'{_WHERE} lacks "{key}": give {advice}')
+    if (multimodal := _text(given, "multimodal")) not in ("", SHARED_MEDIA):
+        raise ConfigError(f'{_WHERE}: multimodal may be "{SHARED_MEDIA}" or left out, not {multimodal!r}')
     settings = StorageSettings(
         address=_text(given, "address"),
         weights=_text(given, "weights"),
@@ -115,6 +121,7 @@ def parse_settings(given: Mapping[str, object], model_name: str) -> StorageSetti
         draft_weights=_text(given, "draft_weights"),
         rope=_text(given, "rope"),
         extra=_pairs(given.get("extra", {})),
+        multimodal=multimodal,
         lookup_ms=_number(given, "lookup_ms", _LOOKUP_MS, least=1),
         retry_ms=_number(given, "retry_ms", _RETRY_MS, least=1),
     )

@@ -32,11 +32,18 @@ from kvcluster.engines.sglang.layouts import HostPoolLayout
 from kvcluster.engines.sglang.lazy_client import ClientCall, LazyClient
 from kvcluster.engines.sglang.lossy_pages import LossyPages, lossy_pages_of
 from kvcluster.engines.sglang.observer import StorageObserver
-from kvcluster.engines.sglang.settings import parse_settings
+from kvcluster.engines.sglang.settings import SHARED_MEDIA, parse_settings
 from kvcluster.errors import CallerError, KVClusterError, Unreachable
 from kvcluster.transport.base import Deadline
 
 _log = logging.getLogger(__name__)
+
+_MEDIA = (
+    "this model takes images, sound or video, and SGLang's keys of pages do not hold them apart with certainty: the hash "
+    "of an image has 64 bits and leaves out its shape, and a request may bring its own (mm_hashes), so that KV of one "
+    "image could be loaded for another, by every engine of the cluster. Serve the model without this storage backend, or "
+    f'if that cannot happen with your requests give "multimodal": "{SHARED_MEDIA}" (docs/sglang.md, Identity)'
+)
 
 T = TypeVar("T")
 Lie = Callable[[int, int], list[Buffers | Paged]]
@@ -73,6 +80,10 @@ class KVClusterStorage(compat.HiCacheStorage):  # type: ignore[misc]
         with compat.supported_release():
             pool, memory = compat.describe(mem_pool_host), compat.PoolMemory(mem_pool_host)
             layout = self._layout = HostPoolLayout(pool, memory, self._rank, self._settings, compat.version())
+            media = compat.serves_media()
+        if media and self._settings.multimodal != SHARED_MEDIA:
+            self._layout = None
+            raise CallerError(_MEDIA)
         self._lossy_pages = lossy_pages_of(mem_pool_host)
         settings = self._settings
         if settings.mode == "observe":

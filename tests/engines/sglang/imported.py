@@ -6,6 +6,7 @@ GPU or half of SGLang's hundred requirements to be imported, and of which those 
 
 - `sglang` itself, whose first act is to patch transformers and to import the server: an empty package over its folder;
 - `srt.utils`: `is_cuda()` and the like, answered with False;
+- `srt.runtime_context.process_model_config()`: a model of text alone, which a test may exchange;
 - device pools, layers, allocators, radix trees and kernels: classes without content, for `isinstance` and annotations.
 """
 
@@ -109,8 +110,12 @@ def _gather() -> SimpleNamespace:
         "sglang.srt.mem_cache.device_pool_info",
         *(f"{OURS}.{name}" for name in ("compat", "lossy_pages", "settings")),
     )
+    context = importlib.import_module("sglang.srt.runtime_context")
+    context.process_model_config = lambda: SimpleNamespace(is_multimodal=False, is_audio_model=False)  # type: ignore[attr-defined]
     found = {key: getattr(importlib.import_module(m), name) for m, keys in names.items() for key, name in keys.items()}
-    return SimpleNamespace(**found, **{m.rpartition(".")[2]: importlib.import_module(m) for m in modules})
+    return SimpleNamespace(
+        context=context, **found, **{m.rpartition(".")[2]: importlib.import_module(m) for m in modules}
+    )
 
 
 def _forget(*roots: str) -> None:

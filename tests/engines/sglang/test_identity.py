@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from kvcluster.client.layouts import Buffers
 from kvcluster.core.hashing import foreign
 from kvcluster.core.spec import differing_fields
+from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
 from tests.engines.sglang.pools import (
     DIM,
@@ -266,3 +268,31 @@ def test_a_page_of_the_cluster_has_the_layouts_own_axes(
         shape = (len(group.layers), TOKENS, group.heads, DIM)
         found = AXES[layout](torch.frombuffer(data, dtype=torch.float32).view(shape))
         assert torch.equal(found.contiguous().view(torch.uint8), kind.contiguous().view(torch.uint8))
+
+
+MEDIA = [
+    SimpleNamespace(is_multimodal=True, is_audio_model=False),
+    SimpleNamespace(is_multimodal=False, is_audio_model=True),
+]
+
+
+@pytest.mark.parametrize("model", MEDIA, ids=["images", "sound"])
+def test_a_model_of_images_or_sound_is_refused_unless_their_hashes_are_taken_as_they_are(
+    sglang: SimpleNamespace, attach: Attach, monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(sglang.context, "process_model_config", lambda: model)
+    pool = mha_pool(sglang, "page_first")
+    with pytest.raises(CallerError, match="64 bits and leaves out its shape.*mm_hashes.*multimodal"):
+        attach(pool)
+    storage = attach(pool, multimodal="share")
+    scramble(pool)
+    keys = keys_of(1)
+    assert all(storage.batch_set_v1(keys, slots([0]))) and seen(storage, keys)
+
+
+def test_what_is_asked_of_sglangs_model_is_what_its_release_has(sglang: SimpleNamespace) -> None:
+    """The model's configuration is stood in for here (imported.py), so its names are looked for in the sources."""
+    sources = Path(sglang.context.__file__).parent
+    model = (sources / "configs/model_config.py").read_text()
+    assert "self.is_multimodal = (" in model and "self.is_audio_model = " in model
+    assert "\ndef process_model_config():" in (sources / "runtime_context.py").read_text()
