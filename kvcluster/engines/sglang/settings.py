@@ -105,8 +105,6 @@ def parse_settings(given: Mapping[str, object], model_name: str) -> StorageSetti
     for key, advice in _NEEDED[mode]:
         if not given.get(key):
             raise ConfigError(f'{_WHERE} lacks "{key}": give {advice}')
-    if (multimodal := _text(given, "multimodal")) not in ("", SHARED_MEDIA):
-        raise ConfigError(f'{_WHERE}: multimodal may be "{SHARED_MEDIA}" or left out, not {multimodal!r}')
     settings = StorageSettings(
         address=_text(given, "address"),
         weights=_text(given, "weights"),
@@ -121,7 +119,7 @@ def parse_settings(given: Mapping[str, object], model_name: str) -> StorageSetti
         draft_weights=_text(given, "draft_weights"),
         rope=_text(given, "rope"),
         extra=_pairs(given.get("extra", {})),
-        multimodal=multimodal,
+        multimodal=_multimodal(given),
         lookup_ms=_number(given, "lookup_ms", _LOOKUP_MS, least=1),
         retry_ms=_number(given, "retry_ms", _RETRY_MS, least=1),
     )
@@ -148,6 +146,13 @@ def _text(given: Mapping[str, object], key: str) -> str:
     value = given.get(key, "")
     if not isinstance(value, str):
         raise ConfigError(f"{_WHERE}: {key} must be text ({_OURS[key]}), not {value!r}")
+    return value
+
+
+def _multimodal(given: Mapping[str, object]) -> str:
+    value = _text(given, "multimodal")
+    if value not in ("", SHARED_MEDIA):
+        raise ConfigError(f'{_WHERE}: multimodal may be "{SHARED_MEDIA}" or left out, not {value!r}')
     return value
 
 

@@ -282,7 +282,7 @@ def test_a_model_of_images_or_sound_is_refused_unless_their_hashes_are_taken_as_
 ) -> None:
     monkeypatch.setattr(sglang.context, "process_model_config", lambda: model)
     pool = mha_pool(sglang, "page_first")
-    with pytest.raises(CallerError, match="64 bits and leaves out its shape.*mm_hashes.*multimodal"):
+    with pytest.raises(CallerError, match=r"64 bits and leaves out its shape.*mm_hashes.*multimodal"):
         attach(pool)
     storage = attach(pool, multimodal="share")
     scramble(pool)
