@@ -39,10 +39,10 @@ from kvcluster.transport.base import Deadline
 _log = logging.getLogger(__name__)
 
 _MEDIA = (
-    "this model takes images, sound or video, which SGLang's keys of pages do not tell apart with certainty: the hash of "
-    "an image has 64 bits and leaves out its shape, and a request may bring its own (mm_hashes), so KV of one image could "
-    "be loaded for another, by every engine of the cluster. Serve the model without this storage backend, or, if that "
-    f'cannot happen with your requests, give "multimodal": "{SHARED_MEDIA}" (docs/sglang.md, Identity)'
+    "this model takes images, sound or video, which SGLang's keys of pages do not tell apart with certainty: the hash "
+    "of an image has 64 bits and leaves out its shape, and a request may bring its own (mm_hashes), so KV of one image "
+    "could be loaded for another, by every engine of the cluster. Serve the model without this storage backend, or, if "
+    f'that cannot happen with your requests, give "multimodal": "{SHARED_MEDIA}" (docs/sglang.md, Identity)'
 )
 
 T = TypeVar("T")

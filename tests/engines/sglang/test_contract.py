@@ -69,6 +69,7 @@ def test_without_connect_it_would_use_the_clusters_own(sglang: SimpleNamespace) 
         ({"draft_weights": "latest"}, ["latest"]),
         ({"weights": 7}, ["weights must be text"]),
         ({"wieghts": "sha256:1"}, ["unknown key 'wieghts'", "weights"]),
+        ({"multimodal": "yes"}, ['multimodal may be "share"', "'yes'"]),
         ({"model": 7}, ["model must be text"]),
         ({"model_name": None}, ['"model"', "same for all replicas"]),
         ({"kv_heads": "8"}, ["kv_heads must be an integer"]),
