@@ -82,7 +82,14 @@ class CoordinatorActor:
         )
         self._reports = wait(
             lambda: GrpcServer(
-                for_shards, auth, host, server.report_port, server.threads, metrics=calls, setting="server.report_port"
+                for_shards,
+                auth,
+                host,
+                server.report_port,
+                server.threads,
+                limits.MESSAGE_BYTES,
+                calls,
+                setting="server.report_port",
             )
         )
         self._garbage = GarbageKeeper()

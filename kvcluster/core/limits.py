@@ -243,15 +243,16 @@ LAYER_BYTES = 32 * 1024 * 1024
 """One layer of a page travels in one frame; with its header it must fit MESSAGE_BYTES."""
 
 MESSAGE_BYTES = 64 * 1024 * 1024
-"""The largest message that a gRPC endpoint accepts, unless it is only asked questions."""
+"""The largest message that the coordinator accepts of a shard, and a client of a server."""
 
 QUESTION_BYTES = 8 * 1024 * 1024
 """The largest message that the coordinator accepts of a worker: BLOCKS_PER_CALL blocks of 256 tokens with ids below two
 million, or all changes of tables in one message."""
 
 BODY_BYTES = 4 * 1024 * 1024
-"""The body of a frame of a stream: PAGES_PER_CALL wants of 45 bytes, or the headers of a frame of pages. What pages
-themselves take follows the frame, into its final memory. GRANT alone has more, from a shard to its worker."""
+"""The body of a frame of a stream, and the largest message that a shard accepts over gRPC: PAGES_PER_CALL wants of 45
+bytes, or the headers of a frame of pages. What pages themselves take follows the frame, into its final memory. GRANT
+alone has more, from a shard to its worker."""
 
 SMALL_BODY_BYTES = 64 * 1024
 """A body or query up to this is not charged to its tenant: all connections together hold 32 MiB of such."""
@@ -265,6 +266,9 @@ by shares of tenants: two of ATTEND_BYTES of a tenant alone. A further request w
 
 FRAME_BYTES = 1024 * 1024
 """Target size of one frame of pages: gRPC is fastest between one and two MiB."""
+
+CUT_BYTES = 2 * 1024 * 1024
+"""A larger frame of pages over gRPC, which has one layer of a page, is sent in messages of at most this size."""
 
 RECORD_BYTES = 512 * 1024
 """Target size of one run of layers of one page. Each run costs some microseconds of Python at either end; the smaller
@@ -347,6 +351,7 @@ assert 4 * BODY_BYTES <= BODIES_BYTES
 assert 2 * (ATTEND_BYTES + BODY_BYTES) <= REQUESTS_BYTES
 assert TRANSPORTS * OFFER_BYTES <= MESSAGE_BYTES
 assert FRAME_BYTES <= LAYER_BYTES
+assert FRAME_BYTES <= CUT_BYTES <= BODY_BYTES
 assert BLOCKS_PER_CALL <= PAGES_PER_CALL
 assert BLOCKS_PER_PROMPT * 2 <= TICKET_PAGES // 2
 assert SPANS_PER_CALL <= SPANS_PER_HOLDER

@@ -23,6 +23,7 @@ from enum import Enum, IntEnum
 
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Part
+from kvcluster.core.ids import SUM_BYTES
 from kvcluster.pages.copy_endpoints import CopyEndpoint
 from kvcluster.pages.copy_geometry import BlockGeometry
 
@@ -154,9 +155,11 @@ class CopyRecords:
 
     def slices(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Splits the records into consecutive ranges of at most `nbytes` each; a single larger record is its own
-        range."""
+        range. A layer counts at least as twice its checksum, which travels beside it."""
         start = total = 0
-        for at, size in enumerate(self.nbytes):
+        least = 2 * SUM_BYTES
+        for at, (own, layers) in enumerate(zip(self.nbytes, self.counts, strict=True)):
+            size = max(own, least * layers)
             if at > start and total + size > nbytes:
                 yield start, at
                 start, total = at, 0

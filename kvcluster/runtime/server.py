@@ -199,7 +199,7 @@ class GrpcServer:
         host: str,
         port: int,
         threads: int,
-        message_bytes: int = limits.MESSAGE_BYTES,
+        message_bytes: int = limits.BODY_BYTES,
         metrics: CallMetrics | None = None,
         *,
         setting: str = "server.port",

@@ -2,13 +2,14 @@
 
 One RPC is one load or one store: while the stream is open, the shard pins, sends and unpins, or reserves, receives,
 verifies and commits. A worker that dies breaks its stream, and the shard releases the pages at once. Messages are
-frames of about 1 MiB (wire/frames.py); gRPC requires them as `bytes`, so each side copies once.
+frames of about 1 MiB (wire/frames.py); gRPC requires them as `bytes`, so each side copies once. A server takes messages
+of 4 MiB at most: a client sends a larger frame, which has one layer of a page, in pieces.
 """
 
 from __future__ import annotations
 
 import queue
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TypeVar
 
 import grpc
@@ -36,6 +37,7 @@ from kvcluster.transport.base import (
     PageHost,
     PageSink,
     PageSource,
+    Payload,
     RefusedByShard,
     Unavailable,
 )
@@ -105,7 +107,7 @@ class GrpcPages(ShardQuestions):
                     return
                 outcome, version = answered
                 for batch in outgoing_records(request, outcome, source):
-                    yield frames.pack(batch, version)
+                    yield from frames.cut(frames.pack(batch, version), version)
                 source.drained()
             except Exception as error:
                 failed.append(error)
@@ -148,6 +150,61 @@ def _unless_refused(answer: T | Refused) -> T:
 # ------------------------------------------------------------------------------------------- server
 
 
+class _Pieces:
+    """The bytes of a frame of pages that arrives in several messages, the first of which is here. `came` is called when
+    another has arrived. No memory is taken for what has not arrived: each piece is copied to where it belongs."""
+
+    def __init__(self, first: memoryview, more: Iterator[bytes], came: Callable[[], object]) -> None:
+        self._here = first
+        self._more = more
+        self._came = came
+
+    def payload(self, nbytes: int) -> Payload:
+        """Returns the next `nbytes` of the frame, all of which are read before the next are asked for."""
+        if nbytes <= len(self._here):
+            data, self._here = self._here[:nbytes], self._here[nbytes:]
+            return BytesPayload(data)
+        return _CutPayload(nbytes, self)
+
+    def read_into(self, view: memoryview) -> int:
+        count = min(len(view), len(self._here))
+        view[:count] = self._here[:count]
+        self._here = self._here[count:]
+        return count
+
+    def next(self) -> None:
+        """Waits for the next message. Raises ProtocolError if there is none."""
+        message = next(self._more, b"")
+        if not message:
+            raise ProtocolError("a frame ends within a layer of a page")
+        self._came()
+        self._here = memoryview(message)
+
+    def end(self) -> None:
+        """The whole frame was read. Raises ProtocolError if more has arrived than it announced."""
+        if self._here:
+            raise ProtocolError(f"a frame has {len(self._here)} bytes more than it announced")
+
+
+class _CutPayload:
+    """A payload of which a part has not arrived yet."""
+
+    present = None
+
+    def __init__(self, nbytes: int, pieces: _Pieces) -> None:
+        self.nbytes = nbytes
+        self._left = nbytes
+        self._pieces = pieces
+
+    def read_into(self, view: memoryview) -> int:
+        count = self._pieces.read_into(view[: self._left])
+        self._left -= count
+        return count
+
+    def wait(self) -> None:
+        self._pieces.next()
+
+
 def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
     """The shard's side of `Read` and `Write`, for a threaded server."""
 
@@ -179,8 +236,11 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
                 yield frames.encode_write_head(session.outcome, version)
                 for message in messages:
                     session.alive()
-                    for record in frames.parse(message, version):
-                        session.receive(record.item, record.layer, record.codec, record.sums, BytesPayload(record.data))
+                    heads, at = frames.parse_first(message, version)
+                    pieces = _Pieces(memoryview(message)[at:], messages, session.alive)
+                    for item, layer, codec, sums, nbytes in heads:
+                        session.receive(item, layer, codec, sums, pieces.payload(nbytes))
+                    pieces.end()
                 yield frames.encode_write_tail(session.finish(), version)
         except RefusedByShard as refused:
             yield frames.encode_refused(refused.refused, version)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from kvcluster.core.ids import CLUSTER, Attempt, Tenant
+from kvcluster.core.ids import CLUSTER, SUM_BYTES, Attempt, Tenant
 from kvcluster.core.messages import (
     PageSlot,
     PageWants,
@@ -214,13 +214,14 @@ class ReadSession(ExchangeSession[ReadRequest]):
             for at in pages:
                 item, each = items[at], layer_bytes[at]
                 slot = self.granted[item]
-                if batch and room < count * each:
+                size = count * max(each, 2 * SUM_BYTES)
+                if batch and room < size:
                     self.alive()
                     yield batch
                     batch, room = [], nbytes
                 data = self._host.view(slot)[layer * each : (layer + count) * each]
                 batch.append(Record(item, layer, slot.codec, sums[item][layer : layer + count], data))
-                room -= count * each
+                room -= size
         if batch:
             self.alive()
             yield batch

@@ -15,7 +15,7 @@ itself.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from kvcluster.core import limits
@@ -37,6 +37,9 @@ MAGIC = 0x564B
 TICKET_VERSION = 1
 HEAD, DATA, TAIL, REFUSED = 1, 2, 3, 4
 _NAMES = {HEAD: "head", DATA: "pages", TAIL: "tail", REFUSED: "refusal"}
+
+_CUTS_SINCE = 3
+_UNEVEN = "a frame of {} bytes was announced as one of {}"
 
 _HEADER = struct.Struct("<HBBI")
 _RECORD = struct.Struct("<IHHHHQ")
@@ -65,15 +68,22 @@ def pack(records: Sequence[Record], version: int = PROTOCOL_VERSION) -> bytes:
     return frame
 
 
-def parse(data: bytes, version: int = PROTOCOL_VERSION) -> list[Record]:
-    """Returns the records of a frame of pages. Their `data` are views of this message: nothing is copied."""
-    heads, at = parse_heads(data, version)
-    view = memoryview(data)
-    records = []
-    for item, layer, codec, sums, nbytes in heads:
-        records.append(Record(item, layer, codec, sums, view[at : at + nbytes]))
-        at += nbytes
-    return records
+def cut(frame: bytes, version: int) -> Iterator[bytes]:
+    """Yields the messages in which a client sends a frame of pages: the frame itself, or since version 3 its pieces, if
+    it has more than CUT_BYTES. The headers of its records are in the first."""
+    if len(frame) <= limits.CUT_BYTES or version < _CUTS_SINCE:
+        yield frame
+        return
+    for at in range(0, len(frame), limits.CUT_BYTES):
+        yield frame[at : at + limits.CUT_BYTES]
+
+
+def parse_first(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[list[RecordHead], int]:
+    """As `parse_heads`, of the first message of a frame: the bytes of its records may end in later ones."""
+    heads, at = decode_heads(data, _HEADER.size, _records(data, DATA, version))
+    end = at + sum(head.nbytes for head in heads)
+    must(end == len(data) or (len(data) < end and version >= _CUTS_SINCE), _UNEVEN.format(len(data), end))
+    return heads, at
 
 
 def parse_heads(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[list[RecordHead], int]:
@@ -81,7 +91,7 @@ def parse_heads(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[list[Reco
     others follow without gaps."""
     heads, at = decode_heads(data, _HEADER.size, _records(data, DATA, version))
     end = at + sum(head.nbytes for head in heads)
-    must(end == len(data), f"a frame of {len(data)} bytes was announced as one of {end}")
+    must(end == len(data), _UNEVEN.format(len(data), end))
     return heads, at
 
 

@@ -20,6 +20,7 @@ from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from tests.fuzz.contract import Parser, trees
 from tests.fuzz.trees import Kind, Node, fields, message
 from tests.wire import strategies as of
+from tests.wire.records import records_of
 
 Read = Callable[[bytes], object]
 Write = Callable[[Any], bytes]
@@ -147,7 +148,7 @@ def _read_pages(data: bytes) -> list[PageRecord]:
     """As a receiver does: all of every record is looked at."""
     return [
         (record.item, record.layer, record.codec, record.sums, bytes(record.data), codec.check_codec(record.codec))
-        for record in frames.parse(data)
+        for record in records_of(data)
     ]
 
 

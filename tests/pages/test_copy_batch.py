@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Part, Plane
+from kvcluster.core.ids import SUM_BYTES
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, PlaneShape, page_layout, strided
@@ -232,6 +233,15 @@ def test_slices_are_all_records_in_order_and_no_larger_than_asked(sizes: list[in
     slices = list(records.slices(nbytes))
     assert [at for start, stop in slices for at in range(start, stop)] == list(range(len(sizes)))
     assert all(stop - start == 1 or sum(sizes[start:stop]) <= nbytes for start, stop in slices)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(0, 20))
+def test_the_sums_of_a_slice_take_no_more_than_it_may_have(layers: list[int], layer_bytes: int) -> None:
+    records = CopyRecords()
+    for count in layers:
+        records.add(0, 0, 0, count * layer_bytes, Codec.RAW, [1] * count)
+    for start, stop in records.slices(128):
+        assert stop - start == 1 or sum(layers[start:stop]) * SUM_BYTES <= 128
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.data())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -140,9 +140,9 @@ def bad_request(request: pytest.FixtureRequest) -> BadRequest:
 @pytest.mark.parametrize("path", [READ, WRITE])
 def test_a_message_that_is_too_large_is_refused(world: World, path: str) -> None:
     with Raw(world) as peer:
-        code, words = peer.refusal(path, bytes(limits.MESSAGE_BYTES + 1))
+        code, words = peer.refusal(path, bytes(limits.BODY_BYTES + 1))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert str(limits.MESSAGE_BYTES) in words
+    assert str(limits.BODY_BYTES) in words
 
 
 def record(item: int = 0, layer: int = 0, layers: int = 1, nbytes: int = 100, in_codec: int = codec.RAW) -> bytes:
@@ -152,7 +152,8 @@ def record(item: int = 0, layer: int = 0, layers: int = 1, nbytes: int = 100, in
 NONSENSE = [
     (b"", "frame"),
     (os.urandom(1_000), "frame"),
-    (record()[:-1], "announced"),
+    (record(layer=1)[:-1], "ends within a layer"),
+    (record() + b"x", "announced"),
     (record(item=3), "was not requested"),
     (record(item=2), "was not requested"),
     (record(nbytes=99), "layers of 100 bytes"),
@@ -412,3 +413,46 @@ def silent() -> Iterator[tuple[GrpcPages, str]]:
         transport = GrpcPages(address, None)
         yield transport, address
         transport.close()
+
+
+# ------------------------------------------------------------------------------------ frames of several messages
+
+LARGE = 2 * limits.CUT_BYTES + 1_000
+
+
+def test_a_layer_that_is_longer_than_a_message_is_stored_and_loaded(world: World) -> None:
+    transport, content = world.open(), Content.of(world, 2, 2, LARGE)
+    store(transport, content)
+    assert load(transport, content) == [None, None]
+
+
+def test_a_client_cuts_a_frame_only_where_a_server_takes_its_pieces() -> None:
+    frame = bytes(LARGE)
+    assert list(frames.cut(frame, 2)) == [frame]
+    pieces = list(frames.cut(frame, 3))
+    assert b"".join(pieces) == frame
+    assert max(map(len, pieces)) == limits.CUT_BYTES
+
+
+def large_page(content: Content) -> list[bytes]:
+    return list(frames.cut(whole_page(content, 0), PROTOCOL_VERSION))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda pieces: pieces[:-1], "ends within a layer"),
+        (lambda pieces: [*pieces[:-1], b""], "ends within a layer"),
+        (lambda pieces: [*pieces[:-1], pieces[-1] + b"x"], "more than it announced"),
+        (lambda pieces: [*pieces, b"x"], "a frame has 1 bytes"),
+        (lambda pieces: [pieces[0], *pieces, b"x" * 100], "more than it announced"),
+    ],
+)
+def test_pieces_that_are_not_those_of_the_frame_end_the_store(
+    world: World, spoil: Callable[[list[bytes]], list[bytes]], says: str
+) -> None:
+    content = Content.of(world, 1, 1, LARGE)
+    world.open().attach(content.spec, soon())
+    opening = frames.encode_write_request(content.write_request())
+    assert says in failed_precondition(world, WRITE, opening, *spoil(large_page(content)))
+    world.wait_until_unleased()

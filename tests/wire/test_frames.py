@@ -30,6 +30,7 @@ from kvcluster.wire import frames
 from kvcluster.wire.frames import Record
 from kvcluster.wire.v1 import common_pb2
 from tests.wire import strategies as of
+from tests.wire.records import records_of
 
 HEADER, RECORD = struct.Struct("<HBBI"), struct.Struct("<IHHHHQ")
 SUMS = (2**64 - 1, 0)
@@ -62,7 +63,7 @@ def _frame(*described: tuple[Any, ...], payload: bytes = b"", count: int | None 
 @given(sent=st.lists(records(), max_size=5))
 def test_records_arrive_as_they_were_sent(sent: list[Record]) -> None:
     message = frames.pack(sent)
-    received = frames.parse(message)
+    received = records_of(message)
     assert received == sent
     assert all(type(record) is Record for record in received)
     assert len(message) == 8 + sum(20 + 8 * len(r.sums) + r.data.nbytes for r in sent)
@@ -76,13 +77,13 @@ def test_a_frame_is_what_the_protocol_draws() -> None:
 
 def test_parsed_data_are_views_of_the_message() -> None:
     message = frames.pack([Record(0, 0, 1, (1,), memoryview(b"abcd"))])
-    (record,) = frames.parse(message)
+    (record,) = records_of(message)
     assert record.data.obj is message and record.data.readonly
 
 
 @pytest.mark.parametrize("buffer", [b"abcdefgh", bytearray(b"abcdefgh"), array("H", b"abcdefgh")])
 def test_payloads_may_lie_in_any_buffer(buffer: Any) -> None:
-    (record,) = frames.parse(frames.pack([Record(0, 0, 1, SUMS, memoryview(buffer))]))
+    (record,) = records_of(frames.pack([Record(0, 0, 1, SUMS, memoryview(buffer))]))
     assert bytes(record.data) == b"abcdefgh"
 
 
@@ -90,9 +91,9 @@ def test_a_frame_cut_or_grown_anywhere_is_refused() -> None:
     message = frames.pack([Record(i, 0, 1, SUMS, memoryview(b"abcd")) for i in range(3)])
     for end in range(len(message)):
         with pytest.raises(ProtocolError):
-            frames.parse(message[:end])
+            records_of(message[:end])
     with pytest.raises(ProtocolError, match=f"a frame of {len(message) + 1} bytes was announced as one of"):
-        frames.parse(message + b"\0")
+        records_of(message + b"\0")
 
 
 @pytest.mark.parametrize(
@@ -121,14 +122,14 @@ def test_a_frame_cut_or_grown_anywhere_is_refused() -> None:
 )
 def test_a_frame_that_cannot_be_is_refused_in_words(message: bytes, words: str) -> None:
     with pytest.raises(ProtocolError, match=words):
-        frames.parse(message)
+        records_of(message)
 
 
 def test_a_frame_is_measured_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     message = frames.pack([Record(0, 0, 1, (1,), memoryview(b"abcd"))])
     monkeypatch.setattr(limits, "MESSAGE_BYTES", len(message) - 1)
     with pytest.raises(ProtocolError, match="; 8 to"):
-        frames.parse(message)
+        records_of(message)
     with pytest.raises(AssertionError, match="exceeds MESSAGE_BYTES"):
         frames.pack([Record(0, 0, 1, (1,), memoryview(b"abcd"))])
 
@@ -141,7 +142,7 @@ def test_only_whole_layers_are_packed(sums: tuple[int, ...]) -> None:
 
 def test_the_largest_layer_travels_in_one_frame() -> None:
     layer = memoryview(bytearray(limits.LAYER_BYTES))
-    (record,) = frames.parse(frames.pack([Record(0, 0, 1, (1,), layer)]))
+    (record,) = records_of(frames.pack([Record(0, 0, 1, (1,), layer)]))
     assert record.data.nbytes == limits.LAYER_BYTES
 
 
@@ -184,7 +185,7 @@ def test_a_shard_may_refuse_in_place_of_any_head_or_tail(refused: Refused) -> No
 
 def test_a_worker_may_not_refuse_and_a_refusal_is_no_page() -> None:
     message = frames.encode_refused(Refused(RefusedKind.STALE, "epoch 1 is over"))
-    for decode in (frames.decode_read_request, frames.decode_write_request, frames.parse):
+    for decode in (frames.decode_read_request, frames.decode_write_request, records_of):
         with pytest.raises(ProtocolError, match="a frame of kind refusal came"):
             decode(message)
 
