@@ -47,7 +47,9 @@ def llama(dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any) ->
         }
     )
     model: Any = LlamaForCausalLM(config)
-    return model.to(dtype).eval()
+    for parameter in model.parameters():  # not the rotary frequencies: loading a model in this dtype leaves them, too
+        parameter.data = parameter.data.to(dtype)
+    return model.eval()
 
 
 def prompt(tokens: int, seed: int = 1) -> list[int]:
@@ -495,13 +497,21 @@ def test_a_tied_weight_is_not_an_equal_one() -> None:
     ("other", "fields"),
     [
         ({"seed": 1}, ("weights",)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, ("rope",)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, ("rope", "extra.buffers")),
         ({"rms_norm_eps": 1e-3}, ("extra.config",)),
         ({"initializer_range": 0.2}, ()),
     ],
 )
 def test_what_changes_kv_changes_the_spec(other: dict[str, Any], fields: tuple[str, ...]) -> None:
     assert differing_fields(spec_of(llama()), spec_of(llama(**other))) == fields
+
+
+def test_a_model_that_was_cast_shares_with_none_that_was_loaded_in_its_dtype() -> None:
+    """Casting rounds the rotary frequencies, too, which are no weights; loading computes them in float32."""
+    cast, loaded = llama().bfloat16(), llama(torch.bfloat16)
+    assert fingerprint(cast) == fingerprint(loaded)
+    assert differing_fields(spec_of(cast), spec_of(loaded)) == ("extra.buffers",)
+    assert spec_of(llama().bfloat16()) == spec_of(cast)
 
 
 def test_dtype_and_adapter_are_in_the_spec() -> None:

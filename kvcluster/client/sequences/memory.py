@@ -82,7 +82,8 @@ class ResidentMemory:
     def checked(self, layer: int, arrays: Sequence[Tensor]) -> list[Tensor]:
         """Returns tensors over the memory of these tensors or arrays: one a plane, `[tokens, heads, dim]` each. They
         are of no autograd graph, since pages that were written by one would keep it, and everything read would be of
-        it. Raises CallerError for another layer, number of planes, shape, dtype or device."""
+        it. What lies in the resident set itself is copied, since a write may overwrite it before it is read. Raises
+        CallerError for another layer, number of planes, shape, dtype or device."""
         self.check_layer(layer)
         values = [
             as_tensor(array, f"layer {layer}: what was given", dtype=self._dtype_name).detach() for array in arrays
@@ -99,7 +100,11 @@ class ResidentMemory:
                 raise CallerError(
                     f"layer {layer}: got {value.dtype} on {value.device}; expected {self.dtype} on {self.pages.device}"
                 )
-        return values
+        return [value.clone() if self._overlaps(value) else value for value in values]
+
+    def _overlaps(self, value: Tensor) -> bool:
+        first = self.pages.data_ptr()
+        return first <= value.data_ptr() < first + self.pages.nbytes
 
     def write(self, layer: int, runs: Sequence[TokenRun], values: Sequence[Tensor]) -> None:
         """Writes consecutive tokens of one layer to where they lie, which is raw."""

@@ -3,13 +3,16 @@
 Layers, heads, dim and dtype come from the config and are checked against one token's real KV, because configs do not
 always tell them (some models share one KV head through an attribute of their own). `weights` is a digest of the weights
 themselves, so that a model trained further under its old name is another model; `rope` is the rotary settings as
-text; `extra` holds a digest of every other setting that may change KV, such as a norm's epsilon. The attention
+text; `extra` holds a digest of every other setting that may change KV, such as a norm's epsilon, and one of the
+buffers that the model has computed, such as its rotary frequencies, which lose bits when a model is cast. The attention
 implementation is left out: implementations differ only by float rounding, as batch sizes do.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -57,10 +60,16 @@ def spec_of(
         groups=groups(model),
         adapter=adapter,
         rope=canonical(rope),
-        extra=(("config", settings_digest(settings)),),
+        extra=_extra(model, settings),
     )
     _check_real_kv(model, spec)
     return spec
+
+
+def _extra(model: PreTrainedModel, settings: Mapping[str, object]) -> tuple[tuple[str, str], ...]:
+    computed = _computed(model)
+    buffers = (("buffers", _digest(b"kvcluster-buffers-v1", computed)),) if computed else ()
+    return (*buffers, ("config", settings_digest(settings)))
 
 
 def groups(model: PreTrainedModel) -> tuple[Group, ...]:
@@ -81,9 +90,20 @@ def fingerprint(model: PreTrainedModel) -> str:
     Tied tensors are read once, under their first name. Nothing is cached, because weights change in place. Raises
     CallerError if the weights are not in memory.
     """
-    digest = hashlib.sha256(b"kvcluster-weights-v1")
+    return _digest(b"kvcluster-weights-v1", model.state_dict(keep_vars=True))
+
+
+def _computed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Returns the buffers that are computed and not stored with the weights, such as the frequencies of the rotary
+    embedding: two copies of a model have others if one was cast and the other was loaded in that dtype."""
+    stored = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name not in stored and not buffer.is_meta}
+
+
+def _digest(kind: bytes, tensors: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(kind)
     first_names: dict[object, str] = {}
-    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+    for name, tensor in sorted(tensors.items()):
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
             raise CallerError(f"{name} is not in memory, so it cannot be fingerprinted; give weights='sha256:...'")
         place = (tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)

@@ -126,6 +126,20 @@ def test_values_are_copied_and_never_their_graph(cluster: MemoryCluster, tokens:
         assert torch.equal(torch.stack(two.read(1, 0, tokens)), torch.stack([made(2 * tokens, 1)[0, tokens:]] * 2))
 
 
+def test_values_that_lie_in_the_resident_set_are_read_before_they_are_overwritten(cluster: MemoryCluster) -> None:
+    with cluster.client(SPEC) as client, client.sequence() as one:
+        k, v = made(BLOCK, 1), made(BLOCK, 2)
+        for layer in range(LAYERS):
+            one.append(layer, k[layer], v[layer])
+        one.advance(BLOCK)
+        keys, values = one.resident_pages[int(one.block_table[0]), 0]
+        one.write(0, 0, values, keys)
+        assert torch.equal(torch.stack(one.read(0, 0, BLOCK)), torch.stack([v[0], k[0]]))
+        one.write(0, 1, keys[:-1], values[:-1])
+        for read, was in zip(one.read(0, 0, BLOCK), (v[0], k[0]), strict=True):
+            assert torch.equal(read, torch.cat([was[:1], was[:-1]]))
+
+
 def test_pages_reserved_before_a_fork_are_written_by_one_sequence(cluster: MemoryCluster) -> None:
     with cluster.client(SPEC) as client, cluster.client(SPEC) as other:
         parent = grown(client, list(range(6)))
