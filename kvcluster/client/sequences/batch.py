@@ -16,6 +16,7 @@ from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.row_operations import SequenceRow
 from kvcluster.client.sequences.sequence import Sequence, check_number, checked_ids
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.step_lock import whole
 from kvcluster.client.unpicklable import Unpicklable
 from kvcluster.errors import CallerError
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvcluster.client.sequences.batch_attention import BatchAttention
 
 
+@whole
 class SequenceBatch(Unpicklable):
     """A step of several sequences in one call each.
 

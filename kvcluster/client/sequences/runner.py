@@ -22,6 +22,7 @@ from kvcluster.client.memory import bind
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.step_lock import StepLock
 from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.transfer_queue import TransferQueue
@@ -63,7 +64,7 @@ class SequenceRunner:
         self.machine = machine
         self.keeper = keeper
         self.memory = memory
-        self.lock = threading.Condition()
+        self.lock = StepLock()
         self._spec = spec
         self._private_spec = replace(spec, private=True)
         self._parts = parts
@@ -71,7 +72,7 @@ class SequenceRunner:
         self._transfers = transfers
         self.flush_shards = flush_shards
         self._store_ms = store_ms
-        self.readers = 0
+        self.readers: set[object] = set()
         """Calls of attention that read the resident set now."""
         self.sweeps: tuple[Callable[[], None], ...] = ()
         """Called by the thread after each synchronisation, without the lock."""
@@ -97,9 +98,11 @@ class SequenceRunner:
         self.lock.notify_all()
 
     def close_sequences(self, states: Iterable[SequenceState]) -> None:
-        """Ends those of these sequences that are open."""
+        """Ends those of these sequences that are open. Of broken ones the coordinator is not told: their lease ends."""
         for state in states:
-            if not state.closed:
+            if self.lock.broken:
+                state.closed = True
+            elif not state.closed:
                 self.keeper.closed(state)
                 self.machine.close(state)
         self.wake()
@@ -121,7 +124,9 @@ class SequenceRunner:
     def wait_for_stores(self, enough: Callable[[], bool], deadline: Deadline) -> bool:
         """Waits until `enough()`, which is asked after each store, or no store is pending. Returns `enough()`."""
         self.wake()
-        self.lock.wait_for(lambda: enough() or not self.stores_pending or self._closed, deadline.remaining_s())
+        ended = self.lock.wait_for
+        ended(lambda: enough() or not self.stores_pending or self._closed or self.lock.broken, deadline.remaining_s())
+        self.lock.check()
         return enough()
 
     def with_room(self, call: Callable[[], R], deadline: Deadline) -> R:
@@ -137,7 +142,8 @@ class SequenceRunner:
                     self.wait_for_readers()
                     continue
                 if self.machine.pages.holding and self._holder != threading.get_ident():
-                    self.lock.wait_for(lambda: not self.machine.pages.holding)
+                    self.lock.wait_for(lambda: not self.machine.pages.holding or self.lock.broken)
+                    self.lock.check()
                     continue
                 if self.settle():
                     continue
@@ -174,15 +180,17 @@ class SequenceRunner:
     def reading(self) -> Iterator[None]:
         """Within it no block gives up its page, so attention may read the resident set without the lock. A thread that
         waits for a page goes before new readers."""
-        with self.lock:
-            self.lock.wait_for(lambda: not self._evicting or self._closed)
-            self.readers += 1
-            self.machine.pages.frozen = True
+        reader = object()
         try:
+            with self.lock:
+                self.lock.wait_for(lambda: not self._evicting or self._closed or self.lock.broken)
+                self.lock.check()
+                self.machine.pages.frozen = True
+                self.readers.add(reader)
             yield
         finally:
             with self.lock:
-                self.readers -= 1
+                self.readers.discard(reader)
                 self.machine.pages.frozen = bool(self.readers)
                 self.lock.notify_all()
 
@@ -198,7 +206,8 @@ class SequenceRunner:
                 yield
             finally:
                 with self.lock:
-                    self.machine.let_go(blocks)
+                    if not self.lock.broken:
+                        self.machine.let_go(blocks)
                     self._holder = 0
                     self.lock.notify_all()
 
@@ -238,7 +247,7 @@ class SequenceRunner:
         while True:
             with self.lock:
                 now = time.monotonic_ns()
-                if self._closed:
+                if self._closed or self.lock.broken:
                     break
                 self.close_abandoned()
                 sync = self.keeper.next_sync(now)
@@ -253,8 +262,9 @@ class SequenceRunner:
                     sweep()
             if batch is not None:
                 self._store(batch)
-        while (sync := self.keeper.next_sync(time.monotonic_ns() + 10**12)) is not None and sync.changes:
-            if not self._sync(sync):
+        while not self.lock.broken:
+            sync = self.keeper.next_sync(time.monotonic_ns() + 10**12)
+            if sync is None or not sync.changes or not self._sync(sync):
                 break
 
     def _idle_s(self, now: int) -> float | None:

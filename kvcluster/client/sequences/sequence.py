@@ -29,6 +29,7 @@ from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.client.sequences.row_operations import SequenceRow
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.statistics import SequenceUse, sequence_use
+from kvcluster.client.sequences.step_lock import whole
 from kvcluster.client.unpicklable import Unpicklable
 from kvcluster.client.validation import kind_of
 from kvcluster.core import limits
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from kvcluster.client.sequences.runner import SequenceRunner
 
 
+@whole
 class Sequence(Unpicklable):
     """One sequence of a client. Made by `client.sequence`; a context manager. One thread at a time may use a sequence;
     several sequences of one client may be used by several threads. A forked child cannot use it. It keeps its pages
@@ -352,6 +354,7 @@ class Sequence(Unpicklable):
         self._process.check("sequence")
         if self._state.closed:
             raise CallerError("this sequence is closed")
+        self._runner.lock.check()
         return self._state
 
     def _row(self, position: int, tokens: int) -> SequenceRow:
