@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from kvcluster.attention import Partial, uses_fused
+from kvcluster.attention import uses_fused
 from kvcluster.attention.span_results import unpack_results
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.sequences.attend_speeds import HOPED, AttendSpeeds
@@ -145,14 +145,7 @@ class RemoteAttention:
     def _ask(
         self, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline
     ) -> ShardResults | ShardFailure:
-        found, loss = list[tuple[int, list[Partial]]](), Loss.EXACT
-        for part in split_asks(rows, query):
-            answer = self._ask_part(shard, part, query, deadline)
-            if isinstance(answer, ShardFailure):
-                return answer
-            found += answer.rows
-            loss = max(loss, answer.loss)
-        return ShardResults(found, loss)
+        return ShardResults.gathered(self._ask_part(shard, part, query, deadline) for part in split_asks(rows, query))
 
     def _ask_part(
         self, shard: ShardAddress, rows: Sequence[AskedRow], query: LayerQuery, deadline: Deadline

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,18 @@ class ShardResults(NamedTuple):
 
     rows: list[tuple[int, list[Partial]]]
     loss: Loss
+
+    @staticmethod
+    def gathered(answers: Iterable[ShardResults | ShardFailure]) -> ShardResults | ShardFailure:
+        """Returns what one shard has answered to several messages of a step: all results, with the worst loss of any;
+        or its first failure, behind which no answer is taken."""
+        found, loss = list[tuple[int, "list[Partial]"]](), Loss.EXACT
+        for answer in answers:
+            if isinstance(answer, ShardFailure):
+                return answer
+            found += answer.rows
+            loss = max(loss, answer.loss)
+        return ShardResults(found, loss)
 
 
 class ShardFailure(NamedTuple):

@@ -134,6 +134,21 @@ def named(model: Model, tokens: Sequence[int]) -> list[BlockHash]:
     return blocks
 
 
+def computed(context: Sequence[int], tokens: Sequence[int]) -> list[int]:
+    """Returns the numbers that stand for the KV of these token ids. As with attention, each depends on all that it is
+    computed from: `context`, the numbers of the tokens that are attended to, and the tokens before it."""
+    values = list(context)
+    for token in tokens:
+        values.append(hash((token, *values)))  # of integers: the same in every process
+    return values[len(context) :]
+
+
+@lru_cache(maxsize=1 << 12)
+def computed_whole(tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns what `computed` does for a sequence of these token ids, of which each attends to all before it."""
+    return tuple(computed((), tokens))
+
+
 _PRIVATE_MARK = b"private!"
 
 

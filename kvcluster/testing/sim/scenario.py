@@ -38,7 +38,7 @@ FAULTS = (
 class SequenceLoad:
     """Workers with open sequences. Each has `users` that do something every `think_ns` on average, and a resident set
     of so many pages; its tables are told every `sync_ns`. Every other sequence keeps `keep_tokens` tokens and drops the
-    oldest ones, if that is not None."""
+    oldest ones, if that is not None. With `flushes`, users also seal all that is full, whatever was dropped."""
 
     workers: int
     users: int
@@ -47,10 +47,14 @@ class SequenceLoad:
     sync_ns: int
     think_ns: int
     keep_tokens: int | None
+    flushes: bool = False
 
 
 SEQUENCES = 0.25
 """The share of seeds with open sequences."""
+
+FLUSHES = 0.5
+"""The share of seeds with sequences that drop tokens in which users also flush them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,15 @@ def with_sequences(scenario: Scenario, rng: random.Random, windows: random.Rando
         limits=scenario.limits | bounds,
         sequences=load,
     )
+
+
+def with_flushes(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Returns the scenario with users that flush sequences, in a share of the seeds in which some drop tokens. There a
+    sequence drops early and often."""
+    load = scenario.sequences
+    if load is None or load.keep_tokens is None or rng.random() >= FLUSHES:
+        return scenario
+    return replace(scenario, sequences=replace(load, flushes=True, keep_tokens=rng.choice((10, 12))))
 
 
 def with_attention(scenario: Scenario, rng: random.Random) -> Scenario:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from kvcluster.client.sequences.attend_planner import SpanChoice
+from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import (
@@ -91,6 +92,7 @@ class Attender:
         self._rng = world.attention_rng
         self._part = worker.model.whole()[0][1]
         self._spans = RemoteSpans(worker.holder, self._part, Loss.Q4)
+        self._splits = self._rng.random() < 0.5  # what one shard is asked takes several messages
 
     def attend(self, sequence: OpenSequence) -> Script:
         """Attends to all of a sequence, and judges what it was computed from."""
@@ -110,6 +112,7 @@ class Attender:
                 self._world.count("attend", "all local")
                 return
             shipment = Shipment(len(plan.asks))
+            coded = {depth for depth, entry in enumerate(state.table) if entry < ABSENT}
             for shard, rows in plan.asks.items():
                 answer = yield from self._ask(shard, rows)
                 if isinstance(answer, ShardFailure):
@@ -117,6 +120,7 @@ class Attender:
                 shipment.take(answer)
             if shipment.wait():
                 self._judge(sequence, seen, plan, shipment)
+                self._judge_precision(plan, shipment, coded)
                 self._world.count("attend", "merged")
                 return
         self._world.count("attend", "given up")
@@ -152,11 +156,22 @@ class Attender:
         return int(self._world.scenario.patience_ns)
 
     def _ask(self, shard: ShardAddress, rows: Sequence[AskedRow]) -> Script:
-        """Asks one shard for what it has of the row. Returns its results, or that it has failed."""
+        """Asks one shard for what it has of the row, in one message or in several. Returns its results, or that it has
+        failed."""
+        (row,) = rows
+        give_up = self._worker.now() + self._patience // 2
+        answers: list[ShardResults | ShardFailure] = []
+        for part in _messages(row) if self._splits else [row]:
+            answers.append((yield from self._ask_part(shard, part, give_up)))
+            if isinstance(answers[-1], ShardFailure):
+                break
+        if len(answers) > 1:
+            self._world.count("attend", "asked in parts")
+        return ShardResults.gathered(answers)
+
+    def _ask_part(self, shard: ShardAddress, row: AskedRow, give_up: int) -> Script:
         worker, world = self._worker, self._world
-        give_up = worker.now() + self._patience // 2
         for _ in range(2):
-            (row,) = rows
             named = tuple(self._spans.named(shard, cut) for cut in row.cuts)
             for private, message in self._spans.messages(shard):
                 if not (yield from self._register(shard, message, private=private, give_up=give_up)):
@@ -173,7 +188,8 @@ class Attender:
             line.up.hang_up()
             world.network.close(line)
             if isinstance(answer, list):
-                return ShardResults([(row.row, cast(Any, _by_subtree(row, named, answer)))], Loss.EXACT)
+                loss = max(read.slot.loss for read in answer)
+                return ShardResults([(row.row, cast(Any, _by_subtree(row, named, answer)))], loss)
             if not isinstance(answer, SpansLacking):
                 world.count("attend", "no answer")
                 return ShardFailure()
@@ -222,6 +238,26 @@ class Attender:
         attended = {depth: 1 for depths in seen.depths for depth in depths}
         require(times == attended, "a block is attended to twice, or not at all")
 
+    def _judge_precision(self, plan: ShipPlan, shipment: Shipment, coded: set[int]) -> None:
+        """A result is made of what the sequence has: raw blocks, with no more loss than is accepted, or than they have
+        here; and its loss is reported. `coded`: the depths that the sequence had encoded when it was planned."""
+        worst = Loss.EXACT
+        asked = {cut.cut: cut for rows in plan.asks.values() for row in rows for cut in row.cuts}
+        for cut in asked.values():
+            shipped = coded.isdisjoint(block.depth for block in cut.blocks)
+            require(shipped, "a shard attends to blocks that the sequence has in encoded form")
+        for result in cast("list[SpanResult]", shipment.results.get(0, [])):
+            reads = iter(result.pages)
+            for cut in range(result.subtree.start // CUT_TOKENS, result.subtree.stop // CUT_TOKENS):
+                here = asked[cut]
+                accepted = here.loss if here.held else max(here.loss, Loss.Q4)
+                for read in (next(reads) for _ in here.blocks):
+                    worst = max(worst, read.slot.loss)
+                    require(read.slot.loss <= accepted, "a shard attends to a page with more loss than is accepted")
+        if worst is not Loss.EXACT:
+            self._world.count("attend", "with loss")
+        require(shipment.loss is worst, "the loss of a step is not that of the pages that it was computed from")
+
     def _judge_page(self, sequence: OpenSequence, depth: int, read: SpanRead, step: int, public: content.Model) -> None:
         key = read.slot.key
         model = content.PRIVATE[public] if content.private_holder(key.hash) is not None else public
@@ -268,6 +304,14 @@ def attender(world: Any, worker: SequenceWorker) -> Script:
 def _place_of(places: dict[SequenceBlock, ShardAddress], cut: CutBlocks) -> ShardAddress | None:
     found = {places.get(block): None for block in cut.blocks}
     return next(iter(found)) if len(found) == 1 else None
+
+
+def _messages(row: AskedRow) -> list[AskedRow]:
+    """Divides what a row wants into one message a subtree."""
+    return [
+        AskedRow(row.row, tuple(cut for cut in row.cuts if subtree.contains(Subtree(0, cut.cut))), (subtree,))
+        for subtree in row.subtrees
+    ]
 
 
 def _by_subtree(row: AskedRow, named: Sequence[SpanId], reads: Sequence[SpanRead]) -> list[SpanResult]:

@@ -67,10 +67,12 @@ class SequenceOracle:
     # -------------------------------------------------------------------------------------- workers
 
     def sealed(self, worker: SequenceWorker, state: SequenceState) -> None:
-        """A sealed block has the name of its tokens, or an id of its worker's; a name has one content."""
+        """A sealed block has the name of its tokens, or an id of its worker's; a name has one content, and a public one
+        that which its tokens have if each attends to all before it."""
         sequence = worker.sequences[state.name]
         step = state.block_tokens
-        public = content.named(worker.model, sequence.values[: sequence.ids])
+        public = content.named(worker.model, sequence.ids)
+        whole = content.computed_whole(tuple(sequence.ids))
         for depth, block in enumerate(state.blocks[: state.sealed]):
             assert block.name is not None
             values = tuple(sequence.values[depth * step : (depth + 1) * step])
@@ -79,6 +81,8 @@ class SequenceOracle:
                 require(content.private_holder(block.name) == worker.holder, "a private block has another's id")
             else:
                 require(public[depth : depth + 1] == [block.name], "a public block is not named after its tokens")
+                right = whole[depth * step : (depth + 1) * step] == values
+                require(right, "a public block was computed without tokens that its name stands for")
             known = self._contents.setdefault((model.space, block.name), values)
             require(known == values, "two blocks of different content have one name")
 

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.resident_pages import ResidentPages
-from kvcluster.client.sequences.state import SequenceState
+from kvcluster.client.sequences.state import SealExtent, SequenceState
 from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.core import hashing
@@ -46,13 +46,19 @@ RETRY_NS = 50 * MS
 
 
 class OpenSequence:
-    """A sequence and what its user knows of it: `values` are the numbers that stand for the KV of its tokens, of which
-    the first `ids` are token ids."""
+    """A sequence and what its user knows of it: `values` are the numbers that stand for the KV of its tokens, `ids` the
+    token ids of the first of them, as far as all are known."""
 
-    def __init__(self, state: SequenceState, values: list[int], ids: int) -> None:
+    def __init__(self, state: SequenceState, values: list[int], ids: list[int]) -> None:
         self.state = state
         self.values = values
         self.ids = ids
+
+    @property
+    def attended(self) -> list[int]:
+        """The values that the next token attends to: those of the tokens that were not dropped."""
+        dropped = self.state.dropped_tokens
+        return self.values[: dropped.start] + self.values[dropped.stop :]
 
 
 class SequenceJudge(Protocol):
@@ -202,7 +208,8 @@ class SequenceWorker(Worker):
             for at, loss in enumerate(losses)
         ]
         self.machine.open(state, cached)
-        sequence = OpenSequence(state, list(tokens[: len(cached) * step]), len(cached) * step)
+        known = list(tokens[: len(cached) * step])
+        sequence = OpenSequence(state, content.computed((), known), known)
         self.sequences[state.name] = sequence
         self.world.sequence_oracle.sealed(self, state)
         self.keeper.opened(state)
@@ -214,15 +221,19 @@ class SequenceWorker(Worker):
         return sequence
 
     def append(self, sequence: OpenSequence, tokens: Sequence[int], *, with_ids: bool) -> Script:
-        """Appends tokens to every layer and counts them. Returns False if there is no room."""
+        """Appends tokens to every layer and counts them. What is written for those with ids is computed from what the
+        sequence attends to. Returns False if there is no room."""
         state, machine = sequence.state, self.machine
+        values: Sequence[int] = ()
         for layer in range(self.layers):
             begun = yield from self._with_room(lambda at=layer: machine.begin_step([state], at, [len(tokens)]))  # type: ignore[misc]
             if begun is None:
                 return False
             runs, copies = begun
             self.memory.copy(copies)
-            self.memory.write(layer, runs, tokens)
+            if not layer:  # from here on the oldest are dropped
+                values = content.computed(sequence.attended, tokens) if with_ids else tokens
+            self.memory.write(layer, runs, values)
             if self.world.later.random() < 0.1:
                 yield None, MS
         ids = list(tokens) if with_ids else len(tokens)
@@ -235,9 +246,9 @@ class SequenceWorker(Worker):
             self.world.count("sequence", "encoded")
         if state.dropped:
             self.world.count("sequence", "dropped tokens")
-        if with_ids and sequence.ids == len(sequence.values):
-            sequence.ids += len(tokens)
-        sequence.values += tokens
+        if with_ids and len(sequence.ids) == len(sequence.values):
+            sequence.ids += tokens
+        sequence.values += values
         for each in dict.fromkeys([state, *more_sealed]):  # also sequences that share its blocks
             self.world.sequence_oracle.sealed(self, each)
             self.keeper.sealed(each)
@@ -266,7 +277,7 @@ class SequenceWorker(Worker):
         for layer in range(self.layers):
             self.memory.write(layer, self.machine.runs(state, position, 1), [value])
         sequence.values[position] = value
-        sequence.ids = min(sequence.ids, position)
+        del sequence.ids[position:]
         self.keeper.cut(state)
         return True
 
@@ -283,19 +294,25 @@ class SequenceWorker(Worker):
             self.memory.copy(self.machine.truncate([state], [tokens]))
         except ResidentSetFull:
             return False
-        del sequence.values[tokens:]
-        sequence.ids = min(sequence.ids, tokens)
+        del sequence.values[tokens:], sequence.ids[tokens:]
         self.keeper.cut(state)
         return True
 
     def fork(self, sequence: OpenSequence) -> OpenSequence:
         """Returns another sequence with the same tokens."""
         state = self.machine.fork(sequence.state, self._name())
-        child = OpenSequence(state, sequence.values.copy(), sequence.ids)
+        child = OpenSequence(state, sequence.values.copy(), sequence.ids.copy())
         self.sequences[state.name] = child
         self.keeper.opened(state, sequence.state)
         self.world.count("sequence", "forked")
         return child
+
+    def seal(self, sequence: OpenSequence) -> None:
+        """Seals all full blocks of a sequence, as a flush does."""
+        for state in self.machine.seal(sequence.state, SealExtent.ALL):
+            self.world.sequence_oracle.sealed(self, state)
+            self.keeper.sealed(state)
+        self.world.count("sequence", "sealed after a drop" if sequence.state.dropped else "sealed")
 
     def close(self, sequence: OpenSequence) -> None:
         """Closes a sequence."""

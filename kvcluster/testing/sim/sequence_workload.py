@@ -30,7 +30,8 @@ def user(world: SequenceSurroundings, worker: SequenceWorker) -> Script:
     while world.working:
         yield None, int(2 * load.think_ns * rng.random())
         if world.working:
-            name = rng.choices(_NAMES, cum_weights=_WEIGHTS)[0] if mine else "open"
+            weights = _WEIGHTS_WITH_FLUSHES if load.flushes else _WEIGHTS
+            name = rng.choices(_NAMES, cum_weights=weights)[0] if mine else "open"
             world.journal.add((world.kernel.now, worker.name, name, ()))
             yield from _ERRANDS[name][1](world, worker, mine)
     for sequence in mine:
@@ -110,6 +111,11 @@ def _read(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSe
         worker.close(sequence)
 
 
+def _flush(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
+    worker.seal(world.sequence_rng.choice(mine))
+    yield from ()
+
+
 def _close(world: SequenceSurroundings, worker: SequenceWorker, mine: list[OpenSequence]) -> Script:
     worker.close(mine.pop(world.sequence_rng.randrange(len(mine))))
     yield from ()
@@ -145,7 +151,9 @@ _ERRANDS: dict[str, tuple[int, Callable[[SequenceSurroundings, SequenceWorker, l
     "write": (3, _write),
     "read": (20, _read),
     "close": (5, _close),
+    "flush": (15, _flush),
 }
 """What users do, and how often beside the others."""
 _NAMES = list(_ERRANDS)
-_WEIGHTS = list(accumulate(weight for weight, _ in _ERRANDS.values()))
+_WEIGHTS_WITH_FLUSHES = list(accumulate(weight for weight, _ in _ERRANDS.values()))
+_WEIGHTS = list(accumulate(weight * (name != "flush") for name, (weight, _) in _ERRANDS.items()))
