@@ -125,6 +125,7 @@ class LoadSink:
             now = time.monotonic_ns()
             self._ranges.check(now)
             self._ranges.heard_ns = now
+            self._pass_over(batch, start, stop)
             try:
                 run(start, stop)
             finally:
@@ -134,6 +135,13 @@ class LoadSink:
         if CopyStatus.STOPPED in batch.status[start:stop]:
             self._ranges.check(time.monotonic_ns())  # raises unless only dropped items were stopped
 
+    def _pass_over(self, batch: CopyBatch, start: int, stop: int) -> None:
+        """Stops records whose layers are not the next of their page. One that has come before would be written over
+        bytes that count already, and one behind a gap would count as if nothing were missing."""
+        records, rows = batch.records, slice(start, stop)
+        for at in self._ranges.unexpected(records.items[rows], records.layers[rows], records.counts[rows]):
+            batch.status[start + at] = CopyStatus.STOPPED
+
     def _count_records(self, batch: CopyBatch, start: int, stop: int) -> bool:
         """Counts what has become of these records. True if that completes some layer in every block."""
         records, ranges = batch.records, self._ranges
@@ -141,8 +149,6 @@ class LoadSink:
         rows = slice(start, stop)
         columns = records.items[rows], records.layers[rows], records.counts[rows], batch.status[rows]
         for item, layer, layers, status in zip(*columns, strict=True):
-            if not ranges.is_next(item, layer):
-                continue
             if status == _DONE:
                 ranges.came(item, layer + layers)
                 done.setdefault((self._kinds[item], layer, layers), []).append(item)

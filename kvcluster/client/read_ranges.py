@@ -77,10 +77,16 @@ class ReadRanges:
         if now >= self.deadline_ns:
             raise Cancelled(Miss(MissReason.DEADLINE))
 
-    def is_next(self, item: int, layer: int) -> bool:
-        """Whether `layer` is the item's first layer without an outcome. Stopped copies leave a gap, and layers behind
-        it are not counted."""
-        return self._next[item] == layer
+    def unexpected(self, items: Sequence[int], layers: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Returns which of these records, given in order, do not begin with the first layer of their item that has no
+        outcome then."""
+        found, due, known = list[int](), dict[int, int](), self._next
+        for at, (item, layer, count) in enumerate(zip(items, layers, counts, strict=True)):
+            if due.get(item, known[item]) == layer:
+                due[item] = layer + count
+            else:
+                found.append(at)
+        return found
 
     def came(self, item: int, stop: int) -> None:
         """Records that the layers before `stop` are verified and in place, except those recorded as corrupt."""

@@ -135,8 +135,7 @@ def shippable_cuts(row: SeenBlocks) -> Iterator[CutBlocks]:
         for cut in range(first, min(depths.stop * state.block_tokens, row.visible) // CUT_TOKENS):
             of_cut = _depths_of(cut, state.block_tokens)
             blocks = state.blocks[of_cut.start : of_cut.stop]
-            coded = of_cut.start < state.encoded and any(state.table[depth] < ABSENT for depth in of_cut)
-            if not coded and _is_stored(blocks):
+            if not _is_coded(state, of_cut) and _is_stored(blocks):
                 yield _cut_blocks(cut, blocks)
 
 
@@ -185,6 +184,11 @@ def _depths_of(cut: int, block_tokens: int) -> range:
 def _cut_blocks(cut: int, blocks: Sequence[SequenceBlock]) -> CutBlocks:
     loss, held = max(block.loss for block in blocks), any(block.page is not None for block in blocks)
     return CutBlocks(cut, tuple(blocks), loss, held)
+
+
+def _is_coded(state: SequenceState, depths: range) -> bool:
+    """Whether the sequence uses any of these blocks in its encoded form, which no shard has."""
+    return depths.start < state.encoded and any(state.table[depth] < ABSENT for depth in depths)
 
 
 def _is_stored(blocks: Sequence[SequenceBlock]) -> bool:

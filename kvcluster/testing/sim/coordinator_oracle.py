@@ -23,6 +23,7 @@ from kvcluster.core.messages import (
     Inventory,
     LeaveReason,
     LoadGrant,
+    MoveOrder,
     PageKey,
     Plan,
     PrepareLoad,
@@ -121,6 +122,7 @@ class CoordinatorOracle:
                     judge_order(c.core, member, order, now)
                     pressing = dict(m.pressure) if isinstance(m, Report) else {}
                     judge_floors(c.core, member, order, pressing, self._world.scenario.config.coordinator.tenant_floor)
+                if isinstance(order, EvictOrder | MoveOrder):
                     self._world.sequence_oracle.ordered(c, order, now)
 
     def _load_prepared(self, c: CoordinatorProcess, request: Request[PrepareLoad], reply: object, now: int) -> None:

@@ -29,6 +29,7 @@ from kvcluster.core.messages import (
     Reserve,
     Revoke,
     Staged,
+    Stalled,
     Suspect,
     Tick,
     Verified,
@@ -38,7 +39,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss
 from kvcluster.core.page import PageState
 from kvcluster.core.tiers import FASTEST
-from kvcluster.testing.kernel import Kernel
+from kvcluster.testing.kernel import MS, Kernel
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.memory import UNIT_BYTES
 from kvcluster.testing.sim.sessions import Layer
@@ -72,6 +73,7 @@ class Oracle:
             Staged: self._staged,
             Suspect: self._suspect,
             Tick: self._tick,
+            Stalled: self._stalled,
         }
 
     # -------------------------------------------------------------------------------------------- readers
@@ -230,6 +232,12 @@ class Oracle:
                 for place in self._vanished(shard):
                     del shard.ready[place]
                 shard.purged = max([shard.purged, *(stone.number for stone in ack.tombstones)])
+
+    def _stalled(self, shard: ShardProcess, m: Stalled, effects: list[Effect]) -> None:
+        """No lease is over because its shard was stalled: nothing could renew it meanwhile."""
+        running = (lease for lease in shard.core.leases.all() if shard.core.leases.running(lease.attempt))
+        for lease in running:
+            require(lease.expires_at > shard.now() - MS, "a lease is over because its shard was stalled")
 
     def _verified(self, shard: ShardProcess, m: Verified, effects: list[Effect]) -> None:
         self._only_rotten_are_gone(shard)

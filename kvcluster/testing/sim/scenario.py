@@ -53,6 +53,9 @@ class SequenceLoad:
 SEQUENCES = 0.25
 """The share of seeds with open sequences."""
 
+LATE_REVOKES = 0.25
+"""The share of seeds in which a core may refuse a renewal before the session hears that its lease was revoked."""
+
 FLUSHES = 0.5
 """The share of seeds with sequences that drop tokens in which users also flush them."""
 
@@ -83,6 +86,8 @@ class Scenario:
     event_loss: float
     half_needs: float
     sequences: SequenceLoad | None = None
+    revoke_ns: int = 0
+    """The longest time after which a session hears that its lease has ended."""
     attends: bool = False
     """Whether each worker with sequences has one more user, who attends to sequences at the shards."""
 
@@ -171,6 +176,12 @@ def with_sequences(scenario: Scenario, rng: random.Random, windows: random.Rando
         limits=scenario.limits | bounds,
         sequences=load,
     )
+
+
+def with_late_revokes(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Returns the scenario with sessions that hear of the end of their leases late, in a share of the seeds."""
+    late = rng.random() < LATE_REVOKES
+    return replace(scenario, revoke_ns=rng.choice((20, 100)) * MS) if late else scenario
 
 
 def with_flushes(scenario: Scenario, rng: random.Random) -> Scenario:

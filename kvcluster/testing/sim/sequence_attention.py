@@ -307,11 +307,8 @@ def _place_of(places: dict[SequenceBlock, ShardAddress], cut: CutBlocks) -> Shar
 
 
 def _messages(row: AskedRow) -> list[AskedRow]:
-    """Divides what a row wants into one message a subtree."""
-    return [
-        AskedRow(row.row, tuple(cut for cut in row.cuts if subtree.contains(Subtree(0, cut.cut))), (subtree,))
-        for subtree in row.subtrees
-    ]
+    """Divides what a row wants into a message for each cut, as if no more had room in one."""
+    return [AskedRow(row.row, (cut,), (Subtree(0, cut.cut),)) for cut in row.cuts]
 
 
 def _by_subtree(row: AskedRow, named: Sequence[SpanId], reads: Sequence[SpanRead]) -> list[SpanResult]:

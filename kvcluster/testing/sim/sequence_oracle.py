@@ -13,8 +13,9 @@ from typing import Protocol
 from kvcluster.client.sequences.block_table import ABSENT
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
-from kvcluster.core.messages import EvictOrder, Request, SyncTables, TablesSynced
+from kvcluster.core.messages import EvictOrder, MoveOrder, Request, SyncTables, TablesSynced
 from kvcluster.core.shares import Owner
+from kvcluster.core.tiers import FASTEST
 from kvcluster.testing.kernel import MS
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
@@ -165,9 +166,16 @@ class SequenceOracle:
         if not c.core.rebuilding:
             self._serving_since.setdefault(c.name, now)
 
-    def ordered(self, c: CoordinatorProcess, order: EvictOrder, now: int) -> None:
+    def ordered(self, c: CoordinatorProcess, order: EvictOrder | MoveOrder, now: int) -> None:
         """No private block is erased that an open sequence has, while its holder's lease, or after a restart its grace,
-        lasts."""
+        lasts; and none is moved in such a way that it is lost where it finds no room."""
+        if isinstance(order, EvictOrder):
+            blocks = [block for _, block in order.blocks]
+        else:
+            blocks = [move.hash for move in order.moves if move.to is not FASTEST and not move.keeps]
+        private = [block for block in blocks if content.private_holder(block) is not None]
+        if not private:
+            return
         grace_ns = self._world.scenario.config.coordinator.private_grace_ms * MS
         for worker in self._world.workers:
             if not isinstance(worker, SequenceWorker) or worker.dead:
@@ -175,8 +183,8 @@ class SequenceOracle:
             owner = _owner(worker)
             heard, agreed = self._heard.get((c.name, owner)), self._agreed.get((c.name, owner), {})
             held = {block: None for blocks in _tables(worker).values() for block in blocks}
-            for _, block in order.blocks:
-                if block not in held or content.private_holder(block) is None:
+            for block in private:
+                if block not in held:
                     continue
                 if heard is None:
                     since = self._serving_since.get(c.name, now)

@@ -13,6 +13,7 @@ from typing import Protocol
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import (
     AttendRequest,
+    Done,
     PageSlot,
     PinGrant,
     ReadRequest,
@@ -32,6 +33,7 @@ from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.testing.sim.network import Pipe
 from kvcluster.testing.sim.sessions import FINISHED, ArrivedSums, Layer, Session, SessionRequest, SpanRead
 from kvcluster.testing.sim.surroundings import Surroundings
+from kvcluster.testing.sim.violation import require
 from kvcluster.transport.page_session import (
     AskCore,
     Committed,
@@ -139,8 +141,11 @@ def _drive(shard: SessionHost, session: Session, plan: PageSession, event: Sessi
         answered = Promise()
         shard.submit(ask.build, partial(_answered, session, answered))
         reply = yield answered, ask.wait_ns
+        session.refused = session.refused or reply == Done(False)
         late = Miss(MissReason.DEADLINE, "the shard does not answer")
         effects = plan.step(CoreSaid(late if reply is TIMED_OUT else reply))
+    moves = bool(effects) and isinstance(effects[0], MoveFrame)
+    require(not (moves and session.refused), "a frame moves under a lease that the core has refused to renew")
     return effects[0] if effects else None
 
 

@@ -85,13 +85,18 @@ class Session:
         self.writes = writes
         self.pages: list[PageSlot | None] = []
         self.revoked = False
+        self.refused = False  # the core has refused to renew its lease
         self.moving = True
         self.stored_at: dict[PageKey, int] = {}  # of a replica: when its source was stored
         self.plan = plan
         self._inbox = inbox
 
     def revoke(self) -> None:
+        """Its lease has ended. `interrupt` must follow."""
         self.revoked = True
+
+    def interrupt(self) -> None:
+        """Tells the session so: the core's thread may come to it later than an answer of the core does."""
         interrupted = self.plan is None or self.plan.step(Revoked())
         if self._inbox is not None and interrupted:
             self._inbox.arrive(REVOKED)

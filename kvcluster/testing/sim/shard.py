@@ -7,6 +7,7 @@ pages from another shard, and Leave ends the process.
 
 from __future__ import annotations
 
+import random
 from typing import Protocol
 
 from kvcluster.core.codecs import Codec
@@ -85,6 +86,7 @@ class ShardSurroundings(Surroundings, Supervisor, Addresses, Protocol):
     """`disks`: by shard, node and tier; they outlive the processes."""
 
     disks: dict[tuple[ShardId, int, Tier], Disk]
+    revoke_rng: random.Random
 
     @property
     def oracle(self) -> ShardJudge: ...
@@ -199,6 +201,7 @@ class ShardProcess(SimulatedCore):
                 session = self.sessions.get(attempt)
                 if session is not None:
                     session.revoke()
+                    self._interrupt(session)
             case Verify():
                 self.start(self._verify(effect))
             case Fetch():
@@ -213,6 +216,13 @@ class ShardProcess(SimulatedCore):
                 self.world.left(self, for_good=effect.for_good)
             case _:
                 raise AssertionError(f"a shard does not perform {effect}")
+
+    def _interrupt(self, session: Session) -> None:
+        late_ns = self.world.scenario.revoke_ns
+        if late_ns:
+            self.kernel.at(self.kernel.now + int(late_ns * self.world.revoke_rng.random()), self, session.interrupt)
+        else:
+            session.interrupt()
 
     def _report(self, message: Report | Inventory) -> Script:
         coordinator = self.world.coordinator_seen_by(self)

@@ -53,6 +53,37 @@ def span_attended_twice(original: Any, row: Any, shipped: Any, taken: Any) -> An
     return original(row, (), ())
 
 
+@planted(ShardResults, "gathered")
+def loss_of_the_last_part(original: Any, answers: Any) -> Any:
+    """Of what a shard answers in several messages, the loss of the last one is reported."""
+    each = list(answers)
+    found = original.__func__(each)
+    return found._replace(loss=each[-1].loss) if isinstance(found, ShardResults) else found
+
+
+@planted(ship_plan, "_is_coded")
+def coded_cut_shipped(original: Any, state: Any, depths: range) -> bool:
+    """A cut is shipped although the sequence has encoded blocks of it: the shard attends to them as they were."""
+    return False
+
+
+@planted(RemoteSpans, "_accepts")
+def more_loss_than_here(original: Any, self: RemoteSpans, cut: Any) -> Any:
+    """Of blocks that are here, too, a shard may attend to pages with more loss."""
+    return original(self, cut._replace(held=False))
+
+
+@planted(RemoteSpans, "named")
+def span_keeps_its_loss(original: Any, self: RemoteSpans, shard: Any, cut: Any) -> Any:
+    """A span is known by its blocks alone, so that the loss that it was registered with is accepted later, too."""
+    first = _FIRST_ACCEPTED.setdefault((self, shard, cut.last.name, cut.cut), cut)
+    return original(self, shard, cut._replace(loss=first.loss, held=first.held))
+
+
+_FIRST_ACCEPTED: dict[Any, Any] = {}
+"""Each cut as it was when it was first named at a shard."""
+
+
 @planted(Shipment, "take")
 def merged_in_part(original: Any, self: Shipment, answer: Any) -> None:
     """The results of some shards are merged though another has not done its part."""

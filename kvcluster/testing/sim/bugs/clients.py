@@ -11,6 +11,7 @@ from kvcluster.client.plan_messages import FinishLoad, FreeSource, ReadStopped, 
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.store_plan import StorePlan
+from kvcluster.core.messages import Done
 from kvcluster.core.miss import Loss
 from kvcluster.testing.sim.bugs.planting import planted
 from kvcluster.transport.page_session import PageSession
@@ -70,6 +71,12 @@ def source_freed_by_the_first(original: Any, self: StorePlan, event: Any, now: i
 @planted(ShardPolicy, "gave_up")
 def probe_forgotten(original: Any, self: ShardPolicy, permit: Any) -> None:
     """A cancelled exchange that was the breaker's probe does not return its permit, so that no other may probe."""
+
+
+@planted(PageSession, "_renewed")
+def refused_renewal_ignored(original: Any, self: PageSession, reply: Any) -> Any:
+    """A session goes on under a lease that the core has refused to renew."""
+    return original(self, Done() if reply == Done(False) else reply)
 
 
 @planted(PageSession, "_stopped")

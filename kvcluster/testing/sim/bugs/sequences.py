@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvcluster.client.sequences.machine import SequenceMachine
+from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.store_queue import StoreQueue
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.core.eraser import Eraser
@@ -18,6 +19,14 @@ def private_stored_as_public(original: Any, self: StoreQueue) -> Any:
     """Private blocks are stored in the namespace of the public ones, where others find them."""
     batch = original(self)
     return batch._replace(private=False) if batch is not None else None
+
+
+@planted(SequenceState, "private")
+def dropped_made_public(original: Any, self: SequenceState) -> bool:
+    """What a sequence makes after it has dropped tokens is public, though others would take it for KV that was computed
+    with them."""
+    follows_private = self.sealed > 0 and self.blocks[self.sealed - 1].private
+    return follows_private or len(self.tokens) < self.block_tokens
 
 
 @planted(SequenceMachine, "fork")

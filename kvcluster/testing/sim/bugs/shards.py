@@ -72,6 +72,11 @@ def late_commit(original: Any, self: LeaseBook, attempt: Any) -> bool:
     return attempt in self
 
 
+@planted(LeaseBook, "extend")
+def ended_by_a_stall(original: Any, self: LeaseBook, late_ns: int) -> None:
+    """After its shard was stalled, a lease is over that nothing could renew meanwhile."""
+
+
 # ----------------------------------------------------------------------------------------------- pages
 
 
