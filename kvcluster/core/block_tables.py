@@ -17,6 +17,7 @@ node, so the caller has it done in slices (`release_some`). Until then the block
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId, Tenant
@@ -51,20 +52,31 @@ class Claims:
 
 
 class _Node:
-    """A block of a chain. `jump` is an ancestor; the root, of depth 0, is its own parent and jump."""
+    """A block of a chain. `jump` is an ancestor; the root, of depth 0, is its own parent and jump. `reclaims`: a table
+    that had it was closed because its owner is to send it again."""
 
-    __slots__ = ("claims", "depth", "hash", "jump", "parent", "refs")
+    __slots__ = ("claims", "depth", "hash", "jump", "parent", "reclaims", "refs")
 
     def __init__(self, block: BlockHash, parent: _Node | None, claims: Claims) -> None:
         self.hash = block
         self.claims = claims
         self.refs = 0
+        self.reclaims = False
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.parent = self.jump = self
         if parent is not None:
             before = parent.jump
             even = parent.depth - before.depth == before.depth - before.jump.depth
             self.parent, self.jump = parent, before.jump if even else parent
+
+
+class Released(NamedTuple):
+    """What was released: the number of nodes, and the private blocks that have lost their last claim. Those that the
+    owner is asked to send again are `awaited`, the others are `unclaimed`."""
+
+    nodes: int
+    unclaimed: list[ClaimedName]
+    awaited: list[ClaimedName]
 
 
 class _BlockTable:
@@ -173,34 +185,37 @@ class BlockTables:
             self._drop(old)
         return Outcome.DONE
 
-    def close_owner(self, owner: Owner) -> int:
-        """Closes every sequence of an owner that is gone. Returns their number."""
+    def close_owner(self, owner: Owner, *, reclaims: bool = False) -> int:
+        """Closes every sequence of an owner that is gone, or that `reclaims`: it is asked to send all tables again.
+        Returns their number."""
         own = self._tables.pop(owner, {})
         for table in own.values():
+            if reclaims and table.tip is not self._root:
+                table.tip.reclaims = True
             self._drop(table)
         if own:
             self._shares.remove(owner[0], len(own))
         return len(own)
 
-    def release_some(self, most: int) -> tuple[int, list[ClaimedName]]:
-        """Releases at most so many nodes that nothing refers to. Returns their number, and the private blocks that have
-        lost their last claim."""
+    def release_some(self, most: int) -> Released:
+        """Releases at most so many nodes that nothing refers to."""
         done = 0
         released: dict[Tenant, int] = {}
-        unclaimed: list[ClaimedName] = []
+        unclaimed, awaited = list[ClaimedName](), list[ClaimedName]()
         while self._released and done < most:
             node = self._released.pop()
             done += 1
             tenant = node.claims.tenant
             released[tenant] = released.get(tenant, 0) + 1
             if self._unclaim(node.hash, node.claims) and node.claims.private:
-                unclaimed.append((node.claims.space, node.hash))
+                (awaited if node.reclaims else unclaimed).append((node.claims.space, node.hash))
             node.parent.refs -= 1
+            node.parent.reclaims = node.parent.reclaims or (node.reclaims and node.parent is not self._root)
             if not node.parent.refs and node.parent is not self._root:
                 self._released.append(node.parent)
         for tenant, count in released.items():
             self._nodes.remove(tenant, count)
-        return done, unclaimed
+        return Released(done, unclaimed, awaited)
 
     def check(self) -> None:
         """Asserts that nodes, claims and bytes are counted as the tables and the chains to be released say."""

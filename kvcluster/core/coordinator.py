@@ -234,7 +234,7 @@ class Coordinator:
             effects.append(Warn(f"{member.info.shard} has not reported for {silent_s:.1f} s: it is lost", "shard_lost"))
         self._prepare_handler.end_expired(now)
         self._sequence_handler.end_expired(now)
-        self._sequence_handler.release_some()
+        self._sequence_handler.release_some(now)
         if state.rebuild_until is not None and now >= state.rebuild_until:
             state.serve(now)
         state.eraser.end_graces(now)

@@ -4,7 +4,7 @@ pressure.
 No lookup finds a private block, so one that no table names (block_tables.py) can never be used again. A block whose
 last claim ends is erased at once, in every tier of every shard that holds it. A block that is recorded without a claim
 gets a grace first: it was committed before its worker told of its table, or after it closed it; or the coordinator has
-restarted, and the worker has not opened its tables again. The grace counts from the first record, or from the end of
+restarted, or missed a message of the worker, which has not opened its tables again. The grace counts from the first record, or from the end of
 the rebuilding; while rebuilding nothing is erased. A block that is claimed in the meantime is left alone, and a copy
 that appears later (a move or a pull was under way) is recorded again and gets a grace of its own.
 """
@@ -54,7 +54,8 @@ class Eraser:
         self._late += late_ns
 
     def recorded(self, name: ClaimedName, now: int) -> None:
-        """Starts the grace of a private block that a shard has reported, unless it is claimed or has one already."""
+        """Starts the grace of a private block that a shard has reported, or whose holder is to send its tables again,
+        unless it is claimed or has one already."""
         if not self._tables.claims(*name):
             self._waiting.setdefault(name, now - self._late)
 

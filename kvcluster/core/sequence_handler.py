@@ -2,7 +2,8 @@
 
 A worker numbers its messages (messages/sequences.py). The last answer is kept with the lease, so a repeated message,
 whose reply was lost, changes nothing. A lower number is that of a repeat that was delayed: it is refused. After a gap
-in the numbers the coordinator has missed something: it drops what it knew of the holder and asks for all tables again.
+in the numbers the coordinator has missed something: it drops what it knew of the holder and asks for all tables again;
+until they can have come, what they claimed stays.
 The end of a lease closes every sequence of the holder. A holder's tables belong to the tenant of their request: another
 tenant's message with the same holder id neither sees nor changes them.
 
@@ -74,9 +75,9 @@ class SequenceHandler:
         if held is not None and m.number == held.number:
             answer = held.answer
         elif m.number == (held.number if held is not None else 0) + 1:
-            answer = self._changed(owner, m, space)
+            answer = self._changed(owner, m, space, now)
         else:
-            state.tables.close_owner(owner)
+            state.tables.close_owner(owner, reclaims=True)
             answer = TablesSynced(self._ttl, state.epoch, forgotten=True)
         if self._holders.pop(owner, None) is None:
             self._shares.add(request.tenant)
@@ -94,11 +95,14 @@ class SequenceHandler:
             self._shares.remove(owner[0])
             closed += 1 + self._state.tables.close_owner(owner)
 
-    def release_some(self, most: int = limits.RELEASED_PER_STEP) -> int:
-        """Releases some blocks of closed and truncated tables, and has private ones erased. Returns their number."""
-        done, unclaimed = self._state.tables.release_some(most)
+    def release_some(self, now: int, most: int = limits.RELEASED_PER_STEP) -> int:
+        """Releases some blocks of closed and truncated tables, and has private ones erased: at once, or after a grace
+        if their holder is to send its tables again. Returns their number."""
+        done, unclaimed, awaited = self._state.tables.release_some(most)
         for name in unclaimed:
             self._state.eraser.unclaimed(name)
+        for name in awaited:
+            self._state.eraser.recorded(name, now)
         return done
 
     def extend(self, late_ns: int) -> None:
@@ -108,7 +112,7 @@ class SequenceHandler:
 
     # -------------------------------------------------------------------------------------- one message
 
-    def _changed(self, owner: Owner, m: SyncTables, space: CoordinatorNamespace) -> TablesSynced:
+    def _changed(self, owner: Owner, m: SyncTables, space: CoordinatorNamespace, now: int) -> TablesSynced:
         """Makes the changes of a message, in order, and returns the answer."""
         state = self._state
         public = self._claims_in(space)
@@ -124,7 +128,7 @@ class SequenceHandler:
                 self._claimed(change, private)
             else:
                 (reopen if outcome is Outcome.UNKNOWN else refused)[change.sequence] = None
-            left -= self.release_some(left)  # at once, so that the next change may use the room
+            left -= self.release_some(now, left)  # at once, so that the next change may use the room
         return TablesSynced(self._ttl, state.epoch, tuple(reopen), tuple(refused))
 
     def _claimed(self, change: TableChange, private: Claims | None) -> None:

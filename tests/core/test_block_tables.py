@@ -87,16 +87,17 @@ class TablesAgainstLists(RuleBasedStateMachine):
         self.unclaimed = [name for name in self.unclaimed if name not in added]
         self.model[owner, m.sequence] = [*start[: m.keep], *added]
 
-    @rule(owner=owners)
-    def close_owner(self, owner: Owner) -> None:
+    @rule(owner=owners, reclaims=st.booleans())
+    def close_owner(self, owner: Owner, reclaims: bool) -> None:
         own = [key for key in self.model if key[0] == owner]
-        assert self.tables.close_owner(owner) == len(own)
+        assert self.tables.close_owner(owner, reclaims=reclaims) == len(own)
         for key in own:
             del self.model[key]
 
     @rule(most=st.integers(0, 3))
     def release(self, most: int) -> None:
-        done, unclaimed = self.tables.release_some(most)
+        done, *lost = self.tables.release_some(most)
+        unclaimed = [name for names in lost for name in names]
         assert done <= most
         assert all(name[0][:16] == PRIVATE[:16] for name in unclaimed)
         assert not self.claimed() & set(unclaimed)
@@ -163,6 +164,16 @@ def test_a_truncated_private_block_loses_its_claim_and_one_that_another_table_na
     change(tables, ONE, TableChange(T, 0, hashes(1, 3), 1))
     change(tables, ONE, TableChange(S, 2))
     assert released(tables) == [hashes(4)[2]]
+
+
+def test_blocks_that_their_owner_sends_again_are_told_apart_also_those_that_a_closed_fork_had() -> None:
+    tables = opened(3, private=3)
+    change(tables, ONE, TableChange(T, 2, hashes(1, 7), 1, parent=S))
+    change(tables, ONE, TableChange(T, 0, closed=True))
+    assert tables.close_owner(ONE, reclaims=True) == 1
+    _, unclaimed, awaited = tables.release_some(ALL)
+    assert [block for _, block in unclaimed] == [*hashes(1, 7)]
+    assert [block for _, block in awaited] == [*reversed(hashes(3))]
 
 
 def test_another_tenant_neither_sees_nor_changes_the_tables_of_the_same_holder_id() -> None:

@@ -72,6 +72,21 @@ def test_the_end_of_a_holders_lease_erases_its_private_pages() -> None:
     assert len(erased(voice.report())) == 3
 
 
+def test_pages_of_a_holder_that_is_to_send_its_tables_again_stay_for_a_grace() -> None:
+    """Seed 412: a worker whose messages went to another coordinator for a while lost what it had."""
+    coordinator, voice, worker = holding()
+    assert worker.sync(TableChange(R, 0, closed=True), number=worker.number + 2).forgotten
+    assert erased(voice.report()) == []
+    beat(coordinator, voice, until=coordinator.now + GRACE // 2)
+    worker.opens(Q, BLOCKS[:2], PAGES[:2])
+    worker.opens(R, BLOCKS[:1])
+    beat(coordinator, voice, until=coordinator.now + GRACE // 2 - 1)
+    assert erased(voice.report()) == []
+    worker.sync()
+    beat(coordinator, voice, until=coordinator.now + SECOND)  # its chain was released some time after the message
+    assert erased(voice.report()) == [PAGES[2]]
+
+
 def test_pages_are_erased_on_every_shard_and_in_every_tier() -> None:
     coordinator, voice, worker = serving(below=host(100))
     other = coordinator.voice("b", below=host(100))
