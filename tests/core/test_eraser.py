@@ -83,7 +83,7 @@ def test_pages_of_a_holder_that_is_to_send_its_tables_again_stay_for_a_grace() -
     beat(coordinator, voice, until=coordinator.now + GRACE // 2 - 1)
     assert erased(voice.report()) == []
     worker.sync()
-    beat(coordinator, voice, until=coordinator.now + SECOND)  # its chain was released some time after the message
+    beat(coordinator, voice, until=coordinator.now + 2 * SECOND)  # its chain was released some time after the message
     assert erased(voice.report()) == [PAGES[2]]
 
 
