@@ -127,6 +127,8 @@ class CoordinatorOracle:
 
     def _load_prepared(self, c: CoordinatorProcess, request: Request[PrepareLoad], reply: object, now: int) -> None:
         if isinstance(reply, LoadGrant):
+            owner = content.BY_SPACE[namespace_of(request)].tenant
+            require(owner == request.tenant, "a tenant is told where another's blocks lie")
             hashes = request.question.hashes
             require(
                 (reply.miss is None) == (reply.blocks == len(hashes)),

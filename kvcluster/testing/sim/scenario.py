@@ -56,6 +56,9 @@ SEQUENCES = 0.25
 LATE_REVOKES = 0.25
 """The share of seeds in which a core may refuse a renewal before the session hears that its lease was revoked."""
 
+STRANGERS = 0.1
+"""The share of seeds in which a worker asks for what another tenant has."""
+
 FLUSHES = 0.5
 """The share of seeds with sequences that drop tokens in which users also flush them."""
 
@@ -88,6 +91,8 @@ class Scenario:
     sequences: SequenceLoad | None = None
     revoke_ns: int = 0
     """The longest time after which a session hears that its lease has ended."""
+    strangers: bool = False
+    """Whether a worker also asks for blocks of another tenant."""
     attends: bool = False
     """Whether each worker with sequences has one more user, who attends to sequences at the shards."""
 
@@ -184,6 +189,11 @@ def with_late_revokes(scenario: Scenario, rng: random.Random) -> Scenario:
     return replace(scenario, revoke_ns=rng.choice((20, 100)) * MS) if late else scenario
 
 
+def with_strangers(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Returns the scenario with a worker that asks for blocks of another tenant, in a share of the seeds."""
+    return replace(scenario, strangers=True) if rng.random() < STRANGERS else scenario
+
+
 def with_flushes(scenario: Scenario, rng: random.Random) -> Scenario:
     """Returns the scenario with users that flush sequences, in a share of the seeds in which some drop tokens. There a
     sequence drops early and often."""
@@ -194,9 +204,16 @@ def with_flushes(scenario: Scenario, rng: random.Random) -> Scenario:
 
 
 def with_attention(scenario: Scenario, rng: random.Random) -> Scenario:
-    """Returns the scenario with workers that attend to sequences at the shards, in half of the seeds with sequences."""
-    attends = scenario.sequences is not None and rng.random() < 0.5
-    return replace(scenario, attends=attends) if attends else scenario
+    """Returns the scenario with workers that attend to sequences at the shards, in half of the seeds with sequences. In
+    half of those, pages are soon demoted, with loss."""
+    if scenario.sequences is None or rng.random() >= 0.5:
+        return scenario
+    config = scenario.config
+    if rng.random() < 0.5:
+        coordinator = replace(config.coordinator, host_codec=rng.choice(("q8", "q4")), host_raw_blocks=0, low_free=0.3)
+        shard = replace(config.shard, device_bytes=48 * UNIT_BYTES, host_bytes=64 * UNIT_BYTES)
+        config = replace(config, coordinator=replace(coordinator, high_free=0.6), shard=shard)
+    return replace(scenario, config=config, attends=True)
 
 
 def _config(rng: random.Random, shards: int) -> Config:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from kvcluster.client.sequences.attend_planner import SpanChoice
@@ -280,10 +281,16 @@ def attender(world: Any, worker: SequenceWorker) -> Script:
         one = rng.choice(mine)
         kind = rng.random()
         world.journal.add((world.kernel.now, worker.name, "attender", (int(100 * kind),)))
-        if kind < 0.45:
+        if kind < 0.4:
             count = min(rng.choice((2, 4, 6)), 40 - one.state.length)
             tokens = [200 + rng.randrange(3)] * max(0, count)
             if tokens and not (yield from worker.append(one, tokens, with_ids=rng.random() < 0.8)):
+                mine.remove(one)
+                worker.close(one)
+        elif kind < 0.48:  # what is here is then attended to with no more loss there
+            kept = (depth for depth in range(one.state.sealed) if depth not in one.state.dropped)
+            lost = yield from worker.bring(one, islice(kept, 6))
+            if lost is not None and lost >= 0:
                 mine.remove(one)
                 worker.close(one)
         elif kind < 0.85:

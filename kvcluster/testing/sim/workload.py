@@ -6,6 +6,7 @@ tenant. Each slot of a worker does one thing after another until the world says 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Protocol
@@ -20,10 +21,12 @@ from kvcluster.core.messages import (
     Explained,
     Flush,
     GetStatus,
+    Pin,
     PinBlocks,
     PrepareLoad,
     Purge,
     Purged,
+    Refused,
     Siblings,
     SiblingSpecs,
     Status,
@@ -53,6 +56,7 @@ class EngineSurroundings(WorkerSurroundings, Protocol):
     names: list[ShardId]
     shards: dict[ShardId, ShardProcess]
     told_to_go: dict[ShardId, None]
+    stranger_rng: random.Random
 
 
 Errand = Callable[[EngineSurroundings, Worker], Script]
@@ -86,6 +90,26 @@ def redeemer(world: EngineSurroundings, worker: Worker) -> Script:
             silent_ns = worker.unanswered_ns()
             if first < silent_ns < last:
                 yield from _redeem(world, worker)
+
+
+def stranger(world: EngineSurroundings, worker: Worker) -> Script:
+    """Asks coordinators and shards for blocks of another tenant, by the names that it could know only from that one.
+    The oracles judge the answers."""
+    rng = world.stranger_rng
+    while world.working:
+        yield None, int(400 * MS * rng.random())
+        shard = world.shards[rng.choice(world.names)]
+        if not shard.ready:
+            continue
+        space, key, _ = rng.choice(list(shard.ready))
+        model = content.BY_SPACE[space]
+        tenant = content.RED if model.tenant == content.BLUE else content.BLUE
+        pin = Pin(worker.attempt(), shard.core.epoch, (key,), Loss.Q4)
+        prepare = PrepareLoad(worker.attempt(), (key.hash,), model.need(), hold=True)
+        for process, question in ((shard, pin), (world.coordinator_seen_by(worker), prepare)):
+            promise = world.network.ask(worker, process, build_request(question, tenant, space))
+            reply = yield promise, 200 * MS
+            world.count("stranger", "refused" if isinstance(reply, Refused) else "no answer")
 
 
 def conversation(world: EngineSurroundings) -> tuple[Model, tuple[BlockHash, ...]]:

@@ -52,7 +52,9 @@ class SimulatedWorld:
         with_attention = scenario.with_attention(with_flushes, self.attention_rng)
         with_stops = scenario.with_stops(with_attention, random.Random(f"{seed}, stops"))
         self.revoke_rng = random.Random(f"{seed}, revokes")
-        self.scenario = drawn = scenario.with_late_revokes(with_stops, self.revoke_rng)
+        late_revokes = scenario.with_late_revokes(with_stops, self.revoke_rng)
+        self.stranger_rng = random.Random(f"{seed}, strangers")
+        self.scenario = drawn = scenario.with_strangers(late_revokes, self.stranger_rng)
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
         self.faults: Counter[str] = Counter()
@@ -155,6 +157,8 @@ class SimulatedWorld:
         for _ in range(self.rng.randint(1, 2)):
             worker.slots.append(worker.start(workload.slot(self, worker)))
         worker.slots.append(worker.start(workload.redeemer(self, worker)))
+        if self.scenario.strangers and name == "w0":
+            worker.slots.append(worker.start(workload.stranger(self, worker)))
         return worker
 
     def _sequence_worker(self, name: str, node: int) -> SequenceWorker:

@@ -8,10 +8,12 @@ from typing import Any
 from kvcluster.client.load_plan import LoadPlan
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.plan_messages import FinishLoad, FreeSource, ReadStopped, SourceDrained, StartRead
+from kvcluster.client.pieces import _PieceColumns
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.store_plan import StorePlan
-from kvcluster.core.messages import Done
+from kvcluster.client.store_progress import StoreProgress
+from kvcluster.core.messages import Done, Written
 from kvcluster.core.miss import Loss
 from kvcluster.testing.sim.bugs.planting import planted
 from kvcluster.transport.page_session import PageSession
@@ -66,6 +68,21 @@ def source_freed_by_the_first(original: Any, self: StorePlan, event: Any, now: i
     """The source of a store is reported as free when the first of its exchanges has drained it."""
     effects: list[Any] = original(self, event, now)
     return [*effects, FreeSource()] if isinstance(event, SourceDrained) else effects
+
+
+@planted(_PieceColumns, "extend")
+def kinds_not_renumbered(original: Any, self: _PieceColumns, other: _PieceColumns) -> None:
+    """Where the pieces of several runs are put together, those of a later one keep the numbers of their kinds."""
+    numbers = list(other._kind_of)
+    start = len(self._kind_of)
+    original(self, other)
+    self._kind_of[start:] = numbers
+
+
+@planted(StoreProgress, "count")
+def full_counts_as_stored(original: Any, self: StoreProgress, of_block: Any, outcome: Any, nbytes: int) -> None:
+    """Pages for which a shard had no room count as stored."""
+    original(self, of_block, [Written.DUPLICATE if each is Written.FULL else each for each in outcome], nbytes)
 
 
 @planted(ShardPolicy, "gave_up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -22,6 +23,9 @@ from kvcluster.core.replicator import Replicator
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.report_stream import ReportCursor
 from kvcluster.core.tenant_floors import TenantFloors
+from kvcluster.core.tickets import TicketBook
+from kvcluster.core.tiering import Tiering
+from kvcluster.core.tombstones import Tombstones
 from kvcluster.eviction.lru import DEPTH_BITS, LRU
 from kvcluster.testing.core_process import CoreProcess
 from kvcluster.testing.sim.bugs.planting import planted
@@ -140,6 +144,29 @@ def repeat_treated_as_new(original: Any, self: PrepareHandler, attempt: Any, spa
     ticket = self._state.tickets.end((space.tenant, attempt))
     if ticket is not None:
         self._release(ticket)
+
+
+@planted(TicketBook, "written")
+def writer_not_forgotten(original: Any, self: TicketBook, write: Any) -> None:
+    """The writer of a page is remembered though it has written it, or given up."""
+
+
+@planted(Tombstones, "since")
+def purge_skipped(original: Any, self: Tombstones, number: int) -> Any:
+    """A shard is not sent the purge that follows the last one that it has carried out."""
+    return original(self, number + 1)
+
+
+@planted(Tiering, "settle")
+def claimed_demotion_forgotten(original: Any, self: Tiering, member: Any, order: Any) -> None:
+    """A claimed block that was to be demoted, and has stayed where it is, is never looked at again."""
+    original(self, member, replace(order, moves=tuple(move for move in order.moves if not move.keeps)))
+
+
+@planted(Tiering, "_demotion")
+def claim_not_kept_below(original: Any, self: Tiering, record: Any, to: Any, now: int) -> Any:
+    """A claimed block for which there is no room below is evicted by its demotion."""
+    return original(self, record, to, now)._replace(keeps=False)
 
 
 @planted(RecordSweeper, "sweep_some")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvcluster.core.leases import LeaseBook
-from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant
+from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant, Verified
 from kvcluster.core.miss import Loss
 from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.page import PageState
@@ -14,8 +14,11 @@ from kvcluster.core.pin_handler import PinHandler
 from kvcluster.core.pool import PagePool
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.report_sender import ReportSender
+from kvcluster.core.scrubber import Scrubber
 from kvcluster.core.shard import Shard
+from kvcluster.core.shard_namespaces import ShardNamespaces
 from kvcluster.core.shard_state import ShardState
+from kvcluster.core.shares import HolderShares
 from kvcluster.core.shutdown_saver import ShutdownSaver
 from kvcluster.core.withdrawal import Withdrawal
 from kvcluster.core.worker_handler import WorkerHandler
@@ -154,6 +157,23 @@ def wrong_page_served(original: Any, self: ShardStorage, item: int, slot: Any, l
     if slot.generation % 16 == 0 and len(self._memory.view(beyond)) == slot.nbytes:
         slot = beyond
     return original(self, item, slot, layer)
+
+
+@planted(ShardNamespaces, "find")
+def tenant_not_compared(original: Any, self: ShardNamespaces, space_id: Any, tenant: Any) -> Any:
+    """A shard serves the pages of a namespace to any tenant that can name it."""
+    return self.known(space_id)
+
+
+@planted(Scrubber, "end")
+def wrong_page_condemned(original: Any, self: Scrubber, m: Verified) -> None:
+    """Where a batch of pages is verified, the page before the corrupt one is condemned."""
+    original(self, replace(m, corrupt=tuple(max(0, index - 1) for index in m.corrupt)))
+
+
+@planted(HolderShares, "remove")
+def share_not_returned(original: Any, self: HolderShares, owner: Any) -> None:
+    """What a holder gives back still counts towards its share."""
 
 
 # ----------------------------------------------------------------------------------------------- tiers
