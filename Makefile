@@ -30,6 +30,7 @@ FUZZ_INPUTS ?= 100000
 FUZZ_OPERATIONS ?= 100000
 FUZZ_SEED ?= 0
 FUZZ_CALLS ?= 2000000
+FUZZ_EPISODES ?= 20000
 INTEGRITY_ARGS ?=
 NIGHTLY_ARGS ?=
 MUTANTS ?= 120
@@ -144,7 +145,8 @@ attacks: install ## attacks on a real cluster beside an honest tenant, and what 
 fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=1000000 each; FUZZ_SEED=1 for others)
 	@$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)
 
-fuzz-clients: install ## drawn calls of clients against a dict of what they stored (FUZZ_CALLS=20000 for fewer; FUZZ_SEED=1 for others)
+fuzz-clients: install ## drawn exchanges of the copying shells, and calls of clients against a dict of what they stored (FUZZ_EPISODES=1000 FUZZ_CALLS=20000 for fewer; FUZZ_SEED=1 for others)
+	@$(BIN)/python -m tests.fuzz.copies --episodes $(FUZZ_EPISODES) --seed $(FUZZ_SEED)
 	@$(BIN)/python -m tests.fuzz.client --operations $(FUZZ_CALLS) --seed $(FUZZ_SEED)
 
 fuzz-sequences: install ## scripts of every verb of sequences against plain tensors (FUZZ_OPERATIONS=20000; FUZZ_SEED=1 for others)

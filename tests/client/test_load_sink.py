@@ -166,6 +166,27 @@ def test_a_record_that_does_not_verify_counts_for_nothing_and_the_next_for_itsel
     assert [(rest.want.layer_start, rest.want.layer_stop) for rest in bench.ranges.left(0)] == [(0, 1)]
 
 
+def test_a_record_that_comes_again_changes_nothing() -> None:
+    """Its bytes may be others, and would be written over those that count."""
+    into = room(BLOCKS)
+    bench = Bench(into)
+    bench.send(0, 0, 2)
+    changed = bytearray(bench.data(0, 0, 1))
+    changed[0] ^= 1
+    bench.send(0, 0, 1, BytesPayload(memoryview(changed)))
+    bench.send(0, 1, LAYERS - 1)
+    assert same(into[0, :2], bench.values[0, :2]) and unwritten(into[0, 2:])
+    assert not bench.ranges.corrupt and bench.so_far().nbytes == 2 * LAYER_BYTES
+
+
+def test_layers_behind_a_gap_are_not_written_and_do_not_count() -> None:
+    into = room(BLOCKS)
+    bench = Bench(into)
+    bench.send(0, 1, LAYERS - 1)
+    assert unwritten(into) and bench.so_far().nbytes == 0
+    assert [(rest.want.layer_start, rest.want.layer_stop) for rest in bench.ranges.left(0)] == [(0, LAYERS)]
+
+
 @pytest.mark.parametrize("codec_id", [codec.RAW + 1, 0xFFFF])
 def test_what_cannot_be_decoded_has_not_come(codec_id: int) -> None:
     into = room(BLOCKS)

@@ -205,15 +205,17 @@ def with_flushes(scenario: Scenario, rng: random.Random) -> Scenario:
 
 def with_attention(scenario: Scenario, rng: random.Random) -> Scenario:
     """Returns the scenario with workers that attend to sequences at the shards, in half of the seeds with sequences. In
-    half of those, pages are soon demoted, with loss."""
-    if scenario.sequences is None or rng.random() >= 0.5:
+    half of those, sequences grow long and are soon stored, and their pages soon demoted, with loss."""
+    load, config = scenario.sequences, scenario.config
+    if load is None or rng.random() >= 0.5:
         return scenario
-    config = scenario.config
     if rng.random() < 0.5:
+        policy = WindowPolicy(tail_tokens=0, migration_tokens=2, sink_tokens=0, codec="raw")
+        load = replace(load, policy=policy, resident_pages=40, keep_tokens=None)
         coordinator = replace(config.coordinator, host_codec=rng.choice(("q8", "q4")), host_raw_blocks=0, low_free=0.3)
         shard = replace(config.shard, device_bytes=48 * UNIT_BYTES, host_bytes=64 * UNIT_BYTES)
         config = replace(config, coordinator=replace(coordinator, high_free=0.6), shard=shard)
-    return replace(scenario, config=config, attends=True)
+    return replace(scenario, config=config, sequences=load, attends=True)
 
 
 def _config(rng: random.Random, shards: int) -> Config:

@@ -93,7 +93,6 @@ class Attender:
         self._rng = world.attention_rng
         self._part = worker.model.whole()[0][1]
         self._spans = RemoteSpans(worker.holder, self._part, Loss.Q4)
-        self._splits = self._rng.random() < 0.5  # what one shard is asked takes several messages
 
     def attend(self, sequence: OpenSequence) -> Script:
         """Attends to all of a sequence, and judges what it was computed from."""
@@ -162,7 +161,7 @@ class Attender:
         (row,) = rows
         give_up = self._worker.now() + self._patience // 2
         answers: list[ShardResults | ShardFailure] = []
-        for part in _messages(row) if self._splits else [row]:
+        for part in _messages(row) if self._rng.random() < 0.5 else [row]:
             answers.append((yield from self._ask_part(shard, part, give_up)))
             if isinstance(answers[-1], ShardFailure):
                 break
@@ -282,9 +281,9 @@ def attender(world: Any, worker: SequenceWorker) -> Script:
         kind = rng.random()
         world.journal.add((world.kernel.now, worker.name, "attender", (int(100 * kind),)))
         if kind < 0.4:
-            count = min(rng.choice((2, 4, 6)), 40 - one.state.length)
+            count = min(rng.choice((2, 4, 6) if one.state.drop_oldest else (4, 6, 8)), 56 - one.state.length)
             tokens = [200 + rng.randrange(3)] * max(0, count)
-            if tokens and not (yield from worker.append(one, tokens, with_ids=rng.random() < 0.8)):
+            if not tokens or not (yield from worker.append(one, tokens, with_ids=rng.random() < 0.9)):
                 mine.remove(one)
                 worker.close(one)
         elif kind < 0.48:  # what is here is then attended to with no more loss there

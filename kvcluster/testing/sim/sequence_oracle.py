@@ -137,6 +137,8 @@ class SequenceOracle:
         step = worker.block_tokens
         for sequence in worker.sequences.values():
             state = sequence.state
+            sinks = state.policy.sink_tokens
+            require(not state.dropped or state.dropped_tokens.start >= sinks, "a sequence has dropped its first tokens")
             for depth, entry in enumerate(state.table):
                 values = tuple(sequence.values[depth * step : (depth + 1) * step])
                 if entry != ABSENT:

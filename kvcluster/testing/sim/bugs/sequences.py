@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from kvcluster.client.sequences.block_pages import BlockPages
 from kvcluster.client.sequences.machine import SequenceMachine
+from kvcluster.client.sequences.resident_window import ResidentWindow
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.store_queue import StoreQueue
 from kvcluster.client.sequences.table_keeper import TableKeeper
@@ -28,6 +30,22 @@ def dropped_made_public(original: Any, self: SequenceState) -> bool:
     with them."""
     follows_private = self.sealed > 0 and self.blocks[self.sealed - 1].private
     return follows_private or len(self.tokens) < self.block_tokens
+
+
+@planted(ResidentWindow, "_next_drop")
+def sinks_dropped(original: Any, self: ResidentWindow, state: Any) -> int:
+    """The oldest tokens are dropped from the first one on, those that every later token attends to included."""
+    return int(state.dropped.stop)
+
+
+@planted(BlockPages, "write_entry")
+def entries_of_forks_stay(original: Any, self: BlockPages, block: Any, page: Any) -> None:
+    """Where a block gets a page or gives it up, the tables of some sequences that share it are not changed."""
+    owners = list(block.family)
+    for state in owners[1:]:
+        del block.family[state]
+    original(self, block, page)
+    block.family.update(dict.fromkeys(owners))
 
 
 @planted(SequenceMachine, "fork")
