@@ -19,7 +19,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import NamedTuple
 from unittest.mock import patch
@@ -34,7 +35,7 @@ from kvcluster.client.memory import bind
 from kvcluster.client.pieces import Piece, plan_pieces
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.store_source import StoreSource
-from kvcluster.core.codecs import Codec
+from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import Need, NewPage, PageKey, ShardAddress, Source, TicketBody, Tier
@@ -232,8 +233,8 @@ class _Load:
                 self._change(exchange)
                 made, data = self._made(exchange, [sent], coded)
                 payload = BytesPayload(memoryview(data))
-                take = (sent.item, sent.layer, made.codecs[0], made.sums_of(0), payload)
-                self._take(exchange, [sent], lambda take=take: sink.receive(*take))  # type: ignore[misc]
+                take = partial(sink.receive, sent.item, sent.layer, made.codecs[0], made.sums_of(0), payload)
+                self._take(exchange, [sent], take)
             return
         for start, stop in _slices(rng, len(records)):
             some = records[start:stop]
@@ -246,7 +247,7 @@ class _Load:
                 return
             for first, last in _slices(rng, len(some)):
                 self._change(exchange)
-                self._take(exchange, some[first:last], lambda at=(first, last): copies.run(*at))  # type: ignore[misc]
+                self._take(exchange, some[first:last], partial(copies.run, first, last))
         if rng.random() < 0.1:
             self._send_what_was_not_asked_for(exchange, sink)
 
@@ -334,15 +335,11 @@ class _Load:
         if chosen == codec.RAW:
             return raw
         group, shape = self.spec.groups[0], {"block_tokens": self.spec.block_tokens, "heads": part.heads}
-        from kvcluster.core.codecs import layer_bytes
-
         into = bytearray(layer_bytes(Codec(chosen), group, **shape))
         assert codec.coder(Codec(chosen), group, **shape).encode(memoryview(raw), memoryview(into), 1)
         return into
 
-    def _made(
-        self, exchange: _Exchange, some: Sequence[_Sent], coded: Sequence[int]
-    ) -> tuple[CopyRecords, bytearray]:
+    def _made(self, exchange: _Exchange, some: Sequence[_Sent], coded: Sequence[int]) -> tuple[CopyRecords, bytearray]:
         """Returns these records, and the memory in which their bytes lie."""
         data, rows = bytearray(), []
         for sent in some:
@@ -359,7 +356,9 @@ class _Load:
                 payload[self.rng.randrange(len(payload))] ^= 1 << self.rng.randrange(8)
             elif sent.fault == "too short":
                 del payload[-1:]
-            rows.append((sent, len(data), len(payload), UNKNOWN_CODEC if sent.fault == "unknown codec" else chosen, sums))
+            rows.append(
+                (sent, len(data), len(payload), UNKNOWN_CODEC if sent.fault == "unknown codec" else chosen, sums)
+            )
             data += payload
         made, base = CopyRecords(), address_of(memoryview(data))
         for sent, offset, nbytes, chosen, sums in rows:
@@ -421,7 +420,12 @@ class _Store:
         self.pages = [NewPage(PageKey(name, 0, part), name, at) for at, name in enumerate(hashes)]
         rng.shuffle(self.pages)
         of_page = [page.depth + self.first for page in self.pages]
-        mine = slice(part.layer_start, part.layer_stop), slice(None), slice(None), slice(part.head_start, part.head_stop)
+        mine = (
+            slice(part.layer_start, part.layer_stop),
+            slice(None),
+            slice(None),
+            slice(part.head_start, part.head_stop),
+        )
         memory, _ = _memory(rng, self.values[(slice(None), *mine)])
         bound = bind(memory, self.spec, (part,), self.blocks, first=self.first, writable=False)
         self.over = False

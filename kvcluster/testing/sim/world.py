@@ -44,17 +44,10 @@ class SimulatedWorld:
         self.rng = rng = random.Random(seed)
         self.later = random.Random(f"{seed}, drawn later")
         self.sequence_rng = random.Random(f"{seed}, sequences")
-        without_stops = scenario.with_sequences(
-            scenario.draw(rng, self.later), self.sequence_rng, random.Random(f"{seed}, windows")
-        )
         self.attention_rng = random.Random(f"{seed}, attends")
-        with_flushes = scenario.with_flushes(without_stops, random.Random(f"{seed}, flushes"))
-        with_attention = scenario.with_attention(with_flushes, self.attention_rng)
-        with_stops = scenario.with_stops(with_attention, random.Random(f"{seed}, stops"))
         self.revoke_rng = random.Random(f"{seed}, revokes")
-        late_revokes = scenario.with_late_revokes(with_stops, self.revoke_rng)
         self.stranger_rng = random.Random(f"{seed}, strangers")
-        self.scenario = drawn = scenario.with_strangers(late_revokes, self.stranger_rng)
+        self.scenario = drawn = self._drawn()
         self.kernel = Kernel()
         self.journal = Journal(whole=whole_journal)
         self.faults: Counter[str] = Counter()
@@ -93,6 +86,14 @@ class SimulatedWorld:
             self.workers.append(self._worker(f"w{number}", rng.randrange(drawn.nodes)))
         for number in range(drawn.sequences.workers if drawn.sequences is not None else 0):
             self.workers.append(self._sequence_worker(f"q{number}", self.sequence_rng.randrange(drawn.nodes)))
+
+    def _drawn(self) -> scenario.Scenario:
+        """Draws what the seed stands for."""
+        windows, flushes, stops = (random.Random(f"{self.seed}, {what}") for what in ("windows", "flushes", "stops"))
+        drawn = scenario.with_sequences(scenario.draw(self.rng, self.later), self.sequence_rng, windows)
+        drawn = scenario.with_attention(scenario.with_flushes(drawn, flushes), self.attention_rng)
+        drawn = scenario.with_late_revokes(scenario.with_stops(drawn, stops), self.revoke_rng)
+        return scenario.with_strangers(drawn, self.stranger_rng)
 
     def check(self) -> None:
         """Checks all invariants of all cores."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvcluster.client.load_plan import LoadPlan
 from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.plan_messages import FinishLoad, FreeSource, ReadStopped, SourceDrained, StartRead
 from kvcluster.client.pieces import _PieceColumns
+from kvcluster.client.plan_messages import FinishLoad, FreeSource, ReadStopped, SourceDrained, StartRead
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.store_plan import StorePlan
