@@ -211,7 +211,7 @@ def with_attention(scenario: Scenario, rng: random.Random) -> Scenario:
         return scenario
     if rng.random() < 0.5:
         policy = WindowPolicy(tail_tokens=0, migration_tokens=2, sink_tokens=0, codec="raw")
-        load = replace(load, policy=policy, resident_pages=40, keep_tokens=None)
+        load = replace(load, policy=policy, resident_pages=rng.choice((12, 40)), keep_tokens=None)
         coordinator = replace(config.coordinator, host_codec=rng.choice(("q8", "q4")), host_raw_blocks=0, low_free=0.3)
         shard = replace(config.shard, device_bytes=48 * UNIT_BYTES, host_bytes=64 * UNIT_BYTES)
         config = replace(config, coordinator=replace(coordinator, high_free=0.6), shard=shard)
