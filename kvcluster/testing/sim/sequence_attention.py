@@ -243,8 +243,8 @@ class Attender:
         here; and its loss is reported. `coded`: the depths that the sequence had encoded when it was planned."""
         worst = Loss.EXACT
         asked = {cut.cut: cut for rows in plan.asks.values() for row in rows for cut in row.cuts}
-        for cut in asked.values():
-            shipped = coded.isdisjoint(block.depth for block in cut.blocks)
+        for here in asked.values():
+            shipped = coded.isdisjoint(block.depth for block in here.blocks)
             require(shipped, "a shard attends to blocks that the sequence has in encoded form")
         for result in cast("list[SpanResult]", shipment.results.get(0, [])):
             reads = iter(result.pages)

@@ -11,7 +11,6 @@ from kvcluster.client.sequences.resident_window import ResidentWindow
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.store_queue import StoreQueue
 from kvcluster.client.sequences.table_keeper import TableKeeper
-from kvcluster.core.block_tables import BlockTables
 from kvcluster.core.eraser import Eraser
 from kvcluster.core.sequence_handler import SequenceHandler
 from kvcluster.testing.sim.bugs.planting import planted
@@ -96,12 +95,6 @@ def private_pages_stay(original: Any, self: Eraser, name: Any) -> None:
 def no_grace(original: Any, self: Eraser, grace_ns: int, namespaces: Any, book: Any, tables: Any) -> None:
     """Private blocks that no sequence claims are erased at once, even if the coordinator has just restarted."""
     original(self, 0, namespaces, book, tables)
-
-
-@planted(BlockTables, "close_owner")
-def awaited_erased(original: Any, self: BlockTables, owner: Any, *, reclaims: bool = False) -> Any:
-    """The private blocks of a worker that is asked to send its tables again are erased at once."""
-    return original(self, owner)
 
 
 @planted(SequenceHandler, "sync")
