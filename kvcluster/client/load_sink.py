@@ -149,6 +149,8 @@ class LoadSink:
         rows = slice(start, stop)
         columns = records.items[rows], records.layers[rows], records.counts[rows], batch.status[rows]
         for item, layer, layers, status in zip(*columns, strict=True):
+            if not ranges.is_next(item, layer):
+                continue
             if status == _DONE:
                 ranges.came(item, layer + layers)
                 done.setdefault((self._kinds[item], layer, layers), []).append(item)

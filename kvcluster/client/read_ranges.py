@@ -77,6 +77,11 @@ class ReadRanges:
         if now >= self.deadline_ns:
             raise Cancelled(Miss(MissReason.DEADLINE))
 
+    def is_next(self, item: int, layer: int) -> bool:
+        """Whether `layer` is the item's first layer without an outcome. Copies that were stopped while others went on
+        leave a gap, and layers behind it are not counted."""
+        return self._next[item] == layer
+
     def unexpected(self, items: Sequence[int], layers: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Returns which of these records, given in order, do not begin with the first layer of their item that has no
         outcome then."""

@@ -31,8 +31,9 @@ from kvcluster.client import batch_copies
 from kvcluster.client.layouts import Paged
 from kvcluster.client.load_progress import LoadProgress
 from kvcluster.client.load_sink import LoadSink
-from kvcluster.client.memory import bind
+from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.client.pieces import Piece, plan_pieces
+from kvcluster.client.python_copies import PythonCopies
 from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.client.store_source import StoreSource
 from kvcluster.core.codecs import Codec, layer_bytes
@@ -44,8 +45,9 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
-from kvcluster.pages.copy_batch import CopyRecords
+from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
 from kvcluster.transport.base import BytesPayload, Cancelled, Deadline
 
@@ -76,8 +78,11 @@ def run(episodes: int, seed: int = 0, first: int = 0) -> Tally:
         rng = Random(f"{seed}/{episode}")
         tally.episodes += 1
         try:
-            with _executors(rng, tally.events):
-                (_Load if rng.random() < 0.7 else _Store)(rng, tally.events).run()
+            with _executors(rng, tally.events) as threads:
+                if rng.random() < 0.7:
+                    _Load(rng, tally.events, threads).run()
+                else:
+                    _Store(rng, tally.events).run()
         except Exception as error:
             again = f"python -m tests.fuzz.copies --seed {seed} --first {episode} --episodes 1"
             raise Finding(f"episode {episode}: {type(error).__name__}: {error}\nagain: {again}") from error
@@ -87,12 +92,41 @@ def run(episodes: int, seed: int = 0, first: int = 0) -> Tally:
 # ------------------------------------------------------------------------------------------------ what is drawn
 
 
+class _Threads:
+    """An executor of loads whose threads take records in order, and end them in any. Sometimes an item is given to
+    others meanwhile. `stopped`: the records that were not begun because of that, and their items."""
+
+    def __init__(self, rng: Random, events: Counter[str]) -> None:
+        self._rng, self._events = rng, events
+        self.stopped: dict[int, int] = {}
+
+    def open(self, batch: CopyBatch) -> RunRecords | None:
+        if batch.direction is CopyDirection.STORE:
+            return None
+        memory = batch.keeps[1]
+        assert isinstance(memory, BoundMemory)
+        return partial(self._run, PythonCopies(memory), batch)
+
+    def _run(self, copies: PythonCopies, batch: CopyBatch, start: int, stop: int) -> None:
+        order = [*range(start, stop)]
+        self._rng.shuffle(order)
+        for at in order:
+            item = batch.records.items[at]
+            if self._rng.random() < 0.1 and batch.status[at] == CopyStatus.PENDING:
+                batch.dropped[item] = 1
+                self._events["given to others meanwhile"] += 1
+            if batch.dropped[item] and batch.status[at] == CopyStatus.PENDING:
+                self.stopped[at] = item
+            copies.run(batch, at, at + 1)
+
+
 @contextmanager
-def _executors(rng: Random, events: Counter[str]) -> Iterator[None]:
-    native = rng.random() < 0.5
-    events["native executor" if native else "executor in Python"] += 1
-    with patch.object(batch_copies, "EXECUTORS", batch_copies.EXECUTORS if native else ()):
-        yield
+def _executors(rng: Random, events: Counter[str]) -> Iterator[_Threads]:
+    name, threads = rng.choice(("native executor", "executor in Python", "threads")), _Threads(rng, events)
+    events[name] += 1
+    chosen = {"native executor": batch_copies.EXECUTORS, "threads": (threads,)}.get(name, ())
+    with patch.object(batch_copies, "EXECUTORS", chosen):
+        yield threads
 
 
 def _spec(rng: Random) -> KVSpec:
@@ -185,7 +219,7 @@ class _Exchange:
         self.ranges = ReadRanges(pieces, now=0, deadline_ns=NEVER)
         self.next = [piece.want.layer_start for piece in pieces]
         self.came: list[set[int]] = [set() for _ in pieces]
-        self.stopped: dict[int, torch.Tensor] = {}  # items that were given to others, and the memory then
+        self.stopped: dict[int, torch.Tensor | None] = {}  # items that were given to others, and the memory then
         self.over = False
 
     def sent(self, sent: _Sent) -> None:
@@ -200,8 +234,8 @@ class _Exchange:
 class _Load:
     """A load of some blocks from the shards that have parts of them."""
 
-    def __init__(self, rng: Random, events: Counter[str]) -> None:
-        self.rng, self.events = rng, events
+    def __init__(self, rng: Random, events: Counter[str], threads: _Threads) -> None:
+        self.rng, self.events, self.threads = rng, events, threads
         self.spec, self.blocks = _spec(rng), rng.randint(1, 4)
         self.values = _values(rng, self.spec, self.blocks)
         self.whole = self.spec.whole(0)
@@ -247,11 +281,12 @@ class _Load:
                 return
             for first, last in _slices(rng, len(some)):
                 self._change(exchange)
-                self._take(exchange, some[first:last], partial(copies.run, first, last))
+                self._take(exchange, some[first:last], partial(copies.run, first, last), first)
         if rng.random() < 0.1:
             self._send_what_was_not_asked_for(exchange, sink)
 
-    def _take(self, exchange: _Exchange, sent: Sequence[_Sent], take: Callable[[], None]) -> None:
+    def _take(self, exchange: _Exchange, sent: Sequence[_Sent], take: Callable[[], None], first: int = 0) -> None:
+        """Has records taken, of which the first is record `first` of its batch."""
         before = self.now() if exchange.over else None
         try:
             take()
@@ -260,8 +295,16 @@ class _Load:
             assert before is not None and torch.equal(self.now(), before), "bytes are written after a stop"
             return
         assert not exchange.over, "an exchange that was stopped goes on"
-        for each in sent:
-            exchange.sent(each)
+        given_up, self.threads.stopped = self.threads.stopped, {}
+        gaps: dict[int, None] = {}
+        for at, each in enumerate(sent, first):
+            if at in given_up:
+                gaps[each.item] = None
+            elif each.item not in gaps:
+                exchange.sent(each)
+        for item in given_up.values():
+            exchange.ranges.stop([item])
+            exchange.stopped.setdefault(item, None)
 
     def _records(self, exchange: _Exchange, item: int) -> list[_Sent]:
         """Draws what a shard sends of an item."""
@@ -387,8 +430,9 @@ class _Load:
                     nbytes += self.spec.layer_bytes(0, part)
                 left.update(part.layer_start + layer for layer in missing)
                 failed |= {piece.block} if missing else set()
-                if item in exchange.stopped:
-                    then = exchange.stopped[item][piece.block, ..., heads, :]
+                stopped = exchange.stopped.get(item)
+                if stopped is not None:
+                    then = stopped[piece.block, ..., heads, :]
                     assert torch.equal(memory[piece.block, ..., heads, :], then) or len(self.exchanges) > 1
         assert bool((memory[~owned] == UNWRITTEN).all()), "memory of others is written"
         loaded = self.progress.loaded(LATE)
