@@ -423,7 +423,11 @@ class _Load:
                 owned[piece.block, fills.layer_start : fills.layer_stop, :, :, heads] = True
                 missing = {at for rest in exchange.ranges.left(item) for at in range(*rest.want[1:])}
                 came = set(range(*piece.want[1:])) - missing
-                assert came == exchange.came[item], f"layers {sorted(came)} count, {sorted(exchange.came[item])} came"
+                meanwhile = (
+                    item in exchange.stopped and exchange.stopped[item] is None
+                )  # what did not match is not noted
+                right = came <= exchange.came[item] if meanwhile else came == exchange.came[item]
+                assert right, f"layers {sorted(came)} count, {sorted(exchange.came[item])} came"
                 for layer in came:
                     at = piece.block, part.layer_start + layer, slice(None), slice(None), heads
                     assert torch.equal(memory[at], self.expected[at]), f"layer {layer} counts, and is not as stored"
