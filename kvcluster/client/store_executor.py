@@ -60,6 +60,7 @@ def prepare_store(
     `attached` says how the cluster places runs and whether it wants token ids."""
     first, hashes = terms.first + at, terms.new[at : at + limits.BLOCKS_PER_CALL]
     step = len(tokens) // max(1, len(terms.new))
+    fits = step * len(hashes) <= limits.STORE_TOKENS
     return PrepareStore(
         attempt=terms.attempt,
         first=first,
@@ -69,7 +70,7 @@ def prepare_store(
         parts=terms.parts,
         loss=terms.loss,
         host=host,
-        tokens=tuple(tokens[at * step : (at + len(hashes)) * step]) if attached.wants_tokens else (),
+        tokens=tuple(tokens[at * step : (at + len(hashes)) * step]) if attached.wants_tokens and fits else (),
     )
 
 

@@ -163,7 +163,7 @@ class Coordinator:
     def step(self, message: CoordinatorMessage, now: int) -> list[Effect]:
         """Handles one message and returns the effects to carry out, in order."""
         effects = self._dispatcher.step(message, now)
-        return effects if self._emitter is None else [*effects, *self._emitter.take()]
+        return effects if self._emitter is None else [*effects, *self._emitter.take(now)]
 
     def next_deadline(self) -> int | None:
         """Returns the time by which the next Tick is due; None if none is."""

@@ -2,8 +2,8 @@
 
 The index reports for each block the tiers that it was in and is in (`changed`); the coordinator takes the events of
 each step (`take`). An event is about one tier of the whole cluster: a second copy causes no event, and neither does its
-loss. Reports of shards carry no token ids. Those come from a worker with its store, and a bounded memory keeps them
-until the commit arrives.
+loss. Reports of shards carry no token ids. Those come from a worker with its store, and token_memory.py keeps
+them until the commit arrives.
 
 For a subscriber that starts late or has missed too much, all blocks are published again, some in each tick (`retell`,
 `tell_some`), since an index of millions is not published in one step.
@@ -11,12 +11,13 @@ For a subscriber that starts late or has missed too much, all blocks are publish
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import (
     AllBlocksCleared,
@@ -27,6 +28,7 @@ from kvcluster.core.messages.events import (
     Publish,
 )
 from kvcluster.core.spec import KVSpec
+from kvcluster.core.token_memory import TokenMemory
 
 RETOLD_BLOCKS = 4_096
 """Blocks published again in one tick, which takes as long as sweeping the same number (report_handler.py)."""
@@ -51,9 +53,9 @@ class _Run:
     tier: Tier
     parent: BlockHash | None
     hashes: list[BlockHash]
-    tokens: list[int]
+    tokens: array[int]
 
-    def takes(self, stored: bool, parent: BlockHash | None, tokens: Sequence[int]) -> bool:
+    def takes(self, stored: bool, parent: BlockHash | None, tokens: bytes) -> bool:
         """Whether one more block fits this event. Stored ones must continue the chain, and all or none have tokens."""
         if stored != self.stored or len(self.hashes) >= limits.BLOCKS_PER_CALL:
             return False
@@ -61,7 +63,7 @@ class _Run:
 
     def event(self) -> KVEvent:
         if self.stored:
-            return BlocksStored(self.tier, self.parent, tuple(self.hashes), tuple(self.tokens))
+            return BlocksStored(self.tier, self.parent, tuple(self.hashes), self.tokens or ())
         return BlocksRemoved(self.tier, tuple(self.hashes))
 
 
@@ -75,11 +77,11 @@ class _Pending:
         self._runs: list[_Run] = []
         self._last: dict[Tier, _Run] = {}
 
-    def stored(self, tier: Tier, record: IndexedBlock, tokens: Sequence[int]) -> None:
+    def stored(self, tier: Tier, record: IndexedBlock, tokens: bytes) -> None:
         self._add(True, tier, record.parent if record.depth else None, record.hash, tokens)
 
     def removed(self, tier: Tier, record: IndexedBlock) -> None:
-        self._add(False, tier, None, record.hash, ())
+        self._add(False, tier, None, record.hash, b"")
 
     def cleared(self) -> None:
         self._is_cleared = True
@@ -89,13 +91,13 @@ class _Pending:
         first = (AllBlocksCleared(),) if self._is_cleared else ()
         return Publish(self._stream, (*first, *(run.event() for run in self._runs)))
 
-    def _add(self, stored: bool, tier: Tier, parent: BlockHash | None, block: BlockHash, tokens: Sequence[int]) -> None:
+    def _add(self, stored: bool, tier: Tier, parent: BlockHash | None, block: BlockHash, tokens: bytes) -> None:
         last = self._last.get(tier)
         if last is not None and last.takes(stored, parent, tokens):
             last.hashes.append(block)
-            last.tokens += tokens
+            last.tokens.frombytes(tokens)
         else:
-            self._last[tier] = _Run(stored, tier, parent, [block], list(tokens))
+            self._last[tier] = _Run(stored, tier, parent, [block], array("I", tokens))
             self._runs.append(self._last[tier])
 
 
@@ -104,8 +106,9 @@ class EventEmitter:
 
     def __init__(self) -> None:
         self._streams: dict[NamespaceId, EventStream] = {}
+        self._tenants: dict[NamespaceId, Tenant] = {}
         self._pending: dict[NamespaceId, _Pending] = {}
-        self._tokens: dict[tuple[NamespaceId, BlockHash], tuple[int, ...]] = {}
+        self._tokens = TokenMemory()
         self._retelling: list[tuple[NamespaceId, Iterator[IndexedBlock]]] = []
 
     @property
@@ -113,23 +116,27 @@ class EventEmitter:
         """Whether there are more blocks to publish again."""
         return bool(self._retelling)
 
-    def opened(self, space: NamespaceId, spec: KVSpec) -> None:
+    @property
+    def remembered_bytes(self) -> int:
+        """What the token ids of blocks being stored are charged at."""
+        return self._tokens.nbytes
+
+    def opened(self, space: NamespaceId, tenant: Tenant, spec: KVSpec) -> None:
         """Records a new, empty namespace."""
+        self._tenants[space] = tenant
         self._streams[space] = EventStream(space, spec.model, spec.adapter, spec.block_tokens)
 
     def closed(self, space: NamespaceId) -> None:
         """Forgets a namespace, which was empty."""
         self._streams.pop(space, None)
+        self._tenants.pop(space, None)
         self._pending.pop(space, None)
 
     def remember(
-        self, space: NamespaceId, hashes: Sequence[BlockHash], tokens: Sequence[int], block_tokens: int
+        self, space: NamespaceId, hashes: Sequence[BlockHash], tokens: Sequence[int], block_tokens: int, now: int
     ) -> None:
-        """Remembers the token ids of blocks that are about to be stored; the oldest are forgotten first."""
-        for at, block in enumerate(hashes):
-            self._tokens.setdefault((space, block), tuple(tokens[at * block_tokens : (at + 1) * block_tokens]))
-        while len(self._tokens) > limits.TOKEN_BLOCKS_REMEMBERED:
-            del self._tokens[next(iter(self._tokens))]
+        """Remembers the token ids of blocks that are about to be stored."""
+        self._tokens.add(self._tenants[space], space, hashes, tokens, block_tokens, now)
 
     def changed(self, space: NamespaceId, record: IndexedBlock, before: int) -> None:
         """Records that a block is in other tiers than `before`. Both are bit masks of tiers."""
@@ -137,7 +144,7 @@ class EventEmitter:
         for tier in Tier:
             bit = 1 << tier
             if record.tiers & bit and not before & bit:
-                pending.stored(tier, record, self._tokens.pop((space, record.hash), ()))
+                pending.stored(tier, record, self._tokens.take(self._tenants[space], space, record.hash))
             elif before & bit and not record.tiers & bit:
                 pending.removed(tier, record)
 
@@ -162,10 +169,11 @@ class EventEmitter:
                 continue
             for tier in Tier:
                 if record.tiers & 1 << tier:
-                    self._of(space).stored(tier, record, ())
+                    self._of(space).stored(tier, record, b"")
 
-    def take(self) -> list[Publish]:
+    def take(self, now: int) -> list[Publish]:
         """Returns the events since the last call, by namespace."""
+        self._tokens.forget_old(now)
         if not self._pending:
             return []
         news = [pending.publish() for pending in self._pending.values()]

@@ -229,8 +229,15 @@ PULL_BYTES = 64 * 1024 * 1024
 HOT_RUNS = 65_536
 """Runs whose loads are counted within one window. Further runs are not counted."""
 
-TOKEN_BLOCKS_REMEMBERED = 65_536
-"""Blocks being stored whose token ids are kept for KV events: some 20 MiB with blocks of 16 tokens."""
+STORE_TOKENS = 256 * BLOCKS_PER_CALL
+"""Token ids of one message, for KV events: those of BLOCKS_PER_CALL blocks of 256. A client sends none of more."""
+
+TOKEN_MEMORY_BYTES = 32 * 1024 * 1024
+"""What the token ids of blocks being stored take, for KV events, by shares of tenants: a tenant alone has those of half
+a million tokens in blocks of 16, or of four million in blocks of 4,096."""
+
+TOKENS_KEPT_NS = 60_000_000_000
+"""How long they wait for the commit of their block, which most often comes within a second."""
 
 SPEC_BYTES = 8 * 1024
 """Canonical bytes of a KVSpec: several hundred layers in a dozen groups fit, and a chunk of an inventory in which every

@@ -140,7 +140,7 @@ class NamespaceTable:
                 space_id, tenant, spec, self._book, emitter, counts_uses=self._counts_uses, orphans=self.orphans
             )
             if emitter is not None:
-                emitter.opened(space_id, spec)
+                emitter.opened(space_id, tenant, spec)
             space.purged = self._tombstones.latest(tenant, spec)
             owned[space_id] = space
         return space

@@ -110,7 +110,7 @@ class PrepareHandler:
         space.index.touch_ancestors(m.parent, now, now - self._refresh)
         emitter = state.emitter if not space.spec.private else None
         if emitter is not None and len(m.tokens) == len(m.hashes) * space.spec.block_tokens:
-            emitter.remember(space.id, m.hashes, m.tokens, space.spec.block_tokens)
+            emitter.remember(space.id, m.hashes, m.tokens, space.spec.block_tokens, now)
         # Each page is planned separately: a worker may write several parts of one group, and all of them must be
         # present.
         askings = [NeedPlanner(state.book, Need((None,) * group + (part,), m.loss)) for group, part in m.parts]

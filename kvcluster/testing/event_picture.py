@@ -55,7 +55,7 @@ class EventPicture:
         for at, block in enumerate(event.hashes):
             self.parents[block], parent = parent, block
             if event.tokens:
-                self.tokens[block] = event.tokens[at * stream.block_tokens : (at + 1) * stream.block_tokens]
+                self.tokens[block] = tuple(event.tokens[at * stream.block_tokens : (at + 1) * stream.block_tokens])
 
     def _removed(self, stream: EventStream, event: BlocksRemoved) -> None:
         place = stream.namespace, event.tier

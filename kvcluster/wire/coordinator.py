@@ -6,6 +6,9 @@ sets that field of the message, and the server sets call and tenant.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Collection, Sequence
+
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
@@ -45,6 +48,7 @@ from kvcluster.wire.fields import (
     Maybe,
     Ragged,
     Rows,
+    Scalar,
     Struct,
     Values,
     amount,
@@ -63,6 +67,15 @@ def _check_store(question: PrepareStore) -> None:
     at_most(question.first + blocks, limits.TOKENS_PER_SEQUENCE, "blocks in a chain")
     at_most(blocks * len(question.parts), limits.PAGES_PER_CALL, "pages in a store")
     must(not tokens or (blocks and not tokens % blocks), f"{tokens} token ids are not a multiple of {blocks} blocks")
+
+
+def _decode_tokens(wire: Collection[int]) -> Sequence[int]:
+    at_most(len(wire), limits.STORE_TOKENS, "token ids")
+    return array("I", wire) if wire else ()
+
+
+_TOKENS: Scalar[Sequence[int]] = Scalar(lambda tokens: tokens, _decode_tokens)
+"""In an array: a tuple takes nine times as much."""
 
 
 def _check_purge(question: Purge) -> None:
@@ -111,7 +124,7 @@ PREPARE_STORE = Struct(
     parts=Rows(PLACES, limits.PARTS_PER_BLOCK, "parts in a message"),
     loss=LOSS,
     host=words("a host"),
-    tokens=Rows(NUMBERS, limits.TOKENS_PER_SEQUENCE, "token ids"),
+    tokens=_TOKENS,
 )
 RENEW_TICKET = Struct(pb.TicketRequest, RenewTicket, attempt=ATTEMPT)
 END_TICKET = Struct(pb.TicketRequest, EndTicket, attempt=ATTEMPT)

@@ -148,7 +148,7 @@ def _words(stream: EventStream, event: KVEvent) -> dict[str, object]:
             "type": "BlockStored",
             "block_hashes": event.hashes,
             "parent_block_hash": event.parent,
-            "token_ids": event.tokens,
+            "token_ids": list(event.tokens),
             "block_size": stream.block_tokens,
             "lora_id": None,
             "medium": event.tier.spec.medium,

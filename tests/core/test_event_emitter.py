@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 import pytest
@@ -24,6 +25,7 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from kvcluster.core.token_memory import BLOCK_BYTES
 from kvcluster.testing.core_stepper import Build, build_request
 from kvcluster.testing.event_picture import EventPicture, indexed
 from tests.core.lone_coordinator import LoneCoordinator, Voice
@@ -142,7 +144,7 @@ def test_token_ids_that_a_store_told_come_with_its_commit_and_once() -> None:
     coordinator.ask(StoreGrant, prepare(CHAIN[:3], tokens))
     voice.report(*pages(CHAIN[:4]))
     told, untold = outsider.heard[-1].events
-    assert told == BlocksStored(Tier.DEVICE, None, CHAIN[:3], tokens)
+    assert told == BlocksStored(Tier.DEVICE, None, CHAIN[:3], array("I", tokens))
     assert untold == BlocksStored(Tier.DEVICE, CHAIN[2], CHAIN[3:4])
     voice.report(gone(CHAIN[2]))
     voice.report(*pages(CHAIN)[2:3])
@@ -158,7 +160,7 @@ def test_token_ids_that_another_tenant_told_are_not_told_of_ours() -> None:
     second = PrepareStore(attempt(2), 0, root(), CHAIN[0], CHAIN[:3], ((0, WHOLE),), tokens=tuple(range(200, 206)))
     coordinator.ask(StoreGrant, ours(second, SPEC.namespace(OURS)))
     voice.report(*pages(CHAIN[:3]))
-    assert outsider.heard[-1].events == (BlocksStored(Tier.DEVICE, None, CHAIN[:3], tuple(range(200, 206))),)
+    assert outsider.heard[-1].events == (BlocksStored(Tier.DEVICE, None, CHAIN[:3], array("I", range(200, 206))),)
 
 
 def test_token_ids_of_other_blocks_than_the_stores_are_passed_over() -> None:
@@ -185,7 +187,7 @@ def test_without_outsiders_nothing_is_published() -> None:
 
 
 def test_the_memory_of_token_ids_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "TOKEN_BLOCKS_REMEMBERED", 2)
+    monkeypatch.setattr(limits, "TOKEN_MEMORY_BYTES", 2 * 2 * (BLOCK_BYTES + 4 * SPEC.block_tokens))
     coordinator, voice, outsider = published()
     coordinator.ask(StoreGrant, prepare(CHAIN[:3], tuple(range(6))))
     voice.report(*pages(CHAIN[:3]))
@@ -242,15 +244,15 @@ def test_a_run_longer_than_a_call_is_several_events(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(limits, "BLOCKS_PER_CALL", 4)
     emitter = EventEmitter()
     space = NamespaceId(bytes(32))
-    emitter.opened(space, SPEC)
+    emitter.opened(space, OURS, SPEC)
     parent = BlockHash(b"p" * 32)
     for depth, block in enumerate(CHAIN):
         emitter.changed(space, _Record(block, parent, depth, tiers=1), 0)
         parent = block
-    [told] = emitter.take()
+    [told] = emitter.take(0)
     assert isinstance(told, Publish)
     assert [event.hashes for event in told.events if isinstance(event, BlocksStored)] == [CHAIN[:4], CHAIN[4:]]
-    assert emitter.take() == []
+    assert emitter.take(0) == []
 
 
 class _Record:
@@ -261,8 +263,8 @@ class _Record:
 def test_a_namespace_that_is_forgotten_while_all_is_told_again_is_told_no_more() -> None:
     emitter = EventEmitter()
     space = SPEC.namespace(OURS)
-    emitter.opened(space, SPEC)
+    emitter.opened(space, OURS, SPEC)
     emitter.retell([(space, iter([_Record(CHAIN[0], root(), 0, tiers=1)]))])
     emitter.closed(space)
     emitter.tell_some()
-    assert (emitter.take(), emitter.retelling) == ([], False)
+    assert (emitter.take(0), emitter.retelling) == ([], False)

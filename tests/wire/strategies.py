@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -435,7 +436,7 @@ listed_engines = st.builds(Engines, known=st.lists(st.tuples(engines, quantities
 
 
 def _with_tokens(prepare: PrepareStore, block_tokens: int) -> PrepareStore:
-    return replace(prepare, tokens=tuple(range(len(prepare.hashes) * block_tokens)))
+    return replace(prepare, tokens=array("I", range(len(prepare.hashes) * block_tokens)) or ())
 
 
 def _request(questions: SearchStrategy[Any]) -> SearchStrategy[Any]:

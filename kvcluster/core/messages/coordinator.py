@@ -3,6 +3,7 @@ namespace."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -76,7 +77,7 @@ class PrepareStore:
     `hashes` continue a chain at depth `first`, after `parent`; `run` is the hash of the first block of their run (see
     placement.py), which is one of `hashes` if they begin it. `parts` are the (group, part) pages that the worker would
     write for every block. `host` is where the worker runs. `tokens` are the token ids of these blocks if the
-    coordinator wants them (Attached), otherwise empty.
+    coordinator wants them (Attached), at most limits.STORE_TOKENS, otherwise empty.
     """
 
     attempt: Attempt
@@ -87,7 +88,7 @@ class PrepareStore:
     parts: tuple[tuple[int, Part], ...]
     loss: Loss = Loss.EXACT
     host: str = ""
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()
 
 
 class Decision(Enum):

@@ -7,6 +7,7 @@ loses time, never a byte.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -35,7 +36,7 @@ class BlocksStored:
     tier: Tier
     parent: BlockHash | None
     hashes: tuple[BlockHash, ...]
-    tokens: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,7 +192,7 @@ def retold_in_part(original: Any, self: EventEmitter) -> None:
 
 @planted(EventEmitter, "remember")
 def tokens_of_another(
-    original: Any, self: EventEmitter, space: Any, hashes: Any, tokens: Any, block_tokens: int
+    original: Any, self: EventEmitter, space: Any, hashes: Any, tokens: Any, block_tokens: int, now: int
 ) -> None:
     """KV events give the token ids of the first block of a store for all of its blocks."""
-    original(self, space, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens)
+    original(self, space, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens, now)
