@@ -3,6 +3,9 @@
 An engine registers repeatedly; one that is silent for `ttl_ns` is forgotten. Nothing depends on this: an engine that
 never registers is served like any other.
 
+What engines say of themselves is kept as UTF-8 in one piece, since a `str` may take four bytes a character, and each
+tenant may have its share of limits.ENGINES_BYTES.
+
 An engine whose weights were changed in memory has withdrawn: only an operator knows its weights now. What the operator
 sets is an order for the engines that are private at that time, each for its current withdrawal. It does not hold for
 later ones: an engine that has changed its weights once more since would take the name of weights that it does not have.
@@ -10,6 +13,7 @@ later ones: an engine that has changed its weights once more since would take th
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvcluster.core import limits
@@ -17,15 +21,37 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages.engines import EngineInfo
 from kvcluster.core.shares import Shares
 
+RECORD_BYTES = 640
+"""What an engine costs besides its texts: its record, its key and its places in two dicts."""
+
+_BETWEEN = b"\xff"
+"""Separates texts: no UTF-8 has it."""
+
+_FORGOTTEN_PER_STEP = 1_024
+"""Silent engines that one step forgets."""
+
 
 @dataclass(slots=True)
 class _Known:
     """One engine, when it last registered, and the weights that it is to use in the withdrawal of that number."""
 
-    info: EngineInfo
+    texts: bytes
+    private: bool
+    withdrawn: int
+    ready: bool
+    protocol: int
     seen_at: int
-    weights: str = ""
-    withdrawn: int = 0
+    ordered: str = ""
+    ordered_for: int = 0
+
+    def info(self) -> EngineInfo:
+        model, name, engine, weights, *facts = self.texts.decode(errors="surrogateescape").split("\udcff")
+        pairs = tuple(zip(facts[::2], facts[1::2], strict=True))
+        return EngineInfo(engine, name, model, weights, pairs, self.private, self.withdrawn, self.ready, self.protocol)
+
+    def order(self) -> list[bytes]:
+        """Returns model, name and id, in the order of which engines are listed."""
+        return self.texts.split(_BETWEEN, 3)[:3]
 
 
 class EngineRegistry:
@@ -33,45 +59,71 @@ class EngineRegistry:
 
     def __init__(self, ttl_ns: int) -> None:
         self.ttl_ns = ttl_ns
-        self._known: dict[tuple[Tenant, str], _Known] = {}
-        self._shares = Shares(limits.ENGINES)
+        self._known: OrderedDict[tuple[Tenant, bytes], _Known] = OrderedDict()  # those that are silent the longest first
+        self._of: dict[Tenant, dict[bytes, _Known]] = {}
+        self._shares = Shares(limits.ENGINES_BYTES)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that all tenants are charged for."""
+        return self._shares.total
 
     def register(self, tenant: Tenant, info: EngineInfo, now: int) -> str | None:
         """Returns the weights that this engine is to cache under, "" if no operator has set them; None if the tenant
-        has reached the limit of engines."""
+        has reached its share of the memory for engines."""
         self._forget_silent(now)
-        known = self._known.get((tenant, info.engine))
-        if known is None:
-            if self._shares.full(tenant):
-                return None
-            self._shares.add(tenant)
-            known = self._known[tenant, info.engine] = _Known(info, now)
-        known.info, known.seen_at = info, now
-        return known.weights if info.private and known.withdrawn == info.withdrawn else ""
+        name = info.engine.encode()
+        facts = (text for fact in info.facts for text in fact)
+        texts = _BETWEEN.join(map(str.encode, (info.model, info.name, info.engine, info.weights, *facts)))
+        before = self._of.get(tenant, {}).get(name)
+        more = _cost(texts) - (_cost(before.texts) if before is not None else 0)
+        if more > 0 and self._shares.full(tenant, more):
+            return None
+        self._shares.add(tenant, more)
+        known = _Known(texts, info.private, info.withdrawn, info.ready, info.protocol, now)
+        if before is not None:
+            known.ordered, known.ordered_for = before.ordered, before.ordered_for
+        self._known[tenant, name] = self._of.setdefault(tenant, {})[name] = known
+        self._known.move_to_end((tenant, name))
+        return known.ordered if info.private and known.ordered_for == info.withdrawn else ""
 
     def living(self, tenant: Tenant, now: int) -> tuple[tuple[EngineInfo, int], ...]:
         """Returns the tenant's engines, by model and name, each with the nanoseconds since it last registered."""
-        self._forget_silent(now)
-        own = [(known.info, now - known.seen_at) for (owner, _), known in self._known.items() if owner == tenant]
-        own.sort(key=lambda one: (one[0].model, one[0].name, one[0].engine))
-        return tuple(own[: limits.LISTED_ENGINES])
+        return _listed(self._own(tenant, now), now)
 
     def set_weights(
         self, tenant: Tenant, model: str, weights: str, engine: str, now: int
     ) -> tuple[tuple[EngineInfo, int], ...]:
         """Orders the engines of a model that are private now and ready to cache under `weights`; only `engine`, an id
-        or a name, unless it is "". Returns the engines that it has ordered."""
-        told = []
-        for info, ago in self.living(tenant, now):
-            if info.model != model or engine not in ("", info.engine, info.name) or not (info.private and info.ready):
-                continue
-            known = self._known[tenant, info.engine]
-            known.weights, known.withdrawn = weights, info.withdrawn
-            told.append((info, ago))
-        return tuple(told)
+        or a name, unless it is "". Returns the engines that it has ordered, at most limits.LISTED_ENGINES of them."""
+        model_, engine_, ordered = model.encode(), engine.encode(), []
+        for known in self._own(tenant, now):
+            of, name, number = known.order()
+            if of == model_ and engine_ in (b"", number, name) and known.private and known.ready:
+                known.ordered, known.ordered_for = weights, known.withdrawn
+                ordered.append(known)
+        return _listed(ordered, now)
+
+    def _own(self, tenant: Tenant, now: int) -> list[_Known]:
+        """Returns the tenant's engines in the order of a listing."""
+        own = [known for known in self._of.get(tenant, {}).values() if now - known.seen_at <= self.ttl_ns]
+        return sorted(own, key=_Known.order)
 
     def _forget_silent(self, now: int) -> None:
-        silent = [key for key, known in self._known.items() if now - known.seen_at > self.ttl_ns]
-        for key in silent:
-            del self._known[key]
-            self._shares.remove(key[0])
+        for _ in range(_FORGOTTEN_PER_STEP):
+            owned, known = next(iter(self._known.items()), (None, None))
+            if owned is None or known is None or now - known.seen_at <= self.ttl_ns:
+                return
+            tenant, name = owned
+            del self._known[owned], self._of[tenant][name]
+            self._shares.remove(tenant, _cost(known.texts))
+            if not self._of[tenant]:
+                del self._of[tenant]
+
+
+def _cost(texts: bytes) -> int:
+    return RECORD_BYTES + len(texts)
+
+
+def _listed(engines: list[_Known], now: int) -> tuple[tuple[EngineInfo, int], ...]:
+    return tuple((known.info(), now - known.seen_at) for known in engines[: limits.LISTED_ENGINES])

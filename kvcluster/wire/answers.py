@@ -26,7 +26,7 @@ from kvcluster.core.messages import (
     TablesSynced,
 )
 from kvcluster.core.spec import KVSpec
-from kvcluster.wire.checks import must
+from kvcluster.wire.checks import at_most, must
 from kvcluster.wire.common import (
     ADDRESS,
     DONE,
@@ -66,10 +66,16 @@ def _check_fates(reply: Explained) -> None:
     must(either, "a block must have either a plan or a miss")
 
 
+def _check_engine(info: EngineInfo) -> None:
+    must(info.engine, "an engine must have an id")
+    texts = (info.engine, info.name, info.model, info.weights, *(text for fact in info.facts for text in fact))
+    at_most(sum(len(text.encode()) for text in texts), limits.ENGINE_BYTES, "bytes of an engine's texts")
+
+
 ENGINE = Struct(
     pb.Engine,
     EngineInfo,
-    lambda info: must(info.engine, "an engine must have an id"),
+    _check_engine,
     engine=words("an engine"),
     name=words("a name"),
     model=words("a model"),

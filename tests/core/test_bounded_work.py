@@ -40,7 +40,7 @@ MOST = {
     "get_namespaces": 20,
     "register_engine": 25,
     "get_engines": 65,
-    "set_weights": 75,
+    "set_weights": 160,
     "sync_tables": 2_000,
     "sync_many_tables": 2_300,
     "sync_that_closes": 1_100,

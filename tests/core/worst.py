@@ -14,6 +14,7 @@ from typing import Any
 
 from kvcluster.config import CoordinatorConfig, ShardConfig
 from kvcluster.core import limits
+from kvcluster.core.engine_registry import RECORD_BYTES
 from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.disk_recovery import RecoveredPages
@@ -522,9 +523,9 @@ COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
     (Explain, explain_with_failed_shards, limits.BLOCKS_PER_CALL // 16),
     (Siblings, siblings, limits.NAMESPACES_PER_TENANT),
     (GetNamespaces, get_namespaces, limits.NAMESPACES_PER_TENANT),
-    (RegisterEngine, register_engine, limits.ENGINES),
-    (GetEngines, get_engines, limits.ENGINES),
-    (SetWeights, set_weights, limits.ENGINES),
+    (RegisterEngine, register_engine, limits.ENGINES_BYTES // RECORD_BYTES),
+    (GetEngines, get_engines, limits.ENGINES_BYTES // RECORD_BYTES),
+    (SetWeights, set_weights, limits.ENGINES_BYTES // RECORD_BYTES),
     (SyncTables, sync_tables, limits.BLOCKS_PER_CALL),
     (SyncTables, sync_many_tables, limits.SEQUENCES_PER_HOLDER),
     (SyncTables, sync_that_closes, 8 * limits.BLOCKS_PER_CALL),
