@@ -59,7 +59,9 @@ class EngineRegistry:
 
     def __init__(self, ttl_ns: int) -> None:
         self.ttl_ns = ttl_ns
-        self._known: OrderedDict[tuple[Tenant, bytes], _Known] = OrderedDict()  # those that are silent the longest first
+        self._known: OrderedDict[tuple[Tenant, bytes], _Known] = (
+            OrderedDict()
+        )  # those that are silent the longest first
         self._of: dict[Tenant, dict[bytes, _Known]] = {}
         self._shares = Shares(limits.ENGINES_BYTES)
 

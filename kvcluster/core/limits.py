@@ -327,6 +327,16 @@ CALLS_WAITING = 1_024
 """gRPC calls of one tenant that wait for one of its threads at one server: its workers make a few each. One more is
 refused."""
 
+EVENT_PEERS = 128
+"""Connections to a port of KV events, by shares of the addresses that they come from: 64 subscribers of one machine.
+One more is closed, or takes the place of one that has said nothing."""
+
+SUBSCRIPTIONS = 64
+"""Topics that one connection subscribes to; a prefix names many."""
+
+SUBSCRIBED_BYTES = 64 * 1024
+"""Bytes of these: 8 MiB of all connections."""
+
 POLICIES = 64
 """Settings of the tiers in one message: many times the number that exist."""
 

@@ -176,7 +176,7 @@ def publisher_of(events: EventsConfig, epoch: Epoch, on_behind: Callable[[], Non
     try:
         from kvcluster.runtime.event_publisher import EventPublisher
     except ImportError as error:
-        raise ConfigError(f"events.endpoint needs {error.name}: {install('zmq', 'msgspec')}") from None
+        raise ConfigError(f"events.endpoint needs {error.name}: {install('msgspec')}") from None
     return EventPublisher(
         events.endpoint,
         replay=events.replay,

@@ -13,6 +13,7 @@ restarted publisher as a gap that no replay fills.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ from kvcluster.wire import kv_events
 from kvcluster.wire.kv_events import Batch, ReplayRequest
 
 TOPICS = limits.NAMESPACES
-"""The number of topics. The next number of each is kept for ever; events of any further topic are dropped."""
+"""Topics whose next numbers are kept, some 300 bytes each. One more takes the place of the one that has been quiet for
+the longest, which is dead most often: if it is not, it begins again with a higher number, and is *new*."""
 
 BUFFER_BYTES = 256 * 1024 * 1024
 """The limit of payload bytes kept for replay, besides the limit of batches: a batch with token ids may take a MiB."""
@@ -30,8 +32,9 @@ BUFFER_BYTES = 256 * 1024 * 1024
 BATCH_EVENTS = 4_096
 """The limit of events in one batch. An effect with more becomes several batches, none too large for a reader."""
 
-BATCH_WEIGHT = 65_536
-"""The limit of events, hashes and token ids in one batch: two MiB of hashes; no event of the core has more hashes."""
+BATCH_WEIGHT = 16_384
+"""The limit of events, hashes and token ids in one batch: half a MiB of hashes; no event of the core has more. A
+subscriber that takes nothing holds one batch."""
 
 assert limits.BLOCKS_PER_CALL < BATCH_WEIGHT
 assert BATCH_EVENTS <= kv_events.BATCH_EVENTS
@@ -59,27 +62,58 @@ class _TopicLog:
     new: bool = True
 
 
+class BatchRing:
+    """The last batches, at most `most` of them and `nbytes` of payloads and topics, by their position among all batches
+    ever made."""
+
+    def __init__(self, most: int, nbytes: int) -> None:
+        self._most = most
+        self._nbytes = nbytes
+        self._kept: dict[int, Batch] = {}  # positions are contiguous
+        self._kept_bytes = 0
+        self.end = 0
+        """The position of the next batch."""
+
+    @property
+    def first(self) -> int:
+        """The position of the oldest batch."""
+        return self.end - len(self._kept)
+
+    def append(self, batch: Batch) -> list[Batch]:
+        """Keeps a batch, and returns those that have lost their places."""
+        self._kept[self.end] = batch
+        self.end += 1
+        self._kept_bytes += _size(batch)
+        dropped = []
+        while len(self._kept) > self._most or self._kept_bytes > self._nbytes:
+            dropped.append(self._kept.pop(self.first))
+            self._kept_bytes -= _size(dropped[-1])
+        return dropped
+
+    def at(self, place: int) -> tuple[int, Batch | None]:
+        """Returns the first batch at or after that position, with its position; None as the batch if there is none."""
+        place = max(place, self.first)
+        return place, self._kept.get(place)
+
+
+def _size(batch: Batch) -> int:
+    return len(batch.payload) + len(batch.topic)
+
+
 class EventLog:
     """All topics of one publisher. Holds at most `buffer_batches`, and BUFFER_BYTES of payloads."""
 
     def __init__(self, first_sequence: int, buffer_batches: int, *, buffer_bytes: int = BUFFER_BYTES) -> None:
-        self._first_sequence = first_sequence
-        self._buffer_batches = buffer_batches
-        self._buffer_bytes = buffer_bytes
-        self._topics: dict[str, _TopicLog] = {}
-        # Batches by their position among all batches ever made; the positions are contiguous.
-        self._kept: dict[int, Batch] = {}
-        self._kept_bytes = 0
-        self._end = 0
+        self._first_sequence = self._least = first_sequence
+        self._topics: OrderedDict[bytes, _TopicLog] = OrderedDict()  # the one that was published last is the last
+        self.kept = BatchRing(buffer_batches, buffer_bytes)
         # Streams with batches since the last `rest`, and those between that `rest` and the one before.
         self._lately: dict[str, EventStream] = {}
         self._before: dict[str, EventStream] = {}
 
     def add(self, effect: Publish, at_s: float) -> list[Batch]:
-        """Returns the batches to send. Returns none for a new topic if there are TOPICS others."""
+        """Returns the batches to send."""
         name, topic = self._topic(effect.stream)
-        if topic is None:
-            return []
         pieces = list(_divided(effect.events))
         if topic.new:
             topic.new = False
@@ -92,58 +126,57 @@ class EventLog:
         subscriber that lost the topic's last batch sees the gap."""
         quiet = [(name, stream) for name, stream in self._before.items() if name not in self._lately]
         self._before, self._lately = self._lately, {}
-        return [self._keep(name, self._topics[name], kv_events.encode(stream, (), at_s)) for name, stream in quiet]
+        return [self._keep(*self._topic(stream), kv_events.encode(stream, (), at_s)) for _, stream in quiet]
 
     def skip(self, stream: EventStream, batches: int) -> None:
         """Records that so many batches of a stream were dropped: their numbers are skipped, and the topic is new
         again."""
         _, topic = self._topic(stream)
-        if topic is not None:
-            topic.following += batches
-            topic.lost = topic.following - 1
-            topic.new = True
+        topic.following += batches
+        topic.lost = topic.following - 1
+        topic.new = True
 
     def replay(self, request: ReplayRequest) -> Replay:
         """Returns the batches that answer this request, among those that are kept now."""
-        names = self._topics if request.topic is None else [request.topic]
-        asked = [topic for name in names if (topic := self._topics.get(name)) is not None]
-        return Replay(self, request, self._first, self._end, behind=any(topic.lost >= request.start for topic in asked))
+        one = None if request.topic is None else self._topics.get(_key(request.topic))
+        asked = self._topics.values() if request.topic is None else [one] if one is not None else []
+        behind = any(topic.lost >= request.start for topic in asked)
+        return Replay(self.kept, request, self.kept.first, self.kept.end, behind=behind)
 
-    @property
-    def _first(self) -> int:
-        return self._end - len(self._kept)
-
-    def _topic(self, stream: EventStream) -> tuple[str, _TopicLog | None]:
+    def _topic(self, stream: EventStream) -> tuple[str, _TopicLog]:
         name = kv_events.topic_of(stream)
-        topic = self._topics.get(name)
-        if topic is None and len(self._topics) < TOPICS:
-            topic = self._topics[name] = _TopicLog(self._first_sequence)
+        key = _key(name)
+        topic = self._topics.get(key)
+        if topic is None:
+            if len(self._topics) >= TOPICS:
+                _, quiet = self._topics.popitem(last=False)
+                self._least = max(self._least, quiet.following)
+            lost = self._least - 1 if self._least > self._first_sequence else -1
+            topic = self._topics[key] = _TopicLog(self._least, lost)
+        self._topics.move_to_end(key)
         return name, topic
 
     def _keep(self, name: str, topic: _TopicLog, payload: bytes) -> Batch:
         batch = Batch(name, topic.following, payload)
         topic.following += 1
-        self._kept[self._end] = batch
-        self._end += 1
-        self._kept_bytes += len(payload)
-        while len(self._kept) > self._buffer_batches or self._kept_bytes > self._buffer_bytes:
-            old = self._kept.pop(self._first)
-            self._kept_bytes -= len(old.payload)
-            self._topics[old.topic].lost = max(old.sequence, self._topics[old.topic].lost)
+        for old in self.kept.append(batch):
+            dropped = self._topics.get(_key(old.topic))
+            if dropped is not None:
+                dropped.lost = max(old.sequence, dropped.lost)
         return batch
 
-    def at(self, place: int) -> tuple[int, Batch | None]:
-        """Returns the first kept batch at or after that position, with its position; None as the batch if there is
-        none."""
-        place = max(place, self._first)
-        return place, self._kept.get(place)
+
+def _key(topic: str) -> bytes:
+    """Returns the namespace in the name of a topic: no two topics have the same. b"" if it is not a topic of ours."""
+    ours = kv_events.parse_topic(topic)
+    return b"" if ours is None else bytes.fromhex(ours[0])
 
 
 class Replay:
     """The answer to one request, a batch at a time."""
 
-    def __init__(self, log: EventLog, request: ReplayRequest, place: int, stop: int, *, behind: bool) -> None:
-        self._log = log
+    def __init__(self, kept: BatchRing, request: ReplayRequest, place: int, stop: int, *, behind: bool) -> None:
+        self._kept = kept
         self._request = request
         self._place = place
         self._stop = stop
@@ -153,7 +186,7 @@ class Replay:
     def following(self) -> Batch | None:
         """Returns the batch to send next, the same one until `sent` is called; None at the end."""
         while self._place < self._stop:
-            place, batch = self._log.at(self._place)
+            place, batch = self._kept.at(self._place)
             self.behind |= place > self._place
             self._place = place
             if batch is not None and place < self._stop and self._wanted(batch):

@@ -54,11 +54,11 @@ EVENT_TOKENS = 2**21
 HASH_BYTES_MOST = 64
 """Size of a foreign hash: SHA-512, the longest in use."""
 
-TOPIC_BYTES = 4 * TEXT_CHARS
-"""The name of a model, in UTF-8."""
-
 NAMESPACE_DIGITS = 16
 """Hex digits of a namespace in a topic: 64 bits, which no two namespaces of a cluster share by chance."""
+
+TOPIC_BYTES = 4 * TEXT_CHARS + NAMESPACE_DIGITS + 4
+"""The name of a model, in UTF-8, behind the namespace."""
 
 OWNERSHIP = "kvcluster"
 END = b"\xff" * 8
@@ -66,6 +66,10 @@ END = b"\xff" * 8
 
 _SEQUENCE = struct.Struct(">Q")
 _OURS = re.compile(rf"kv@([0-9a-f]{{{NAMESPACE_DIGITS}}})@(.*)", re.DOTALL)
+_DIGIT = rb"[0-9a-f]"
+_BEGINNING = re.compile(
+    rb"(k(v(@(%b{0,%d}|%b{%d}@.*))?)?)?" % (_DIGIT, NAMESPACE_DIGITS, _DIGIT, NAMESPACE_DIGITS), re.DOTALL
+)
 _TIERS = {tier.spec.medium: tier for tier in Tier}
 
 # -------------------------------------------------------------------------------------------- input
@@ -198,6 +202,11 @@ def parse_topic(topic: str) -> tuple[str, str] | None:
 def encode_topic(topic: str) -> bytes:
     """Returns the first frame of a message. Subscribers receive all topics that begin with their subscription."""
     return topic.encode()
+
+
+def may_begin_topic(prefix: bytes) -> bool:
+    """Whether a topic of kvcluster may begin with these bytes, of a subscription."""
+    return len(prefix) <= TOPIC_BYTES and _BEGINNING.fullmatch(prefix) is not None
 
 
 def _topic(frame: bytes) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 
 from kvcluster.config import CoordinatorConfig, ShardConfig
 from kvcluster.core import limits
-from kvcluster.core.engine_registry import RECORD_BYTES
 from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.disk_recovery import RecoveredPages
+from kvcluster.core.engine_registry import RECORD_BYTES
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, SequenceId, ShardId, SpanId

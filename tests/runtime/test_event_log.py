@@ -171,13 +171,26 @@ def test_a_topic_that_becomes_quiet_has_one_empty_batch() -> None:
     assert numbers(log.add(effect(4), 0.0)) == [FIRST + 3]
 
 
-def test_one_topic_more_than_are_remembered_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_topic_more_than_are_remembered_takes_the_place_of_the_quietest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "TOPICS", 2)
     log = EventLog(FIRST, 10)
-    assert all(log.add(effect(1, of=number), 0.0) for number in range(2))
-    assert log.add(effect(1, of=2), 0.0) == []
-    log.skip(stream(2), 1)
-    assert numbers(log.add(effect(2, of=1), 0.0)) == [FIRST + 2]
+    assert numbers(log.add(effect(1, of=0), 0.0)) == [FIRST, FIRST + 1]
+    assert numbers(log.add(effect(1, of=1), 0.0)) == [FIRST, FIRST + 1]
+    assert numbers(log.add(effect(2, of=0), 0.0)) == [FIRST + 2]
+    assert told(log.add(effect(1, of=2), 0.0)) == [AllBlocksCleared(), stored(1)], "no tenant shuts out another"
+    again = log.add(effect(2, of=1), 0.0)
+    assert told(again) == [AllBlocksCleared(), stored(2)]
+    assert min(numbers(again)) > FIRST + 1, "no number is used twice"
+    assert answer(log, FIRST, again[0].topic)[1], "what it lost is not replayed"
+    log.rest(0.0)
+    assert numbers(log.rest(0.0)), "quiet topics end with an empty batch, those that were forgotten meanwhile, too"
+
+
+def test_the_names_of_topics_count_as_what_is_kept() -> None:
+    log = EventLog(FIRST, 10_000, buffer_bytes=100_000)
+    for number in range(200):
+        log.add(Publish(stream(number % 2, "m" * 1_000), (stored(number),)), 0.0)
+    assert sum(len(batch.topic) + len(batch.payload) for batch in answer(log)[0]) <= 100_000
 
 
 steps = st.lists(st.tuples(st.integers(0, 2), st.integers(-3, 3)), max_size=40)
