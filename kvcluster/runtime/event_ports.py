@@ -7,7 +7,6 @@ answer. So neither holds a batch that is not kept anyway.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 
 from kvcluster.core import limits
@@ -116,7 +115,7 @@ class Replays:
     def __init__(self, kept: EventLog, on_behind: Callable[[], None]) -> None:
         self._log = kept
         self._on_behind = on_behind
-        self._waiting: deque[tuple[Peer, kv_events.ReplayRequest]] = deque()
+        self._waiting: dict[Peer, kv_events.ReplayRequest] = {}
         self._answers: dict[Peer, Replay] = {}
         self.requested = 0
 
@@ -132,11 +131,11 @@ class Replays:
             return
         peer.asked = True
         self.requested += 1
-        self._waiting.append((peer, request))
+        self._waiting[peer] = request
         self._begin()
 
     def busy(self, peer: Peer) -> bool:
-        return peer in self._answers or any(waiting is peer for waiting, _ in self._waiting)
+        return peer in self._answers or peer in self._waiting
 
     def following(self, peer: Peer) -> bytes | None:
         replay = self._answers.get(peer)
@@ -150,13 +149,13 @@ class Replays:
         return zmtp.encode_message(kv_events.encode_answer(batch))
 
     def closed(self, peer: Peer) -> None:
-        self._waiting = deque(each for each in self._waiting if each[0] is not peer)
+        self._waiting.pop(peer, None)
         self._end(peer)
 
     def _begin(self) -> None:
         while self._waiting and len(self._answers) < ANSWERS:
-            peer, request = self._waiting.popleft()
-            self._answers[peer] = self._log.replay(request)
+            peer = next(iter(self._waiting))
+            self._answers[peer] = self._log.replay(self._waiting.pop(peer))
 
     def _end(self, peer: Peer) -> None:
         replay = self._answers.pop(peer, None)

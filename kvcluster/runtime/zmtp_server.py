@@ -28,8 +28,9 @@ from kvcluster.wire import zmtp
 
 log = logging.getLogger(__name__)
 
-ROUND_NS = 20_000_000
-"""The least time between two rounds in which peers are read and connections are accepted."""
+REST_NS = 100_000
+"""How long no peer is read and no connection accepted for each message, each read and each connection of the last
+round. They take some 10 us, so that floods have a tenth of the interpreter, and a quiet peer is heard at once."""
 
 ACCEPTED_PER_ROUND = 16
 HEARD_PER_ROUND = 8
@@ -50,8 +51,10 @@ _SEND_BUFFER_BYTES = 256 * 1024
 _RECEIVED_BYTES = 4_096
 """What is received of one peer in a round."""
 
+_NO_DESCRIPTOR = 1_000
+"""The work that a connection counts as which cannot be accepted, so that the next attempt is later."""
+
 _SWEEP_NS = 1_000_000_000
-_IN_USE = errno.EADDRINUSE
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -87,6 +90,7 @@ class Peer:
         self.asked = False
         self.since_ns = self.moved_ns = now_ns
         self.blocked = False
+        self.is_full = False
         self.is_open = True
 
 
@@ -100,11 +104,12 @@ class ZmtpServer:
         self._waiting.register(wake, _READ, None)
         self._is_reading = False
         self._read_at = clock()
+        self._work = 0
         self._swept_ns = clock()
         self._listening: list[socket.socket] = []
         self._unheard: dict[Peer, None] = {}  # peers whose messages wait for the next round
-        self._shares: dict[int, Shares] = {}
-        self._peers: dict[int, dict[Peer, None]] = {}
+        self._shares: dict[Port, Shares] = {}
+        self._peers: dict[Port, dict[Peer, None]] = {}
         self.refused = 0
         """Connections that were closed for a limit, or for what the peer sent or did not send."""
 
@@ -119,7 +124,7 @@ class ZmtpServer:
             family = socket.AF_INET6 if "[" in endpoint else socket.AF_INET
             bound = socket.create_server((host, int(number)), family=family, backlog=limits.EVENT_PEERS)
         except (OSError, OverflowError) as error:
-            in_use = isinstance(error, OSError) and error.errno == _IN_USE
+            in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             advice = (
                 "another process listens there: end it, or choose another port"
                 if in_use
@@ -128,7 +133,7 @@ class ZmtpServer:
             raise ConfigError(f"{setting} = {endpoint!r} cannot be bound ({error}): {advice}") from None
         bound.setblocking(False)
         self._listening.append(bound)
-        self._shares[id(port)], self._peers[id(port)] = Shares(limits.EVENT_PEERS), {}
+        self._shares[port], self._peers[port] = Shares(limits.EVENT_PEERS), {}
         self._reading.register(bound, _READ, port)
         name = bound.getsockname()
         return f"tcp://[{name[0]}]:{name[1]}" if family == socket.AF_INET6 else f"tcp://{name[0]}:{name[1]}"
@@ -143,20 +148,17 @@ class ZmtpServer:
         self._reading.close()
         self._waiting.close()
 
-    def peers(self, port: Port) -> list[Peer]:
-        return list(self._peers[id(port)])
-
     def wait(self, timeout_s: float) -> None:
         """Waits until the wake, a peer or the time comes, and does what peers wait for."""
         now_ns = self._clock()
         rest_s = max(0, self._read_at - now_ns) / 1e9
-        if self._unheard and not rest_s:
+        if not rest_s and any(not peer.port.busy(peer) for peer in self._unheard):
             self._round()
         elif not self._is_reading and not rest_s:
             self._waiting.register(self._reading, _READ, self._reading)
             self._is_reading = True
         if not self._is_reading:
-            timeout_s = min(timeout_s, max(rest_s, ROUND_NS / 1e9))
+            timeout_s = min(timeout_s, max(0, self._read_at - now_ns) / 1e9)
         for key, _ in self._waiting.select(timeout_s):
             if key.data is self._reading:
                 self._round()
@@ -187,12 +189,13 @@ class ZmtpServer:
             return
         peer.is_open = False
         self._unblock(peer)
-        self._reading.unregister(peer.link)
+        if not peer.is_full:
+            self._reading.unregister(peer.link)
         peer.link.close()
         peer.out = memoryview(b"")
         self._unheard.pop(peer, None)
-        del self._peers[id(peer.port)][peer]
-        self._shares[id(peer.port)].remove(peer.address)
+        del self._peers[peer.port][peer]
+        self._shares[peer.port].remove(peer.address)
         peer.port.closed(peer)
 
     # ------------------------------------------------------------------------------------------- inside
@@ -202,7 +205,7 @@ class ZmtpServer:
         if self._is_reading:
             self._waiting.unregister(self._reading)
             self._is_reading = False
-        self._read_at = self._clock() + ROUND_NS
+        self._work = 0
         for peer in list(self._unheard):
             self._hear(peer)
         for key, _ in self._reading.select(0):
@@ -210,14 +213,19 @@ class ZmtpServer:
                 self._read(key.data)
             else:
                 self._accept(key.fileobj, key.data)  # type: ignore[arg-type]
+        self._read_at = self._clock() + self._work * REST_NS
 
     def _accept(self, bound: socket.socket, port: Port) -> None:
-        peers, shares = self._peers[id(port)], self._shares[id(port)]
+        peers, shares = self._peers[port], self._shares[port]
         for _ in range(ACCEPTED_PER_ROUND):
             try:
                 link, address = bound.accept()
-            except OSError:  # there is none, or it has ended
+            except BlockingIOError:
                 return
+            except OSError:  # it has ended, or this process has no descriptor left
+                self._work += _NO_DESCRIPTOR
+                return
+            self._work += 1
             host = Tenant(address[0])
             if shares.full(host):
                 silent = next((peer for peer in peers if not peer.asked and peer.address == host), None)
@@ -238,8 +246,13 @@ class ZmtpServer:
             self.pump(peer)
 
     def _read(self, peer: Peer) -> None:
+        self._work += 1
+        if not peer.is_open or peer.is_full:
+            return
         room = peer.inbound.room
-        if not peer.is_open or not room:
+        if not room:  # its messages wait for the port: so does the rest, in the kernel
+            peer.is_full = True
+            self._reading.unregister(peer.link)
             return
         try:
             data = peer.link.recv(min(room, _RECEIVED_BYTES))
@@ -257,19 +270,28 @@ class ZmtpServer:
         """Hands messages to the port, as many as one round has of a peer. The others wait for the next round."""
         self._unheard.pop(peer, None)
         try:
-            for _ in range(HEARD_PER_ROUND):
-                if peer.port.busy(peer):
-                    break
-                frames = peer.inbound.next()
-                if frames is None:
-                    return
-                if frames:
-                    peer.port.heard(peer, frames)
-            self._unheard[peer] = None
+            self._take(peer)
         except KVClusterError as error:
             log.debug("closed a connection from %s: %s", peer.address, error)
             self.refused += 1
             self.drop(peer)
+        if peer.inbound.answer:
+            self.pump(peer)
+        if peer.is_full and peer.is_open and peer.inbound.room:
+            peer.is_full = False
+            self._reading.register(peer.link, _READ, peer)
+
+    def _take(self, peer: Peer) -> None:
+        for _ in range(HEARD_PER_ROUND):
+            if peer.port.busy(peer):
+                break
+            frames = peer.inbound.next()
+            if frames is None:
+                return
+            self._work += 1
+            if frames:
+                peer.port.heard(peer, frames)
+        self._unheard[peer] = None
 
     def _send(self, peer: Peer) -> None:
         try:
