@@ -14,8 +14,9 @@ PARTS_PER_BLOCK = 256
 """Different parts of a namespace at one shard: 16 pipeline ranks times 8 tensor ranks (a model has few more KV heads)
 times two groups, or 8 times 8 times 4. An operation on a block is applied to each of them."""
 
-PAGE_SIZES = 8_192
-"""Cached page sizes of one namespace, by part and codec: enough for many shards with unusual parts."""
+PAGE_SIZES = 32_768
+"""Cached page sizes of all namespaces, by part and codec, some 300 bytes each. If there are more, all are computed anew
+when they are asked for."""
 
 PARTS_COMPARED = 2 * PARTS_PER_BLOCK
 """Parts of a group that are searched for pages that together hold what a reader needs: those of two layouts."""
@@ -76,6 +77,10 @@ SEQUENCES = 64 * HOLDERS
 TABLE_BLOCKS = 4_194_304
 """Blocks in the tables of all sequences, those that forks share counted once: 64 million tokens in blocks of 16, and
 half a GiB of memory."""
+
+ANSWERED_SEQUENCES = 64
+"""Sequences that an answer names which is kept with the lease of its holder, some 60 bytes each. If a longer one is
+lost, the holder tells all its tables again."""
 
 RELEASED_PER_STEP = 8_192
 """Blocks of closed or truncated tables that one step releases: as many as one message may add."""

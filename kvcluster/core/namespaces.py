@@ -21,12 +21,16 @@ from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.core.tenant_floors import charged
 from kvcluster.core.tombstones import Tombstones
 
+PageSizes = dict[tuple[NamespaceId, int, Part, Codec], int]
+"""Bytes of pages by namespace, group, part and codec: one memory for all namespaces, since a tenant may name any number
+of parts in each of its many namespaces."""
+
 
 class CoordinatorNamespace:
     """One namespace. `pinned` maps blocks that a user pinned to the end of the pin; `purged` is the number of the last
     tombstone that names the namespace."""
 
-    __slots__ = ("_page_bytes", "id", "index", "pinned", "purged", "spec", "tenant")
+    __slots__ = ("_page_sizes", "id", "index", "pinned", "purged", "spec", "tenant")
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class CoordinatorNamespace:
         *,
         counts_uses: bool,
         orphans: deque[tuple[NamespaceId, BlockHash]],
+        page_sizes: PageSizes,
     ) -> None:
         self.id = space
         self.tenant = tenant
@@ -53,15 +58,16 @@ class CoordinatorNamespace:
         )
         self.pinned: dict[BlockHash, int] = {}
         self.purged = 0
-        self._page_bytes: dict[tuple[int, Part, Codec], int] = {}
+        self._page_sizes = page_sizes
 
     def page_bytes(self, group: int, part: Part, codec: Codec = Codec.RAW) -> int:
-        """Returns the bytes of a page in that codec. Computed once per part, since evictions add up many."""
-        nbytes = self._page_bytes.get((group, part, codec))
+        """Returns the bytes of a page in that codec. Kept for each part, since evictions add up many."""
+        name = self.id, group, part, codec
+        nbytes = self._page_sizes.get(name)
         if nbytes is None:
-            if len(self._page_bytes) >= limits.PAGE_SIZES:
-                self._page_bytes.clear()
-            nbytes = self._page_bytes[group, part, codec] = codecs.page_bytes(codec, self.spec, group, part)
+            if len(self._page_sizes) >= limits.PAGE_SIZES:
+                self._page_sizes.clear()
+            nbytes = self._page_sizes[name] = codecs.page_bytes(codec, self.spec, group, part)
         return nbytes
 
     def fits(self, need: Need) -> bool:
@@ -90,6 +96,7 @@ class NamespaceTable:
         self._counts_uses = counts_uses
         self.orphans: deque[tuple[NamespaceId, BlockHash]] = deque(maxlen=limits.ORPHANS)
         """Blocks that followed one which was removed, for orphans.py."""
+        self._page_sizes: PageSizes = {}
         self._book = book
         self._emitter = emitter
         self._tombstones = tombstones
@@ -137,7 +144,14 @@ class NamespaceTable:
                 return None
             emitter = self._emitter if not spec.private else None
             space = self._spaces[space_id] = CoordinatorNamespace(
-                space_id, tenant, spec, self._book, emitter, counts_uses=self._counts_uses, orphans=self.orphans
+                space_id,
+                tenant,
+                spec,
+                self._book,
+                emitter,
+                counts_uses=self._counts_uses,
+                orphans=self.orphans,
+                page_sizes=self._page_sizes,
             )
             if emitter is not None:
                 emitter.opened(space_id, tenant, spec)

@@ -1,9 +1,10 @@
 """Keeps the block tables of open sequences as their workers say, under a lease for each holder.
 
-A worker numbers its messages (messages/sequences.py). The last answer is kept with the lease, so a repeated message,
-whose reply was lost, changes nothing. A lower number is that of a repeat that was delayed: it is refused. After a gap
-in the numbers the coordinator has missed something: it drops what it knew of the holder and asks for all tables again;
-until they can have come, what they claimed stays.
+A worker numbers its messages (messages/sequences.py). The last answer is kept with the lease if it is short, so a
+repeated message, whose reply was lost, changes nothing; a repeat of one with a long answer is treated as a gap. A lower
+number is that of a repeat that was delayed: it is refused. After a gap in the numbers the coordinator has missed
+something: it drops what it knew of the holder and asks for all tables again; until they can have come, what they
+claimed stays.
 The end of a lease closes every sequence of the holder. A holder's tables belong to the tenant of their request: another
 tenant's message with the same holder id neither sees nor changes them.
 
@@ -37,10 +38,10 @@ from kvcluster.core.shares import Owner, Shares
 
 @dataclass(slots=True)
 class _Holder:
-    """A holder with a lease. `number` is that of its last message, which got this answer."""
+    """A holder with a lease. `number` is that of its last message, which got this answer; None for a long one."""
 
     number: int
-    answer: TablesSynced
+    answer: TablesSynced | None
     expires_at: int
 
 
@@ -72,7 +73,7 @@ class SequenceHandler:
             return [Answer(request.call, _TOO_MANY)]
         if held is not None and m.number < held.number:
             return [Answer(request.call, _LATE)]
-        if held is not None and m.number == held.number:
+        if held is not None and m.number == held.number and held.answer is not None:
             answer = held.answer
         elif m.number == (held.number if held is not None else 0) + 1:
             answer = self._changed(owner, m, space, now)
@@ -81,7 +82,8 @@ class SequenceHandler:
             answer = TablesSynced(self._ttl, state.epoch, forgotten=True)
         if self._holders.pop(owner, None) is None:
             self._shares.add(request.tenant)
-        self._holders[owner] = _Holder(m.number, answer, now + self._ttl)
+        is_short = len(answer.reopen) + len(answer.refused) <= limits.ANSWERED_SEQUENCES
+        self._holders[owner] = _Holder(m.number, answer if is_short else None, now + self._ttl)
         return [Answer(request.call, answer)]
 
     def end_expired(self, now: int) -> None:

@@ -37,6 +37,7 @@ from kvcluster.core.messages import (
     Attached,
     AttachedShard,
     AttachShard,
+    EngineInfo,
     Explain,
     GetOffers,
     Need,
@@ -44,16 +45,17 @@ from kvcluster.core.messages import (
     Offers,
     PageKey,
     PrepareStore,
+    RegisterEngine,
     WriteRequest,
 )
 from kvcluster.core.spec import KVSpec
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.grpc_pages import WRITE
 from kvcluster.transport.rpc import CHANNEL_OPTIONS, Connection
-from kvcluster.wire import frames
+from kvcluster.wire import frames, zmtp
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.versions import METADATA
-from tests.attacks.setting import SPEC, TINY, kv, prompt
+from tests.attacks.setting import LONG, SPEC, TINY, kv, prompt
 
 MOST = 50_000_000
 _HEADERS_ONLY = 256
@@ -65,6 +67,10 @@ _HANDSHAKES = (b"", b"PRI * HTTP/2.0\r\n", b"\x00", bytes(64), b"GET / HTTP/1.1\
 _CONFIG = ClientConfig(deadline_ms=60_000, connect_ms=60_000)
 
 _WRITERS = 16
+_SUBSCRIBERS = 8
+_TOPICS = 10_000
+_BURST = 100
+_LONG_BLOCKS = 2**20 // LONG.block_tokens
 
 R = TypeVar("R")
 Act = Callable[[], int]
@@ -215,6 +221,57 @@ def _subscriptions(target: Target) -> Iterator[Act]:
     yield act
 
 
+@contextmanager
+def _topics(target: Target) -> Iterator[Act]:
+    """Subscriptions to 10,000 topics of 4,000 bytes each from every connection, of which some are kept."""
+    links: deque[socket.socket] = deque()
+    sent = 0
+
+    def act() -> int:
+        nonlocal sent
+        if not sent % _TOPICS:
+            if len(links) == _SUBSCRIBERS:
+                links.popleft().close()
+            links.append(_dialled(target.events.removeprefix("tcp://")))
+            links[-1].sendall(zmtp.GREETING + zmtp.encode_ready(b"SUB"))
+        names = (b"\x01kv@" + os.urandom(8).hex().encode() + b"@" + os.urandom(3_980) for _ in range(_BURST))
+        sent += _BURST
+        try:
+            links[-1].sendall(b"".join(map(zmtp.encode_frame, names)))
+        except OSError:
+            sent = 0
+            raise
+        return _BURST
+
+    try:
+        yield act
+    finally:
+        for link in links:
+            link.close()
+
+
+@contextmanager
+def _endless_messages(target: Target) -> Iterator[Act]:
+    """Messages to the publisher of KV events whose last frame never comes."""
+    link: socket.socket | None = None
+    frames = zmtp.encode_frame(bytes(4_000), 1) * _BURST
+
+    def act() -> int:
+        nonlocal link
+        if link is None:
+            link = _dialled(target.events.removeprefix("tcp://"))
+            link.sendall(zmtp.GREETING + zmtp.encode_ready(b"SUB"))
+        try:
+            link.sendall(frames)
+        except OSError:
+            link.close()
+            link = None
+            raise
+        return _BURST
+
+    yield act
+
+
 # ------------------------------------------------------------------------------------------- tenants
 
 
@@ -238,6 +295,36 @@ def _prepares(target: Target, blocks: int) -> Iterator[Act]:
         return method.encode_request(question, space)
 
     with _flood(target, {target.coordinator: (method.path, prepare)}, _IN_FLIGHT) as act:
+        yield act
+
+
+@contextmanager
+def _token_ids(target: Target) -> Iterator[Act]:
+    """Stores that are prepared and never begun, each with as many token ids as a message may hold, for KV events."""
+    method, space = COORDINATOR["PrepareStore"], _attach(target.coordinator, target.token, LONG).namespace
+    tokens = range(2**28, 2**28 + _LONG_BLOCKS * LONG.block_tokens)
+
+    def prepare() -> bytes:
+        hashes = tuple(_random_hash() for _ in range(_LONG_BLOCKS))
+        parts = ((0, LONG.whole(0)),)
+        question = PrepareStore(_new_attempt(), 0, _random_hash(), hashes[0], hashes, parts, tokens=tokens)
+        return method.encode_request(question, space)
+
+    with _flood(target, {target.coordinator: (method.path, prepare)}, _WRITERS) as act:
+        yield act
+
+
+@contextmanager
+def _engines(target: Target, nbytes: int) -> Iterator[Act]:
+    """Engines that do not exist, whose facts have so many bytes of characters of four bytes."""
+    method, numbers = COORDINATOR["RegisterEngine"], count()
+    fact = "\U0001f40e" * (nbytes // 4 // limits.ENGINE_FACTS)
+
+    def register() -> bytes:
+        facts = tuple((str(number), fact) for number in range(limits.ENGINE_FACTS))
+        return method.encode_request(RegisterEngine(EngineInfo(f"engine{next(numbers)}", "n", "m", "w", facts)), None)
+
+    with _flood(target, {target.coordinator: (method.path, register)}, _IN_FLIGHT) as act:
         yield act
 
 
@@ -317,6 +404,8 @@ ATTACKS: Mapping[str, Attack] = {
     "connections": Attack("idle connections", _idle_connections),
     "huge": Attack("messages of 64 MiB without a token", _huge_messages),
     "subscriptions": Attack("subscriptions of 16 MiB", _subscriptions),
+    "topics": Attack("10,000 topics of 4,000 bytes a connection", _topics),
+    "endless": Attack("messages to the port of KV events without an end", _endless_messages),
     "huge-tenant": Attack("messages of 64 MiB", _huge_messages, by_tenant=True),
     "tiny": Attack("the shortest messages", _tiny_messages, by_tenant=True),
     "holders": Attack("workers that do not exist", partial(_prepares, blocks=1), by_tenant=True),
@@ -324,6 +413,15 @@ ATTACKS: Mapping[str, Attack] = {
         "stores of 8,192 blocks, prepared", partial(_prepares, blocks=limits.BLOCKS_PER_CALL), by_tenant=True
     ),
     "explains": Attack("explains of 8,192 blocks", _explains, by_tenant=True),
+    "token-ids": Attack("a million token ids a store, prepared", _token_ids, by_tenant=True),
+    "engines": Attack(
+        "engines with as much to say as they may", partial(_engines, nbytes=limits.ENGINE_BYTES - 512), by_tenant=True
+    ),
+    "huge-engines": Attack(
+        "engines with 1,024 characters of four bytes a fact",
+        partial(_engines, nbytes=4 * 1_024 * limits.ENGINE_FACTS),
+        by_tenant=True,
+    ),
     "reservations": Attack(
         "reservations without pages", partial(_reservations, spec=SPEC, pages=256, keep=True), by_tenant=True
     ),
@@ -371,8 +469,8 @@ def _client(target: Target) -> Iterator[Client]:
         yield client
 
 
-def _attach(address: str, token: str | None) -> Attached:
-    return _ask(address, token, COORDINATOR["Attach"], Attach(SPEC), Attached)
+def _attach(address: str, token: str | None, spec: KVSpec = SPEC) -> Attached:
+    return _ask(address, token, COORDINATOR["Attach"], Attach(spec), Attached)
 
 
 def _ask(address: str, token: str | None, method: Method, question: Any, kind: type[R]) -> R:

@@ -17,6 +17,11 @@ TINY = KVSpec.uniform(
 )
 """The smallest pages that there are, of which a message can name the most."""
 
+LONG = KVSpec.uniform(
+    model="tiny", weights="sha256:3", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16", block_tokens=1_024
+)
+"""Blocks of many tokens, so that few of them have as many token ids as a message may hold."""
+
 
 def prompt(number: int) -> list[int]:
     """Token ids of BLOCKS blocks, which no other number shares."""

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.groups import LAST, PREFIX, Part
+from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane
 from kvcluster.core.ids import HASH_BYTES, NamespaceId, Tenant
 from kvcluster.core.messages import Need, Tombstone
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
@@ -137,6 +139,24 @@ def test_page_bytes_are_those_of_the_spec_also_when_more_parts_are_asked_for_tha
             nbytes for nbytes in expected for _ in range(2)
         ]
     assert asked == wanted * 2, "worked out once, and again where it was forgotten"
+
+
+def test_page_sizes_are_kept_for_a_bounded_number_of_parts_of_all_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PAGE_SIZES", 256)
+    spaces = directory()
+    gc.collect()
+    tracemalloc.start()
+    for number in range(20):
+        planes = (Plane("k", 2, 4, "float16"),)
+        group = Group(tuple(range(64)), planes)
+        space = attached(spaces, replace(spec(), model=f"m{number}", groups=(group,)))
+        for start in range(32):
+            for stop in range(start + 1, start + 32):
+                space.page_bytes(0, Part(start, stop, 0, 1))
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 256 * 400 + 20 * 8_192
 
 
 def test_a_tenants_namespaces_are_listed_by_model_the_fullest_first(monkeypatch: pytest.MonkeyPatch) -> None:

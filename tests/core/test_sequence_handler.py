@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import random
+import tracemalloc
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash, SequenceId
+from kvcluster.core.ids import SEQUENCE_BYTES, BlockHash, SequenceId
 from kvcluster.core.messages import (
     Attach,
     Attached,
@@ -193,6 +196,33 @@ def test_a_repeated_message_gets_the_same_answer_and_changes_nothing() -> None:
     coordinator.now += SECOND
     assert worker.sync(TableChange(Q, 0, closed=True), number=1) == first
     assert worker.table(Q) == BLOCKS[:2]
+
+
+def test_a_long_answer_is_not_kept_and_a_repeat_of_its_message_asks_for_all_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "ANSWERED_SEQUENCES", 1)
+    _, _, worker = serving()
+    assert worker.sync(TableChange(Q, 0, BLOCKS[:2])).reopen == ()
+    assert worker.sync(TableChange(R, 5), TableChange(S, 5)).reopen == (R, S)
+    assert worker.sync(TableChange(R, 5), TableChange(S, 5), number=2).forgotten
+    assert worker.sync(TableChange(Q, 0, BLOCKS[:2])).reopen == ()
+    assert worker.table(Q) == BLOCKS[:2]
+
+
+def test_a_holder_that_makes_up_sequences_costs_a_few_kib() -> None:
+    coordinator, _, _ = serving()
+    workers = [Syncing(coordinator, number) for number in range(1, 9)]
+    gc.collect()
+    tracemalloc.start()
+    for worker in workers:
+        draw = random.Random(worker.number)
+        names = (SequenceId(draw.randbytes(SEQUENCE_BYTES)) for _ in range(limits.SEQUENCES_PER_HOLDER))
+        assert len(worker.sync(*(TableChange(name, 5) for name in names)).reopen) == limits.SEQUENCES_PER_HOLDER
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < len(workers) * 4_096
 
 
 def test_a_repeated_message_renews_the_lease() -> None:
