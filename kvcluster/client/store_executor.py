@@ -58,9 +58,9 @@ def prepare_store(
 ) -> PrepareStore:
     """Returns the question of a store, about its new blocks from index `at` on, as many as one message may name.
     `attached` says how the cluster places runs and whether it wants token ids."""
-    first, hashes = terms.first + at, terms.new[at : at + limits.BLOCKS_PER_CALL]
-    step = len(tokens) // max(1, len(terms.new))
-    fits = step * len(hashes) <= limits.STORE_TOKENS
+    step = len(tokens) // max(1, len(terms.new)) if attached.wants_tokens else 0
+    most = max(1, min(limits.BLOCKS_PER_CALL, limits.STORE_TOKENS // max(1, step)))
+    first, hashes = terms.first + at, terms.new[at : at + most]
     return PrepareStore(
         attempt=terms.attempt,
         first=first,
@@ -70,7 +70,7 @@ def prepare_store(
         parts=terms.parts,
         loss=terms.loss,
         host=host,
-        tokens=tuple(tokens[at * step : (at + len(hashes)) * step]) if attached.wants_tokens and fits else (),
+        tokens=tuple(tokens[at * step : (at + len(hashes)) * step]),
     )
 
 

@@ -238,8 +238,9 @@ PULL_BYTES = 64 * 1024 * 1024
 HOT_RUNS = 65_536
 """Runs whose loads are counted within one window. Further runs are not counted."""
 
-STORE_TOKENS = 256 * BLOCKS_PER_CALL
-"""Token ids of one message, for KV events: those of BLOCKS_PER_CALL blocks of 256. A client sends none of more."""
+STORE_TOKENS = 32 * BLOCKS_PER_CALL
+"""Token ids of one message, for KV events, which take a coordinator some ten milliseconds to read. A client names fewer
+blocks in each message if theirs are more. Of a message with more than these none is kept."""
 
 TOKEN_MEMORY_BYTES = 32 * 1024 * 1024
 """What the token ids of blocks being stored take, for KV events, by shares of tenants: a tenant alone has those of half

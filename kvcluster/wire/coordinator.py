@@ -70,8 +70,7 @@ def _check_store(question: PrepareStore) -> None:
 
 
 def _decode_tokens(wire: Collection[int]) -> Sequence[int]:
-    at_most(len(wire), limits.STORE_TOKENS, "token ids")
-    return array("I", wire) if wire else ()
+    return array("I", wire) if 0 < len(wire) <= limits.STORE_TOKENS else ()
 
 
 _TOKENS: Scalar[Sequence[int]] = Scalar(lambda tokens: tokens, _decode_tokens)

@@ -70,7 +70,7 @@ _WRITERS = 16
 _SUBSCRIBERS = 8
 _TOPICS = 10_000
 _BURST = 100
-_LONG_BLOCKS = 2**20 // LONG.block_tokens
+_LONG_BLOCKS = limits.STORE_TOKENS // LONG.block_tokens
 
 R = TypeVar("R")
 Act = Callable[[], int]
@@ -413,7 +413,7 @@ ATTACKS: Mapping[str, Attack] = {
         "stores of 8,192 blocks, prepared", partial(_prepares, blocks=limits.BLOCKS_PER_CALL), by_tenant=True
     ),
     "explains": Attack("explains of 8,192 blocks", _explains, by_tenant=True),
-    "token-ids": Attack("a million token ids a store, prepared", _token_ids, by_tenant=True),
+    "token-ids": Attack("stores of 262,144 token ids, prepared", _token_ids, by_tenant=True),
     "engines": Attack(
         "engines with as much to say as they may", partial(_engines, nbytes=limits.ENGINE_BYTES - 512), by_tenant=True
     ),

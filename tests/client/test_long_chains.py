@@ -195,6 +195,19 @@ def test_each_message_of_a_store_names_its_own_blocks_parent_run_and_tokens(lowe
         assert message.tokens == (tuple(range(first * BLOCK, stop * BLOCK)) if wanted else ())
 
 
+def test_a_message_names_as_many_blocks_as_their_token_ids_allow(
+    monkeypatch: pytest.MonkeyPatch, lowered: None
+) -> None:
+    monkeypatch.setattr(limits, "STORE_TOKENS", 2 * BLOCK + 1)
+    hashes = [BlockHash(bytes([number]) * 32) for number in range(5)]
+    terms = StoreTerms(hashes, 0, ((0, SPEC.whole(0)),), Loss.EXACT, Attempt(Holder(bytes(HOLDER_BYTES)), 1), 0)
+    attached = Attached(NamespaceId(bytes(32)), Epoch(1), 1, run_blocks=2, wants_tokens=True)
+    message = prepare_store(terms, attached, range(5 * BLOCK), "here", at=2)
+    assert (message.hashes, message.tokens) == (tuple(hashes[2:4]), tuple(range(2 * BLOCK, 4 * BLOCK)))
+    monkeypatch.setattr(limits, "STORE_TOKENS", 1)
+    assert len(prepare_store(terms, attached, range(5 * BLOCK), "here").hashes) == 1, "a store goes on"
+
+
 # ------------------------------------------------------------------------- windows, and groups of last blocks
 
 

@@ -17,7 +17,7 @@ from kvcluster.core.token_memory import BLOCK_BYTES, TokenMemory
 from kvcluster.testing.core_stepper import build_request
 from kvcluster.wire.methods import COORDINATOR
 from tests.core.lone_coordinator import LoneCoordinator
-from tests.core.samples import OURS, THEIRS, attempt, pages, root
+from tests.core.samples import OURS, THEIRS, WHOLE, attempt, pages, root
 
 SPACE = NamespaceId(bytes(32))
 MIB = 2**20
@@ -68,6 +68,15 @@ def test_stores_without_a_commit_take_no_more_memory_than_the_share_of_their_ten
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept <= limits.TOKEN_MEMORY_BYTES // 2 + MIB
+
+
+def test_more_token_ids_than_a_message_may_have_are_passed_over() -> None:
+    method, space = COORDINATOR["PrepareStore"], LoneCoordinator(expected=1).space
+    hashes = blocks(2, 1)
+    for tokens, kept in ((limits.STORE_TOKENS, limits.STORE_TOKENS), (limits.STORE_TOKENS + 2, 0)):
+        store = PrepareStore(attempt(1), 0, root(), hashes[0], hashes, ((0, WHOLE),), tokens=range(tokens))
+        asked = method.decode_request(method.encode_request(store, space), CallId(1), Caller(OURS)).question
+        assert isinstance(asked, PrepareStore) and len(asked.tokens) == kept
 
 
 def test_what_is_charged_is_what_is_taken() -> None:
