@@ -246,7 +246,7 @@ TOKEN_MEMORY_BYTES = 32 * 1024 * 1024
 """What the token ids of blocks being stored take, for KV events, by shares of tenants: a tenant alone has those of half
 a million tokens in blocks of 16, or of four million in blocks of 4,096."""
 
-TOKENS_KEPT_NS = 60_000_000_000
+TOKENS_KEPT_NS = 30_000_000_000
 """How long they wait for the commit of their block, which most often comes within a second."""
 
 SPEC_BYTES = 8 * 1024
