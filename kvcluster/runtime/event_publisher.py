@@ -46,6 +46,9 @@ serves every subscriber that missed some."""
 REST_NS = 1_000_000_000
 """A topic that is quiet gets an empty batch, once or twice this long after its last one."""
 
+_BURST = 32
+"""Batches after which readers have their turn, though more are to be published: 18 MiB at most."""
+
 _IDLE_S = 1.0
 _MOVING_S = 0.001
 """The pause between two turns while a reader takes all that it is sent: the core has the interpreter meanwhile."""
@@ -177,8 +180,7 @@ class EventPublisher:
 
     def _turn(self) -> None:
         """Waits for work, for a bounded time, and does it."""
-        moved = [self._server.pump(peer) for port in (self._subscribers, self._replays) for peer in port.peers()]
-        self._server.wait(_MOVING_S if any(moved) else _IDLE_S)
+        self._server.wait(_MOVING_S if self._pump() else _IDLE_S)
         self._take()
         now_ns = time.monotonic_ns()
         if now_ns - self._rested_ns >= REST_NS:
@@ -186,6 +188,11 @@ class EventPublisher:
             self._send(self._log.rest(time.time()))
         if self._behind.due(now_ns):
             self._on_behind()
+
+    def _pump(self) -> bool:
+        """Sends to every reader what it takes. Returns whether one may take more at once."""
+        moved = [self._server.pump(peer) for port in (self._subscribers, self._replays) for peer in port.peers()]
+        return any(moved)
 
     def _take(self) -> None:
         """Takes all effects from the queue and sends them."""
@@ -205,4 +212,7 @@ class EventPublisher:
     def _send(self, batches: list[Batch]) -> None:
         for batch in batches:
             self._subscribers.send(batch)
-        self._batches += len(batches)
+            self._batches += 1
+            if not self._batches % _BURST:  # else a long burst would displace batches that no reader was slow to take
+                self._pump()
+                self._server.wait(0)
