@@ -168,8 +168,13 @@ a block. A span beyond it is refused, and its pages are loaded instead."""
 SPANS_PER_CALL = 8_192
 """Spans that one message registers, ends or attends to: four million tokens at one shard, if each is a cut."""
 
-SPAN_BLOCKS_PER_CALL = PAGES_PER_CALL
-"""Blocks of the spans of one message: two MiB of hashes."""
+SPAN_BLOCKS_PER_CALL = PAGES_PER_CALL // 2
+"""Blocks of the spans of one message: one MiB of hashes, half of what a call to a shard may have. A worker registers the
+spans of a longer sequence in several messages."""
+
+SPAN_LOOKUPS = BLOCKS_PER_CALL
+"""Blocks of spans that one step looks up, found or not: some 15 ms. A compute over more of them takes several steps, in
+between which others have their turn."""
 
 SPAN_IDLE_NS = 60_000_000_000
 """How long a shard keeps the spans of a worker that names none. A worker that comes later registers them again."""

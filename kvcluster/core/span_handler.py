@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcluster.core import limits
 from kvcluster.core.leases import LeaseBook, LeaseKind
 from kvcluster.core.messages import (
     Answer,
@@ -21,6 +20,7 @@ from kvcluster.core.messages import (
     Request,
     SpanGrant,
     SpanMiss,
+    SpansPending,
 )
 from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespace
@@ -42,9 +42,12 @@ class SpanHandler:
         return [Answer(request.call, refused or Done())]
 
     def pin(self, request: Request[PinSpans], now: int) -> list[Effect]:
-        """Grants a lease over the pages of the spans, or answers why not. The caller has checked epoch and attempt."""
+        """Grants a lease over the pages of the spans, or answers why not, or that it is to be asked again. The caller
+        has checked epoch and attempt."""
         m = request.question
         resolved = self.registry.resolve((request.tenant, m.attempt.holder), m.spans, now)
+        if isinstance(resolved, SpansPending | Refused):
+            return [Answer(request.call, resolved)]
         spans = [each for each in resolved if not isinstance(each, SpanMiss)]
         told = SpanGrant(tuple(each if isinstance(each, SpanMiss) else each.resolved for each in resolved))
         if len(spans) < len(resolved):
@@ -61,10 +64,6 @@ class SpanHandler:
 
 def _refusal(spans: Sequence[RegisteredSpan]) -> Refused | None:
     """Returns why these spans cannot be attended to together; None if they can."""
-    pages = sum(len(span.hashes) for span in spans)
-    if pages > limits.PAGES_PER_CALL:
-        why = f"these spans have {pages} pages; attend to {limits.PAGES_PER_CALL} at a time"
-        return Refused(RefusedKind.LIMIT, why)
-    specs = [(span.space.spec, span) for span in spans]
-    kinds = dict.fromkeys((spec.groups[span.group], spec.block_tokens, span.part) for spec, span in specs)
+    places = {(span.space.id, span.group, span.part): span.space.spec for span in spans}  # few, unlike spans
+    kinds = dict.fromkeys((spec.groups[group], spec.block_tokens, part) for (_, group, part), spec in places.items())
     return None if len(kinds) == 1 else Refused(RefusedKind.BAD, "one message attends to one or more spans of one part")

@@ -2,20 +2,34 @@
 
 A span is consecutive blocks of one namespace, group and part, named by hash. It never changes, so a request attends
 to all of it as it was registered. It pins nothing: a page may be evicted, demoted or purged at any time. When a span is
-used, its pages are found: those that were found before, as long as each of them is READY, or else the pages that the
-pool has for the hashes now. A page object stands for one generation and is never READY again once it was condemned, so
-a page that was reused for another block is never returned.
+used, its pages are found: those that were found before, up to the first that is not READY any more, and for the hashes
+behind it the pages that the pool has now. A page object stands for one generation and is never READY again once it was
+condemned, so a page that was reused for another block is never returned.
+
+A worker may name hashes that no page has, as many as it likes, so a lookup is what is counted. It stops at the first
+block that is missing, which is remembered: the next time that block is looked up first, and alone if it is still
+missing. One step makes limits.SPAN_LOOKUPS lookups at most; what it found is kept, and the next step goes on from there.
 
 The spans of a holder that names none for SPAN_IDLE_NS end. This module owns no bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, SpanId
-from kvcluster.core.messages import PageKey, Refused, RefusedKind, SpanBlocks, SpanMiss, SpanPages
+from kvcluster.core.messages import (
+    PageKey,
+    PageSlot,
+    Refused,
+    RefusedKind,
+    SpanBlocks,
+    SpanMiss,
+    SpanPages,
+    SpansPending,
+)
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.pool import PagePool
@@ -24,9 +38,10 @@ from kvcluster.core.shares import Owner, Shares
 
 
 class RegisteredSpan:
-    """One span. `pages` are those that were found when it was last used, and `found` what its users were told."""
+    """One span. `pages` are those of its leading blocks that were found when it was last used, and `slots` where they
+    lie; `miss` is why the block behind them is not available."""
 
-    __slots__ = ("accept", "changes", "depth", "found", "group", "hashes", "pages", "part", "space")
+    __slots__ = ("accept", "changes", "depth", "found", "group", "hashes", "miss", "pages", "part", "slots", "space")
 
     def __init__(self, space: ShardNamespace, blocks: SpanBlocks) -> None:
         self.space = space
@@ -36,14 +51,27 @@ class RegisteredSpan:
         self.hashes = blocks.hashes
         self.accept = blocks.accept
         self.pages: list[Page] = []
-        self.found: SpanPages | None = None  # what its users are told of them
-        self.changes = -1  # pool.changes when `pages` were last looked at
+        self.slots: list[PageSlot] = []
+        self.miss: SpanMiss | None = None
+        self.found: SpanPages | None = None  # what its users get, once all pages are found
+        self.changes = -1  # pool.changes when `pages` and `miss` were last looked at
 
     @property
     def resolved(self) -> SpanPages:
-        """What users of the span are told of its pages, which have been found."""
+        """What users of the span get: its pages, which have been found."""
         assert self.found is not None, "its pages were not found"
         return self.found
+
+    def check_pages(self, changes: int) -> None:
+        """Forgets what may have changed since the span was last used, if anything in the pool has."""
+        if self.changes == changes:
+            return
+        self.changes, self.miss = changes, None
+        ready = PageState.READY
+        sound = next((at for at, page in enumerate(self.pages) if page.state is not ready), len(self.pages))
+        if sound < len(self.pages):
+            del self.pages[sound:], self.slots[sound:]
+            self.found = None
 
     def is_of(self, space: ShardNamespace, blocks: SpanBlocks) -> bool:
         """Whether it is the span of these blocks."""
@@ -104,19 +132,39 @@ class SpanRegistry:
                 self._blocks.remove(owner[0], len(known.hashes))
         self._forget_if_bare(owner)
 
-    def resolve(self, owner: Owner, spans: Sequence[SpanId], now: int) -> list[RegisteredSpan | SpanMiss]:
-        """Returns each span, whose `pages` and `found` are those of today, or why it is not available."""
+    def resolve(
+        self, owner: Owner, spans: Sequence[SpanId], now: int
+    ) -> list[RegisteredSpan | SpanMiss] | SpansPending | Refused:
+        """Returns each span, whose `pages` and `found` are those of today, or why it is not available. SpansPending if
+        that takes more lookups than one step makes: the caller asks again. Refused if they have too many pages."""
         if owner not in self._owners:
             return [SpanMiss.UNKNOWN] * len(spans)
         known = self._used(owner, now).spans
-        return [self._resolved(span, known[span]) if span in known else SpanMiss.UNKNOWN for span in spans]
+        pages = sum(len(known[span].hashes) for span in spans if span in known)
+        if pages > limits.PAGES_PER_CALL:
+            why = f"these spans have {pages} pages; attend to {limits.PAGES_PER_CALL} at a time"
+            return Refused(RefusedKind.LIMIT, why)
+        resolved: list[RegisteredSpan | SpanMiss] = []
+        left = limits.SPAN_LOOKUPS
+        for name in spans:
+            span = known.get(name)
+            if span is not None:
+                left = self._look_up(name, span, left)
+                if left < 0:
+                    return SpansPending()
+            resolved.append(SpanMiss.UNKNOWN if span is None else span.miss or span)
+        return resolved
 
     def expire(self, now: int) -> None:
-        """Ends the spans of holders that have named none for SPAN_IDLE_NS."""
-        for owner, holder in list(self._owners.items()):
-            if holder.until > now:
+        """Ends spans of holders that have named none for SPAN_IDLE_NS; of more than SPANS_PER_CALL the rest with the
+        next call, since `next_deadline` has passed already."""
+        left = limits.SPANS_PER_CALL
+        for owner, holder in list(itertools.islice(self._owners.items(), left)):
+            if holder.until > now or not left:
                 break
-            self.end(owner, list(holder.spans))
+            ended = list(itertools.islice(holder.spans, left))
+            left -= len(ended)
+            self.end(owner, ended)
 
     # ------------------------------------------------------------------------------------------- helpers
 
@@ -148,23 +196,26 @@ class SpanRegistry:
         self._blocks.add(owner[0], len(blocks.hashes))
         return None
 
-    def _resolved(self, name: SpanId, span: RegisteredSpan) -> RegisteredSpan | SpanMiss:
-        if span.found is not None:
-            if span.changes == self._pool.changes:
-                return span
-            if all(page.state is PageState.READY for page in span.pages):
-                span.changes = self._pool.changes
-                return span
-        pages = [self._find(span, block) for block in span.hashes]
-        span.found, span.pages = None, []
-        for page in pages:
+    def _look_up(self, name: SpanId, span: RegisteredSpan, left: int) -> int:
+        """Looks for the pages of a span by at most `left` lookups. Returns how many are left of them; -1 if there were
+        too few."""
+        span.check_pages(self._pool.changes)
+        if span.miss is not None:
+            return left
+        for block in span.hashes[len(span.pages) :]:
+            if not left:
+                return -1
+            left -= 1
+            page = self._find(span, block)
             if isinstance(page, SpanMiss):
-                return page
+                span.miss = page
+                return left
             span.pages.append(page)
-        slots = tuple(page.slot() for page in span.pages)
-        span.found = SpanPages(name, span.space.id, span.space.spec, span.group, span.part, span.depth, slots)
-        span.changes = self._pool.changes
-        return span
+            span.slots.append(page.slot())
+        if span.found is None:
+            place = span.space.id, span.space.spec, span.group, span.part, span.depth
+            span.found = SpanPages(name, *place, tuple(span.slots))
+        return left
 
     def _find(self, span: RegisteredSpan, block: BlockHash) -> Page | SpanMiss:
         page = self._pool.find(span.space.id, PageKey(block, span.group, span.part), span.accept)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from kvcluster.core import limits
 from kvcluster.core.ids import CallId, Tenant
 from kvcluster.core.messages import (
     Abort,
@@ -38,6 +39,7 @@ from kvcluster.core.messages import (
     Reserve,
     ShardQuestion,
     SpanGrant,
+    SpansPending,
     Unpin,
     WriteGrant,
     WriteRequest,
@@ -53,6 +55,9 @@ PROMPT_NS = 5_000_000_000
 
 STAGED_NS = 55_000_000_000
 """Additional wait for pages that must be read from disk first; no longer than an exchange may take."""
+
+_MOST_ROUNDS = 4 * limits.PAGES_PER_CALL // limits.SPAN_LOOKUPS
+"""How often the pages of an Attend are looked up: four times as often as it takes if none of them changes meanwhile."""
 
 # ------------------------------------------------------------------------------------------------- events
 
@@ -176,6 +181,7 @@ class PageSession:
         self._pages: Sequence[GrantedItem] = ()
         self._finished: Finished | None = None
         self._error: KVClusterError | None = None  # to be reported when the lease is returned
+        self._rounds = 0  # answers that the spans of an Attend are not all looked up yet
 
     @property
     def over(self) -> bool:
@@ -235,6 +241,12 @@ class PageSession:
         if isinstance(reply, Miss):
             self._error = Unavailable(reply)
             return self._become(_State.ENDING, self._give_back())
+        if isinstance(reply, SpansPending):
+            self._rounds += 1
+            if self._rounds > _MOST_ROUNDS:
+                self._error = Unavailable(Miss(MissReason.DEADLINE, "the pages of these spans change faster than they are found"))
+                return self._become(_State.ENDING, self._give_back())
+            return [self._opening()]
         assert isinstance(reply, PinGrant | WriteGrant | SpanGrant)
         self._state = _State.MOVING
         self._pages = reply.spans if isinstance(reply, SpanGrant) else reply.pages

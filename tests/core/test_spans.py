@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, SpanId, Tenant
+from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, SpanId, Tenant
 from kvcluster.core.messages import (
     Done,
+    PageKey,
     PinSpans,
     Refused,
     RefusedKind,
@@ -19,11 +22,13 @@ from kvcluster.core.messages import (
     SpanGrant,
     SpanMiss,
     SpanPages,
+    SpansPending,
     Tier,
     Unpin,
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.page import PageState
+from kvcluster.core.pool import PagePool
 from kvcluster.testing.core_stepper import build_request
 from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard
 from tests.core.samples import CODED, MEMBERSHIP_MS, MS, OURS, SPEC, THEIRS, WHOLE, chain
@@ -86,6 +91,24 @@ def kind_of(reply: Reply) -> RefusedKind:
 
 def unpin(shard: LoneShard, number: int = 1, holder: Holder = ME) -> Reply:
     return shard.ask_now(build_request(Unpin(Attempt(holder, number)), OURS))
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[PageKey]:
+    """The keys that shards look up in their pools from now on."""
+    made: list[PageKey] = []
+    find = PagePool.find
+
+    def counted(pool: PagePool, space: NamespaceId, key: PageKey, *given: Any, **named: Any) -> Any:
+        made.append(key)
+        return find(pool, space, key, *given, **named)
+
+    monkeypatch.setattr(PagePool, "find", counted)
+    return made
+
+
+def made_up(count: int, seed: int = 99) -> list[BlockHash]:
+    return [BlockHash(seed.to_bytes(4, "big") + at.to_bytes(28, "big")) for at in range(count)]
 
 
 @pytest.fixture
@@ -276,3 +299,59 @@ def test_registered_spans_pin_nothing_when_the_shard_is_drained(shard: LoneShard
     assert shard.core.pool.count(Tier.DEVICE) == 3
     shard.evict(A, B, C)
     assert shard.core.pool.count(Tier.DEVICE) == 0
+
+
+def test_spans_of_made_up_blocks_cost_a_lookup_each(shard: LoneShard, lookups: list[PageKey]) -> None:
+    fake = made_up(63 * 100)
+    register(shard, *(blocks(*fake[at * 100 : at * 100 + 100], span=at) for at in range(63)))
+    assert lacking(pin(shard, *range(63))) == (SpanMiss.GONE,) * 63
+    assert len(lookups) == 63, "a span without its first page lacks it, whatever follows"
+    assert lacking(pin(shard, *range(63), number=2)) == (SpanMiss.GONE,) * 63
+    assert len(lookups) == 63, "nothing has changed since"
+
+
+def test_spans_of_more_pages_than_a_message_may_name_are_refused_before_any_is_looked_up(
+    shard: LoneShard, lookups: list[PageKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "PAGES_PER_CALL", 3)
+    register(shard, blocks(A, B, span=1), blocks(B, C, span=2, depth=1))
+    assert kind_of(pin(shard, 1, 2)) is RefusedKind.LIMIT
+    assert not lookups
+    assert len(granted(pin(shard, 1))) == 1
+
+
+def test_the_block_that_is_missing_is_looked_up_first_the_next_time(shard: LoneShard, lookups: list[PageKey]) -> None:
+    register(shard, blocks(A, B, C, D))
+    assert lacking(pin(shard, SPAN)) == (SpanMiss.GONE,)
+    assert [key.hash for key in lookups] == [A, B, C, D]
+    shard.store(Attempt(Holder(b"w" * 16), 2), BLOCKS[5])  # the pool changes, and D does not come
+    lookups.clear()
+    assert lacking(pin(shard, SPAN, number=2)) == (SpanMiss.GONE,)
+    assert [key.hash for key in lookups] == [D]
+    shard.store(Attempt(Holder(b"w" * 16), 3), D)
+    (pages,) = granted(pin(shard, SPAN, number=3))
+    assert [slot.key.hash for slot in pages.slots] == [A, B, C, D]
+
+
+def test_one_step_makes_a_bounded_number_of_lookups_and_the_next_goes_on(
+    shard: LoneShard, lookups: list[PageKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SPAN_LOOKUPS", 2)
+    shard.store(Attempt(Holder(b"w" * 16), 2), D)
+    register(shard, blocks(A, span=1), blocks(B, C, D, span=2, depth=1))
+    assert pin(shard, 1, 2) == SpansPending()
+    assert len(lookups) == 2 and not pins(shard) and not len(shard.core.leases)
+    assert [len(each.slots) for each in granted(pin(shard, 1, 2))] == [1, 3]
+    assert [key.hash for key in lookups] == [A, B, C, D], "none of them twice"
+
+
+def test_idle_spans_end_some_at_a_time(shard: LoneShard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SPANS_PER_CALL", 2)
+    register(shard, *(blocks(A, span=at) for at in range(3)))
+    register(shard, *(blocks(A, span=at) for at in range(2)), holder=OTHER)
+    registry, late = shard.core.spans.registry, shard.now + limits.SPAN_IDLE_NS + 1
+    for left in (3, 1, 0):
+        assert registry.next_deadline is not None and registry.next_deadline < late, "more is due at once"
+        registry.expire(late)
+        assert len(registry) == left
+    assert registry.next_deadline is None

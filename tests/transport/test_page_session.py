@@ -7,10 +7,13 @@ from typing import TypeVar
 
 import pytest
 
+from kvcluster.core import limits
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, Tenant
+from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, CallId, Epoch, Holder, NamespaceId, SpanId, Tenant
 from kvcluster.core.messages import (
     Abort,
+    AttendRequest,
+    AttendRow,
     Commit,
     CommitGrant,
     Done,
@@ -20,6 +23,7 @@ from kvcluster.core.messages import (
     PageWant,
     Pin,
     PinGrant,
+    PinSpans,
     ReadRequest,
     Refused,
     RefusedKind,
@@ -28,6 +32,7 @@ from kvcluster.core.messages import (
     Request,
     Reserve,
     ShardQuestion,
+    SpansPending,
     Unpin,
     WriteGrant,
     WriteRequest,
@@ -67,6 +72,7 @@ SLOTS = [PageSlot(key, 64 * at, 64, 1, Loss.EXACT) for at, key in enumerate(KEYS
 READ = ReadRequest(SPACE, ATTEMPT, Epoch(3), tuple(PageWant(key, 0, 2) for key in KEYS), Loss.Q8)
 PAGES = tuple(NewPage(key, BlockHash(bytes(HASH_BYTES)), at) for at, key in enumerate(KEYS))
 WRITE = WriteRequest(SPACE, ATTEMPT, Epoch(3), PAGES, wait_ns=7)
+ATTEND = AttendRequest(ATTEMPT, Epoch(3), 0, 1, 1, "float32", 1.0, (AttendRow(0, 1, (SpanId(1),), ((0, 0),)),))
 LATE = Miss(MissReason.DEADLINE, "the shard does not answer")
 EVICTED = Miss(MissReason.EVICTED)
 ENDED = Miss(MissReason.DEADLINE, "the lease ended: too slow")
@@ -144,6 +150,19 @@ def test_a_lease_is_given_back_when_no_byte_moves(
     request_: ReadRequest | WriteRequest, ending: type[Unpin] | type[Abort]
 ) -> None:
     gives_back(moving(request_), ending)
+
+
+def test_spans_that_are_not_all_looked_up_yet_are_asked_for_again_and_not_for_ever() -> None:
+    session = PageSession(TENANT, ATTEND)
+    asks = session.step(Open())
+    rounds = 0
+    while isinstance(asked(asks), PinSpans):
+        rounds += 1
+        asks = session.step(CoreSaid(SpansPending()))
+    assert rounds > limits.PAGES_PER_CALL // limits.SPAN_LOOKUPS, "as often as the largest message takes"
+    assert asked(asks) == Unpin(ATTEMPT)
+    assert failed(session.step(CoreSaid(Done()))).reason is MissReason.DEADLINE
+    assert session.over
 
 
 def test_what_is_refused_was_not_granted_and_is_not_given_back() -> None:

@@ -172,6 +172,7 @@ from kvcluster.core.messages.spans import (
     SpanMiss,
     SpanPages,
     SpansLacking,
+    SpansPending,
 )
 from kvcluster.core.page_key import PageKey
 from kvcluster.core.tiers import Tier

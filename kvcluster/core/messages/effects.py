@@ -29,7 +29,7 @@ from kvcluster.core.messages.probe import Probed, TryPeers
 from kvcluster.core.messages.reports import Inventory, Report, ReportAck, Tombstone
 from kvcluster.core.messages.sequences import TablesSynced
 from kvcluster.core.messages.shard import AttachedShard, CommitGrant, Offers, PageSlot, PinGrant, WriteGrant
-from kvcluster.core.messages.spans import SpanGrant
+from kvcluster.core.messages.spans import SpanGrant, SpansPending
 from kvcluster.core.spec import KVSpec
 
 Reply = (
@@ -51,6 +51,7 @@ Reply = (
     | WriteGrant
     | CommitGrant
     | SpanGrant
+    | SpansPending
     | ReportAck
     | TablesSynced
     | PagesSaved

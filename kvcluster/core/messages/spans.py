@@ -49,7 +49,7 @@ class SpanMiss(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PinSpans:
-    """Grants a lease over all pages of these registered spans. Answered by SpanGrant."""
+    """Grants a lease over all pages of these registered spans. Answered by SpanGrant, or by SpansPending."""
 
     attempt: Attempt
     epoch: Epoch
@@ -79,6 +79,12 @@ class SpanGrant:
     """For each span its pages, or why they are not available. If there is a SpanMiss there is no lease."""
 
     spans: tuple[SpanPages | SpanMiss, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SpansPending:
+    """The shard has looked up as many blocks of these spans as it does in one step, and no lease was granted. Ask again:
+    it goes on from there."""
 
 
 class AttendRow(NamedTuple):
