@@ -49,15 +49,20 @@ Division divide_call(const AttentionCall& call) {
     return division;
 }
 
-// The tasks, taken one after the other by as many threads as there are, and this one.
-void run_tasks(const Kernels& kernels, const AttentionCall& call, const std::vector<Task>& tasks) {
+// The tasks, taken one after the other by as many threads as there are, and this one. False once the deadline has passed.
+bool run_tasks(const Kernels& kernels, const AttentionCall& call, const std::vector<Task>& tasks) {
     std::atomic<std::size_t> next{0};
     std::mutex lock;
     std::exception_ptr failed;
+    std::atomic<bool> late{false};
     const auto work = [&] {
         try {
             TaskRunner runner(kernels, call);
-            for (std::size_t at = next++; at < tasks.size(); at = next++) runner.run(tasks[at]);
+            for (std::size_t at = next++; at < tasks.size(); at = next++)
+                if (!runner.run(tasks[at])) {
+                    late = true;
+                    next = tasks.size();  // the other threads see the deadline themselves, and take no more tasks
+                }
         } catch (...) {
             const std::lock_guard<std::mutex> held(lock);
             failed = std::current_exception();
@@ -71,6 +76,7 @@ void run_tasks(const Kernels& kernels, const AttentionCall& call, const std::vec
     work();
     for (std::thread& other : others) other.join();
     if (failed) std::rethrow_exception(failed);
+    return !late;
 }
 
 // The result of a subtree, of the whole call's shape.
@@ -95,7 +101,7 @@ void merge_subtrees(const AttentionKernels& kernels, std::vector<Result> results
 
 }  // namespace
 
-void attend(const Kernels& kernels, const AttentionCall& call) {
+bool attend(const Kernels& kernels, const AttentionCall& call) {
     const std::size_t rows = call.tokens * call.query_heads, width = call.value_dim;
     const Division division = divide_call(call);
     const std::size_t subtrees = division.stop - division.first;
@@ -113,8 +119,9 @@ void attend(const Kernels& kernels, const AttentionCall& call) {
             for (std::size_t head = call.head_start; head < call.head_stop; head += division.heads)
                 tasks.push_back({&block, head, std::min(head + division.heads, call.head_stop), division.level,
                                  division.first + at, results[at].out, results[at].lse});
-    run_tasks(kernels, call, tasks);
+    if (!run_tasks(kernels, call, tasks)) return false;
     merge_subtrees(*kernels.attention, results, division.first, rows, width);
+    return true;
 }
 
 }  // namespace kvc

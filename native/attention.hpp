@@ -96,6 +96,7 @@ struct AttentionCall {
     std::vector<PageSpan> spans;      // distinct, and not empty
     std::vector<std::vector<std::uint32_t>> row_spans;
     std::size_t threads;
+    std::int64_t deadline_ns;  // of CLOCK_MONOTONIC; 0: none
 
     std::size_t group() const { return query_heads / (head_stop - head_start); }
 };
@@ -105,7 +106,8 @@ inline std::pair<std::int64_t, std::int64_t> limits_of(std::size_t level, std::s
     return {static_cast<std::int64_t>(index * kCutTokens << level), static_cast<std::int64_t>((index + 1) * kCutTokens << level)};
 }
 
-// Carries it out. The call must be consistent: the binding checks it.
-void attend(const Kernels& kernels, const AttentionCall& call);
+// Carries it out. The call must be consistent: the binding checks it. False, and no result, once the deadline has passed:
+// each thread looks at it before each cut.
+bool attend(const Kernels& kernels, const AttentionCall& call);
 
 }  // namespace kvc

@@ -106,12 +106,12 @@ void take_limits(AttentionCall& call, const std::vector<SubtreeArguments>& row_s
     }
 }
 
-void attend_to(Address query, Address positions, Address out, Address lse, std::size_t tokens, std::size_t query_heads,
+bool attend_to(Address query, Address positions, Address out, Address lse, std::size_t tokens, std::size_t query_heads,
                const ShapeArguments& shape, const std::vector<CoderArguments>& coders,
                std::pair<std::size_t, std::size_t> heads, const ScoringArguments& scoring,
                SubtreeArguments subtree, const std::vector<SpanArguments>& spans,
                const std::vector<std::size_t>& starts, const std::vector<std::vector<std::uint32_t>>& row_spans,
-               const std::vector<SubtreeArguments>& row_subtrees, std::size_t threads) {
+               const std::vector<SubtreeArguments>& row_subtrees, std::size_t threads, std::int64_t deadline_ns) {
     AttentionCall call{};
     call.query = at<const float>(query);
     call.positions = at<const std::int64_t>(positions);
@@ -129,9 +129,10 @@ void attend_to(Address query, Address positions, Address out, Address lse, std::
     expect(is_subtree(subtree) && call.window >= 0 && threads, "out of range");
     take_limits(call, row_subtrees);
     call.threads = threads;
+    call.deadline_ns = deadline_ns;
     const Kernels& chosen = kernels();
     nb::gil_scoped_release others_run;
-    attend(chosen, call);
+    return attend(chosen, call);
 }
 
 void merge_results(Address out, Address lse, const std::vector<std::pair<std::size_t, std::size_t>>& pairs,
@@ -150,7 +151,7 @@ void bind_attention(nb::module_& m) {
     m.def("attend", &attend_to, nb::arg("query"), nb::arg("positions"), nb::arg("out"), nb::arg("lse"), nb::arg("tokens"),
           nb::arg("query_heads"), nb::arg("shape"), nb::arg("coders"), nb::arg("heads"), nb::arg("scoring"),
           nb::arg("subtree"), nb::arg("spans"), nb::arg("starts"), nb::arg("row_spans"), nb::arg("row_subtrees"),
-          nb::arg("threads"));
+          nb::arg("threads"), nb::arg("deadline_ns") = 0);
     m.def("merge_results", &merge_results, nb::arg("out"), nb::arg("lse"), nb::arg("pairs"), nb::arg("results"),
           nb::arg("rows"), nb::arg("width"));
 }

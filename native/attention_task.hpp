@@ -2,6 +2,8 @@
 // values; then merges along the tree. Included by attention.cpp alone.
 #pragma once
 
+#include <time.h>
+
 #include "attention_blocks.hpp"
 #include "kernels.hpp"
 
@@ -64,14 +66,16 @@ class TaskRunner {
   public:
     TaskRunner(const Kernels& kernels, const AttentionCall& call) : all_(kernels), kernels_(*kernels.attention), call_(call) {}
 
-    void run(const Task& task) {
+    // False if the deadline passed meanwhile: there is no result then, and there are none of later tasks.
+    bool run(const Task& task) {
         task_ = &task;
         group_ = call_.group();
         queries_ = (task.block->stop - task.block->first) * group_;
         heads_ = task.head_stop - task.head;
         take_queries();
         Heads& result = result_of(task.level + 1);
-        if (subtree(task.level, task.index, result)) put(result);
+        if (subtree(task.level, task.index, result) && !late_) put(result);
+        return !late_;
     }
 
   private:
@@ -127,7 +131,7 @@ class TaskRunner {
     bool subtree(std::size_t level, std::size_t index, Heads& into) {
         const i64 start = static_cast<i64>(index * kCutTokens << level);
         const i64 stop = static_cast<i64>((index + 1) * kCutTokens << level);
-        if (!sees(start, stop)) return false;
+        if (late_ || !sees(start, stop)) return false;
         if (!level) return cut(start, into);
         const bool left = subtree(level - 1, 2 * index, into);
         if (!left) return subtree(level - 1, 2 * index + 1, into);
@@ -180,6 +184,8 @@ class TaskRunner {
 
     // The keys and values of one cut. Every query of the block gets a result.
     bool cut(i64 base, Heads& into) {
+        late_ = call_.deadline_ns && now_ns() >= call_.deadline_ns;
+        if (late_) return false;
         find_pieces(base);
         for (std::size_t at = 0; at < queries_; at++) {
             const Bounds seen = bounds_of(call_, task_->block->first + at / group_);
@@ -282,6 +288,12 @@ class TaskRunner {
         return which || next - pieces_.size() >= pieces_.size() ? nullptr : start_of(pieces_[next - pieces_.size()], 1);
     }
 
+    static i64 now_ns() {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        return static_cast<i64>(now.tv_sec) * 1'000'000'000 + now.tv_nsec;
+    }
+
     static const u8* start_of(const Piece& piece, std::size_t which) {
         return which && piece.shape->planes.size() > 1 ? piece.layer + piece.shape->planes[0].coded_bytes : piece.layer;
     }
@@ -290,6 +302,7 @@ class TaskRunner {
     const AttentionKernels& kernels_;
     const AttentionCall& call_;
     const Task* task_ = nullptr;
+    bool late_ = false;  // the deadline has passed
     std::size_t group_ = 0, queries_ = 0, heads_ = 0;
     AlignedFloats query_, scores_, rows_;
     std::vector<float> totals_, scratch_;

@@ -16,6 +16,8 @@ from kvcluster.attention.page_span import PageLayout, PageSpan
 from kvcluster.core.position_tree import MAX_POSITION, ROOT, TREE_LEVELS, Subtree
 from kvcluster.errors import CallerError
 
+LATE = "attention took until its deadline"
+
 
 @dataclass(frozen=True)
 class QueryRow:
@@ -60,7 +62,8 @@ class AttentionCall:
     """One layer. `query` float32 `[tokens, heads, dim]`, contiguous; `positions` int64 `[tokens]`. Row i has the
     tokens from `starts[i]` up to `starts[i + 1]` and the spans `row_spans[i]`, which are indices into `spans`; of these
     only positions of the subtree `row_withins[i]` count. The query heads belong to the
-    heads `heads[0]` up to `heads[1]` of the pages, in equal groups."""
+    heads `heads[0]` up to `heads[1]` of the pages, in equal groups. Kernels raise TimeoutError between two cuts once
+    `deadline_ns` of the monotonic clock has passed; 0 for none."""
 
     layout: PageLayout
     layer: int
@@ -72,6 +75,7 @@ class AttentionCall:
     row_withins: tuple[Subtree, ...]
     heads: tuple[int, int]
     scoring: Scoring
+    deadline_ns: int = 0
 
     @property
     def within(self) -> Subtree:
@@ -92,6 +96,7 @@ def check_call(
     heads: tuple[int, int] | None,
     scoring: Scoring,
     row_withins: Sequence[Subtree],
+    deadline_ns: int = 0,
 ) -> AttentionCall:
     """Returns the call; `row_withins` has a subtree for each row. Raises CallerError for what does not fit."""
     if type(layer) is not int or not 0 <= layer < layout.layers:
@@ -130,6 +135,7 @@ def check_call(
         tuple(row_withins),
         (start, stop),
         scoring,
+        deadline_ns,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcluster.attention.call import AttentionCall
+from kvcluster.attention.call import LATE, AttentionCall
 from kvcluster.pages import codec
 from kvcluster.pages.codec_torch import DTYPES
 from kvcluster.pages.native import Kernels
@@ -20,14 +20,14 @@ Result = tuple[Tensor, Tensor]
 
 
 def attend(kernels: Kernels, call: AttentionCall, threads: int) -> Result:
-    """As torch_kernel.attend."""
+    """As torch_kernel.attend, also in what it raises."""
     tokens, query_heads, _ = call.query.shape
     layout, scoring, positions = call.layout, call.scoring, call.positions
     out, lse = torch.empty(tokens, query_heads, layout.value_dim), torch.empty(tokens, query_heads)
     kinds = sorted({kind for span in call.spans for kind in span.pages.kinds})
     arrays = [(span.pages.addresses.contiguous(), span.pages.codecs.contiguous()) for span in call.spans]
     cap = scoring.softcap or 0.0
-    kernels.attend(
+    in_time = kernels.attend(
         query=call.query.data_ptr(),
         positions=positions.data_ptr(),
         out=out.data_ptr(),
@@ -60,7 +60,10 @@ def attend(kernels: Kernels, call: AttentionCall, threads: int) -> Result:
         row_spans=[list(numbers) for numbers in call.row_spans],
         row_subtrees=[(within.level, within.index) for within in call.row_withins],
         threads=threads,
+        deadline_ns=call.deadline_ns,
     )
+    if not in_time:
+        raise TimeoutError(LATE)
     return out, lse
 
 

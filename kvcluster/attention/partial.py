@@ -28,6 +28,10 @@ from kvcluster.errors import CallerError
 from kvcluster.pages import native
 
 
+Result = tuple[Tensor, Tensor]
+"""`out` and `lse`, as of a Partial."""
+
+
 @dataclass(frozen=True, eq=False)
 class Partial:
     """`out` float32 `[tokens, heads, value_dim]`, normalised, and `lse` float32 `[tokens, heads]`, the natural
@@ -75,11 +79,13 @@ def attend(
     scoring: Scoring,
     heads: tuple[int, int] | None = None,
     threads: int = 1,
+    deadline_ns: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As `partial`, and of each row only positions of its own subtree count. Returns `out` and `lse` of all rows."""
+    """As `partial`, and of each row only positions of its own subtree count. Returns `out` and `lse` of all rows. Raises
+    TimeoutError once `deadline_ns` of the monotonic clock has passed; 0 for none."""
     if threads < 1:
         raise CallerError(f"threads is {threads}; it must be at least 1")
-    call = check_call(layout, layer, query, rows, heads, scoring, withins)
+    call = check_call(layout, layer, query, rows, heads, scoring, withins, deadline_ns)
     kernels = native.KERNELS
     return torch_attend(call) if kernels is None else native_attend(kernels, call, threads)
 
@@ -128,6 +134,11 @@ def merge_stacked(subtrees: Sequence[Subtree], outs: Tensor, lses: Tensor) -> Pa
 
     subtree, number = fold(numbers, paired)
     return Partial(subtree, *_merged(outs, lses, pairs, number))
+
+
+def merge_two(left: Result, right: Result) -> Result:
+    """Merges `out` and `lse` of the same queries for two subtrees, of which `left` comes before `right`."""
+    return _merged(torch.stack([left[0], right[0]]), torch.stack([left[1], right[1]]), [(0, 1)], 0)
 
 
 def _merged(outs: Tensor, lses: Tensor, pairs: Sequence[tuple[int, int]], number: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,9 @@ from kvcluster.attention.call import Scoring
 from kvcluster.attention.page_span import PageAddresses, PageLayout, PageSpan
 from kvcluster.attention.partial import Partial
 from kvcluster.attention.subtree_partials import SubtreeRow, subtree_partials
+from kvcluster.attention.pieces import cuts_before
 from kvcluster.core import limits
+from kvcluster.core.attend_work import attend_work
 from kvcluster.core.ids import SpanId
 from kvcluster.core.messages import AttendRequest, AttendRow, PageKey, PageSlot, SpanPages
 from kvcluster.core.position_tree import ROOT, Subtree
@@ -38,15 +40,22 @@ _VERIFIED: WeakKeyDictionary[SpanPages, dict[int, None]] = WeakKeyDictionary()
 """The layers of spans that have been verified, where their pages lie now."""
 
 
-def corrupt_pages(layer: int, spans: Iterable[SpanPages], view: View) -> dict[SpanId, list[PageKey]]:
+def corrupt_pages(
+    layer: int, spans: Iterable[SpanPages], view: View, between: Callable[[], object] = lambda: None
+) -> dict[SpanId, list[PageKey]]:
     """Returns the pages whose bytes of a layer do not match their checksums, by span. A layer is verified when it is
-    first attended to, as a borrowed page is: after that the pin keeps it as it was."""
+    first attended to, as a borrowed page is: after that the pin keeps it as it was. `between` is called between pages,
+    and may raise."""
     found: dict[SpanId, list[PageKey]] = {}
     for pages in spans:
         verified = _VERIFIED.setdefault(pages, {})
         if layer in verified or layer >= pages.part.layers:
             continue
-        wrong = [slot.key for slot in pages.slots if not _is_sound(pages, slot, layer, view(slot))]
+        wrong: list[PageKey] = []
+        for slot in pages.slots:
+            between()
+            if not _is_sound(pages, slot, layer, view(slot)):
+                wrong.append(slot.key)
         if wrong:
             found[pages.span] = wrong
         else:
@@ -61,17 +70,25 @@ def attend_spans(
     view: View,
     *,
     between: Callable[[], object],
+    deadline_ns: int = 0,
 ) -> memoryview:
     """Returns the results of a request, in the order in which they travel (Attended). `spans` are all that it names,
-    pinned. `between` is called between subtrees, and may raise. Raises CallerError for what does not fit, LimitError
-    for too much; then nothing was read."""
+    pinned. `between` is called between pieces of at most limits.ATTEND_PIECE_WORK, and may raise. Raises CallerError for
+    what does not fit, LimitError for too much; then nothing was read. TimeoutError once `deadline_ns` of the monotonic
+    clock has passed; 0 for none."""
     layout = _layout(request, next(iter(spans.values())))
-    rows = [_row(row, layout, spans, view) for row in request.rows]
+    rows = []
+    for row in request.rows:
+        between()
+        rows.append(_row(row, layout, spans, view))
     _check_bounds(request, layout, rows)
     raw = torch.frombuffer(query, dtype=DTYPES[request.dtype]) if query.nbytes else torch.zeros(0)
     asked = raw.view(request.tokens, request.heads, request.dim).float()
     scoring = Scoring(request.scale, request.softcap or None, request.window or None)
-    results = subtree_partials(asked, rows, layout, request.layer, scoring, between=between)
+    most, layer = limits.ATTEND_PIECE_WORK, request.layer
+    results = subtree_partials(
+        asked, rows, layout, layer, scoring, between=between, most_work=most, deadline_ns=deadline_ns
+    )
     return pack_results(results)
 
 
@@ -162,15 +179,16 @@ def _is_sound(pages: SpanPages, slot: PageSlot, layer: int, data: memoryview) ->
 
 def _check_bounds(request: AttendRequest, layout: PageLayout, rows: Sequence[SubtreeRow]) -> None:
     nbytes = work = 0
-    each = request.heads * (layout.key.dim + layout.value_dim)
+    channels = layout.key.dim + layout.value_dim
     for row in rows:
         tokens = len(row.positions)
         nbytes += len(row.subtrees) * result_bytes(tokens, request.heads, layout.value_dim)
-        before = [0, *itertools.accumulate(span.tokens for span in row.spans)]
+        before = cuts_before(row.spans)
         for subtree in row.subtrees:
             first = bisect_right(row.spans, subtree.start, key=attrgetter("stop"))
             stop = bisect_left(row.spans, subtree.stop, key=attrgetter("position"))
-            work += tokens * each * max(0, before[max(first, stop)] - before[first])
+            cuts = max(0, before[max(first, stop)] - before[first])
+            work += attend_work(tokens, max(cuts, stop > first), heads=request.heads, channels=channels)
     if nbytes > limits.ATTEND_BYTES:
         raise LimitError(f"the results take {nbytes} bytes, more than {limits.ATTEND_BYTES}; ask for fewer at a time")
     if work > limits.ATTEND_WORK:

@@ -8,17 +8,16 @@ it merges with those of other places into the bits of one call over all keys.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcluster.attention.call import QueryRow, Scoring
+from kvcluster.attention.call import Scoring
 from kvcluster.attention.page_span import PageLayout, PageSpan
-from kvcluster.attention.partial import Partial, attend, merge_stacked
+from kvcluster.attention.partial import Partial, merge_stacked
+from kvcluster.attention.pieces import Piece, PieceAttention, spans_within
 from kvcluster.core.position_tree import ROOT, Subtree
 
 _TOGETHER = 1 << 16
@@ -43,23 +42,21 @@ def subtree_partials(
     *,
     threads: int = 1,
     between: Callable[[], object] = lambda: None,
+    most_work: int | None = None,
+    deadline_ns: int = 0,
 ) -> list[list[Partial]]:
     """Returns for each row the result of each of its subtrees, in order. `query` is `[tokens, heads, dim]`: the tokens
-    of all rows, one row after the other. `between` is called before each part of the work, which is one subtree or
-    several small ones, and may raise. Raises as `partial`."""
+    of all rows, one row after the other. `between` is called before each piece of the work, and may raise. A piece is
+    one subtree or several small ones; with `most_work` none has more multiplications (core/attend_work.py), unless it is
+    one query token and one cut. Raises as `partial`, and TimeoutError once `deadline_ns` of the monotonic clock has
+    passed; 0 for none."""
     starts = [0, *itertools.accumulate(len(row.positions) for row in rows)]
+    made = PieceAttention(query, layout, layer, scoring, threads, between, most_work, deadline_ns)
     found: dict[tuple[int, Subtree], Partial] = {}
-    for pieces in _parts(rows):
-        between()
-        asked, mine = [range(starts[piece.row], starts[piece.row + 1]) for piece in pieces], query
-        if [piece.row for piece in pieces] != list(range(len(rows))):
-            mine = query[torch.tensor(list(itertools.chain(*asked)), dtype=torch.int64)]
-        made = [QueryRow(rows[piece.row].positions, piece.spans) for piece in pieces]
-        withins = [piece.subtree for piece in pieces]
-        out, lse = attend(mine, made, withins, layout, layer, scoring, threads=threads)
-        counts = [len(each) for each in asked]
-        for piece, its_out, its_lse in zip(pieces, torch.split(out, counts), torch.split(lse, counts), strict=True):
-            found[piece.row, piece.subtree] = Partial(piece.subtree, its_out, its_lse)
+    for part in _parts(rows, starts):
+        results = made.results([piece for _, piece in part])
+        for (row, piece), (out, lse) in zip(part, results, strict=True):
+            found[row, piece.subtree] = Partial(piece.subtree, out, lse)
     return [[found[number, subtree] for subtree in row.subtrees] for number, row in enumerate(rows)]
 
 
@@ -83,34 +80,21 @@ def merge_rows(rows: Sequence[Sequence[Partial]], value_dim: int, heads: int) ->
     return Partial(ROOT, torch.cat([out for out, _ in made]), torch.cat([lse for _, lse in made]))
 
 
-class _Piece(NamedTuple):
-    """What one row wants of one subtree, and the spans that have positions of it."""
-
-    row: int
-    subtree: Subtree
-    spans: Sequence[PageSpan]
-
-
-def _parts(rows: Sequence[SubtreeRow]) -> Iterator[list[_Piece]]:
-    """Yields what is computed in one call: all that rows want of one subtree, and of more subtrees as long as that is
-    little work."""
-    wanted: dict[Subtree, list[_Piece]] = {}
+def _parts(rows: Sequence[SubtreeRow], starts: Sequence[int]) -> Iterator[list[tuple[int, Piece]]]:
+    """Yields what is computed in one call, with the row of each piece: all that rows want of one subtree, and of more
+    subtrees as long as that is little work."""
+    wanted: dict[Subtree, list[tuple[int, Piece]]] = {}
     for number, row in enumerate(rows):
+        tokens = range(starts[number], starts[number + 1])
         for subtree in row.subtrees:
-            wanted.setdefault(subtree, []).append(_Piece(number, subtree, _within(row.spans, subtree)))
-    part, work = list[_Piece](), 0
+            piece = Piece(tokens, row.positions, subtree, spans_within(row.spans, subtree))
+            wanted.setdefault(subtree, []).append((number, piece))
+    part, work = list[tuple[int, Piece]](), 0
     for pieces in wanted.values():
-        keys = [1 + sum(span.tokens for span in piece.spans) for piece in pieces]
-        more = sum(len(rows[piece.row].positions) * count for piece, count in zip(pieces, keys, strict=True))
+        more = sum(len(piece.tokens) * (1 + sum(span.tokens for span in piece.spans)) for _, piece in pieces)
         if part and work + more > _TOGETHER:
             yield part
             part, work = [], 0
         part, work = part + pieces, work + more
     if part:
         yield part
-
-
-def _within(spans: Sequence[PageSpan], subtree: Subtree) -> Sequence[PageSpan]:
-    """Returns the spans that have positions of a subtree."""
-    first = bisect_right(spans, subtree.start, key=attrgetter("stop"))
-    return spans[first : bisect_left(spans, subtree.stop, key=attrgetter("position"))]

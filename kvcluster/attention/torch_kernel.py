@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kvcluster.attention.arithmetic import Fma, exp, log, merge_pair, plain, tanh
-from kvcluster.attention.call import AttentionCall
+from kvcluster.attention.call import LATE, AttentionCall
 from kvcluster.attention.page_span import PageLayout, PageSpan
 from kvcluster.core.codecs import Codec
 from kvcluster.core.position_tree import CUT_TOKENS, Subtree, fold
@@ -34,7 +35,8 @@ Partial = tuple[Tensor, Tensor]
 
 
 def attend(call: AttentionCall, fma: Fma = plain) -> Partial:
-    """Returns `out` float32 `[tokens, heads, value_dim]` and `lse` float32 `[tokens, heads]` of the call."""
+    """Returns `out` float32 `[tokens, heads, value_dim]` and `lse` float32 `[tokens, heads]` of the call. Raises
+    TimeoutError at its deadline."""
     tokens, heads, _ = call.query.shape
     out, lse = torch.zeros(tokens, heads, call.layout.value_dim), torch.full((tokens, heads), -torch.inf)
     seen = bounds(call)
@@ -111,6 +113,8 @@ def _cut(
     call: AttentionCall, spans: list[PageSpan], at: slice, bounds_seen: tuple[Tensor, Tensor], cut: int, fma: Fma
 ) -> Partial:
     """Attends to one cut."""
+    if call.deadline_ns and time.monotonic_ns() >= call.deadline_ns:
+        raise TimeoutError(LATE)
     key, value, there = _gather(call, spans, cut)
     first, last = (each[:, None] for each in bounds_seen)
     where = torch.arange(cut * CUT_TOKENS, (cut + 1) * CUT_TOKENS)

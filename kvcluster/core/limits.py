@@ -195,11 +195,16 @@ ATTEND_BYTES = 32 * 1024 * 1024
 """Bytes of the query of one message, and of its results."""
 
 ATTEND_WORK = 2**37
-"""Multiplications of one message: three seconds of a fast core. A worker divides what takes more."""
+"""Multiplications of one message (core/attend_work.py): three seconds of a fast core. A worker divides what takes
+more."""
+
+ATTEND_PIECE_WORK = 2**29
+"""Multiplications of one piece of a compute: some 12 milliseconds of a fast core. Between two pieces its deadline is
+looked at, and another tenant has its turn."""
 
 ATTENDS_WAITING = 64
-"""Computes that wait for a thread at one shard, by shares of tenants. One more is declined: its worker loads the pages,
-which is faster than waiting for so many."""
+"""Computes that wait or are under way at one shard, by shares of tenants. One more is declined: its worker loads the
+pages, which is faster than waiting for so many."""
 
 SUSPECTS = 1_024
 """Pages that readers suspect and the shard has not read again yet. The scrubber's regular round covers any others."""

@@ -96,8 +96,10 @@ def attend(
     row_spans: list[list[int]],
     row_subtrees: list[tuple[int, int]],
     threads: int,
-) -> None:
-    """One call of attention (kvcluster/attention/torch_kernel.py). Other threads run meanwhile.
+    deadline_ns: int = 0,
+) -> bool:
+    """One call of attention (kvcluster/attention/torch_kernel.py). Other threads run meanwhile. False, and no results,
+    if `deadline_ns` of the monotonic clock passes before it is done; 0 for none.
 
     `query` float32 `[tokens, query_heads, key_dim]`, `positions` int64 `[tokens]`, `out` float32
     `[tokens, query_heads, value_dim]` and `lse` float32 `[tokens, query_heads]` are addresses. `shape`: the dtype (0

@@ -44,7 +44,8 @@ class Kernels(Protocol):
         row_spans: list[list[int]],
         row_subtrees: list[tuple[int, int]],
         threads: int,
-    ) -> None: ...
+        deadline_ns: int = 0,
+    ) -> bool: ...
 
     def merge_results(
         self, out: int, lse: int, pairs: list[tuple[int, int]], results: int, rows: int, width: int

@@ -1,8 +1,13 @@
 """The threads on which a shard computes attention, and the bounded queue before them.
 
 Compute takes a processor for milliseconds, loads only while they copy. So compute has threads of its own, which are
-niced: loads, stores and the core go before them. The jobs that wait are bounded, by shares of tenants; one more is
+niced: loads, stores and the core go before them. The jobs are bounded, by shares of tenants; one more is
 declined at once, and its worker loads the pages instead. A job that is still waiting at its deadline never runs.
+
+At most `threads` jobs compute at once, and tenants take turns at that (compute_turns.py): not by whole jobs, which may
+take seconds, but by pieces of them. Between two pieces a job calls `Turn.give_way`, in which it pauses while another
+tenant is to compute. A job that pauses keeps its thread, so there may be more threads than compute, but no more than
+jobs.
 
 A job's exceptions are those of its caller, which waits for it on another thread.
 """
@@ -11,6 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -19,99 +25,243 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shares import Shares
+from kvcluster.runtime.compute_turns import ComputeTurns
 from kvcluster.runtime.threads import be_nice
-from kvcluster.transport.base import ComputeBusy, Deadline, Unavailable
+from kvcluster.transport.base import ComputeBusy, Deadline, Turn, Unavailable
 
 T = TypeVar("T")
 
 NICENESS = 10
 """About a tenth of a processor, where loads want all of it."""
 
+_LOOK_UP_S = 0.02
+"""How often a job that pauses looks after what it holds: a lease is at least five times as long (lease_ttl_ms)."""
+
 
 class _Job(Generic[T]):
-    """One job and its outcome. `ended` is set when it has run or never will."""
+    """One job and its outcome. `go` is set while it may compute; `ended` when it has run or never will."""
 
-    def __init__(self, tenant: Tenant, work: Callable[[], T], deadline: Deadline) -> None:
+    def __init__(self, tenant: Tenant, work: Callable[[Turn], T], deadline: Deadline) -> None:
         self.tenant = tenant
         self.work = work
         self.deadline = deadline
+        self.go = threading.Event()
+        self.since = 0.0  # when it began to compute, or was last accounted for
         self.ended = threading.Event()
         self.result: T | None = None
         self.error: BaseException | None = None
 
-    def run(self) -> None:
+    def run(self, turn: Turn) -> None:
         try:
             self.deadline.check("it waited for a thread until then")
-            self.result = self.work()
+            self.result = self.work(turn)
         except BaseException as error:
             self.error = error
-        self.ended.set()
 
 
 class ComputePool:
-    """`threads` threads, from `start` to `close`; with 0, half as many as there are processors."""
+    """`threads` threads compute at once, from `start` to `close`; with 0, half as many as there are processors."""
 
-    def __init__(self, threads: int, name: str) -> None:
-        self._waiting: deque[_Job[Any]] = deque()
+    def __init__(self, threads: int, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = threads or max(1, (os.cpu_count() or 1) // 2)
+        self._thread_name = f"kvcluster-{name}-compute"
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)  # of threads that wait for a job
+        self._idle = 0  # those threads
+        self._ready: deque[_Job[Any]] = deque()  # begun, and not yet taken by a thread
+        self._waiting: dict[Tenant, deque[_Job[Any]]] = {}  # not begun
+        self._paused: dict[Tenant, deque[_Job[Any]]] = {}  # begun
+        self._turns = ComputeTurns()
         self._shares = Shares(limits.ATTENDS_WAITING)
-        self._wake = threading.Condition()
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._run, name=f"kvcluster-{name}-compute-{number}", daemon=True)
-            for number in range(threads or max(1, (os.cpu_count() or 1) // 2))
-        ]
+        self._computing = 0
+        self._threads: dict[threading.Thread, None] = {}
+        self._preparing = self._closed = False
+        self._started = False
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    def start(self, prepare: Callable[[], object] | None = None) -> None:
+        """From now on jobs run; none before `prepare`, which runs on a thread of its own, is done: until then all are
+        declined."""
+        if prepare is not None:
+            self._preparing = True
+            threading.Thread(target=self._prepare, args=(prepare,), name=self._thread_name, daemon=True).start()
+        with self._lock:
+            self._started = True
+            self._dispatch()
 
     @property
     def waiting(self) -> int:
-        """The number of jobs that wait for a thread."""
-        return len(self._waiting)
+        """The number of jobs that wait to begin."""
+        return sum(map(len, list(self._waiting.values())))
 
-    def run(self, tenant: Tenant, work: Callable[[], T], deadline: Deadline) -> T:
+    def run(self, tenant: Tenant, work: Callable[[Turn], T], deadline: Deadline) -> T:
         """Returns what `work` returns, on one of the threads. Raises what it raises; ComputeBusy if the tenant has its
-        share of the queue; Unavailable at the deadline, if it has not begun, or once the pool is closed."""
+        share of the jobs; Unavailable at the deadline, if it has not begun, or once the pool is closed."""
         job = _Job(tenant, work, deadline)
-        with self._wake:
+        with self._lock:
             if self._closed:
                 raise _ending()
+            if self._preparing:
+                raise ComputeBusy("this shard has just started, and cannot compute yet")
             if self._shares.full(tenant):
-                raise ComputeBusy(f"{len(self._waiting)} computes wait for {len(self._threads)} threads")
+                raise ComputeBusy(f"{self._shares.held(tenant)} computes of this tenant wait or are under way")
             self._shares.add(tenant)
-            self._waiting.append(job)
-            self._wake.notify()
-        job.ended.wait()
+            self._turns.enter(tenant)
+            self._waiting.setdefault(tenant, deque()).append(job)
+            self._dispatch()
+        if not job.ended.wait(deadline.remaining_s()):
+            self._withdraw(job)
+            job.ended.wait()
         if job.error is not None:
             raise job.error
         result: T = job.result  # type: ignore[assignment] # None only if T is None
         return result
 
     def close(self) -> None:
-        """Ends the jobs that wait, and returns when those under way have ended. May be called again."""
-        with self._wake:
+        """Ends the jobs that wait, and returns when those under way have ended, which they do after the piece that they
+        are in. May be called again."""
+        with self._lock:
             self._closed = True
-            left = list(self._waiting)
-            self._waiting.clear()
+            for jobs in list(self._waiting.values()):
+                for job in list(jobs):
+                    self._remove(job, _ending())
+            for jobs in self._paused.values():
+                for job in jobs:
+                    job.go.set()
             self._wake.notify_all()
-        for job in left:
-            job.error = _ending()
-            job.ended.set()
-        for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join()
+
+    # ------------------------------------------------------------------------------------- under the lock
+
+    def _dispatch(self) -> None:
+        """Has as many jobs compute as may."""
+        while self._started and not self._closed and self._computing < self._most:
+            tenant = self._turns.next_of({**self._paused, **self._waiting})
+            if tenant is None:
+                return
+            self._computing += 1
+            if tenant in self._paused:
+                job = _first(self._paused, tenant)
+                job.since = self._clock()
+                job.go.set()
+                continue
+            job = _first(self._waiting, tenant)
+            job.since = self._clock()
+            job.go.set()
+            self._ready.append(job)
+            if self._idle >= len(self._ready):
+                self._wake.notify()
+            else:
+                thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
+                self._threads[thread] = None
+                thread.start()
+
+    def _account(self, job: _Job[Any]) -> None:
+        now = self._clock()
+        self._turns.spent(job.tenant, now - job.since)
+        job.since = now
+
+    def _stop(self, job: _Job[Any]) -> None:
+        """The job computes no more for now."""
+        self._account(job)
+        job.go.clear()
+        self._computing -= 1
+
+    def _remove(self, job: _Job[Any], error: BaseException) -> None:
+        """Ends a job that has not begun."""
+        _drop(self._waiting, job)
+        self._forget(job)
+        job.error = error
+        job.ended.set()
+
+    def _forget(self, job: _Job[Any]) -> None:
+        self._shares.remove(job.tenant)
+        self._turns.leave(job.tenant)
+
+    # ------------------------------------------------------------------------------------------- threads
+
+    def _withdraw(self, job: _Job[Any]) -> None:
+        """The deadline of a job has come: ends it if it has not begun."""
+        with self._lock:
+            if job in self._waiting.get(job.tenant, ()):
+                self._remove(job, Unavailable(Miss(MissReason.DEADLINE, "it waited for a thread until then")))
+
+    def _prepare(self, prepare: Callable[[], object]) -> None:
+        be_nice(NICENESS)
+        try:
+            prepare()
+        finally:
+            self._preparing = False
 
     def _run(self) -> None:
         be_nice(NICENESS)
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
-                job = self._waiting.popleft()
-                self._shares.remove(job.tenant)
-            job.run()
+        while (job := self._next_job()) is not None:
+            job.run(_Turn(self, job))
+            with self._lock:
+                if not _drop(self._paused, job):  # it ended while it paused, or while it computed
+                    self._stop(job)
+                self._forget(job)
+                self._dispatch()
+            job.ended.set()
+
+    def _next_job(self) -> _Job[Any] | None:
+        """Returns the next job for this thread; None if the thread is to end, since as many others wait as compute."""
+        with self._lock:
+            while not self._ready and not self._closed and self._idle < self._most:
+                self._idle += 1
+                self._wake.wait()
+                self._idle -= 1
+            if self._ready:
+                return self._ready.popleft()
+            del self._threads[threading.current_thread()]
+            return None
+
+    def give_way(self, job: _Job[Any], meanwhile: Callable[[], object]) -> None:
+        """As Turn.give_way, of a job that computes."""
+        with self._lock:
+            if self._closed:
+                raise _ending()
+            self._account(job)
+            if not self._turns.due_before(job.tenant, {**self._paused, **self._waiting}):
+                return
+            self._stop(job)
+            self._paused.setdefault(job.tenant, deque()).append(job)
+            self._dispatch()
+        while not job.go.wait(_LOOK_UP_S):
+            meanwhile()
+        if self._closed:
+            raise _ending()
+
+
+class _Turn:
+    """The turn of one job (transport/base.py)."""
+
+    def __init__(self, pool: ComputePool, job: _Job[Any]) -> None:
+        self._pool = pool
+        self._job = job
+
+    def give_way(self, meanwhile: Callable[[], object]) -> None:
+        self._pool.give_way(self._job, meanwhile)
+
+
+def _first(jobs: dict[Tenant, deque[_Job[Any]]], tenant: Tenant) -> _Job[Any]:
+    job = jobs[tenant].popleft()
+    if not jobs[tenant]:
+        del jobs[tenant]
+    return job
+
+
+def _drop(jobs: dict[Tenant, deque[_Job[Any]]], job: _Job[Any]) -> bool:
+    """Removes a job, and returns whether it was there."""
+    mine = jobs.get(job.tenant, deque())
+    if job not in mine:
+        return False
+    mine.remove(job)
+    if not mine:
+        del jobs[job.tenant]
+    return True
 
 
 def _ending() -> Unavailable:

@@ -64,7 +64,9 @@ from kvcluster.runtime.scrub import NICENESS, verify
 from kvcluster.runtime.shard_metrics import ShardMetrics
 from kvcluster.runtime.threads import JobThread
 from kvcluster.runtime.tier_store import TierStores, bytes_of, open_stores
-from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.attend_session import import_attention
+from kvcluster.transport.attending import ATTEND_PATHS
+from kvcluster.transport.base import Deadline, RefusedByShard, Turn, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeSummary
 
 log = logging.getLogger(__name__)
@@ -140,7 +142,8 @@ class ShardHost:
         self.core.offers = offers or self.core.offers
         for thread in dict.fromkeys(self._threads.values()):
             thread.start()
-        self._compute.start()
+        carries = any(offer.transport in ATTEND_PATHS for offer in self.core.offers.offers)
+        self._compute.start(import_attention if carries else None)
         self._driver.start()
 
     def save(self, stop_ms: int) -> PagesSaved:
@@ -222,7 +225,7 @@ class ShardHost:
         finally:
             self._sessions.pop(attempt, None)
 
-    def compute(self, tenant: Tenant, work: Callable[[], R], deadline: Deadline) -> R:
+    def compute(self, tenant: Tenant, work: Callable[[Turn], R], deadline: Deadline) -> R:
         return self._compute.run(tenant, work, deadline)
 
     def exchange_ended(self, summary: ExchangeSummary) -> None:

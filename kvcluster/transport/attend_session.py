@@ -1,15 +1,17 @@
 """The shard's side of an Attend, for all transports: waits for a compute thread, pins, computes, unpins.
 
 The lease begins on the compute thread, after the wait, and ends with the compute: between two computes nothing of a
-span is pinned. Between two subtrees the deadline is looked at, and the lease is renewed from time to time, so a compute
-that is too long for either ends after the subtree that it is in. What was computed counts only if the lease has lasted:
-pages whose lease has ended may have been written over.
+span is pinned. A compute is done in pieces. Between two of them other tenants have their turn, the deadline is looked at,
+and the lease is renewed from time to time, so a compute that is too long for either ends after the piece that it is in;
+the native core looks at the deadline within one, too. What was computed counts only if the lease has lasted: pages whose
+lease has ended may have been written over.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -28,14 +30,16 @@ from kvcluster.core.messages import (
     SpansLacking,
     Suspect,
 )
-from kvcluster.core.miss import Loss
+from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.transport.attending import SpanResults
-from kvcluster.transport.base import ComputeBusy, Deadline, PageHost, RefusedByShard
+from kvcluster.transport.base import ComputeBusy, Deadline, PageHost, RefusedByShard, Turn, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation
 from kvcluster.transport.sessions import ExchangeSession
 
 _NOTHING = memoryview(b"")
+
+_LATE = "the compute took until then"
 
 _RENEW_S = 0.02
 """A lease is renewed this often at most. None is shorter than five times that (lease_ttl_ms)."""
@@ -51,7 +55,9 @@ def serve_attend(
     not fit, Unavailable at the deadline."""
     began = time.monotonic()
     try:
-        answer, data = host.compute(tenant, lambda: _attend(host, tenant, request, query, deadline, path), deadline)
+        answer, data = host.compute(
+            tenant, lambda turn: _attend(host, tenant, request, query, deadline, path, turn), deadline
+        )
     except ComputeBusy as busy:
         return decline_busy(host, tenant, request, str(busy), path=path, seconds=time.monotonic() - began)
     if isinstance(answer, Attended):
@@ -68,8 +74,21 @@ def decline_busy(
     return SpanResults(AttendDeclined(DeclineReason.BUSY, why), _NOTHING)
 
 
+def import_attention() -> None:
+    """Imports what an Attend needs, so that the first one need not: torch takes seconds. Does nothing if there is
+    none."""
+    with suppress(ModuleNotFoundError):
+        from kvcluster.attention import span_results  # noqa: F401
+
+
 def _attend(
-    host: PageHost, tenant: Tenant, request: AttendRequest, query: memoryview, deadline: Deadline, path: str
+    host: PageHost,
+    tenant: Tenant,
+    request: AttendRequest,
+    query: memoryview,
+    deadline: Deadline,
+    path: str,
+    turn: Turn,
 ) -> SpanResults:
     try:
         from kvcluster.attention.partial import uses_fused
@@ -85,19 +104,27 @@ def _attend(
 
         renewed = time.monotonic()
 
-        def between() -> None:
+        def keep() -> None:
             nonlocal renewed
-            deadline.check("the compute took until then")
+            deadline.check(_LATE)
             if time.monotonic() - renewed >= _RENEW_S:
                 session.alive()
                 renewed = time.monotonic()
 
-        session.exclude(corrupt_pages(request.layer, session.spans.values(), host.view))
+        def between() -> None:
+            turn.give_way(keep)
+            keep()
+
+        session.exclude(corrupt_pages(request.layer, session.spans.values(), host.view, between))
         if session.lacking:
             return SpanResults(SpansLacking(tuple(session.lacking.items())), _NOTHING)
         try:
-            data = attend_spans(request, query, session.spans, host.view, between=between)
+            data = attend_spans(
+                request, query, session.spans, host.view, between=between, deadline_ns=deadline.at_ns
+            )
             session.alive()
+        except TimeoutError:
+            raise Unavailable(Miss(MissReason.DEADLINE, _LATE)) from None
         except LimitError as error:
             raise RefusedByShard(Refused(RefusedKind.LIMIT, str(error))) from None
         except CallerError as error:

@@ -13,6 +13,10 @@ from kvcluster.core.messages import AttendAnswer, AttendRequest, RegisterSpans
 from kvcluster.transport.base import Deadline
 
 
+ATTEND_PATHS = ("tcp", "shm")
+"""The transports between processes that carry queries."""
+
+
 class NotAttending(Exception):
     """The transport in use carries no queries. The text says which it is, and why no other is in use."""
 

@@ -225,6 +225,15 @@ class Transport(DataPath, Protocol):
         shard verifies them again itself. Raises Unavailable or RefusedByShard."""
 
 
+class Turn(Protocol):
+    """The turn of a compute at a shard."""
+
+    def give_way(self, meanwhile: Callable[[], object]) -> None:
+        """Called between two pieces of a compute. Returns once it is to go on: at once, unless another tenant has
+        computed less. While it pauses, `meanwhile` is called several times in the least time of a lease, and may raise.
+        Raises Unavailable if the shard is ending."""
+
+
 class PageHost(Protocol):
     """What the server half of a transport needs from its shard."""
 
@@ -241,9 +250,9 @@ class PageHost(Protocol):
 
         Raises RefusedByShard(BAD) if this attempt is under way already."""
 
-    def compute(self, tenant: Tenant, work: Callable[[], R], deadline: Deadline) -> R:
-        """Returns what `work` returns, which computes on a thread for that. Raises what it raises; ComputeBusy;
-        Unavailable if it has not begun by the deadline, or the shard is ending."""
+    def compute(self, tenant: Tenant, work: Callable[[Turn], R], deadline: Deadline) -> R:
+        """Returns what `work` returns, which computes on a thread for that, in turns with other tenants. Raises what it
+        raises; ComputeBusy; Unavailable if it has not begun by the deadline, or the shard is ending."""
 
     def exchange_ended(self, summary: ExchangeSummary) -> None:
         """Counts an exchange. Called once for each, from any thread, when it has ended."""

@@ -12,7 +12,8 @@ from kvcluster.attention import PageLayout, Scoring
 from kvcluster.attention.span_results import pack_query, result_bytes
 from kvcluster.client.sequences.ship_plan import AskedRow, SeenBlocks
 from kvcluster.core import limits
-from kvcluster.core.position_tree import CUT_TOKENS, Subtree
+from kvcluster.core.attend_work import attend_work
+from kvcluster.core.position_tree import Subtree
 
 
 class LayerQuery(NamedTuple):
@@ -93,7 +94,7 @@ def _may_ship(query: LayerQuery) -> bool:
     return (
         query.data.nbytes <= limits.ATTEND_BYTES
         and result_bytes(most, query.heads, query.value_dim) <= limits.ATTEND_BYTES
-        and CUT_TOKENS * most * query.heads * (query.dim + query.value_dim) <= limits.ATTEND_WORK
+        and _work(query, most, 1) <= limits.ATTEND_WORK
     )
 
 
@@ -116,11 +117,15 @@ def _fits(rows: Sequence[AskedRow], query: LayerQuery) -> bool:
     tokens = [query.tokens(row.row) for row in rows]
     names = sum(len(row.cuts) for row in rows)
     results = sum(len(row.subtrees) * count for row, count in zip(rows, tokens, strict=True))
-    work = CUT_TOKENS * sum(len(row.cuts) * count for row, count in zip(rows, tokens, strict=True))
+    work = sum(_work(query, count, len(row.cuts)) for row, count in zip(rows, tokens, strict=True))
     return (
         len(rows) <= limits.ATTEND_ROWS
         and sum(tokens) <= limits.ATTEND_TOKENS
         and names <= limits.SPANS_PER_CALL
         and result_bytes(results, query.heads, query.value_dim) <= limits.ATTEND_BYTES
-        and work * query.heads * (query.dim + query.value_dim) <= limits.ATTEND_WORK
+        and work <= limits.ATTEND_WORK
     )
+
+
+def _work(query: LayerQuery, tokens: int, cuts: int) -> int:
+    return attend_work(tokens, cuts, heads=query.heads, channels=query.dim + query.value_dim)
