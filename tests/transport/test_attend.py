@@ -28,6 +28,7 @@ from kvcluster.attention import (
 )
 from kvcluster.attention.span_results import attend_spans, result_bytes, unpack_results
 from kvcluster.core import limits
+from kvcluster.core.attend_work import attend_work
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId, SpanId, Tenant
 from kvcluster.core.messages import (
     AttendDeclined,
@@ -52,7 +53,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transport.attend_frames import ask_to_attend
 from kvcluster.transport.attending import Attends, SpanResults
 from kvcluster.transport.auto import own_attempts
-from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.base import Deadline, RefusedByShard, Turn, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
@@ -320,7 +321,7 @@ def test_results_and_work_are_bounded_before_a_page_is_read(bench: Bench, monkey
     request = bench.request(row(700, 1, [0, 1], *(Subtree(0, 0),) * 4, Subtree(1, 0)))
     monkeypatch.setattr(limits, "ATTEND_BYTES", 5 * result_bytes(1, HEADS * GROUP, DIM))
     assert isinstance(bench.attend(request, asked(1)).answer, Attended)
-    monkeypatch.setattr(limits, "ATTEND_WORK", HEADS * GROUP * 2 * DIM * 6 * CUT_TOKENS - 1)
+    monkeypatch.setattr(limits, "ATTEND_WORK", attend_work(1, 6, heads=HEADS * GROUP, channels=2 * DIM) - 1)
     with pytest.raises(RefusedByShard, match="multiplications") as refused:
         bench.attend(replace(request, attempt=bench.attempts()), asked(1))
     assert refused.value.refused.kind is RefusedKind.LIMIT
@@ -329,15 +330,71 @@ def test_results_and_work_are_bounded_before_a_page_is_read(bench: Bench, monkey
         bench.attend(replace(request, attempt=bench.attempts()), asked(1))
 
 
+def test_a_score_counts_as_much_as_its_exponential_costs() -> None:
+    tokens, cuts = 4_096, 8_192
+    one = attend_work(tokens, cuts, heads=1, channels=2)
+    assert one > limits.ATTEND_WORK, "four million keys and as many queries are minutes of exponentials"
+    assert one == attend_work(tokens, cuts, heads=1, channels=64)
+    assert attend_work(1, 1, heads=8, channels=256) == CUT_TOKENS * 8 * 256, "from there on every channel counts"
+
+
+def test_keys_are_counted_by_whole_cuts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block of a cut costs as much as all of it."""
+    monkeypatch.setattr(limits, "ATTEND_WORK", 3 * attend_work(1, 1, heads=HEADS * GROUP, channels=2 * DIM) - 1)
+    few = [SpanBlocks(SpanId(70 + cut), 0, WHOLE, at, (bench.hashes[at],)) for cut, at in enumerate((0, 32, 64))]
+    bench.register(*few)
+    request = bench.request(row(1500, 1, [70, 71], Subtree(2, 0)))
+    assert isinstance(bench.attend(request, asked(1)).answer, Attended)
+    with pytest.raises(RefusedByShard, match="multiplications"):
+        bench.attend(bench.request(row(1500, 1, [70, 71, 72], Subtree(2, 0))), asked(1))
+
+
+def test_one_subtree_is_computed_in_pieces_and_has_the_same_bits(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With others' turns between them, and the deadline looked at."""
+    gave_way: list[int] = []
+    give_way = ComputePool.give_way
+    monkeypatch.setattr(
+        ComputePool, "give_way", lambda pool, job, look: (gave_way.append(1), give_way(pool, job, look))
+    )
+    whole, query = Subtree(2, 0), asked(5)
+    request = bench.request(row(1400, 5, [0, 1, 2], whole))
+    bench.attend(request, query)  # verifies the pages
+    gave_way.clear()
+    bench.attend(replace(request, attempt=bench.attempts()), query)
+    undivided = len(gave_way)
+    gave_way.clear()
+    monkeypatch.setattr(limits, "ATTEND_PIECE_WORK", 1)
+    answer, data = bench.attend(replace(request, attempt=bench.attempts()), query)
+    assert isinstance(answer, Attended)
+    assert len(gave_way) - undivided == 5 * CUTS - 1, "a piece for each query token and cut, not one for all"
+    ((found,),) = unpack_results(data, [(5, [whole])], HEADS * GROUP, DIM)
+    out, lse = bench.expected(query, 1400, whole)
+    assert torch.equal(found.out, out) and torch.equal(found.lse, lse)
+
+
+def test_a_compute_ends_at_its_deadline_within_a_piece(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*given: Any, **named: Any) -> memoryview:
+        return attend_spans(*given, **named | {"deadline_ns": 1})
+
+    monkeypatch.setattr(span_results, "attend_spans", late)
+    with pytest.raises(Unavailable, match="took until then"):
+        bench.attend(bench.request(row(700, 1, [0, 1], Subtree(1, 0))), asked(1))
+    monkeypatch.undo()
+    bench.host.inspect(lambda: None)
+    assert not any(page.pins for page in bench.host.core.pool.everything())
+
+
 def test_a_full_queue_declines_at_once_and_loads_go_on(
     bench: Bench, cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "ATTENDS_WAITING", 2)  # of which a tenant alone may have one
+    monkeypatch.setattr(limits, "ATTENDS_WAITING", 4)  # of which a tenant alone may have two
     pool, go_on, begun = ComputePool(1, "held"), threading.Event(), threading.Event()
     pool.start()
     monkeypatch.setattr(bench.host, "_compute", pool)
 
-    def hold() -> None:
+    def hold(turn: Turn) -> None:
         begun.set()
         assert go_on.wait(20)
 
@@ -362,11 +419,11 @@ def test_a_compute_that_waits_past_its_deadline_never_begins(cluster: MemoryClus
     pool, ran = ComputePool(1, "late"), []
     pool.start()
     with pytest.raises(Unavailable) as late:
-        pool.run(TENANT, lambda: ran.append(1), Deadline.after_ms(-1))
+        pool.run(TENANT, lambda turn: ran.append(1), Deadline.after_ms(-1))
     assert late.value.miss.reason is MissReason.DEADLINE and not ran
     pool.close()
     with pytest.raises(Unavailable) as over:
-        pool.run(TENANT, lambda: ran.append(1), soon())
+        pool.run(TENANT, lambda turn: ran.append(1), soon())
     assert over.value.miss.reason is MissReason.SHARD_LOST and not ran
 
 
@@ -374,12 +431,12 @@ def test_errors_of_a_compute_are_those_of_its_caller() -> None:
     pool = ComputePool(2, "failing")
     pool.start()
 
-    def fail() -> None:
+    def fail(turn: Turn) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
         pool.run(TENANT, fail, soon())
-    assert pool.run(TENANT, lambda: 5, soon()) == 5
+    assert pool.run(TENANT, lambda turn: 5, soon()) == 5
     pool.close()
 
 

@@ -23,6 +23,7 @@ from kvcluster.client.sequences import block_places
 from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, StepFacts
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
+from kvcluster.core.attend_work import attend_work
 from kvcluster.core.groups import Group, Plane
 from kvcluster.core.ids import NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (
@@ -403,7 +404,7 @@ def test_a_planner_that_forgets_spans_is_told(cluster: MemoryCluster, stored: Te
 def test_what_is_too_much_for_a_message_is_divided(
     cluster: MemoryCluster, stored: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = HEADS * GROUP * 2 * DIM * CUT_TOKENS  # of one query token and one cut
+    work = attend_work(1, 1, heads=HEADS * GROUP, channels=2 * DIM)
     monkeypatch.setattr(limits, "ATTEND_WORK", 3 * work)
     with Reader(cluster, 900) as reader:
         one = reader.open(stored, ids(LONG))
