@@ -91,7 +91,8 @@ class ShardActor:
             on_end=self._leave,
             probe=self._probe.carry_out,
         )
-        handlers.update(unary_handlers(SHARD, self._host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls))
+        host = self._host
+        handlers.update(unary_handlers(SHARD, host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls, decoding=host.decoding))
         handlers.update(page_handlers(self._host))
         self._paths = serve_paths(self._host, auth, config.server, self._server.host)
         self._server.start()

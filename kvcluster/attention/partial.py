@@ -27,7 +27,6 @@ from kvcluster.core.position_tree import ROOT, Subtree, fold
 from kvcluster.errors import CallerError
 from kvcluster.pages import native
 
-
 Result = tuple[Tensor, Tensor]
 """`out` and `lse`, as of a Partial."""
 
@@ -81,8 +80,8 @@ def attend(
     threads: int = 1,
     deadline_ns: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As `partial`, and of each row only positions of its own subtree count. Returns `out` and `lse` of all rows. Raises
-    TimeoutError once `deadline_ns` of the monotonic clock has passed; 0 for none."""
+    """As `partial`, and of each row only positions of its own subtree count. Returns `out` and `lse` of all rows.
+    Raises TimeoutError once `deadline_ns` of the monotonic clock has passed; 0 for none."""
     if threads < 1:
         raise CallerError(f"threads is {threads}; it must be at least 1")
     call = check_call(layout, layer, query, rows, heads, scoring, withins, deadline_ns)

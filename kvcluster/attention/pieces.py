@@ -95,9 +95,11 @@ class PieceAttention:
         if len(pieces) > 1:
             half = len(pieces) // 2
             return self.results(pieces[:half]) + self.results(pieces[half:])
-        tokens, positions, *where = pieces[0]
-        half = len(tokens) // 2
-        parts = [Piece(tokens[at], positions[at], *where) for at in (slice(half), slice(half, None))]
+        one = pieces[0]
+        half = len(one.tokens) // 2
+        parts = [
+            one._replace(tokens=one.tokens[at], positions=one.positions[at]) for at in (slice(half), slice(half, None))
+        ]
         outs, lses = zip(*(result for part in parts for result in self.results([part])), strict=True)
         return [(torch.cat(outs), torch.cat(lses))]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from kvcluster.attention.call import Scoring
 from kvcluster.attention.page_span import PageAddresses, PageLayout, PageSpan
 from kvcluster.attention.partial import Partial
-from kvcluster.attention.subtree_partials import SubtreeRow, subtree_partials
 from kvcluster.attention.pieces import cuts_before
+from kvcluster.attention.subtree_partials import SubtreeRow, subtree_partials
 from kvcluster.core import limits
 from kvcluster.core.attend_work import attend_work
 from kvcluster.core.ids import SpanId
@@ -73,9 +73,9 @@ def attend_spans(
     deadline_ns: int = 0,
 ) -> memoryview:
     """Returns the results of a request, in the order in which they travel (Attended). `spans` are all that it names,
-    pinned. `between` is called between pieces of at most limits.ATTEND_PIECE_WORK, and may raise. Raises CallerError for
-    what does not fit, LimitError for too much; then nothing was read. TimeoutError once `deadline_ns` of the monotonic
-    clock has passed; 0 for none."""
+    pinned. `between` is called between pieces of at most limits.ATTEND_PIECE_WORK, and may raise. Raises CallerError
+    for what does not fit, LimitError for too much; then nothing was read. TimeoutError once `deadline_ns` of the
+    monotonic clock has passed; 0 for none."""
     layout = _layout(request, next(iter(spans.values())))
     rows = []
     for row in request.rows:

@@ -47,8 +47,8 @@ def subtree_partials(
 ) -> list[list[Partial]]:
     """Returns for each row the result of each of its subtrees, in order. `query` is `[tokens, heads, dim]`: the tokens
     of all rows, one row after the other. `between` is called before each piece of the work, and may raise. A piece is
-    one subtree or several small ones; with `most_work` none has more multiplications (core/attend_work.py), unless it is
-    one query token and one cut. Raises as `partial`, and TimeoutError once `deadline_ns` of the monotonic clock has
+    one subtree or several small ones; with `most_work` none has more multiplications (core/attend_work.py), unless it
+    is one query token and one cut. Raises as `partial`, and TimeoutError once `deadline_ns` of the monotonic clock has
     passed; 0 for none."""
     starts = [0, *itertools.accumulate(len(row.positions) for row in rows)]
     made = PieceAttention(query, layout, layer, scoring, threads, between, most_work, deadline_ns)

@@ -1,4 +1,5 @@
-"""How much work an Attend is: what worker and shard count alike, so that a worker never sends more than a shard computes.
+"""How much work an Attend is: what worker and shard count alike, so that a worker never sends more than a shard
+computes.
 
 A query token is scored with each key by a product, which costs a multiplication a channel, and by an exponential, which
 costs as much as some channels do. Keys are read a whole cut of positions at a time.

@@ -169,8 +169,8 @@ SPANS_PER_CALL = 8_192
 """Spans that one message registers, ends or attends to: four million tokens at one shard, if each is a cut."""
 
 SPAN_BLOCKS_PER_CALL = PAGES_PER_CALL // 2
-"""Blocks of the spans of one message: one MiB of hashes, half of what a call to a shard may have. A worker registers the
-spans of a longer sequence in several messages."""
+"""Blocks of the spans of one message: one MiB of hashes, half of what a call to a shard may have. A worker registers
+the spans of a longer sequence in several messages."""
 
 SPAN_LOOKUPS = BLOCKS_PER_CALL
 """Blocks of spans that one step looks up, found or not: some 15 ms. A compute over more of them takes several steps, in
@@ -272,9 +272,21 @@ LAYER_BYTES = 32 * 1024 * 1024
 MESSAGE_BYTES = 64 * 1024 * 1024
 """The largest message that the coordinator accepts of a shard, and a client of a server."""
 
-QUESTION_BYTES = 8 * 1024 * 1024
-"""The largest message that the coordinator accepts of a worker: BLOCKS_PER_CALL blocks of 256 tokens with ids below two
-million, or all changes of tables in one message."""
+QUESTION_BYTES = 2 * 1024 * 1024
+"""The largest question of a worker that names blocks, to the coordinator or a shard: to parse one takes some 10 ms, in
+which Python does nothing else. A client asks in several messages: BLOCKS_PER_CALL hashes are 256 KiB, TOKENS_PER_CALL
+token ids 1.25 MiB at most, and SPAN_BLOCKS_PER_CALL hashes of spans 1 MiB."""
+
+SMALL_QUESTION_BYTES = 64 * 1024
+"""The largest question that names no blocks, or few: a spec of SPEC_BYTES, or SUSPECTS_PER_CALL pages."""
+
+TOKENS_PER_CALL = 262_144
+"""Token ids that a client sends with one question about a store, where they are wanted: as many as BLOCKS_PER_CALL
+blocks of 32. A coordinator takes twice as many, which clients before 0.3 send with blocks of 64."""
+
+DECODED_AT_ONCE_BYTES = 16 * 1024
+"""The longest body of a socket's frame that is decoded at once: a quarter of a millisecond. A longer one is decoded in
+its tenant's turn, as every question is."""
 
 BODY_BYTES = 4 * 1024 * 1024
 """The body of a frame of a stream, and the largest message that a shard accepts over gRPC: PAGES_PER_CALL wants of 45
@@ -381,7 +393,10 @@ assert INVENTORY_CHUNK * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert REPORTS_PER_MESSAGE * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert TOMBSTONES * SPEC_BYTES * 4 <= MESSAGE_BYTES
 assert LAYER_BYTES * 2 <= MESSAGE_BYTES
-assert QUESTION_BYTES <= MESSAGE_BYTES
+assert BLOCKS_PER_CALL * 32 + 2 * TOKENS_PER_CALL * 3 <= QUESTION_BYTES
+assert BLOCKS_PER_CALL * 32 + TOKENS_PER_CALL * 5 <= QUESTION_BYTES
+assert SPAN_BLOCKS_PER_CALL * 32 + SPANS_PER_CALL * 32 <= QUESTION_BYTES
+assert SUSPECTS_PER_CALL * 45 + SPEC_BYTES * 4 <= SMALL_QUESTION_BYTES
 assert PAGES_PER_CALL * 45 + 4_096 <= BODY_BYTES
 assert STREAMS * SMALL_BODY_BYTES <= 32 * 1024 * 1024
 assert ENGINE_BYTES * LISTED_ENGINES * 2 <= MESSAGE_BYTES

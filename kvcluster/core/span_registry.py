@@ -8,7 +8,8 @@ condemned, so a page that was reused for another block is never returned.
 
 A worker may name hashes that no page has, as many as it likes, so a lookup is what is counted. It stops at the first
 block that is missing, which is remembered: the next time that block is looked up first, and alone if it is still
-missing. One step makes limits.SPAN_LOOKUPS lookups at most; what it found is kept, and the next step goes on from there.
+missing. One step makes limits.SPAN_LOOKUPS lookups at most; what it found is kept, and the next step goes on from
+there.
 
 The spans of a holder that names none for SPAN_IDLE_NS end. This module owns no bytes.
 """

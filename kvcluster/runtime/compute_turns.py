@@ -2,9 +2,8 @@
 
 A tenant that has not computed for a while starts with no more credit than the least of those that have: it cannot save
 up time. So tenants that always want to compute get equal shares of it, whatever their computes are like, and one that
-seldom does is served at the next piece (start-time fair queueing; Goyal, Vin and Cheng, SIGCOMM 1996). Pure: seconds come
-from outside.
-"""
+seldom does is served at the next piece (start-time fair queueing; Goyal, Vin and Cheng, SIGCOMM 1996). Pure: seconds
+come from outside."""
 
 from __future__ import annotations
 

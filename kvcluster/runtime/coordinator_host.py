@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvcluster.config import Config, EventsConfig
 from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.ids import CallId, Epoch
+from kvcluster.core.ids import CallId, Epoch, Tenant
 from kvcluster.core.messages import (
     CoordinatorMessage,
     CoordinatorQuestion,
@@ -119,6 +120,10 @@ class CoordinatorHost:
         if decision is not None:
             decided(decision[0], **decision[1])
         return reply
+
+    def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
+        """As Driver.decoding."""
+        return self._driver.decoding(tenant, wait_s)
 
     def tell(self, message: CoordinatorMessage) -> None:
         """Steps the core with a message to which no caller waits for an answer."""

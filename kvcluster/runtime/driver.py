@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Generic, Protocol, TypeVar
 
 from kvcluster.core.ids import CLUSTER, CallId, Tenant
@@ -139,6 +140,11 @@ class Driver(Generic[M]):
                 self._abandoned[call] = None
             self._check_alive()
         raise Unavailable(Miss(MissReason.DEADLINE))
+
+    def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
+        """Within the context, one of the tenant's messages is decoded in its turn (TenantTurns.decoding): Python does
+        nothing else meanwhile. Raises Unavailable(DEADLINE) if the turn does not come within `wait_s`."""
+        return self._turns.decoding(tenant, wait_s)
 
     def tell(self, message: M) -> None:
         """Steps a message that is not answered."""

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -23,7 +24,7 @@ import grpc
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Caller, Tenant
-from kvcluster.core.messages import Done, Reply
+from kvcluster.core.messages import Done, Reply, Request
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.decisions import decided
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _GrpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Ask = Callable[[Callable[[Any], Any], float], Reply]
+Decoding = Callable[[Tenant, float], AbstractContextManager[None]]
 T = TypeVar("T")
 _LONGEST_S = 60.0
 """The longest deadline of a call, and that of a caller without one: no thread waits for ever."""
@@ -244,8 +246,10 @@ def unary_handlers(
     operators: frozenset[str] = frozenset(),
     shared: frozenset[str] = frozenset(),
     metrics: CallMetrics | None = None,
+    decoding: Decoding = lambda tenant, wait_s: nullcontext(),
 ) -> dict[str, RpcHandler]:
     """Returns a handler for each method, by its path. What calls take is added to `metrics`, which knows the methods.
+    Messages are decoded within the context `decoding`, after their size was checked.
 
     Only shards of the cluster may call the methods named in `internal`; shards and workers those in `shared`; workers
     with an operator's credential those in `operators`; and any worker all others.
@@ -263,12 +267,17 @@ def unary_handlers(
 
     metrics = metrics or CallMetrics(methods)
     return {
-        method.path: RpcHandler("unary_unary", _unary(method, ask, why_not, metrics)) for method in methods.values()
+        method.path: RpcHandler("unary_unary", _unary(method, ask, why_not, metrics, decoding))
+        for method in methods.values()
     }
 
 
 def _unary(
-    method: Method, ask: Ask, why_not: Callable[[str, Caller], str | None], metrics: CallMetrics
+    method: Method,
+    ask: Ask,
+    why_not: Callable[[str, Caller], str | None],
+    metrics: CallMetrics,
+    decoding: Decoding,
 ) -> Callable[[Caller, bytes, grpc.ServicerContext], bytes]:
     def handle(caller: Caller, data: bytes, context: grpc.ServicerContext) -> bytes:
         refusal = why_not(method.name, caller)
@@ -276,16 +285,26 @@ def _unary(
             metrics.refused(Refusal.CREDENTIAL)
             decided("call_refused", reason=Refusal.CREDENTIAL.value, method=method.name, tenant=caller.tenant)
             context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal)
+        if len(data) > method.most_bytes:
+            too_long = (
+                f"{method.name} of {len(data)} bytes exceeds the limit of {method.most_bytes}: name fewer at a time"
+            )
+            metrics.refused(Refusal.PROTOCOL)
+            decided("call_refused", reason=Refusal.PROTOCOL.value, method=method.name, tenant=caller.tenant)
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{too_long}, in several calls")
         if method.name in _TELL_THE_TIME:
             context.set_trailing_metadata((*METADATA, (CLOCK_KEY, str(time.time_ns()))))
         began = time.monotonic()
         wait_s = min(context.time_remaining(), _LONGEST_S)
         try:
-            if method.name == "Ping":
-                method.decode_question(data, caller.version)
+            with decoding(caller.tenant, wait_s):  # before the core: malformed input never reaches it
+                namespace, question = method.decode_question(data, caller.version)
+            if question is None:  # a Ping
                 return method.encode_reply(Done(), caller.version)
-            # Decoded once, before the core: malformed input never reaches it.
-            reply = ask(lambda call: method.decode_request(data, call, caller), wait_s)
+            reply = ask(
+                lambda call: Request(call, caller.tenant, namespace, question, caller.operator),
+                wait_s - (time.monotonic() - began),
+            )
             return method.encode_reply(reply, caller.version)
         except (Unavailable, KVClusterError) as error:
             if isinstance(error, ProtocolError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from kvcluster.config import Config
@@ -197,6 +197,9 @@ class ShardHost:
 
     def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
         return self._driver.ask(build, wait_s)
+
+    def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
+        return self._driver.decoding(tenant, wait_s)
 
     def view(self, slot: PageSlot) -> memoryview:
         view = self._stores.view(slot)

@@ -61,7 +61,7 @@ class FairLock:
 
 
 class _Turn:
-    """What is known of one tenant: when it called last, and when its next step may begin."""
+    """What is known of one tenant: when it called last, and when its next turn may begin."""
 
     __slots__ = ("called", "lock", "rests_until")
 
@@ -115,6 +115,20 @@ class TenantTurns:
         turn = self._turns.get(tenant)
         if turn is not None:
             turn.rests_until = self._clock() + REST * (seconds + self._call_s)
+
+    @contextmanager
+    def decoding(self, tenant: Tenant, wait_s: float) -> Iterator[None]:
+        """As `of`, for a message that is decoded within the context: what that takes is spent, whether or not the
+        message is sound."""
+        with self.of(tenant, wait_s):
+            began = self._clock()
+            try:
+                yield
+            finally:
+                turn = self._turns.get(tenant)
+                if turn is not None:
+                    now = self._clock()
+                    turn.rests_until = now + REST * (now - began)
 
     def _others_call(self, tenant: Tenant, now: float) -> bool:
         return any(other != tenant and turn.called > now - ACTIVE_S for other, turn in list(self._turns.items()))

@@ -14,7 +14,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Attended, AttendRequest
 from kvcluster.transport.attend_session import decline_busy, serve_attend
 from kvcluster.transport.attending import SpanResults
-from kvcluster.transport.base import Deadline, PageHost, RefusedByShard
+from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, decoded
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.listener import bounded
 from kvcluster.wire import socket_frames, spans
@@ -36,7 +36,7 @@ def ask_to_attend(link: FramedSocket, request: AttendRequest, query: memoryview,
 
 def serve_attend_frames(host: PageHost, path: str, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
     """Serves one Attend, whose ATTEND frame has this body: an Exchange (listener.py)."""
-    request, remaining_ns = socket_frames.decode_attend(body)
+    request, remaining_ns = decoded(host, tenant, socket_frames.decode_attend, body)
     deadline = bounded(remaining_ns)
     nbytes = spans.query_bytes(request)
     if link.requests.try_take(max(nbytes, min(spans.result_bytes(request), limits.ATTEND_BYTES))):

@@ -1,11 +1,10 @@
 """The shard's side of an Attend, for all transports: waits for a compute thread, pins, computes, unpins.
 
 The lease begins on the compute thread, after the wait, and ends with the compute: between two computes nothing of a
-span is pinned. A compute is done in pieces. Between two of them other tenants have their turn, the deadline is looked at,
-and the lease is renewed from time to time, so a compute that is too long for either ends after the piece that it is in;
-the native core looks at the deadline within one, too. What was computed counts only if the lease has lasted: pages whose
-lease has ended may have been written over.
-"""
+span is pinned. A compute is done in pieces. Between two of them other tenants have their turn, the deadline is looked
+at, and the lease is renewed from time to time, so a compute that is too long for either ends after the piece that it is
+in; the native core looks at the deadline within one, too. What was computed counts only if the lease has lasted: pages
+whose lease has ended may have been written over."""
 
 from __future__ import annotations
 
@@ -119,9 +118,7 @@ def _attend(
         if session.lacking:
             return SpanResults(SpansLacking(tuple(session.lacking.items())), _NOTHING)
         try:
-            data = attend_spans(
-                request, query, session.spans, host.view, between=between, deadline_ns=deadline.at_ns
-            )
+            data = attend_spans(request, query, session.spans, host.view, between=between, deadline_ns=deadline.at_ns)
             session.alive()
         except TimeoutError:
             raise Unavailable(Miss(MissReason.DEADLINE, _LATE)) from None

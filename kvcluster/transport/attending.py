@@ -12,7 +12,6 @@ from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import AttendAnswer, AttendRequest, RegisterSpans
 from kvcluster.transport.base import Deadline
 
-
 ATTEND_PATHS = ("tcp", "shm")
 """The transports between processes that carry queries."""
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
+from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
@@ -132,6 +133,15 @@ class BytesPayload:
         """Returns at once: everything is available."""
 
 
+def decoded(host: PageHost, tenant: Tenant, decode: Callable[[bytes], R], body: bytes, wait_s: float = 60.0) -> R:
+    """Returns what `decode` makes of a body that a worker has sent: of a long one in the tenant's turn, because Python
+    does nothing else meanwhile. Raises Unavailable(DEADLINE) if that does not come within `wait_s`."""
+    if len(body) <= limits.DECODED_AT_ONCE_BYTES:
+        return decode(body)
+    with host.decoding(tenant, wait_s):
+        return decode(body)
+
+
 def read_whole(data: Payload, view: memoryview) -> None:
     """Reads the next `view.nbytes` bytes into `view`. Raises Unavailable if they do not arrive."""
     got = data.read_into(view)
@@ -240,6 +250,10 @@ class PageHost(Protocol):
     def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
         """Steps the core and returns its answer; raises Unavailable(DEADLINE) when it takes longer than `wait_s`. What
         returns a lease is stepped even then."""
+
+    def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
+        """Within the context, a message of the tenant is decoded in its turn. Raises Unavailable(DEADLINE) if that does
+        not come within `wait_s`."""
 
     def view(self, slot: PageSlot) -> memoryview:
         """Returns the bytes of a leased page in the arena, writable. Raises Unavailable(SHARD_LOST) once the arena is

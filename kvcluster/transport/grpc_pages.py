@@ -40,6 +40,7 @@ from kvcluster.transport.base import (
     Payload,
     RefusedByShard,
     Unavailable,
+    decoded,
 )
 from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
 from kvcluster.transport.rpc import Connection, RpcHandler, status_of
@@ -216,7 +217,8 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
     def read(caller: Caller, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         version = caller.version
         try:
-            request = frames.decode_read_request(data, frames.version_of(data, oldest=1, newest=version))
+            spoken = frames.version_of(data, oldest=1, newest=version)
+            request = decoded(host, caller.tenant, lambda body: frames.decode_read_request(body, spoken), data)
             with ReadSession(host, caller.tenant, request, stop=context.cancel, path=GrpcPages.name) as session:
                 yield frames.encode_read_head(session.outcome, version)
                 for batch in session.frames(limits.FRAME_BYTES):
@@ -230,7 +232,8 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
         version = caller.version
         try:
             opening = next(messages, b"")
-            request = frames.decode_write_request(opening, frames.version_of(opening, oldest=1, newest=version))
+            spoken = frames.version_of(opening, oldest=1, newest=version)
+            request = decoded(host, caller.tenant, lambda body: frames.decode_write_request(body, spoken), opening)
             deadline = Deadline.after_ms(context.time_remaining() * 1e3)
             with WriteSession(host, caller.tenant, request, context.cancel, deadline, path=GrpcPages.name) as session:
                 yield frames.encode_write_head(session.outcome, version)

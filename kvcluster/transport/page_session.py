@@ -244,7 +244,9 @@ class PageSession:
         if isinstance(reply, SpansPending):
             self._rounds += 1
             if self._rounds > _MOST_ROUNDS:
-                self._error = Unavailable(Miss(MissReason.DEADLINE, "the pages of these spans change faster than they are found"))
+                self._error = Unavailable(
+                    Miss(MissReason.DEADLINE, "the pages of these spans change faster than they are found")
+                )
                 return self._become(_State.ENDING, self._give_back())
             return [self._opening()]
         assert isinstance(reply, PinGrant | WriteGrant | SpanGrant)

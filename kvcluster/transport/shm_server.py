@@ -25,7 +25,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import WriteRequest
 from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
 from kvcluster.transport.attend_frames import serve_attend_frames
-from kvcluster.transport.base import Deadline, PageHost, Unavailable
+from kvcluster.transport.base import Deadline, PageHost, Unavailable, decoded
 from kvcluster.transport.cpu_affinity import AffinityGuard
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.listener import Listener, TenantNow, TenantOf, bounded, patient, serve_exchanges
@@ -99,7 +99,7 @@ class ShmServer:
         )
 
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
-        request, remaining_ns = socket_frames.decode_read(body)
+        request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_read, body)
         with ReadSession(self._host, tenant, request, stop=link.shutdown_read, path=NAME) as session:
             grant = shm_frames.encode_read_grant(request.wants, session.outcome, session.granted)
             try:
@@ -116,7 +116,7 @@ class ShmServer:
                 raise
 
     def _write(self, link: FramedSocket, tenant: Tenant, body: bytes, *, first: bool) -> None:
-        request, remaining_ns = socket_frames.decode_write(body)
+        request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_write, body)
         deadline = bounded(remaining_ns)
         with WriteSession(self._host, tenant, request, deadline=deadline, path=NAME) as session:
             try:

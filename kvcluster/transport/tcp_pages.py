@@ -29,7 +29,16 @@ from kvcluster.pages.staging import Staging
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.attend_frames import ask_to_attend, serve_attend_frames
 from kvcluster.transport.attending import SpanResults
-from kvcluster.transport.base import Deadline, PageHost, PageSink, PageSource, RefusedByShard, Streams, Unavailable
+from kvcluster.transport.base import (
+    Deadline,
+    PageHost,
+    PageSink,
+    PageSource,
+    RefusedByShard,
+    Streams,
+    Unavailable,
+    decoded,
+)
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
 from kvcluster.transport.framed_socket import FramedSocket, dial
@@ -231,7 +240,7 @@ class TcpServer:
         )
 
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
-        request, remaining_ns = socket_frames.decode_read(body)
+        request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_read, body)
         deadline = bounded(remaining_ns)
         with ReadSession(
             self._host, tenant, request, stop=link.shutdown, deadline=deadline, path=TcpPages.name
@@ -244,7 +253,7 @@ class TcpServer:
         link.send(FrameKind.DONE, b"", deadline)
 
     def _write(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
-        request, remaining_ns = socket_frames.decode_write(body)
+        request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_write, body)
         deadline = bounded(remaining_ns)
         with WriteSession(
             self._host, tenant, request, stop=link.shutdown, deadline=deadline, path=TcpPages.name
@@ -255,7 +264,7 @@ class TcpServer:
                 if kind is FrameKind.DONE:
                     break
                 session.alive()
-                for head in socket_frames.decode_pages(body):
+                for head in decoded(self._host, tenant, socket_frames.decode_pages, body):
                     payload = link.incoming(head.nbytes, deadline)
                     session.receive(head.item, head.layer, head.codec, head.sums, payload)
             tail = session.finish()

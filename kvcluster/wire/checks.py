@@ -62,9 +62,10 @@ def agree(what: str, *lists: Collection[object]) -> None:
         raise ProtocolError(f"the lists of {what} must be equally long, not {lengths}")
 
 
-def parse(kind: type[M], data: bytes) -> M:
-    """The protobuf message in `data`. Raises LimitError or ProtocolError."""
-    at_most(len(data), limits.MESSAGE_BYTES, "message bytes")
+def parse(kind: type[M], data: bytes, most: int = limits.MESSAGE_BYTES) -> M:
+    """The protobuf message in `data`. Raises LimitError, before it parses anything, if it has more than `most` bytes;
+    ProtocolError if it is malformed."""
+    at_most(len(data), most, f"bytes of a {kind.DESCRIPTOR.name}")
     try:
         return kind.FromString(data)
     except (DecodeError, UnicodeDecodeError) as error:  # the latter if protobuf runs without its C core

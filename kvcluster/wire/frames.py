@@ -24,7 +24,7 @@ from kvcluster.core.messages import Refused, TicketBody
 from kvcluster.errors import ProtocolError
 from kvcluster.release import OLDEST_VERSION, PROTOCOL_VERSION
 from kvcluster.wire import common, plans, shard
-from kvcluster.wire.checks import check_magic, must
+from kvcluster.wire.checks import at_most, check_magic, must
 from kvcluster.wire.fields import Struct, in_bytes
 from kvcluster.wire.v1 import common_pb2 as pb
 from kvcluster.wire.versions import check_version
@@ -238,8 +238,10 @@ def decode_ticket(data: bytes) -> TicketBody:
 
 
 def _body(data: bytes, kind: int, version: int) -> bytes:
-    """Returns the protobuf message in a frame. Raises ProtocolError unless the frame is of this kind."""
+    """Returns the protobuf message in a frame. Raises ProtocolError unless the frame is of this kind, and LimitError if
+    it is longer than the body of a socket's frame may be."""
     must(not _records(data, kind, version), f"a frame of kind {_NAMES[kind]} has no records")
+    at_most(len(data) - _HEADER.size, limits.BODY_BYTES, f"bytes of a frame of kind {_NAMES[kind]}")
     return data[_HEADER.size :]
 
 

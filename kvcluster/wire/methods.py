@@ -20,6 +20,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
+from kvcluster.core import limits
 from kvcluster.core.ids import Caller, CallId, NamespaceId
 from kvcluster.core.messages import (
     Attached,
@@ -64,11 +65,20 @@ class Method:
     one namespace if the message of its question has a field for that. Every decode raises ProtocolError, LimitError or
     SpecError for malformed input.
 
-    Only `Ping` has no question: its question is None, and the server answers Done.
+    Only `Ping` has no question: its question is None, and the server answers Done. `most_bytes`: the longest message
+    of a question, known before it is parsed.
     """
 
-    def __init__(self, path: str, asked: Struct[Any], answer: type[Reply], replies: OneOf) -> None:
+    def __init__(
+        self,
+        path: str,
+        asked: Struct[Any],
+        answer: type[Reply],
+        replies: OneOf,
+        most_bytes: int = limits.SMALL_QUESTION_BYTES,
+    ) -> None:
         self.path = path
+        self.most_bytes = most_bytes
         self.name = path.rpartition("/")[2]
         self._asked = asked
         self._answer = answer
@@ -95,7 +105,7 @@ class Method:
 
     def decode_question(self, data: bytes, version: int) -> tuple[NamespaceId | None, Question | None]:
         """Returns the namespace that a question is about, if its method has one, and the question."""
-        m: Any = parse(self._asked.message, data)
+        m: Any = parse(self._asked.message, data, self.most_bytes)
         if self._asked_versioned:  # before its first answer, a caller says its oldest version, maybe not spoken here
             check_version(m.protocol_version, oldest=1, newest=version, of=f"a question ({self.name})")
         return NAMESPACE.decode(m.namespace) if self._in_namespace else None, self._asked.decode(m)
@@ -131,8 +141,17 @@ def _is_versioned(message: type[Message]) -> bool:
 
 
 def _table(service: str, reply: OneOf, methods: Mapping[str, tuple[Struct[Any], type[Reply]]]) -> Mapping[str, Method]:
-    return {name: Method(f"/{service}/{name}", *row, reply) for name, row in methods.items()}
+    return {
+        name: Method(f"/{service}/{name}", *row, reply, _MOST.get(name, limits.SMALL_QUESTION_BYTES))
+        for name, row in methods.items()
+    }
 
+
+_NAME_BLOCKS = ("PrepareLoad", "PrepareStore", "Explain", "SyncTables", "PinBlocks", "UnpinBlocks", "RegisterSpans")
+_LONG_TEXTS = ("RegisterEngine", "SetPolicy")
+_OF_SHARDS = ("Report", "Inventory")
+_MOST = dict.fromkeys((*_NAME_BLOCKS, *_LONG_TEXTS), limits.QUESTION_BYTES)
+_MOST |= dict.fromkeys(_OF_SHARDS, limits.MESSAGE_BYTES)
 
 _PING = Struct(pb.PingRequest, type(None)), Done
 

@@ -88,6 +88,26 @@ def test_a_rest_that_is_longer_than_the_call_may_take_is_a_miss(turns: TenantTur
     assert time.rests == [0.5], "it waited no longer than it may"
 
 
+def test_what_is_decoded_is_spent_like_a_step_be_it_sound_or_not(turns: TenantTurns, time: Time) -> None:
+    call(turns, time, B)
+    with pytest.raises(ValueError, match="malformed"), turns.decoding(A, LONG_S):
+        time.now += 0.1
+        raise ValueError("malformed")
+    call(turns, time, B)
+    with turns.decoding(A, LONG_S):
+        assert time.rests == [pytest.approx(REST * 0.1)]
+    call(turns, time, A)
+    assert len(time.rests) == 1, "nothing was spent in the meantime"
+
+
+def test_one_message_of_a_tenant_at_a_time_is_decoded(turns: TenantTurns) -> None:
+    with turns.decoding(A, LONG_S):
+        with pytest.raises(Unavailable), turns.decoding(A, 0.0):
+            raise AssertionError("beside the other")
+        with turns.decoding(B, 0.0):
+            pass
+
+
 def test_the_shards_of_the_cluster_never_rest_and_are_no_reason_to(turns: TenantTurns, time: Time) -> None:
     for tenant in (CLUSTER, A, CLUSTER, A):
         call(turns, time, tenant, 1.0)

@@ -349,9 +349,7 @@ def test_keys_are_counted_by_whole_cuts(bench: Bench, monkeypatch: pytest.Monkey
         bench.attend(bench.request(row(1500, 1, [70, 71, 72], Subtree(2, 0))), asked(1))
 
 
-def test_one_subtree_is_computed_in_pieces_and_has_the_same_bits(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_subtree_is_computed_in_pieces_and_has_the_same_bits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """With others' turns between them, and the deadline looked at."""
     gave_way: list[int] = []
     give_way = ComputePool.give_way

@@ -83,8 +83,8 @@ class SpanGrant:
 
 @dataclass(frozen=True, slots=True)
 class SpansPending:
-    """The shard has looked up as many blocks of these spans as it does in one step, and no lease was granted. Ask again:
-    it goes on from there."""
+    """The shard has looked up as many blocks of these spans as it does in one step, and no lease was granted. Ask
+    again: it goes on from there."""
 
 
 class AttendRow(NamedTuple):

@@ -102,6 +102,9 @@ class WatchedHost:
             raise Unavailable(Miss(MissReason.DEADLINE))
         return reply
 
+    def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
+        return self._host.decoding(tenant, wait_s)
+
     def view(self, slot: PageSlot) -> memoryview:
         return self._host.view(slot)
 

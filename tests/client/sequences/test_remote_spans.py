@@ -13,11 +13,12 @@ from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import CutBlocks, shippable_cuts
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
-from kvcluster.core.ids import BlockHash, Holder, SpanId
+from kvcluster.core.ids import HASH_BYTES, BlockHash, Holder, NamespaceId, SpanId
 from kvcluster.core.messages import BlockFate, Explain, Explained, RegisterSpans, Source, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.errors import Unreachable
 from kvcluster.transport.base import Deadline
+from kvcluster.wire.methods import SHARD
 from tests.client.build import SPEC
 from tests.client.sequences.test_ship_plan import SHARDS, seen, state_of
 
@@ -170,6 +171,16 @@ def test_messages_are_within_the_limits(monkeypatch: pytest.MonkeyPatch) -> None
     for cut in cuts(3):
         spans.named(HERE, cut)
     assert [len(message.spans) for message in tell(spans)] == [1, 1, 1]
+
+
+def test_the_spans_of_a_million_tokens_go_in_several_messages_that_a_shard_takes() -> None:
+    spans, every = spans_of(), cuts(2_048)
+    for cut in every:
+        spans.named(HERE, cut)
+    messages = tell(spans)
+    assert len(messages) > 1 and sum(len(message.spans) for message in messages) == 2_048
+    method, space = SHARD["RegisterSpans"], NamespaceId(bytes(HASH_BYTES))
+    assert all(len(method.encode_request(message, space)) <= method.most_bytes for message in messages)
 
 
 # ---------------------------------------------------------------------------------------------- places
