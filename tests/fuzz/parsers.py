@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.fuzz.attend_parsers import attend_parsers
 from tests.fuzz.contract import Parser
 from tests.fuzz.copy_parsers import copy_parsers
 from tests.fuzz.event_parsers import event_parsers
@@ -14,6 +15,7 @@ from tests.fuzz.wire_parsers import wire_parsers
 _ALL = (
     *wire_parsers(),
     *stream_parsers(),
+    *attend_parsers(),
     *shm_parsers(),
     *copy_parsers(),
     *text_parsers(),
