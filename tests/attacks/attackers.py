@@ -55,6 +55,7 @@ from kvcluster.transport.rpc import CHANNEL_OPTIONS, Connection
 from kvcluster.wire import frames, zmtp
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.versions import METADATA
+from tests.attacks.attend_attackers import long_computes, long_questions, long_registrations, made_up_spans
 from tests.attacks.setting import LONG, SPEC, TINY, kv, prompt
 
 MOST = 50_000_000
@@ -381,6 +382,13 @@ def _reservations(target: Target, spec: KVSpec, pages: int, *, keep: bool) -> It
 
 
 @contextmanager
+def _long(target: Target, calls: Callable[[Target], Mapping[str, tuple[str, Callable[[], bytes]]]]) -> Iterator[Act]:
+    """Long messages that are valid, eight at once."""
+    with _flood(target, calls(target), 8) as act:
+        yield act
+
+
+@contextmanager
 def _stores(target: Target, first: int, *, pin: bool) -> Iterator[Act]:
     """Prompts from the number `first` on that are stored and never asked for, more than the cluster can hold; or each
     of them pinned."""
@@ -430,6 +438,10 @@ ATTACKS: Mapping[str, Attack] = {
         partial(_reservations, spec=TINY, pages=limits.WRITE_PAGES, keep=False),
         by_tenant=True,
     ),
+    "spans": Attack("attends to made-up blocks, 65,536 each", made_up_spans, by_tenant=True),
+    "attends": Attack("attends of seconds", long_computes, by_tenant=True),
+    "registrations": Attack("registrations of 60 MiB", partial(_long, calls=long_registrations), by_tenant=True),
+    "questions": Attack("questions of 2 MiB", partial(_long, calls=long_questions), by_tenant=True),
     "stores": Attack("stores without end", partial(_stores, first=10**6, pin=False), by_tenant=True),
     "pins": Attack("pins without end", partial(_stores, first=2 * 10**6, pin=True), by_tenant=True),
 }

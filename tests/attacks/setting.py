@@ -22,6 +22,11 @@ LONG = KVSpec.uniform(
 )
 """Blocks of many tokens, so that few of them have as many token ids as a message may hold."""
 
+ATTENDED = KVSpec.uniform(
+    model="tiny", weights="sha256:4", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float16", block_tokens=512
+)
+"""A block is a cut of positions of one head of one channel: what a query can attend to the most of."""
+
 
 def prompt(number: int) -> list[int]:
     """Token ids of BLOCKS blocks, which no other number shares."""
