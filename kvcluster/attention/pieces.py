@@ -27,7 +27,7 @@ _QUERIES = 128
 keys would be read more often."""
 
 
-class Piece(NamedTuple):
+class AttentionPiece(NamedTuple):
     """What some query tokens of one row want of one subtree: `tokens` of the query, at `positions`, and the spans of
     the row that have positions of it."""
 
@@ -61,7 +61,7 @@ class PieceAttention:
         self._most = most_work
         self._deadline_ns = deadline_ns
 
-    def results(self, pieces: Sequence[Piece]) -> list[Result]:
+    def results(self, pieces: Sequence[AttentionPiece]) -> list[Result]:
         """Returns `out` and `lse` of each. Raises as `attend`, and what `between` raises."""
         if self._most is None or self._work(pieces) <= self._most:
             return self._attend(pieces)
@@ -73,7 +73,7 @@ class PieceAttention:
             return self._children(pieces)
         return self._halves(pieces) if tokens > 1 else self._attend(pieces)
 
-    def _attend(self, pieces: Sequence[Piece]) -> list[Result]:
+    def _attend(self, pieces: Sequence[AttentionPiece]) -> list[Result]:
         self._between()
         rows = [QueryRow(piece.positions, piece.spans) for piece in pieces]
         query = self._query_of([piece.tokens for piece in pieces])
@@ -90,7 +90,7 @@ class PieceAttention:
             return self._query[tokens[0].start : tokens[-1].stop]
         return self._query[torch.tensor(list(itertools.chain(*tokens)), dtype=torch.int64)]
 
-    def _halves(self, pieces: Sequence[Piece]) -> list[Result]:
+    def _halves(self, pieces: Sequence[AttentionPiece]) -> list[Result]:
         """Computes the pieces in two halves; a single one by halves of its query tokens."""
         if len(pieces) > 1:
             half = len(pieces) // 2
@@ -103,7 +103,7 @@ class PieceAttention:
         outs, lses = zip(*(result for part in parts for result in self.results([part])), strict=True)
         return [(torch.cat(outs), torch.cat(lses))]
 
-    def _children(self, pieces: Sequence[Piece]) -> list[Result]:
+    def _children(self, pieces: Sequence[AttentionPiece]) -> list[Result]:
         """Computes the halves of the subtree that all pieces want, and merges them."""
         parent = pieces[0].subtree
         made: list[list[Result]] = []
@@ -114,7 +114,7 @@ class PieceAttention:
                 made.append(self.results(mine))
         return made[0] if len(made) == 1 else [merge_two(*both) for both in zip(*made, strict=True)]
 
-    def _work(self, pieces: Sequence[Piece]) -> int:
+    def _work(self, pieces: Sequence[AttentionPiece]) -> int:
         heads, channels = self._query.shape[1], self._layout.key.dim + self._layout.value_dim
         return sum(
             attend_work(

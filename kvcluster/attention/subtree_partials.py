@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcluster.attention.call import Scoring
 from kvcluster.attention.page_span import PageLayout, PageSpan
 from kvcluster.attention.partial import Partial, merge_stacked
-from kvcluster.attention.pieces import Piece, PieceAttention, spans_within
+from kvcluster.attention.pieces import AttentionPiece, PieceAttention, spans_within
 from kvcluster.core.position_tree import ROOT, Subtree
 
 _TOGETHER = 1 << 16
@@ -80,16 +80,16 @@ def merge_rows(rows: Sequence[Sequence[Partial]], value_dim: int, heads: int) ->
     return Partial(ROOT, torch.cat([out for out, _ in made]), torch.cat([lse for _, lse in made]))
 
 
-def _parts(rows: Sequence[SubtreeRow], starts: Sequence[int]) -> Iterator[list[tuple[int, Piece]]]:
+def _parts(rows: Sequence[SubtreeRow], starts: Sequence[int]) -> Iterator[list[tuple[int, AttentionPiece]]]:
     """Yields what is computed in one call, with the row of each piece: all that rows want of one subtree, and of more
     subtrees as long as that is little work."""
-    wanted: dict[Subtree, list[tuple[int, Piece]]] = {}
+    wanted: dict[Subtree, list[tuple[int, AttentionPiece]]] = {}
     for number, row in enumerate(rows):
         tokens = range(starts[number], starts[number + 1])
         for subtree in row.subtrees:
-            piece = Piece(tokens, row.positions, subtree, spans_within(row.spans, subtree))
+            piece = AttentionPiece(tokens, row.positions, subtree, spans_within(row.spans, subtree))
             wanted.setdefault(subtree, []).append((number, piece))
-    part, work = list[tuple[int, Piece]](), 0
+    part, work = list[tuple[int, AttentionPiece]](), 0
     for pieces in wanted.values():
         more = sum(len(piece.tokens) * (1 + sum(span.tokens for span in piece.spans)) for _, piece in pieces)
         if part and work + more > _TOGETHER:

@@ -5,9 +5,9 @@ niced: loads, stores and the core go before them. The jobs are bounded, by share
 declined at once, and its worker loads the pages instead. A job that is still waiting at its deadline never runs.
 
 At most `threads` jobs compute at once, and tenants take turns at that (compute_turns.py): not by whole jobs, which may
-take seconds, but by pieces of them. Between two pieces a job calls `Turn.give_way`, in which it pauses while another
-tenant is to compute. A job that pauses keeps its thread, so there may be more threads than compute, but no more than
-jobs.
+take seconds, but by pieces of them. Between two pieces a job calls `ComputeTurn.give_way`, in which it pauses while
+another tenant is to compute. A job that pauses keeps its thread, so there may be more threads than compute, but no more
+than jobs.
 
 A job's exceptions are those of its caller, which waits for it on another thread.
 """
@@ -27,7 +27,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shares import Shares
 from kvcluster.runtime.compute_turns import ComputeTurns
 from kvcluster.runtime.threads import be_nice
-from kvcluster.transport.base import ComputeBusy, Deadline, Turn, Unavailable
+from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, Unavailable
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ _LOOK_UP_S = 0.02
 class _Job(Generic[T]):
     """One job and its outcome. `go` is set while it may compute; `ended` when it has run or never will."""
 
-    def __init__(self, tenant: Tenant, work: Callable[[Turn], T], deadline: Deadline) -> None:
+    def __init__(self, tenant: Tenant, work: Callable[[ComputeTurn], T], deadline: Deadline) -> None:
         self.tenant = tenant
         self.work = work
         self.deadline = deadline
@@ -51,7 +51,7 @@ class _Job(Generic[T]):
         self.result: T | None = None
         self.error: BaseException | None = None
 
-    def run(self, turn: Turn) -> None:
+    def run(self, turn: ComputeTurn) -> None:
         try:
             self.deadline.check("it waited for a thread until then")
             self.result = self.work(turn)
@@ -94,7 +94,7 @@ class ComputePool:
         """The number of jobs that wait to begin."""
         return sum(map(len, list(self._waiting.values())))
 
-    def run(self, tenant: Tenant, work: Callable[[Turn], T], deadline: Deadline) -> T:
+    def run(self, tenant: Tenant, work: Callable[[ComputeTurn], T], deadline: Deadline) -> T:
         """Returns what `work` returns, on one of the threads. Raises what it raises; ComputeBusy if the tenant has its
         share of the jobs; Unavailable at the deadline, if it has not begun, or once the pool is closed."""
         job = _Job(tenant, work, deadline)
@@ -198,7 +198,7 @@ class ComputePool:
     def _run(self) -> None:
         be_nice(NICENESS)
         while (job := self._next_job()) is not None:
-            job.run(_Turn(self, job))
+            job.run(_JobTurn(self, job))
             with self._lock:
                 if not _drop(self._paused, job):  # it ended while it paused, or while it computed
                     self._stop(job)
@@ -219,7 +219,7 @@ class ComputePool:
             return None
 
     def give_way(self, job: _Job[Any], meanwhile: Callable[[], object]) -> None:
-        """As Turn.give_way, of a job that computes."""
+        """As ComputeTurn.give_way, of a job that computes."""
         with self._lock:
             if self._closed:
                 raise _ending()
@@ -235,7 +235,7 @@ class ComputePool:
             raise _ending()
 
 
-class _Turn:
+class _JobTurn:
     """The turn of one job (transport/base.py)."""
 
     def __init__(self, pool: ComputePool, job: _Job[Any]) -> None:

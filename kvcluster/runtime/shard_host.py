@@ -66,7 +66,7 @@ from kvcluster.runtime.threads import JobThread
 from kvcluster.runtime.tier_store import TierStores, bytes_of, open_stores
 from kvcluster.transport.attend_session import import_attention
 from kvcluster.transport.attending import ATTEND_PATHS
-from kvcluster.transport.base import Deadline, RefusedByShard, Turn, Unavailable
+from kvcluster.transport.base import ComputeTurn, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeSummary
 
 log = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class ShardHost:
         finally:
             self._sessions.pop(attempt, None)
 
-    def compute(self, tenant: Tenant, work: Callable[[Turn], R], deadline: Deadline) -> R:
+    def compute(self, tenant: Tenant, work: Callable[[ComputeTurn], R], deadline: Deadline) -> R:
         return self._compute.run(tenant, work, deadline)
 
     def exchange_ended(self, summary: ExchangeSummary) -> None:

@@ -32,7 +32,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.transport.attending import SpanResults
-from kvcluster.transport.base import ComputeBusy, Deadline, PageHost, RefusedByShard, Turn, Unavailable
+from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, PageHost, RefusedByShard, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation
 from kvcluster.transport.sessions import ExchangeSession
 
@@ -87,7 +87,7 @@ def _attend(
     query: memoryview,
     deadline: Deadline,
     path: str,
-    turn: Turn,
+    turn: ComputeTurn,
 ) -> SpanResults:
     try:
         from kvcluster.attention.partial import uses_fused

@@ -235,7 +235,7 @@ class Transport(DataPath, Protocol):
         shard verifies them again itself. Raises Unavailable or RefusedByShard."""
 
 
-class Turn(Protocol):
+class ComputeTurn(Protocol):
     """The turn of a compute at a shard."""
 
     def give_way(self, meanwhile: Callable[[], object]) -> None:
@@ -264,7 +264,7 @@ class PageHost(Protocol):
 
         Raises RefusedByShard(BAD) if this attempt is under way already."""
 
-    def compute(self, tenant: Tenant, work: Callable[[Turn], R], deadline: Deadline) -> R:
+    def compute(self, tenant: Tenant, work: Callable[[ComputeTurn], R], deadline: Deadline) -> R:
         """Returns what `work` returns, which computes on a thread for that, in turns with other tenants. Raises what it
         raises; ComputeBusy; Unavailable if it has not begun by the deadline, or the shard is ending."""
 

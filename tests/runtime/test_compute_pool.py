@@ -13,7 +13,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.runtime.compute_pool import ComputePool
 from kvcluster.runtime.compute_turns import ComputeTurns
-from kvcluster.transport.base import ComputeBusy, Deadline, Turn, Unavailable
+from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, Unavailable
 from tests.waiting import eventually
 
 A, B, C = Tenant("a"), Tenant("b"), Tenant("c")
@@ -35,7 +35,9 @@ class Callers:
         self.outcomes: dict[str, Any] = {}
         self._threads: list[threading.Thread] = []
 
-    def run(self, name: str, tenant: Tenant, work: Callable[[Turn], Any], deadline: Deadline | None = None) -> None:
+    def run(
+        self, name: str, tenant: Tenant, work: Callable[[ComputeTurn], Any], deadline: Deadline | None = None
+    ) -> None:
         def call() -> None:
             try:
                 self.outcomes[name] = self.pool.run(tenant, work, deadline or soon())
@@ -84,7 +86,7 @@ class Pieces:
         self.name, self.pieces, self.clock, self.done = name, pieces, clock, done
         self.begun, self.go_on = threading.Event(), threading.Event()
 
-    def __call__(self, turn: Turn) -> str:
+    def __call__(self, turn: ComputeTurn) -> str:
         self.begun.set()
         assert self.go_on.wait(60)
         for _ in range(self.pieces):
@@ -127,7 +129,7 @@ def test_a_tenant_that_is_alone_never_pauses(callers: Callers, clock: Clock) -> 
 def test_a_job_that_waits_ends_at_its_deadline_though_no_thread_is_free(callers: Callers) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
-    def hold(turn: Turn) -> None:
+    def hold(turn: ComputeTurn) -> None:
         begun.set()
         assert go_on.wait(60)
 
@@ -149,13 +151,13 @@ def test_a_job_that_pauses_looks_after_its_lease_and_may_end(callers: Callers, c
     def ends() -> None:
         raise Unavailable(Miss(MissReason.DEADLINE, "mine"))
 
-    def pauses(turn: Turn) -> None:
+    def pauses(turn: ComputeTurn) -> None:
         begun.set()
         clock.now += 1
         assert eventually(lambda: callers.pool.waiting == 1)
         turn.give_way(ends)
 
-    def hold(turn: Turn) -> str:
+    def hold(turn: ComputeTurn) -> str:
         other.set()
         assert go_on.wait(60)
         return "done"
@@ -176,7 +178,7 @@ def test_a_pool_that_closes_ends_jobs_at_their_next_piece(clock: Clock) -> None:
     pool.start()
     callers, begun, closing = Callers(pool), threading.Event(), threading.Event()
 
-    def endless(turn: Turn) -> None:
+    def endless(turn: ComputeTurn) -> None:
         begun.set()
         assert closing.wait(60)
         while True:
@@ -200,7 +202,7 @@ def test_jobs_under_way_count_towards_a_tenants_share(callers: Callers, monkeypa
     pool.start()
     small = Callers(pool)
 
-    def hold(turn: Turn) -> None:
+    def hold(turn: ComputeTurn) -> None:
         begun.set()
         assert go_on.wait(60)
 

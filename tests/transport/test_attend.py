@@ -53,7 +53,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transport.attend_frames import ask_to_attend
 from kvcluster.transport.attending import Attends, SpanResults
 from kvcluster.transport.auto import own_attempts
-from kvcluster.transport.base import Deadline, RefusedByShard, Turn, Unavailable
+from kvcluster.transport.base import ComputeTurn, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
@@ -392,7 +392,7 @@ def test_a_full_queue_declines_at_once_and_loads_go_on(
     pool.start()
     monkeypatch.setattr(bench.host, "_compute", pool)
 
-    def hold(turn: Turn) -> None:
+    def hold(turn: ComputeTurn) -> None:
         begun.set()
         assert go_on.wait(20)
 
@@ -429,7 +429,7 @@ def test_errors_of_a_compute_are_those_of_its_caller() -> None:
     pool = ComputePool(2, "failing")
     pool.start()
 
-    def fail(turn: Turn) -> None:
+    def fail(turn: ComputeTurn) -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):

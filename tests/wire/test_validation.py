@@ -662,8 +662,8 @@ def test_a_spec_that_travelled_names_the_same_namespace() -> None:
 
 def test_a_message_is_measured_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     data = COORDINATOR["PrepareLoad"].encode_request(LOAD, NAMESPACE)
-    monkeypatch.setattr(limits, "MESSAGE_BYTES", len(data) - 1)
-    with pytest.raises(LimitError, match=f"message bytes: {len(data)} exceeds the limit of {len(data) - 1}"):
+    monkeypatch.setattr(COORDINATOR["PrepareLoad"], "most_bytes", len(data) - 1)
+    with pytest.raises(LimitError, match=f"PrepareLoadRequest: {len(data)} exceeds the limit of {len(data) - 1}"):
         _question(COORDINATOR["PrepareLoad"], data)
 
 
