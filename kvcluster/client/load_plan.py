@@ -169,7 +169,7 @@ class LoadPlan:
             of_shard = PieceList.of(its_pieces)
             streams = self._streams(shard)
             most = min(streams.decoding if self._decodes else streams.loads, spare // len(pieces))
-            for run in split_among_exchanges(sizes(of_shard, self._spec), most, limits.PAGES_PER_CALL):
+            for run in split_among_exchanges(sizes(of_shard, self._spec), most, limits.READ_PAGES):
                 share = of_shard[run.start : run.stop]
                 permit = self._policy.permit(shard, now)
                 if isinstance(permit, Miss):

@@ -204,9 +204,14 @@ class Borrower:
         whole, misses = _whole_pages(pieces, self._parts)
         views: dict[Place, CodedView] = {}
         loans: list[BorrowedPages] = []
+        asks = [
+            (shard, every[at : at + limits.READ_PAGES])
+            for shard, every in whole.items()
+            for at in range(0, len(every), limits.READ_PAGES)
+        ]
         with ExitStack() as stack:
-            for asked, (shard, of_shard) in enumerate(whole.items()):
-                share = deadline.share(len(whole) - asked)
+            for asked, (shard, of_shard) in enumerate(asks):
+                share = deadline.share(len(asks) - asked)
                 taken = self._take(shard, spec, body, of_shard, share, stack)
                 if isinstance(taken, Miss):
                     misses = dict.fromkeys((piece.block for piece in of_shard), taken) | misses

@@ -24,6 +24,10 @@ PARTS_COMPARED = 2 * PARTS_PER_BLOCK
 PAGES_PER_CALL = BLOCKS_PER_CALL * 8
 """Groups and parts multiply the pages of a call; eight is a hybrid model with four groups under TP 2."""
 
+READ_PAGES = 16_384
+"""Pages of one exchange that loads, which a step looks up whether or not the shard has them: a quarter of a million
+tokens in blocks of 16. A client divides larger loads."""
+
 WRITE_PAGES = 2_048
 """Pages of one exchange that stores: to reserve so many takes a shard some 30 ms, in which it serves no other call. A
 client divides larger stores."""
@@ -410,7 +414,7 @@ assert BLOCKS_PER_PROMPT * 2 <= TICKET_PAGES // 2
 assert SPANS_PER_CALL <= SPANS_PER_HOLDER
 assert SPAN_BLOCKS_PER_CALL <= SPAN_BLOCKS // 2
 assert ATTEND_BYTES <= MESSAGE_BYTES
-assert max(PULL_PAGES, SUSPECTS_PER_CALL) <= PAGES_PER_CALL
-assert PARTS_PER_BLOCK <= WRITE_PAGES <= PAGES_PER_CALL
+assert max(PULL_PAGES, SUSPECTS_PER_CALL) <= READ_PAGES
+assert PARTS_PER_BLOCK <= WRITE_PAGES <= READ_PAGES <= PAGES_PER_CALL
 assert REPORTS_PER_MESSAGE <= STREAM_BACKLOG
 assert ORDERS_IN_FLIGHT * MOVES_PER_ORDER * 128 <= MESSAGE_BYTES

@@ -126,9 +126,9 @@ def _encode_wants(wants: Sequence[PageWant]) -> Message | None:
 
 
 def _decode_wants(m: pb.PageWants) -> PageWants:
-    what = "pages in a call"
-    hashes, places = decode_keys(m.key, limits.PAGES_PER_CALL, what)
-    starts, stops = (numbers(column, limits.PAGES_PER_CALL, what) for column in (m.layer_start, m.layer_stop))
+    what = "pages in a load"
+    hashes, places = decode_keys(m.key, limits.READ_PAGES, what)
+    starts, stops = (numbers(column, limits.READ_PAGES, what) for column in (m.layer_start, m.layer_stop))
     agree(what, hashes, places, starts, stops)
     kinds: dict[tuple[tuple[int, Part], int, int], int] = {}
     kind_of = [kinds.setdefault(kind, len(kinds)) for kind in zip(places, starts, stops, strict=True)]

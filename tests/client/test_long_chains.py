@@ -20,6 +20,7 @@ from kvcluster.core.groups import LAST, Group, Part, Plane, window
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId
 from kvcluster.core.messages import Attached, CoordinatorQuestion, PrepareLoad, PrepareStore, Reply
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.pin_handler import PinHandler
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import LimitError
 from kvcluster.testing import MemoryCluster
@@ -206,6 +207,25 @@ def test_a_message_names_as_many_blocks_as_their_token_ids_allow(
     assert (message.hashes, message.tokens) == (tuple(hashes[2:4]), tuple(range(2 * BLOCK, 4 * BLOCK)))
     monkeypatch.setattr(limits, "STORE_TOKENS", 1)
     assert len(prepare_store(terms, attached, range(5 * BLOCK), "here").hashes) == 1, "a store goes on"
+
+
+def test_a_load_of_more_pages_than_an_exchange_may_name_takes_several(
+    monkeypatch: pytest.MonkeyPatch, start: Start
+) -> None:
+    cluster, named, pin = start(device_bytes="4MiB"), list[int](), PinHandler.pin
+    client, _ = client_of(cluster)
+    with client:
+        assert client.store(prompt(8), kv(8)).blocks == 8 and client.flush()
+        monkeypatch.setattr(limits, "READ_PAGES", 3)
+        monkeypatch.setattr(
+            PinHandler,
+            "pin",
+            lambda self, request, *rest: (named.append(len(request.question.keys)), pin(self, request, *rest))[1],
+        )
+        out = room(8)
+        assert client.load(prompt(8), out) == 8 * BLOCK
+        assert same(out, kv(8))
+    assert sorted(named) == [2, 3, 3]
 
 
 # ------------------------------------------------------------------------- windows, and groups of last blocks

@@ -23,6 +23,7 @@ from kvcluster.client.layouts import Buffers
 from kvcluster.client.tensors import page_tensor
 from kvcluster.client.tickets import Ticket, TicketSeal
 from kvcluster.config import TRANSPORTS, ClientConfig
+from kvcluster.core import limits
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
@@ -207,6 +208,16 @@ def test_what_is_borrowed_has_the_bytes_that_a_load_brings(desk: Desk) -> None:
             assert (borrowed.dtype, list(borrowed.shape)) == (torch.float32, [LAYERS, 2, BLOCK, HEADS, DIM])
             assert same(borrowed, RIGHT[block])
         assert blocks.valid()
+
+
+def test_more_pages_than_an_exchange_may_name_are_borrowed_by_several(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "READ_PAGES", 3)
+    with desk.borrow() as blocks:
+        assert [blocks.why(block) for block in range(4)] == [None] * 4
+        assert all(same(tensor(blocks, block), RIGHT[block]) for block in range(4))
+        assert len(desk.host.core.leases) == 2
 
 
 def test_nothing_is_copied_what_changes_in_the_arena_shows(desk: Desk) -> None:

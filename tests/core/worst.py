@@ -829,7 +829,7 @@ def shard_stalled(size: int) -> Step:
 SHARD: list[tuple[type, Callable[[int], Step], int]] = [
     (AttachShard, attach_shard, limits.NAMESPACES_PER_TENANT),
     (GetOffers, get_offers, limits.WAITING_PAGES),
-    (Pin, pin, limits.PAGES_PER_CALL),
+    (Pin, pin, limits.READ_PAGES),
     (Unpin, unpin, limits.PAGES_PER_CALL),
     (Reserve, reserve, limits.WRITE_PAGES),
     (Commit, commit, limits.WRITE_PAGES),

@@ -557,8 +557,8 @@ def test_a_lookup_asks_for_a_bounded_number_of_blocks_times_groups() -> None:
 
 def test_a_read_or_write_of_more_pages_than_a_call_may_have_is_refused() -> None:
     spoiled, read = _start("read")
-    _name_more_pages(spoiled.wants.key, limits.PAGES_PER_CALL)
-    with pytest.raises(LimitError, match="pages in a call: 65537"):
+    _name_more_pages(spoiled.wants.key, limits.READ_PAGES)
+    with pytest.raises(LimitError, match="pages in a load: 16385 exceeds the limit of 16384"):
         read(spoiled)
     spoiled, write = _start("write")
     _name_more_pages(spoiled.pages.key, limits.WRITE_PAGES)
