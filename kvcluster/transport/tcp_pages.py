@@ -264,7 +264,8 @@ class TcpServer:
                 if kind is FrameKind.DONE:
                     break
                 session.alive()
-                for head in decoded(self._host, tenant, socket_frames.decode_pages, body):
+                left_s = deadline.remaining_s()
+                for head in decoded(self._host, tenant, socket_frames.decode_pages, body, left_s):
                     payload = link.incoming(head.nbytes, deadline)
                     session.receive(head.item, head.layer, head.codec, head.sums, payload)
             tail = session.finish()

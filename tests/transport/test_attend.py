@@ -27,6 +27,7 @@ from kvcluster.attention import (
     uses_fused,
 )
 from kvcluster.attention.span_results import attend_spans, result_bytes, unpack_results
+from kvcluster.config import load
 from kvcluster.core import limits
 from kvcluster.core.attend_work import attend_work
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId, SpanId, Tenant
@@ -36,6 +37,9 @@ from kvcluster.core.messages import (
     AttendRequest,
     AttendRow,
     DeclineReason,
+    Done,
+    Offer,
+    Offers,
     RefusedKind,
     RegisterSpans,
     Request,
@@ -47,13 +51,14 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.errors import KVClusterError
+from kvcluster.runtime import shard_host
 from kvcluster.runtime.compute_pool import ComputePool
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.attend_frames import ask_to_attend
 from kvcluster.transport.attending import Attends, SpanResults
 from kvcluster.transport.auto import own_attempts
-from kvcluster.transport.base import ComputeTurn, Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.shm_pages import ShmPages
 from kvcluster.transport.shm_server import ShmServer
@@ -411,6 +416,41 @@ def test_a_full_queue_declines_at_once_and_loads_go_on(
         for holder in holders:
             holder.join()
         pool.close()
+
+
+@pytest.mark.parametrize(("path", "imports"), [("tcp", True), ("shm", True), ("other", False)])
+def test_a_shard_imports_what_attention_needs_when_it_starts_if_a_path_carries_queries(
+    monkeypatch: pytest.MonkeyPatch, path: str, imports: bool
+) -> None:
+    """And not in the first Attend, whose deadline that would take."""
+    imported, done = threading.Event(), threading.Event()
+
+    def prepare() -> None:
+        imported.set()
+        assert done.wait(20)
+
+    monkeypatch.setattr(shard_host, "import_attention", prepare)
+    host = ShardHost(
+        ShardId("s"),
+        Epoch(1),
+        load(overrides={"shard": {"device_bytes": 2**20}}),
+        address="s",
+        host="here",
+        tell=lambda *report: Done(),
+        open_source=lambda *source: pytest.fail("no source"),
+        on_end=lambda leave: None,
+    )
+    host.start(Offers(Epoch(1), (Offer(path, "there"),)))
+    try:
+        assert not imports or imported.wait(20)
+        if imports:
+            with pytest.raises(ComputeBusy):
+                host.compute(TENANT, lambda turn: None, soon())
+        else:
+            assert host.compute(TENANT, lambda turn: 5, soon()) == 5 and not imported.is_set()
+    finally:
+        done.set()
+        host.close()
 
 
 def test_a_compute_that_waits_past_its_deadline_never_begins(cluster: MemoryCluster) -> None:

@@ -87,6 +87,14 @@ def test_payloads_may_lie_in_any_buffer(buffer: Any) -> None:
     assert bytes(record.data) == b"abcdefgh"
 
 
+def test_a_request_is_no_longer_than_on_a_socket() -> None:
+    """Though a frame of pages may be: it is parsed, and pages are not."""
+    head = HEADER.pack(0x564B, PROTOCOL_VERSION, 1, 0)
+    for decode in (frames.decode_read_request, frames.decode_write_request):
+        with pytest.raises(LimitError, match=f"{limits.BODY_BYTES + 1} exceeds the limit of {limits.BODY_BYTES}"):
+            decode(head + bytes(limits.BODY_BYTES + 1))
+
+
 def test_a_frame_cut_or_grown_anywhere_is_refused() -> None:
     message = frames.pack([Record(i, 0, 1, SUMS, memoryview(b"abcd")) for i in range(3)])
     for end in range(len(message)):

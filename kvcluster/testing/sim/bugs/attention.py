@@ -9,14 +9,15 @@ from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment
 from kvcluster.core.pool import PagePool
 from kvcluster.core.span_handler import SpanHandler
-from kvcluster.core.span_registry import SpanRegistry
+from kvcluster.core.span_registry import RegisteredSpan
 from kvcluster.testing.sim.bugs.planting import planted
 
 
-@planted(SpanRegistry, "_resolved")
-def stale_generation_read(original: Any, self: SpanRegistry, name: Any, span: Any) -> Any:
+@planted(RegisteredSpan, "check_pages")
+def stale_generation_read(original: Any, self: RegisteredSpan, changes: int) -> None:
     """A shard attends to the pages that it found for a span at first, even if other blocks have them now."""
-    return span if span.found is not None else original(self, name, span)
+    if self.found is None:
+        original(self, changes)
 
 
 @stale_generation_read.also(PagePool, "pin")
