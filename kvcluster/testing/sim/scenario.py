@@ -270,6 +270,7 @@ def _limits(rng: random.Random) -> dict[str, int]:
         "WAITING_WRITES": 2,
         "TICKETS_PER_HOLDER": 4,
         "LEASES_PER_HOLDER": 6,
+        "SPAN_LOOKUPS": 2,
     }
 
 
