@@ -23,8 +23,8 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from kvcluster.core import limits
-from kvcluster.core.ids import Caller, Tenant
-from kvcluster.core.messages import Done, Reply, Request
+from kvcluster.core.ids import Caller, CallId, Tenant
+from kvcluster.core.messages import Done, Reply
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.decisions import decided
@@ -40,6 +40,9 @@ _GrpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Ask = Callable[[Callable[[Any], Any], float], Reply]
 Decoding = Callable[[Tenant, float], AbstractContextManager[None]]
 T = TypeVar("T")
+_NO_CALL = CallId(0)
+"""The call of a request until the driver has numbered it."""
+
 _LONGEST_S = 60.0
 """The longest deadline of a call, and that of a caller without one: no thread waits for ever."""
 
@@ -298,13 +301,10 @@ def _unary(
         wait_s = min(context.time_remaining(), _LONGEST_S)
         try:
             with decoding(caller.tenant, wait_s):  # before the core: malformed input never reaches it
-                namespace, question = method.decode_question(data, caller.version)
-            if question is None:  # a Ping
+                request = method.decode_request(data, _NO_CALL, caller)
+            if request.question is None:  # a Ping
                 return method.encode_reply(Done(), caller.version)
-            reply = ask(
-                lambda call: Request(call, caller.tenant, namespace, question, caller.operator),
-                wait_s - (time.monotonic() - began),
-            )
+            reply = ask(lambda call: replace(request, call=call), wait_s - (time.monotonic() - began))
             return method.encode_reply(reply, caller.version)
         except (Unavailable, KVClusterError) as error:
             if isinstance(error, ProtocolError):
