@@ -278,15 +278,11 @@ MESSAGE_BYTES = 64 * 1024 * 1024
 
 QUESTION_BYTES = 2 * 1024 * 1024
 """The largest question of a worker that names blocks, to the coordinator or a shard: to parse one takes some 10 ms, in
-which Python does nothing else. A client asks in several messages: BLOCKS_PER_CALL hashes are 256 KiB, TOKENS_PER_CALL
+which Python does nothing else. A client asks in several messages: BLOCKS_PER_CALL hashes are 256 KiB, STORE_TOKENS
 token ids 1.25 MiB at most, and SPAN_BLOCKS_PER_CALL hashes of spans 1 MiB."""
 
 SMALL_QUESTION_BYTES = 64 * 1024
 """The largest question that names no blocks, or few: a spec of SPEC_BYTES, or SUSPECTS_PER_CALL pages."""
-
-TOKENS_PER_CALL = 262_144
-"""Token ids that a client sends with one question about a store, where they are wanted: as many as BLOCKS_PER_CALL
-blocks of 32. A coordinator takes twice as many, which clients before 0.3 send with blocks of 64."""
 
 DECODED_AT_ONCE_BYTES = 16 * 1024
 """The longest body of a socket's frame that is decoded at once: a quarter of a millisecond. A longer one is decoded in
@@ -397,8 +393,8 @@ assert INVENTORY_CHUNK * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert REPORTS_PER_MESSAGE * SPEC_BYTES * 2 <= MESSAGE_BYTES
 assert TOMBSTONES * SPEC_BYTES * 4 <= MESSAGE_BYTES
 assert LAYER_BYTES * 2 <= MESSAGE_BYTES
-assert BLOCKS_PER_CALL * 32 + 2 * TOKENS_PER_CALL * 3 <= QUESTION_BYTES
-assert BLOCKS_PER_CALL * 32 + TOKENS_PER_CALL * 5 <= QUESTION_BYTES
+assert BLOCKS_PER_CALL * 32 + 2 * STORE_TOKENS * 3 <= QUESTION_BYTES
+assert BLOCKS_PER_CALL * 32 + STORE_TOKENS * 5 <= QUESTION_BYTES
 assert SPAN_BLOCKS_PER_CALL * 32 + SPANS_PER_CALL * 32 <= QUESTION_BYTES
 assert SUSPECTS_PER_CALL * 45 + SPEC_BYTES * 4 <= SMALL_QUESTION_BYTES
 assert PAGES_PER_CALL * 45 + 4_096 <= BODY_BYTES

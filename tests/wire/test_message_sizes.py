@@ -52,7 +52,7 @@ def prepare_store() -> PrepareStore:
     parts = tuple((group, PART) for group in range(8))
     names = hashes(limits.BLOCKS_PER_CALL)
     return PrepareStore(
-        ATTEMPT, 2**23, names[0], names[0], names, parts, Loss.Q4, "h" * 1_024, (2**32 - 1,) * limits.TOKENS_PER_CALL
+        ATTEMPT, 2**23, names[0], names[0], names, parts, Loss.Q4, "h" * 1_024, (2**32 - 1,) * limits.STORE_TOKENS
     )
 
 
