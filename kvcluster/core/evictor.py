@@ -3,7 +3,8 @@
 A tier is relieved if its free bytes fall below `low_free`, until `high_free` is free, or if reservations wait for room:
 the lowest tier of a shard by eviction, and those above it by demotion (tiering.py), which asks here for its victims. A
 shard has one order at a time; the next is computed from its report when the shard has carried it out. Held blocks (a
-load was promised them a moment ago) and pinned ones (a user asked) are spared; blocks that open sequences claim
+load was promised them a moment ago) and pinned ones (a user asked) are spared, but a hold yields where a tenant that
+waits for room has less than its floor and the holder has more. Blocks that open sequences claim
 (block_tables.py), and private ones in their grace (eraser.py), are spared from eviction, and demoted only if there is
 room below. The eviction queue (eviction_queue.py) orders the others by the score of a policy. The last copy of a block
 that others follow on other shards or tiers goes only if nothing else can: without it no lookup reaches them
@@ -47,19 +48,42 @@ class Evictor:
     def order(self, member: Member, tier: Tier, pressure_bytes: int, pressing: Mapping[Tenant, int], now: int) -> None:
         """Gives this shard its next order, unless nothing has to be evicted, or nothing can be. `pressing`: what the
         waiting reservations of each tenant lack."""
-        floors, stored = None, member.stored[tier].tenants
-        if len({**stored, **pressing}) > 1:
-            floors = TenantFloors(stored, floors_bytes(self._floor, member.info.use(tier), stored), pressing)
 
         def keeps(record: BlockRecord) -> bool:
             return self._leads_on(record, (member.slot, tier)) or self.claimed(record)
 
+        lacking = self._lacking(member, tier, pressing)
+        others = {tenant: nbytes for tenant, nbytes in pressing.items() if tenant not in lacking}
+        floors = self._floors(member, tier, pressing, own=others)
         victims = self.victims(member, tier, pressure_bytes, now, keeps, floors)
         if not victims:  # all that can go here is followed elsewhere: what follows is evicted first from now on
+            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
+        if not victims and lacking:
+            victims = self.victims_for_floors(member, tier, pressure_bytes, pressing, now, self.claimed)
+        if not victims and lacking:  # what they lack takes what they have
+            floors = self._floors(member, tier, pressing, own=pressing)
             victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
         blocks = tuple((record.space, record.hash) for record in victims)
         if blocks:
             member.orders.give(lambda number: EvictOrder(number, blocks, tier))
+
+    def victims_for_floors(
+        self,
+        member: Member,
+        tier: Tier,
+        pressure_bytes: int,
+        pressing: Mapping[Tenant, int],
+        now: int,
+        keeps: Callable[[BlockRecord], bool],
+    ) -> list[BlockRecord]:
+        """As `victims`, for those of the tenants `pressing` that have less than their floors: of what others have beyond
+        theirs, in spite of holds. Returns none if there is no such tenant."""
+        wanted = min(pressure_bytes, sum(self._lacking(member, tier, pressing).values()))
+        if not wanted:
+            return []
+        return self.victims(
+            member, tier, wanted, now, keeps, self._floors(member, tier, pressing, own={}), despite_holds=True
+        )
 
     def claimed(self, record: BlockRecord) -> bool:
         """Whether an open sequence claims the block, or, as it is private and in its grace, may still claim it. Then
@@ -75,10 +99,12 @@ class Evictor:
         now: int,
         keeps: Callable[[BlockRecord], bool],
         floors: TenantFloors | None = None,
+        *,
+        despite_holds: bool = False,
     ) -> list[BlockRecord]:
         """Takes the coldest blocks of that tier off its queue and returns them: about enough to free the bytes that it
-        lacks for its watermark or for waiting reservations (`pressure_bytes`). Held and pinned blocks are spared, and
-        those that `keeps` names, and what lies below the `floors` of tenants."""
+        lacks for its watermark or for waiting reservations (`pressure_bytes`). Pinned blocks are spared, held ones unless
+        `despite_holds`, those that `keeps` names, and what lies below the `floors` of tenants."""
         namespaces, slot = self._state.namespaces, member.slot
 
         def closed(space_id: NamespaceId) -> bool:
@@ -86,7 +112,7 @@ class Evictor:
             return floors is not None and space is not None and floors.closed(space.tenant)
 
         def spares(record: BlockRecord) -> bool:
-            if self._spares(record, now) or keeps(record):
+            if self._pinned(record, now) or (record.held_until > now and not despite_holds) or keeps(record):
                 return True
             if floors is not None:
                 floors.take(namespaces.tenant(record.space), namespaces.charged_bytes(record, slot, tier))
@@ -139,17 +165,37 @@ class Evictor:
         """Returns the number of these blocks that were pinned."""
         return sum(space.pinned.pop(block, None) is not None for block in blocks)
 
+    def _floors(
+        self, member: Member, tier: Tier, pressing: Mapping[Tenant, int], own: Mapping[Tenant, int]
+    ) -> TenantFloors | None:
+        """Returns what may be evicted of each tenant; None if one has the tier for itself, and no other is among those
+        `pressing`. `own`: what tenants may evict of what they have themselves below their floors."""
+        stored = member.stored[tier].tenants
+        if len({**stored, **pressing}) < 2:
+            return None
+        return TenantFloors(stored, floors_bytes(self._floor, member.info.use(tier), stored), own)
+
+    def _lacking(self, member: Member, tier: Tier, pressing: Mapping[Tenant, int]) -> dict[Tenant, int]:
+        """Returns how much more each of these tenants may store below its floor, if any, up to what it lacks."""
+        stored = member.stored[tier].tenants
+        tenants = len({**stored, **pressing})
+        if not pressing or tenants < 2:
+            return {}
+        floor = floors_bytes(self._floor, member.info.use(tier), stored) // tenants
+        below = {tenant: min(nbytes, floor - stored.get(tenant, 0)) for tenant, nbytes in pressing.items()}
+        return {tenant: nbytes for tenant, nbytes in below.items() if nbytes > 0}
+
     def _wanted(self, member: Member, tier: Tier, pressure_bytes: int) -> int:
         use = member.info.use(tier)
         if use.free_bytes < self._low * use.capacity_bytes:
             return max(pressure_bytes, int(self._high * use.capacity_bytes) - use.free_bytes)
         return pressure_bytes
 
-    def _spares(self, record: BlockRecord, now: int) -> bool:
-        """Whether the block is held or pinned. Then the chain before it is too, or is useless without it."""
+    def _pinned(self, record: BlockRecord, now: int) -> bool:
+        """Whether the block is pinned. Then the chain before it is too, or is useless without it."""
         space = self._state.namespaces.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
-        return record.held_until > now or space.pinned.get(record.hash, 0) > now
+        return space.pinned.get(record.hash, 0) > now
 
     def _leads_on(self, record: BlockRecord, here: tuple[int, Tier]) -> bool:
         """Whether a lookup may go on from this leaf of the queue of `here`, and could not without its copy there. Only

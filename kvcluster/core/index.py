@@ -120,7 +120,7 @@ class PrefixIndex:
 
     def touch(self, hashes: Sequence[BlockHash], now: int, held_until: int) -> None:
         """Records that a load is promised these blocks: stamps them with `now`, counts one more use and holds them
-        until `held_until`."""
+        until `held_until`, or as long as another load holds them."""
         if not self._counts_uses:
             self.renew(hashes, now, held_until)
             return
@@ -129,7 +129,8 @@ class PrefixIndex:
             record = get(block)
             if record is not None:
                 record.stamp = now
-                record.held_until = held_until
+                if held_until > record.held_until:
+                    record.held_until = held_until
                 if record.uses < USES:
                     record.uses += 1
 
@@ -140,7 +141,8 @@ class PrefixIndex:
             record = get(block)
             if record is not None:
                 record.stamp = now
-                record.held_until = held_until
+                if held_until > record.held_until:
+                    record.held_until = held_until
 
     def release(self, hashes: Sequence[BlockHash], held_until: int) -> None:
         """Ends the hold that was given until exactly `held_until`; the later hold of another load stays."""

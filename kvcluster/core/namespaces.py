@@ -110,6 +110,11 @@ class NamespaceTable:
         return iter(self._spaces.values())
 
     @property
+    def tenants(self) -> int:
+        """The number of tenants that have a namespace."""
+        return sum(map(bool, self._owned.values()))
+
+    @property
     def public(self) -> int:
         """The number of namespaces other than those of private pages."""
         return sum(not space.spec.private for space in self._spaces.values())

@@ -80,16 +80,18 @@ class PrepareHandler:
         if m.hashes and not m.again:
             self._count_lookup(space, m, found.blocks, miss)
         hashes = m.hashes[: found.blocks]
-        if m.hold:
-            space.index.touch(hashes, now, now + self._hold)
-            self._replicator.loaded(space, hashes, now)
-            self._tiering.loaded(space, hashes, now)
-        if not (m.hold and hashes and self._hold) or state.tickets.full((space.tenant, m.attempt.holder), len(hashes)):
+        if not m.hold:
             return [Answer(request.call, LoadGrant(found.blocks, found.runs, 0, miss))]
-        grant = LoadGrant(found.blocks, found.runs, self._hold, miss)
-        expires_at = now + state.tickets.ttl_ns
-        ticket = IssuedTicket(space.tenant, m.attempt, space.id, grant, expires_at, hashes, known=self._known(space))
-        state.tickets.add(ticket)
+        held = hashes[: self._may_hold(space, m.attempt, hashes)]
+        space.index.touch(held, now, now + self._hold)
+        space.index.touch(hashes[len(held) :], now, 0)
+        self._replicator.loaded(space, hashes, now)
+        self._tiering.loaded(space, hashes, now)
+        grant = LoadGrant(found.blocks, found.runs, self._hold if held else 0, miss)
+        if held:
+            ticket = IssuedTicket(space.tenant, m.attempt, space.id, grant, now + state.tickets.ttl_ns, held)
+            ticket.known, ticket.block_bytes = self._known(space), space.spec.block_bytes
+            state.tickets.add(ticket)
         return [Answer(request.call, grant)]
 
     def prepare_store(self, request: Request[PrepareStore], space: CoordinatorNamespace, now: int) -> list[Effect]:
@@ -185,6 +187,19 @@ class PrepareHandler:
             state.counters["reused_tokens"] += hit * tokens
         if miss is not None:
             state.missed_tokens[miss.reason] += (asked - hit) * tokens
+
+    def _may_hold(self, space: CoordinatorNamespace, attempt: Attempt, hashes: Sequence[BlockHash]) -> int:
+        """Returns how many of these blocks, from the first on, a ticket of this attempt may hold."""
+        state, tenant = self._state, space.tenant
+        if not self._hold:
+            return 0
+        alone = state.namespaces.tenants < 2
+        count = state.tickets.holds.fitting(
+            *(space.id, tenant, hashes),
+            block_bytes=space.spec.block_bytes,
+            capacity_bytes=None if state.rebuilding or alone else state.members.addressable_bytes,
+        )
+        return 0 if state.tickets.full((tenant, attempt.holder), count) else count
 
     def _release(self, ticket: IssuedTicket) -> None:
         space = self._state.namespaces.known(ticket.space)

@@ -264,7 +264,7 @@ class ReportHandler:
         if not evicting and (m.pressure or not member.draining):
             self._make_room(member, dict(m.pressure), now)
         elif under_way(MoveOrder) is None and 0 < staging.wanted_bytes <= m.info.next_below(STAGING).free_bytes:
-            self._tiering.demote(member, 0, now)  # so that other shards can read what its disk tier holds
+            self._tiering.demote(member, {}, now)  # so that other shards can read what its disk tier holds
         # Free room goes to waiting reservations first. A full shard would also evict one copy to make room for another.
         if under_way(EvictOrder) is None and under_way(MoveOrder) is None and not m.pressure:
             if not member.draining:
@@ -276,11 +276,9 @@ class ReportHandler:
         """Orders the coldest blocks down one tier, and evicts the coldest blocks of the lowest tier. `pressing`: what
         the waiting reservations of each tenant lack."""
         *upper, lowest = member.info.tiers
-        waited = pressure_bytes = sum(pressing.values())
-        if upper:
-            waited = 0
-            if member.orders.of(MoveOrder) is None:
-                waited = self._tiering.demote(member, pressure_bytes, now)
+        waited = 0 if upper else sum(pressing.values())
+        if upper and member.orders.of(MoveOrder) is None:
+            waited = self._tiering.demote(member, pressing, now)
         if member.orders.of(EvictOrder) is None:  # nothing is to be erased
             self._evictor.order(member, lowest, waited, pressing, now)
         ordered = any(member.orders.of(kind) is not None for kind in (EvictOrder, MoveOrder))

@@ -34,6 +34,11 @@ class Shares:
         free = self.most - self.total - amount
         return (self.held(tenant) + amount) * (1 - self._alone) > free * self._alone
 
+    def room(self, tenant: Tenant) -> int:
+        """Returns the largest amount more that the tenant may take, at least 0."""
+        free, held = self.most - self.total, self.held(tenant)
+        return max(0, int(free * self._alone - held * (1 - self._alone)))
+
     def add(self, tenant: Tenant, amount: int = 1) -> None:
         self._held[tenant] = self.held(tenant) + amount
         self.total += amount

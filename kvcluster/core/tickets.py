@@ -1,6 +1,6 @@
 """Tickets: what the coordinator has promised, to which attempt, until when.
 
-A load ticket is a hold: its blocks are spared from eviction. A store ticket names the pages that only this attempt may
+A load ticket is a hold: its blocks are spared from eviction (holds.py). A store ticket names the pages that only this attempt may
 write, so that two workers do not move the same bytes. Both end by EndTicket or by time, whichever comes first, and both
 are only hints: a shard grants the pins and decides which attempt writes. The answer to an attempt is kept with its
 ticket. So a repeated prepare, whose reply was lost, gets the same answer and does not find its own store pending.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
+from kvcluster.core.holds import HeldBlocks
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import LoadGrant, StoreGrant
 from kvcluster.core.shares import HolderShares, Owner, Shares
@@ -26,6 +27,7 @@ class IssuedTicket:
     """A promise. `hashes` are held (load), or `writes` are this attempt's to write (store).
 
     `known` is the state that the answer was based on: the answer may be repeated while that is unchanged.
+    `block_bytes` is what each of `hashes` takes, unencoded.
     """
 
     tenant: Tenant
@@ -36,6 +38,7 @@ class IssuedTicket:
     hashes: tuple[BlockHash, ...] = ()
     writes: tuple[Writing, ...] = ()
     known: tuple[int, int] = (0, 0)
+    block_bytes: int = 0
 
     @property
     def name(self) -> TicketName:
@@ -55,6 +58,7 @@ class TicketBook:
         self._tickets: dict[TicketName, IssuedTicket] = {}
         self._shares = HolderShares(limits.TICKETS_PER_HOLDER, limits.TICKETS)
         self._named = Shares(limits.TICKET_PAGES)
+        self.holds = HeldBlocks()
         self._writing: dict[Writing, Attempt] = {}
         self._blocks_written: dict[tuple[NamespaceId, BlockHash], int] = {}
 
@@ -82,6 +86,7 @@ class TicketBook:
         self._tickets[ticket.name] = ticket
         self._shares.add((ticket.tenant, ticket.attempt.holder))
         self._named.add(ticket.tenant, ticket.named)
+        self.holds.add(ticket.space, ticket.tenant, ticket.hashes, block_bytes=ticket.block_bytes)
         for write in ticket.writes:
             if write not in self._writing:  # the writer of another part may have been recorded for this page
                 block = write[:2]
@@ -102,6 +107,7 @@ class TicketBook:
             return None
         self._shares.remove((ticket.tenant, ticket.attempt.holder))
         self._named.remove(ticket.tenant, ticket.named)
+        self.holds.remove(ticket.space, ticket.hashes)
         for write in ticket.writes:
             if self._writing.get(write) == ticket.attempt:
                 self.written(write)

@@ -18,7 +18,7 @@ The policy may change at run time: it applies to later demotions, and pages in l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.coordinator_state import CoordinatorState
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.hot_prefixes import HotPrefixes
-from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import Effect, Move, MoveOrder, Tier, TierUse, Warn
@@ -138,14 +138,17 @@ class Tiering:
         self._raw_blocks, self._hot_prefixes.loads = int(known["host.raw_blocks"]), int(known["promote.loads"])
         return None
 
-    def demote(self, member: Member, pressure_bytes: int, now: int) -> int:
+    def demote(self, member: Member, pressing: Mapping[Tenant, int], now: int) -> int:
         """Orders demotions from each tier except the lowest to the one below it. Returns the bytes to free in the
         lowest tier for that. Blocks that leave a lower tier come first in the order, so that room is freed before it is
-        used."""
+        used. `pressing`: what the waiting reservations of each tenant lack."""
         moves: list[Move] = []
-        waited = pressure_bytes
+        waited = sum(pressing.values())
         for tier, to in pairwise(member.info.tiers):
             victims = self._evictor.victims(member, tier, waited, now, self._room_below(member, tier, to))
+            if not victims:
+                keeps = self._room_below(member, tier, to)
+                victims = self._evictor.victims_for_floors(member, tier, waited, pressing, now, keeps)
             victims.sort(key=self._evictor.claimed, reverse=True)  # they take the room below first
             below = sum(self._bytes_below(record, member.slot, tier, to) for record in victims)
             moves[:0] = [self._demotion(record, to, now) for record in victims]

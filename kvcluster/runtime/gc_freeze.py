@@ -1,34 +1,44 @@
 """Keeps Python's cycle collector away from long-lived objects.
 
-When the oldest generation is collected, the collector walks the whole index of millions of records, or the pages of a
-shard: half a second or more in which nothing is answered. Records and pages are freed by their reference counts and
-form no cycles, so at intervals the survivors are collected once and then frozen: the collector never looks at them
-again.
+When the oldest generation is collected, the collector walks every container in it: the index and the block tables of a
+coordinator, or the pages of a shard, millions of objects and more than a second in which nothing is answered. Records,
+nodes and pages are freed by their reference counts and form no cycles. So what survives one such collection is frozen
+when it ends: the collector never looks at it again, and the next one walks only what was made since, however large the
+tables have become.
+
+What is frozen and becomes part of an unreachable cycle later is not freed. So what lives longer than a few calls must
+not form cycles with what comes and goes; tests/runtime/test_gc_freeze.py holds that of the calls of workers.
 """
 
 from __future__ import annotations
 
 import gc
-import threading
 
-EVERY_S = 30.0
+THRESHOLDS = 1_000, 10, 3
+"""As of gc.set_threshold: the oldest generation is collected once some 44,000 more containers were made than freed, and
+walks few more: a few milliseconds."""
+
+_OLDEST = 2
 
 
 class GarbageKeeper:
-    """Freezes survivors every EVERY_S seconds, from `start` to `close`."""
+    """Freezes what survives the collections of this process, from `start` to `close`."""
 
     def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvcluster-garbage", daemon=True)
+        self._before = gc.get_threshold()
 
     def start(self) -> None:
-        self._thread.start()
+        self._before = gc.get_threshold()
+        gc.callbacks.append(_freeze)
+        gc.set_threshold(*THRESHOLDS)
+        gc.collect()
 
     def close(self) -> None:
-        self._ended.set()
-        self._thread.join()
+        """Lets the collector run as before; what is frozen stays so."""
+        gc.callbacks.remove(_freeze)
+        gc.set_threshold(*self._before)
 
-    def _run(self) -> None:
-        while not self._ended.wait(EVERY_S):
-            gc.collect()
-            gc.freeze()
+
+def _freeze(phase: str, info: dict[str, int]) -> None:
+    if phase == "stop" and info["generation"] == _OLDEST:
+        gc.freeze()

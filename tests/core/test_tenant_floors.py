@@ -9,16 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Attach,
     Attached,
+    LoadGrant,
     NewPage,
     PageEvent,
     PageSlot,
+    PrepareLoad,
     PrepareStore,
     Reserve,
     StoreGrant,
+    Tier,
+    TierUse,
     WriteGrant,
     Written,
 )
@@ -26,9 +31,9 @@ from kvcluster.core.messages.coordinator import Decision
 from kvcluster.core.tenant_floors import StoredBytes, TenantFloors
 from kvcluster.testing.core_stepper import build_request
 from tests.core.build import SPACE
-from tests.core.lone_coordinator import BLOCKS, LoneCoordinator, Voice, decisions, ordered
+from tests.core.lone_coordinator import BLOCKS, LoneCoordinator, Voice, beat, decisions, moved, ordered
 from tests.core.lone_shard import LoneShard
-from tests.core.samples import OURS, PAGE, SPEC, THEIRS, WHOLE, attempt, chain, gone, key, pages, root
+from tests.core.samples import OURS, PAGE, SECOND, SPEC, THEIRS, WHOLE, attempt, chain, gone, key, pages, root, whole
 
 ONE, TWO = Tenant("one"), Tenant("two")
 THEIR_BLOCKS = chain(12, tenant=THEIRS)
@@ -115,6 +120,74 @@ def test_a_replica_is_charged_to_no_tenant_and_goes_first() -> None:
     first.report(gone(BLOCKS[1]))
     stored = [dict(member.stored[min(member.stored)].tenants) for member in coordinator.core.state.members.all()]
     assert stored == [{OURS: PAGE}, {OURS: PAGE}], "the copy that stays is the tenant's now"
+
+
+# -------------------------------------------------------------------------------- holds of tickets, and floors
+
+
+def their_load(coordinator: LoneCoordinator, counter: int, hashes: Sequence[BlockHash]) -> LoadGrant:
+    prepare = PrepareLoad(attempt(counter, 9), tuple(hashes), whole(), hold=True)
+    return coordinator.ask(LoadGrant, build_request(prepare, THEIRS, SPEC.namespace(THEIRS)))
+
+
+def held_by_them(
+    theirs: int, *, ours: int = 0, loads: int = 1, below: tuple[TierUse, ...] = (), elsewhere: int = 0
+) -> tuple[LoneCoordinator, Voice]:
+    """A full shard of 12 pages whose other tenant has tickets for all that it has stored; what we stored is older.
+    Another shard has so many pages `elsewhere`, and is empty."""
+    coordinator, voice = LoneCoordinator.serving(
+        *pages(BLOCKS[:ours]), capacity_pages=12, below=below, hold_ms=20_000, ticket_ttl_ms=5_000
+    )
+    if elsewhere:
+        coordinator.voice("b", capacity_pages=elsewhere).join()
+    coordinator.ask(Attached, build_request(Attach(SPEC), THEIRS))
+    coordinator.now += 1
+    voice.report(*of_theirs(THEIR_BLOCKS[:theirs]))
+    voice.info = replace(voice.info, free_bytes=0, writing_bytes=(12 - ours - theirs) * PAGE)
+    for load in range(loads):
+        assert their_load(coordinator, load + 1, THEIR_BLOCKS[:theirs]).blocks == theirs, "held or not, it is granted"
+    return coordinator, voice
+
+
+@pytest.mark.parametrize("loads", [1, 3])
+def test_loads_hold_no_more_than_the_share_of_their_tenant(loads: int) -> None:
+    _, voice = held_by_them(12, loads=loads)
+    assert ordered(voice.report(pressure=12 * PAGE, presses=OURS)) == list(THEIR_BLOCKS[:5:-1]), "the last of the chain"
+
+
+def test_holds_end_with_their_tickets_and_leave_room_for_others() -> None:
+    coordinator, voice = held_by_them(12)
+    holds = coordinator.core.state.tickets.holds
+    assert holds.held_bytes(THEIRS) == 6 * PAGE
+    beat(coordinator, voice, until=coordinator.now + 6 * SECOND)
+    assert holds.held_bytes(THEIRS) == 0 and not len(coordinator.core.state.tickets)
+
+
+def test_a_load_beyond_the_bound_on_tickets_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TICKETS_PER_HOLDER", 1)
+    coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:2]), hold_ms=20_000)
+    grants = [coordinator.load(attempt(at + 1), BLOCKS[: at + 1]) for at in range(2)]
+    assert [grant.blocks for grant in grants] == [1, 2] and len(coordinator.core.state.tickets) == 1
+    assert ordered(voice.report(pressure=2 * PAGE)) == [BLOCKS[1]]
+
+
+def test_holds_yield_to_the_floor_of_another_tenant_and_no_further() -> None:
+    _, voice = held_by_them(12, elsewhere=12)
+    assert ordered(voice.report(pressure=12 * PAGE, presses=OURS)) == list(THEIR_BLOCKS[:8:-1]), "a quarter of the tier"
+    _, voice = held_by_them(9, ours=3, elsewhere=12)
+    assert ordered(voice.report(pressure=2 * PAGE, presses=OURS)) == [BLOCKS[2], BLOCKS[1]], "we have our floor"
+
+
+def test_what_lies_beyond_the_floor_of_another_goes_before_what_is_held_and_before_our_own() -> None:
+    _, voice = held_by_them(10, ours=2)
+    assert ordered(voice.report(pressure=2 * PAGE, presses=OURS)) == list(THEIR_BLOCKS[9:7:-1])
+
+
+def test_holds_yield_to_floors_in_an_upper_tier_too() -> None:
+    below = (TierUse(Tier.HOST, 24 * PAGE, 24 * PAGE, 0),)
+    _, voice = held_by_them(12, below=below)
+    told = voice.report(pressure=12 * PAGE, presses=OURS)
+    assert moved(told, Tier.HOST) == list(THEIR_BLOCKS[:8:-1]) and ordered(told) == []
 
 
 # ------------------------------------------------------------------------------------------------ the shard
