@@ -26,6 +26,7 @@ from kvcluster.extras import install
 from kvcluster.pages.arena import memory_limit_bytes
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
 from kvcluster.runtime.metrics import METRICS, MetricKind
+from kvcluster.transport.descriptors import Descriptors
 from kvcluster.transport.listening import first_free
 
 log = logging.getLogger(__name__)
@@ -167,17 +168,18 @@ class _Server(ThreadingMixIn, TCPServer):
         self._lock = threading.Lock()
         self._silent: dict[socket.socket, None] = {}  # those whose request has not arrived
         self._until: dict[socket.socket, float] = {}
+        self._most = Descriptors.SCRAPES.bound(_CONNECTIONS)
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            if len(self._silent) >= _CONNECTIONS:
+            if len(self._silent) >= self._most:
                 oldest = next(iter(self._silent))
                 del self._silent[oldest]
                 _end(oldest)
-            if len(self._until) >= 2 * _CONNECTIONS:
+            if len(self._until) >= 2 * self._most:
                 _end(next(iter(self._until)))  # its answer is not taken by its reader
-            full = len(self._until) >= 4 * _CONNECTIONS
+            full = len(self._until) >= 4 * self._most
             self._silent[request] = None
             self._until[request] = time.monotonic() + REQUEST_S
         if full:  # so many threads have not ended yet

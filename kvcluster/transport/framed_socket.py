@@ -138,7 +138,7 @@ class FramedSocket:
 
     def fail(self, error: KVClusterError, deadline: Deadline) -> None:
         """Sends the reason why this side ends, if it still can."""
-        with contextlib.suppress(Unavailable):
+        with contextlib.suppress(KVClusterError):  # the other side may have failed itself, and have said why
             self.send(FrameKind.FAILED, socket_frames.encode_failure(error), deadline)
 
     # ------------------------------------------------------------------------------------ file descriptors

@@ -1,11 +1,11 @@
 """The listening side of framed sockets: accepts connections, reads each one's credential, and serves it on its own
 thread.
 
-It knows nothing of pages: `serve` decides what is done with a connection. Tenants share limits.STREAMS
-connections (core/shares.py); one more gets an error and is closed. Connections whose
-credential is not known yet are counted separately: at most limits.STREAMS_UNKNOWN, of which a further one ends the
-oldest, and each for at most HELLO_S. So a stranger shuts out no caller whose credential arrives in time. An error
-raised by `serve` ends its connection, and is sent to the other side if possible.
+It knows nothing of pages: `serve` decides what is done with a connection. Tenants share limits.STREAMS connections
+(core/shares.py), or fewer if the process has few descriptors (descriptors.py); one more gets an error and is closed.
+Connections whose credential is not known yet are counted separately: at most limits.STREAMS_UNKNOWN, of which a further
+one ends the oldest, and each for at most HELLO_S. So a stranger shuts out no caller whose credential arrives in time.
+An error raised by `serve` ends its connection, and is sent to the other side if possible.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shares import Shares
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
+from kvcluster.transport.descriptors import Descriptors
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.tenant_memory import Account, TenantMemory
 from kvcluster.wire import socket_frames
@@ -105,10 +106,11 @@ class Listener:
         name: str,
         admit: Callable[[FramedSocket], None] = _admit_all,
         refused: Callable[[KVClusterError], None] = _count_none,
+        descriptors: int = 1,
     ) -> None:
         """`admit` is called with each connection before anything is read from it; an error that it raises is sent to
         the other side. `refused` is called with the error for which a connection is ended, if that is a fault of the
-        other side or it has too many."""
+        other side or it has too many. `descriptors`: those that a connection takes."""
         listening.listen(_BACKLOG)
         self._admit = admit
         self._refused = refused
@@ -118,7 +120,8 @@ class Listener:
         self._name = name
         self._links: dict[FramedSocket, threading.Thread] = {}
         self._unknown: dict[FramedSocket, None] = {}  # those of _links whose credential has not arrived, oldest first
-        self._shares = Shares(limits.STREAMS)
+        self._shares = Shares(Descriptors.STREAMS.bound(limits.STREAMS, descriptors))
+        self._most_unknown = Descriptors.UNKNOWN.bound(limits.STREAMS_UNKNOWN, descriptors)
         self.bodies, self.requests = TenantMemory(limits.BODIES_BYTES), TenantMemory(limits.REQUESTS_BYTES)
         self._lock = threading.Lock()
         self._closed = False
@@ -172,7 +175,7 @@ class Listener:
         thread = threading.Thread(target=self._run, args=(link,), name=f"kvcluster-{self._name}-link", daemon=True)
         with self._lock:
             if not self._closed:
-                if len(self._unknown) >= limits.STREAMS_UNKNOWN:
+                if len(self._unknown) >= self._most_unknown:
                     oldest = next(iter(self._unknown))
                     del self._unknown[oldest]
                     oldest.shutdown()

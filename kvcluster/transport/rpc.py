@@ -7,7 +7,6 @@ ignores proxies set in the environment: a cache must be on the same network to b
 from __future__ import annotations
 
 import re
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from kvcluster.errors import (
 )
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.descriptors import Descriptors
 from kvcluster.transport.forks import FORKS
 from kvcluster.wire.methods import Method, Question
 from kvcluster.wire.versions import METADATA, OURS, agreed_version, clock_in, versions_in
@@ -53,11 +53,9 @@ _HANDSHAKE_MS = 5_000
 def server_options(message_bytes: int) -> list[tuple[str, int]]:
     """Returns the options of a server that accepts messages of at most `message_bytes`.
 
-    It accepts at most limits.CONNECTIONS connections and leaves half of its descriptors for everything else. It ends
+    It accepts at most limits.CONNECTIONS connections, and its part of the descriptors (descriptors.py). It ends
     connections that have not begun HTTP/2 in time, and those without a call for a minute: clients connect again with
     their next call."""
-    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = limits.CONNECTIONS if descriptors == resource.RLIM_INFINITY else min(limits.CONNECTIONS, descriptors // 2)
     return [
         *_OPTIONS,
         ("grpc.max_receive_message_length", message_bytes),
@@ -65,7 +63,7 @@ def server_options(message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", limits.CALLS_PER_CONNECTION),
         ("grpc.so_reuseport", 0),  # otherwise a second server silently binds the same port and takes half the calls
-        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.max_allowed_incoming_connections", Descriptors.CALLS.bound(limits.CONNECTIONS)),
         ("grpc.max_connection_idle_ms", _IDLE_MS),
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
     ]

@@ -101,7 +101,7 @@ def test_connections_that_dawdle_shut_out_no_probe(served: Served) -> None:
 
 
 def test_the_oldest_that_has_sent_nothing_ends_for_one_that_comes(served: Served) -> None:
-    idle = [socket.create_connection((HOST, served.server.port), LONG_S) for _ in range(metrics_server._CONNECTIONS)]
+    idle = [socket.create_connection((HOST, served.server.port), LONG_S) for _ in range(served.server._server._most)]
     assert eventually(lambda: len(served.server._server._silent) == len(idle))
     assert served.get("/healthz") == (200, "ok\n")
     assert idle[0].recv(1) == b""
