@@ -57,19 +57,29 @@ def descendants(ancestor: int) -> list[int]:
 
 def listening(pids: Iterable[int]) -> dict[int, set[str]]:
     """The addresses that each of these processes listens on; those that listen nowhere are left out."""
-    inodes: dict[str, str] = {}
+    return {pid: {address for address, _ in heard} for pid, heard in _listening(pids).items()}
+
+
+def ports(pids: Iterable[int]) -> list[int]:
+    """The TCP ports that these processes listen on."""
+    return sorted({port for heard in _listening(pids).values() for _, port in heard})
+
+
+def _listening(pids: Iterable[int]) -> dict[int, set[tuple[str, int]]]:
+    inodes: dict[str, tuple[str, int]] = {}
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
             fields = line.split()
             if fields[3] == _LISTENING:
-                inodes[f"socket:[{fields[9]}]"] = _address(fields[1].partition(":")[0])
-    found: dict[int, set[str]] = {}
+                address, _, port = fields[1].partition(":")
+                inodes[f"socket:[{fields[9]}]"] = _address(address), int(port, 16)
+    found: dict[int, set[tuple[str, int]]] = {}
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
             with suppress(OSError):  # closed meanwhile
-                address = inodes.get(os.readlink(descriptor))
-                if address is not None:
-                    found.setdefault(pid, set()).add(address)
+                heard = inodes.get(os.readlink(descriptor))
+                if heard is not None:
+                    found.setdefault(pid, set()).add(heard)
     return found
 
 

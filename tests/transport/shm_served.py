@@ -31,9 +31,9 @@ class Served:
     """A server before a shard, with a token for each tenant."""
 
     def __init__(self, host: ShmHost) -> None:
-        known = authenticator()
+        self.known = authenticator()
         self._host = host
-        self._server = ShmServer(_ShortLease(host), lambda given: known.caller(given).tenant)
+        self._server = ShmServer(_ShortLease(host), lambda given: self.known.caller(given).tenant)
         self._server.start()
         self.address = self._server.address
 

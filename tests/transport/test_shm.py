@@ -24,6 +24,7 @@ from kvcluster.errors import ConfigError, CredentialError, LimitError, ProtocolE
 from kvcluster.pages import arena, checksum, codec
 from kvcluster.pages.arena import Arena
 from kvcluster.pages.mapping import Mapping
+from kvcluster.runtime.auth import Authenticator
 from kvcluster.testing.conformance import TransportConformance, Wire, WireClaims, World, open_world
 from kvcluster.testing.conformance.content import (
     Content,
@@ -172,6 +173,16 @@ def test_a_token_is_asked_for_when_a_connection_is_opened(world: World) -> None:
         with pytest.raises(CredentialError):
             stranger.connect(soon())
         stranger.close()
+
+
+def test_a_connection_whose_token_is_revoked_gets_no_lease_more(world: World) -> None:
+    transport, content = world.open(), Content.of(world, 1, 1, 8)
+    store(transport, content)
+    assert load(transport, content) == [None]
+    world.served.known = Authenticator({}, "internal")  # type: ignore[attr-defined]
+    with pytest.raises(CredentialError, match="does not know this token"):
+        load(transport, content)
+    world.wait_until_unleased()
 
 
 def in_a_child(function: str, *arguments: object) -> str:
@@ -690,6 +701,32 @@ def test_a_writer_that_continues_after_the_sums_are_made_gives_no_reader_a_wrong
     reading = read(transport, content)
     assert reading.finish() == [None]
     assert reading.sink.corrupt == [(0, 1)], "only that layer"
+
+
+@pytest.mark.parametrize("opened", ["for writing", "for reading, and again for writing"])
+def test_a_process_that_writes_outside_of_its_grant_gives_no_reader_a_wrong_byte(world: World, opened: str) -> None:
+    """It has the user's rights to the memory: nothing stops it, and every reader's sums tell."""
+    content, transport = Content.of(world, 4, 2, 1_000), world.open()
+    store(transport, content)
+    nbytes = world.host.arena_bytes
+    other = Content.of(world, 1, 1, 8)
+    transport.attach(other.spec, soon())
+    with Raw(world) as peer:
+        if opened == "for writing":
+            peer.send(FrameKind.WRITE, socket_frames.encode_write(other.write_request(), 10**10))
+            assert peer.frame()[0] is FrameKind.GRANT
+            memory = Mapping(peer.fds[-1], nbytes, writable=True)
+        else:
+            again = os.open(f"/proc/self/fd/{peer.fds[0]}", os.O_RDWR)
+            memory = Mapping(again, nbytes, writable=True)
+            os.close(again)
+        for key in content.keys[:3]:
+            page = world.page(content.namespace, key)
+            assert page is not None
+            memory.view(page.offset, page.nbytes)[:] = bytes(page.nbytes)
+    reading = read(transport, content)
+    assert reading.finish() == [None] * 4
+    assert sorted(reading.sink.corrupt) == [(item, layer) for item in range(3) for layer in range(2)]
 
 
 @pytest.mark.parametrize(("processors", "threads"), [(1, 1), (2, 2), (4, 2), (8, 2), (12, 3), (16, 4), (192, 8)])
