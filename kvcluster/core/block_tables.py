@@ -141,13 +141,20 @@ class BlockTables:
         return known or Claims(space, tenant, private=private, block_bytes=block_bytes, block_tokens=block_tokens)
 
     def change(
-        self, owner: Owner, m: TableChange, public: Claims, private: Claims | None, *, capacity_bytes: int | None
+        self,
+        owner: Owner,
+        m: TableChange,
+        public: Claims,
+        private: Claims | None,
+        *,
+        capacity_bytes: int | None,
+        stored_blocks: int | None = None,
     ) -> Outcome:
-        """Makes one change, of a sequence with blocks in these namespaces. `capacity_bytes`: all bytes, None
-        if they are not known yet.
+        """Makes one change, of a sequence with blocks in these namespaces. `capacity_bytes`: all bytes; `stored_blocks`:
+        the blocks that shards have of the tenant; None if they are not known yet.
 
         Returns UNKNOWN if the table is not known as `keep` and `parent` say, and LIMIT if the change would exceed
-        the tenant's share of them, or a limit of limits.py.
+        the tenant's share of all bytes, or a limit of limits.py.
         """
         own = self._tables.get(owner, {})
         if m.closed:
@@ -165,7 +172,7 @@ class BlockTables:
             if private is None:
                 return Outcome.LIMIT
             added.append((private, m.blocks[len(m.blocks) - m.private :]))
-        if not self._admits(owner, m, added, capacity_bytes):
+        if not self._admits(owner, m, added, capacity_bytes, stored_blocks):
             return Outcome.LIMIT
         old = own.get(m.sequence)
         tip = base
@@ -267,6 +274,7 @@ class BlockTables:
         m: TableChange,
         added: list[tuple[Claims, tuple[BlockHash, ...]]],
         capacity_bytes: int | None,
+        stored_blocks: int | None,
     ) -> bool:
         """Whether a change that adds these blocks stays within all limits."""
         public, own = added[0][0], self._tables.get(owner, {})
@@ -276,6 +284,10 @@ class BlockTables:
             return False
         if self._nodes.full(owner[0], len(m.blocks)):
             return False
+        if m.blocks and stored_blocks is not None:
+            most = limits.UNSTORED_TABLE_BLOCKS + 2 * stored_blocks
+            if self._nodes.held(owner[0]) + len(m.blocks) > most:
+                return False
         new = sum(
             claims.block_bytes * sum(block not in claims.counts for block in dict.fromkeys(blocks))
             for claims, blocks in added

@@ -137,6 +137,10 @@ class NamespaceTable:
         """Returns the namespaces of one tenant, those of private pages included."""
         return list(self._owned.get(tenant, {}).values())
 
+    def stored_blocks(self, tenant: Tenant) -> int:
+        """Returns the number of blocks that shards have of one tenant."""
+        return sum(len(space.index) for space in self._owned.get(tenant, {}).values())
+
     def attach(self, tenant: Tenant, spec: KVSpec) -> CoordinatorNamespace | None:
         """Returns the namespace of this spec, creating it if needed; None if the limit of namespaces, of the tenant or
         of all tenants, is reached and none of the tenant's is empty."""

@@ -121,11 +121,14 @@ class SequenceHandler:
         pages = self._private_pages(space) if any(change.private for change in m.changes) else None
         private = self._claims_in(pages) if pages is not None else None
         capacity_bytes = self._capacity_bytes()
+        stored_blocks = None if state.rebuilding else state.namespaces.stored_blocks(space.tenant)
         reopen: dict[SequenceId, None] = {}
         refused: dict[SequenceId, None] = {}
         left = limits.RELEASED_PER_STEP
         for change in m.changes:
-            outcome = state.tables.change(owner, change, public, private, capacity_bytes=capacity_bytes)
+            outcome = state.tables.change(
+                *(owner, change, public, private), capacity_bytes=capacity_bytes, stored_blocks=stored_blocks
+            )
             if outcome is Outcome.DONE:
                 self._claimed(change, private)
             else:

@@ -69,7 +69,9 @@ class ShmServer:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(f"\0{name}")
         refused = partial(host.connection_refused, NAME)
-        self._listener = Listener(listening, tenant_of, self._serve, name=NAME, admit=_admit, refused=refused, descriptors=2)
+        self._listener = Listener(
+            listening, tenant_of, self._serve, name=NAME, admit=_admit, refused=refused, descriptors=2
+        )
 
     def start(self) -> None:
         self._listener.start()

@@ -31,7 +31,7 @@ import kvcluster
 from kvcluster.client import Client
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
-from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Holder
+from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, SEQUENCE_BYTES, Attempt, BlockHash, Holder, SequenceId
 from kvcluster.core.messages import (
     Attach,
     Attached,
@@ -46,6 +46,8 @@ from kvcluster.core.messages import (
     PageKey,
     PrepareStore,
     RegisterEngine,
+    SyncTables,
+    TableChange,
     WriteRequest,
 )
 from kvcluster.core.spec import KVSpec
@@ -406,6 +408,43 @@ def _stores(target: Target, first: int, *, pin: bool) -> Iterator[Act]:
         yield act
 
 
+@contextmanager
+def _holds(target: Target) -> Iterator[Act]:
+    """Prompts that are stored, each with a ticket that is kept and renewed, so that nothing of it may be evicted; and
+    tickets once more for those before it."""
+    with _client(target) as client, ExitStack() as house:
+        values, numbers = kv(0), count(3 * 10**6)
+        tickets: deque[ExitStack] = deque()
+
+        def act() -> int:
+            stored = prompt(next(numbers))
+            client.store(stored, values)
+            client.flush()
+            one = house.enter_context(ExitStack())
+            one.enter_context(client.prepare_load(client.hashes(stored)))
+            tickets.append(one)
+            if len(tickets) >= limits.TICKETS_PER_HOLDER:
+                tickets.popleft().close()
+            return 1
+
+        yield act
+
+
+@contextmanager
+def _tables(target: Target) -> Iterator[Act]:
+    """Tables of open sequences, of blocks that no shard has, each by another worker that does not exist."""
+    method = COORDINATOR["SyncTables"]
+    space = _ask(target.coordinator, target.token, COORDINATOR["Attach"], Attach(TINY), Attached).namespace
+
+    def sync() -> bytes:
+        blocks = tuple(_random_hash() for _ in range(limits.BLOCKS_PER_CALL))
+        changes = (TableChange(SequenceId(bytes(SEQUENCE_BYTES)), 0, blocks),)
+        return method.encode_request(SyncTables(Holder(os.urandom(HOLDER_BYTES)), 1, changes), space)
+
+    with _flood(target, {target.coordinator: (method.path, sync)}, _IN_FLIGHT // 16) as act:
+        yield act
+
+
 ATTACKS: Mapping[str, Attack] = {
     "streams": Attack("calls without a message", _header_streams),
     "handshakes": Attack("connections that break off", _handshakes),
@@ -444,6 +483,8 @@ ATTACKS: Mapping[str, Attack] = {
     "questions": Attack("questions of 2 MiB", partial(_long, calls=long_questions), by_tenant=True),
     "stores": Attack("stores without end", partial(_stores, first=10**6, pin=False), by_tenant=True),
     "pins": Attack("pins without end", partial(_stores, first=2 * 10**6, pin=True), by_tenant=True),
+    "holds": Attack("tickets for all that is stored", _holds, by_tenant=True),
+    "tables": Attack("tables of blocks that no shard has", _tables, by_tenant=True),
 }
 
 

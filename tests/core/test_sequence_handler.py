@@ -341,6 +341,15 @@ def test_each_tenant_has_a_share_of_its_own() -> None:
     assert theirs.sync(TableChange(Q, 0, BLOCKS[:2])).refused == ()
 
 
+def test_tables_name_few_blocks_beyond_those_that_shards_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "UNSTORED_TABLE_BLOCKS", 3)
+    _, voice, worker = serving()
+    assert worker.sync(TableChange(Q, 0, BLOCKS[:4]), TableChange(R, 0, BLOCKS[:3])).refused == (Q,)
+    voice.report(*pages(BLOCKS[:1]))
+    assert worker.sync(TableChange(Q, 0, BLOCKS[:3]), TableChange(S, 0, BLOCKS[:2])).refused == (Q,)
+    assert (worker.table(R), worker.table(S)) == (BLOCKS[:3], BLOCKS[:2])
+
+
 def test_while_rebuilding_tables_are_opened_without_a_look_at_the_share() -> None:
     coordinator = LoneCoordinator(expected=1, sequence_ttl_ms=TTL_MS)
     coordinator.ask(Attached, ours(Attach(SPEC)))

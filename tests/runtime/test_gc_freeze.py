@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from kvcluster.core.block_tables import BlockTables, Outcome
-from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, BlockHash, Holder, NamespaceId, SequenceId, Tenant
+from kvcluster.core.ids import (
+    HASH_BYTES,
+    HOLDER_BYTES,
+    SEQUENCE_BYTES,
+    BlockHash,
+    Holder,
+    NamespaceId,
+    SequenceId,
+    Tenant,
+)
 from kvcluster.core.messages import TableChange
 from kvcluster.core.spec import KVSpec
 from kvcluster.runtime.gc_freeze import THRESHOLDS, GarbageKeeper
@@ -62,7 +71,7 @@ def fill(tables: BlockTables) -> None:
         owner = tenant, Holder(number.to_bytes(HOLDER_BYTES, "big"))
         first = number * BLOCKS
         blocks = tuple(BlockHash(at.to_bytes(HASH_BYTES, "big")) for at in range(first, first + BLOCKS))
-        change = TableChange(SequenceId(1), 0, blocks)
+        change = TableChange(SequenceId(bytes(SEQUENCE_BYTES)), 0, blocks)
         assert tables.change(owner, change, claims, None, capacity_bytes=None) is Outcome.DONE
 
 
