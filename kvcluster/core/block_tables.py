@@ -150,20 +150,16 @@ class BlockTables:
         capacity_bytes: int | None,
         stored_blocks: int | None = None,
     ) -> Outcome:
-        """Makes one change, of a sequence with blocks in these namespaces. `capacity_bytes`: all bytes; `stored_blocks`:
-        the blocks that shards have of the tenant; None if they are not known yet.
+        """Makes one change, of a sequence with blocks in these namespaces. `capacity_bytes`: all bytes;
+        `stored_blocks`: the blocks that shards have of the tenant; None if they are not known yet.
 
         Returns UNKNOWN if the table is not known as `keep` and `parent` say, and LIMIT if the change would exceed
         the tenant's share of all bytes, or a limit of limits.py.
         """
-        own = self._tables.get(owner, {})
         if m.closed:
-            if m.sequence in own:
-                self._drop(own.pop(m.sequence))
-                self._shares.remove(owner[0])
-                if not own:
-                    del self._tables[owner]
+            self._close(owner, m.sequence)
             return Outcome.DONE
+        own = self._tables.get(owner, {})
         base = self._base(own, m, public.space)
         if base is None:
             return Outcome.UNKNOWN
@@ -191,6 +187,14 @@ class BlockTables:
         else:
             self._drop(old)
         return Outcome.DONE
+
+    def _close(self, owner: Owner, sequence: SequenceId) -> None:
+        own = self._tables.get(owner, {})
+        if sequence in own:
+            self._drop(own.pop(sequence))
+            self._shares.remove(owner[0])
+            if not own:
+                del self._tables[owner]
 
     def close_owner(self, owner: Owner, *, reclaims: bool = False) -> int:
         """Closes every sequence of an owner that is gone, or that `reclaims`: it is asked to send all tables again.

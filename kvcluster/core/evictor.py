@@ -76,8 +76,8 @@ class Evictor:
         now: int,
         keeps: Callable[[BlockRecord], bool],
     ) -> list[BlockRecord]:
-        """As `victims`, for those of the tenants `pressing` that have less than their floors: of what others have beyond
-        theirs, in spite of holds. Returns none if there is no such tenant."""
+        """As `victims`, for those of the tenants `pressing` that have less than their floors: of what others have
+        beyond theirs, in spite of holds. Returns none if there is no such tenant."""
         wanted = min(pressure_bytes, sum(self._lacking(member, tier, pressing).values()))
         if not wanted:
             return []
@@ -103,8 +103,8 @@ class Evictor:
         despite_holds: bool = False,
     ) -> list[BlockRecord]:
         """Takes the coldest blocks of that tier off its queue and returns them: about enough to free the bytes that it
-        lacks for its watermark or for waiting reservations (`pressure_bytes`). Pinned blocks are spared, held ones unless
-        `despite_holds`, those that `keeps` names, and what lies below the `floors` of tenants."""
+        lacks for its watermark or for waiting reservations (`pressure_bytes`). Pinned blocks are spared, held ones
+        unless `despite_holds`, those that `keeps` names, and what lies below the `floors` of tenants."""
         namespaces, slot = self._state.namespaces, member.slot
 
         def closed(space_id: NamespaceId) -> bool:

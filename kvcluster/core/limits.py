@@ -86,9 +86,9 @@ ANSWERED_SEQUENCES = 64
 """Sequences that an answer names which is kept with the lease of its holder, some 60 bytes each. If a longer one is
 lost, the holder tells all its tables again."""
 
-UNSTORED_TABLE_BLOCKS = 262_144
-"""Blocks in the tables of one tenant beyond twice those that shards have of it: four million tokens in blocks of 16, and
-some 52 MiB. Tables of blocks that no shard has protect nothing; those of a change beyond it are refused."""
+UNSTORED_TABLE_BLOCKS = BLOCKS_PER_PROMPT
+"""Blocks in the tables of one tenant beyond twice those that shards have of it: one sequence of the greatest length, and
+some 26 MiB. Tables of blocks that no shard has protect nothing; a change that exceeds this is refused."""
 
 RELEASED_PER_STEP = 8_192
 """Blocks of closed or truncated tables that one step releases: as many as one message may add."""

@@ -1,9 +1,10 @@
 """Tickets: what the coordinator has promised, to which attempt, until when.
 
-A load ticket is a hold: its blocks are spared from eviction (holds.py). A store ticket names the pages that only this attempt may
-write, so that two workers do not move the same bytes. Both end by EndTicket or by time, whichever comes first, and both
-are only hints: a shard grants the pins and decides which attempt writes. The answer to an attempt is kept with its
-ticket. So a repeated prepare, whose reply was lost, gets the same answer and does not find its own store pending.
+A load ticket is a hold: its blocks are spared from eviction (holds.py). A store ticket names the pages that only this
+attempt may write, so that two workers do not move the same bytes. Both end by EndTicket or by time, whichever comes
+first, and both are only hints: a shard grants the pins and decides which attempt writes. The answer to an attempt is
+kept with its ticket. So a repeated prepare, whose reply was lost, gets the same answer and does not find its own store
+pending.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Descriptors(Enum):
     """Connections to the metrics port that have not sent their request; with those that have, four times as many."""
 
     def bound(self, most: int, each: int = 1) -> int:
-        """Returns how many there may be: `most`, or fewer by the limit of this process. One takes `each` descriptors."""
+        """Returns how many there may be: `most`, or fewer by the limit of this process. Each takes `each` of it."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if limit == resource.RLIM_INFINITY:
             return most

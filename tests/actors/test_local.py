@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import ray
 import torch
 
 import kvcluster
 from kvcluster.actors import embedded
+from kvcluster.actors.gcs import asks_for_a_token
 from kvcluster.actors.local import LocalCluster
 from kvcluster.client import Client
 from kvcluster.core.groups import Part
@@ -22,7 +24,7 @@ from kvcluster.core.miss import MissReason
 from kvcluster.errors import CallerError, ConfigError
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 from tests.actors.conftest import QUICK
-from tests.actors.processes import descendants, listening, outcome, start_worker, title, unused_of_ray
+from tests.actors.processes import descendants, listening, outcome, ports, start_worker, title, unused_of_ray
 from tests.actors.worker import PATIENT, SPEC, digest, kv, tokens
 from tests.ports import free_port
 from tests.scraping import scraped
@@ -85,6 +87,36 @@ def test_two_processes_redeem_one_ticket_each_for_its_own_layers_and_heads(
         for part, worker in zip(parts, workers, strict=True):
             mine = kv(2)[:, part.layer_start : part.layer_stop, :, :, part.head_start : part.head_stop]
             assert outcome(worker) == {"blocks": 8, "digest": digest(mine)}
+
+
+METHODS = (
+    "/ray.rpc.NodeInfoGcsService/CheckAlive",
+    "/ray.rpc.InternalKVGcsService/InternalKVKeys",
+    "/ray.rpc.ActorInfoGcsService/GetAllActorInfo",
+    "/ray.rpc.NodeManagerService/GetNodeStats",
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
+)
+"""One of each of Ray's services that an actor's code or state can be reached by."""
+
+
+def answered(port: int, method: str) -> bool:
+    """Whether a call without a token is served at this port."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=[("grpc.enable_http_proxy", 0)]) as channel:
+        call = channel.unary_unary(method, request_serializer=bytes, response_deserializer=bytes)
+        try:
+            call(b"", timeout=5)
+        except grpc.RpcError:
+            return False
+    return True
+
+
+def test_no_port_of_ray_serves_a_stranger(shared_cluster: LocalCluster) -> None:
+    heard = ports(descendants(os.getpid()))
+    raylet = ports([pid for pid in descendants(os.getpid()) if "raylet/raylet" in title(pid)])
+    assert raylet and set(raylet) <= set(heard)
+    assert [(port, method) for port in heard for method in METHODS if answered(port, method)] == []
+    head = ports([pid for pid in descendants(os.getpid()) if "gcs_server" in title(pid)])
+    assert any(asks_for_a_token(f"127.0.0.1:{port}") for port in head)
 
 
 def test_nothing_listens_beyond_loopback(shared_cluster: LocalCluster) -> None:

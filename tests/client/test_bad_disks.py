@@ -12,6 +12,8 @@ import pytest
 from kvcluster.testing import MemoryCluster
 from tests.client.build import SPEC, kv, prompt, room, same
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[2]
 FOLDER = Path("/dev/shm/disks")
 MIB = 2**20
@@ -32,7 +34,8 @@ def read_only() -> None:
 def forbidden() -> None:
     FOLDER.mkdir()
     FOLDER.chmod(0)
-    if os.geteuid() == 0 and not Path("/proc/self/uid_map").read_text(encoding="ascii").split()[2] == "1":
+    mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
+    if os.geteuid() == 0 and mapped[2] != "1":
         os.setresuid(65534, 65534, 65534)  # root may enter every folder
 
 
@@ -54,7 +57,6 @@ def serve(disk: str) -> None:
     print(shard["trouble"])
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("disk", "why"),
     [("full", "No space left on device"), ("read_only", "Read-only file system"), ("forbidden", "Permission denied")],

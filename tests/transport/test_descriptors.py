@@ -65,10 +65,12 @@ def test_connections_leave_a_shard_the_descriptors_for_its_own_files() -> None:
     with shard() as process, ExitStack() as house:
         assert process.stdin is not None and process.stdout is not None
         address = process.stdout.readline().strip()
-        served = {given: 0 for given in map(token, (ONE, TWO))}
-        for given in served:
-            while served[given] < MANY and opened(address, given, house):
-                served[given] += 1
+        served: dict[str, int] = {}
+        for given in map(token, (ONE, TWO)):
+            count = 0
+            while count < MANY and opened(address, given, house):
+                count += 1
+            served[given] = count
             print("\n", file=process.stdin, end="", flush=True)
             assert process.stdout.readline().strip() == str(OWN_FILES), f"with {served} connections"
         assert all(0 < count < LIMIT // 4 for count in served.values()), "and each tenant has some"

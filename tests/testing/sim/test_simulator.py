@@ -43,6 +43,7 @@ SEEDS = {
     "purge-not-on-disk": 74,
     "lost-shard-named": 0,
     "floors-not-kept": 1,
+    "holds-without-bound": 41,
     "replicas-charged": 0,
     "evicts-while-rebuilding": 25,
     "judged-after-a-stall": 2,
