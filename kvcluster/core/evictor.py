@@ -112,7 +112,7 @@ class Evictor:
             return floors is not None and space is not None and floors.closed(space.tenant)
 
         def spares(record: BlockRecord) -> bool:
-            if self._pinned(record, now) or (record.held_until > now and not despite_holds) or keeps(record):
+            if self._spares(record, now, despite_holds) or keeps(record):
                 return True
             if floors is not None:
                 floors.take(namespaces.tenant(record.space), namespaces.charged_bytes(record, slot, tier))
@@ -191,11 +191,11 @@ class Evictor:
             return max(pressure_bytes, int(self._high * use.capacity_bytes) - use.free_bytes)
         return pressure_bytes
 
-    def _pinned(self, record: BlockRecord, now: int) -> bool:
-        """Whether the block is pinned. Then the chain before it is too, or is useless without it."""
+    def _spares(self, record: BlockRecord, now: int, despite_holds: bool) -> bool:
+        """Whether the block is pinned, or held. Then the chain before it is too, or is useless without it."""
         space = self._state.namespaces.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
-        return space.pinned.get(record.hash, 0) > now
+        return space.pinned.get(record.hash, 0) > now or (record.held_until > now and not despite_holds)
 
     def _leads_on(self, record: BlockRecord, here: tuple[int, Tier]) -> bool:
         """Whether a lookup may go on from this leaf of the queue of `here`, and could not without its copy there. Only

@@ -87,8 +87,8 @@ ANSWERED_SEQUENCES = 64
 lost, the holder tells all its tables again."""
 
 UNSTORED_TABLE_BLOCKS = BLOCKS_PER_PROMPT
-"""Blocks in the tables of one tenant beyond twice those that shards have of it: one sequence of the greatest length, and
-some 26 MiB. Tables of blocks that no shard has protect nothing; a change that exceeds this is refused."""
+"""Blocks in the tables of one tenant beyond twice those that shards have of it: one sequence of the greatest length,
+and some 26 MiB. Tables of blocks that no shard has protect nothing; a change that exceeds this is refused."""
 
 RELEASED_PER_STEP = 8_192
 """Blocks of closed or truncated tables that one step releases: as many as one message may add."""

@@ -77,6 +77,10 @@ class TicketBook:
     def get(self, name: TicketName) -> IssuedTicket | None:
         return self._tickets.get(name)
 
+    def all(self) -> list[IssuedTicket]:
+        """Returns the running tickets, the next to expire first."""
+        return list(self._tickets.values())
+
     def full(self, owner: Owner, named: int) -> bool:
         """Whether this holder, or its tenant, has reached its limit of tickets, or the tenant that of holders, or that
         of blocks and pages that tickets name, with so many more."""

@@ -119,9 +119,10 @@ class CoordinatorOracle:
         if member is not None:
             for order in self._orders.setdefault((c.name, member.address), GivenOrders()).given(ack.orders):
                 if isinstance(order, EvictOrder):
-                    judge_order(c.core, member, order, now)
                     pressing = dict(m.pressure) if isinstance(m, Report) else {}
-                    judge_floors(c.core, member, order, pressing, self._world.scenario.config.coordinator.tenant_floor)
+                    floors = self._world.scenario.config.coordinator.tenant_floor
+                    judge_order(c.core, member, order, now, pressing, floors)
+                    judge_floors(c.core, member, order, pressing, floors)
                 if isinstance(order, EvictOrder | MoveOrder):
                     self._world.sequence_oracle.ordered(c, order, now)
 
@@ -137,9 +138,25 @@ class CoordinatorOracle:
             require(
                 sum(run.count for run in reply.runs) == reply.blocks, "a grant gives the location of each block, once"
             )
+            if (c.name, (request.tenant, request.question.attempt)) not in self._answers:
+                self._hold_fits(c, request)
             self._is_same_again(c, request, reply)
             plans = [(run.count, run.plan) for run in reply.runs]
             self._names_members(c, namespace_of(request), hashes, plans)
+
+    def _hold_fits(self, c: CoordinatorProcess, request: Request[PrepareLoad]) -> None:
+        """A new ticket that holds a block that no other holds leaves as many bytes free of holds as its tenant has."""
+        state = c.core.state
+        new = state.tickets.get((request.tenant, request.question.attempt))
+        if new is None or not new.hashes or state.rebuilding or state.namespaces.tenants < 2:
+            return
+        loads = [ticket for ticket in state.tickets.all() if ticket.hashes]
+        if sum(ticket.space == new.space and new.hashes[-1] in ticket.hashes for ticket in loads) > 1:
+            return
+        held = {(ticket.space, block): ticket for ticket in loads for block in ticket.hashes}
+        own = sum(ticket.block_bytes for ticket in held.values() if ticket.tenant == new.tenant)
+        free = state.members.addressable_bytes - sum(ticket.block_bytes for ticket in held.values())
+        require(own <= free, f"tickets of {new.tenant} hold {own} bytes, and leave {free}")
 
     def _explained(self, c: CoordinatorProcess, request: Request[Explain], reply: object, now: int) -> None:
         if isinstance(reply, Explained):

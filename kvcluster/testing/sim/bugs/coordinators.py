@@ -11,6 +11,7 @@ from kvcluster.core.event_emitter import EventEmitter
 from kvcluster.core.eviction_queue import EvictionQueue
 from kvcluster.core.evictor import Evictor
 from kvcluster.core.groups import Part
+from kvcluster.core.holds import HeldBlocks
 from kvcluster.core.members import Membership
 from kvcluster.core.messages import Persist, Tick
 from kvcluster.core.namespaces import NamespaceTable
@@ -59,6 +60,12 @@ def floors_not_kept(original: Any, self: TenantFloors, tenant: Any) -> bool:
     return False
 
 
+@planted(HeldBlocks, "fitting")
+def holds_without_bound(original: Any, self: HeldBlocks, space: Any, tenant: Any, hashes: Any, **bounds: Any) -> int:
+    """A tenant's tickets hold all that they name, however many bytes that is."""
+    return len(hashes)
+
+
 @planted(members, "charged")
 def replicas_charged(original: Any, copies: ReplicaSet, group: int, part: Part) -> list[Replica]:
     """A tenant is charged for each copy of its blocks, so that others may evict the only copies of some."""
@@ -105,7 +112,7 @@ def drained_too_early(original: Any, self: Replicator, member: Any) -> bool:
 
 
 @planted(Evictor, "_spares")
-def evicts_what_is_promised(original: Any, self: Evictor, record: Any, now: int) -> bool:
+def evicts_what_is_promised(original: Any, self: Evictor, record: Any, now: int, despite_holds: bool) -> bool:
     """An order takes blocks that are held for a load, or that an operator has pinned."""
     return False
 
