@@ -91,8 +91,8 @@ class CallPolicy:
         if self.under_way >= self._limit:
             return None
         permit = self._breaker.ask(now)
-        if isinstance(permit, Miss):
-            return permit
+        if isinstance(permit, Miss):  # whatever ended the last call, the coordinator has been silent for several
+            return Miss(MissReason.COORDINATOR_LOST, permit.detail)
         self.under_way += 1
         if self.healthy:
             return Admission(permit, probe=False, until_ns=now + self._patience_ns, allowed_ns=self._patience_ns)

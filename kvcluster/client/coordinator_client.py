@@ -31,11 +31,18 @@ _FAIR_S = 0.1
 
 class CoordinatorPort(Protocol):
     """Carries a question to the coordinator, with the namespace that it is about, if any. Raises Unavailable if no
-    answer comes."""
+    answer comes: DEADLINE if it would have come too late, otherwise COORDINATOR_LOST."""
 
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply: ...
 
     def close(self) -> None: ...
+
+
+def unanswered(trouble: Unavailable, detail: str) -> Unavailable:
+    """Returns the error for a question that the coordinator has not answered, because of `trouble`, whose own reason is
+    that of any server: it may be SHARD_LOST."""
+    late = trouble.miss.reason is MissReason.DEADLINE
+    return Unavailable(Miss(MissReason.DEADLINE if late else MissReason.COORDINATOR_LOST, detail))
 
 
 class GrpcPort:
@@ -48,9 +55,9 @@ class GrpcPort:
         try:
             return self._connection.ask(COORDINATOR[type(question).__name__], question, deadline, namespace)
         except Unavailable as trouble:  # its reasons are those of any server: say which one it is
-            reason, late = trouble.miss.reason, trouble.miss.reason is MissReason.DEADLINE
+            late = trouble.miss.reason is MissReason.DEADLINE
             why = "has not answered in time" if late else f"does not answer ({trouble.miss.detail})"
-            raise Unavailable(Miss(reason, f"the coordinator at {self._connection.address} {why}")) from None
+            raise unanswered(trouble, f"the coordinator at {self._connection.address} {why}") from None
 
     def close(self) -> None:
         self._connection.close()
@@ -171,6 +178,6 @@ def expect(kind: type[R], answer: Reply) -> R:
         return answer
     if isinstance(answer, Refused):
         if answer.kind in (RefusedKind.UNKNOWN_NAMESPACE, RefusedKind.STALE):  # although it was just attached
-            raise Unavailable(Miss(MissReason.SHARD_LOST, f"the coordinator lost its state: {answer.detail}"))
+            raise Unavailable(Miss(MissReason.COORDINATOR_LOST, f"it lost its state: {answer.detail}"))
         raise (LimitError if answer.kind is RefusedKind.LIMIT else CallerError)(answer.detail)
     raise ProtocolError(f"the server answered {type(answer).__name__}, expected {kind.__name__}")

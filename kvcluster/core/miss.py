@@ -42,6 +42,7 @@ class MissReason(Enum):
     DEADLINE = "deadline"
     SLOWER_THAN_RECOMPUTE = "slower_than_recompute"
     OFF = "off"  # an operator has turned the cache off
+    COORDINATOR_LOST = "coordinator_lost"  # it does not answer the client, which alone can name this
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ import os
 import socket
 from collections.abc import Mapping
 
-from kvcluster.errors import KVClusterError
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.transport.base import Unavailable
 
 
 def canonical(value: object) -> str:
@@ -26,6 +28,14 @@ def settings_digest(settings: Mapping[str, object]) -> str:
 def error_text(error: Exception) -> str:
     """Returns the message of an error; of one that is not ours, with the name of its type."""
     return str(error) if isinstance(error, KVClusterError) else f"{type(error).__name__}: {error}"
+
+
+def miss_of(error: Exception) -> Miss:
+    """Returns the miss for what could not be loaded or stored because of this error."""
+    if isinstance(error, Unavailable):
+        return error.miss
+    reason = MissReason.COORDINATOR_LOST if isinstance(error, Unreachable) else MissReason.SHARD_LOST
+    return Miss(reason, error_text(error))
 
 
 def process_name() -> str:

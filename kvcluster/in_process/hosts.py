@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvcluster.client.coordinator_client import CoordinatorPort
+from kvcluster.client.coordinator_client import CoordinatorPort, unanswered
 from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import Config
 from kvcluster.config_hash import config_hash
@@ -46,13 +46,14 @@ class _Port:
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
         deadline.check()  # a core that answers at once would not check it
         caller = self._caller()
-        host = self._hosts.running_coordinator()
         request = partial(
             Request, tenant=caller.tenant, namespace=namespace, question=question, operator=caller.operator
         )
         began = time.monotonic()
         try:
-            return host.ask(request, deadline.remaining_s())
+            return self._hosts.running_coordinator().ask(request, deadline.remaining_s())
+        except Unavailable as trouble:
+            raise unanswered(trouble, trouble.miss.detail) from None
         finally:
             self._hosts.calls.took(type(question).__name__, time.monotonic() - began)
 

@@ -45,12 +45,19 @@ def test_an_asker_waits_for_its_patience_and_no_longer() -> None:
     assert (call.probe, call.until_ns) == (False, 7 + PATIENCE)
 
 
-def test_after_failures_in_a_row_calls_are_refused_with_the_last_reason() -> None:
+@pytest.mark.parametrize("reason", [MissReason.DEADLINE, MissReason.COORDINATOR_LOST])
+def test_after_failures_in_a_row_of_any_kind_calls_are_refused_because_the_coordinator_is_lost(
+    reason: MissReason,
+) -> None:
     one = policy()
-    fail(one)
+    for _ in range(FAILURES):
+        call = admit(one)
+        one.failed(call, Miss(reason), 0)
+        one.ended(call)
     assert not one.healthy
     refused = one.ask(1)
-    assert isinstance(refused, Miss) and refused.reason is MissReason.SHARD_LOST
+    assert isinstance(refused, Miss) and refused.reason is MissReason.COORDINATOR_LOST
+    assert refused.detail.startswith("not asked: failed 2 times")
 
 
 def test_an_asker_that_waited_in_vain_counts_as_a_failure() -> None:

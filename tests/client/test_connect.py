@@ -19,6 +19,7 @@ from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.client.prompt import TokenArray
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import GetStatus
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, ConfigError, ProtocolError, Unreachable
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline, Unavailable
@@ -138,7 +139,7 @@ def test_a_coordinator_that_has_ended_is_named_without_grpcs_words() -> None:
         port.ask(GetStatus(), Deadline.after_ms(5_000))
     port.close()
     why = f"the coordinator at {address} does not answer ({address}: connection refused)"
-    assert raised.value.miss.detail == why
+    assert raised.value.miss == Miss(MissReason.COORDINATOR_LOST, why)
 
 
 def test_arrays_of_numpy_and_torch_are_token_ids_to_a_type_checker() -> None:

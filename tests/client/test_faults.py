@@ -41,7 +41,7 @@ from tests.client.conftest import Start
 
 SHARD = ShardId("shard-0")
 TOKENS = prompt(4)
-NOT_RUNNING = Miss(MissReason.SHARD_LOST, "not running")
+NOT_RUNNING = Miss(MissReason.COORDINATOR_LOST, "not running")
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_an_old_ticket_does_not_cost_the_way_to_the_shard_that_came_back(alone: 
         alone.start_shard(0)
         alone.wait_until_up()
         assert client.store(TOKENS, kv(4)).blocks == 4
-        assert client.begin_load(old, room(4)).result().miss == NOT_RUNNING
+        assert client.begin_load(old, room(4)).result().miss == Miss(MissReason.SHARD_LOST, "not running")
         old.release()
         assert client.flush()
         assert client.load(TOKENS, room(4)) == 4 * BLOCK

@@ -12,7 +12,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.testing import MemoryCluster
 from tests.client.build import SPEC, kv, prompt
 
-LOST = Miss(MissReason.SHARD_LOST, "connection refused")
+LOST = Miss(MissReason.COORDINATOR_LOST, "connection refused")
 
 
 def at(seconds: float) -> str:
@@ -25,7 +25,7 @@ def test_the_loss_is_reported_once_with_its_beginning_and_so_is_the_return() -> 
     said = [outage.failed(LOST, 1_000.0 + second) for second in range(5)]
     assert [bool(each) for each in said] == [number == FAILURES - 1 for number in range(5)]
     assert said[FAILURES - 1].startswith(
-        f"the cluster has not answered since {at(1_000.0)} (shard_lost (connection refused)): "
+        f"the cluster has not answered since {at(1_000.0)} (coordinator_lost (connection refused)): "
     )
     assert outage.answered(1_060.0) == f"the cluster answers again; it did not from {at(1_000.0)} on, for 60 s"
     assert outage.answered(1_061.0) == ""

@@ -11,7 +11,7 @@ def test_more_loss_is_larger_so_that_what_a_caller_accepts_is_a_comparison() -> 
 def test_every_reason_is_a_word_that_explain_can_print() -> None:
     assert [reason.value for reason in MissReason] == [
         *("never_seen", "evicted", "pending", "below_block", "namespace", "part", "lossy", "corrupt"),
-        *("shard_lost", "rebuilding", "full", "deadline", "slower_than_recompute", "off"),
+        *("shard_lost", "rebuilding", "full", "deadline", "slower_than_recompute", "off", "coordinator_lost"),
     ]
 
 

@@ -462,7 +462,7 @@ def test_a_cluster_that_is_gone_is_a_miss() -> None:
         client = connect(cluster, model)
         cluster.stop_coordinator()
         cache = PrefixCache.from_inputs(client, model, ids, mask)
-        assert cache.misses[0] is not None and cache.misses[0].reason is MissReason.SHARD_LOST
+        assert cache.misses[0] is not None and cache.misses[0].reason is MissReason.COORDINATOR_LOST
         stored = cache.save(run(model, ids, mask, cache).sequences)
         assert stored.blocks == 0 and stored.miss == cache.misses[0]
 

@@ -24,7 +24,7 @@ from tests.client.conftest import Start
 TOKENS = prompt(4)
 MS = 1_000_000
 PATIENCE = 250 * MS
-LOST = Unavailable(Miss(MissReason.SHARD_LOST, "gone"))
+LOST = Unavailable(Miss(MissReason.COORDINATOR_LOST, "gone"))
 
 
 class Bench:
@@ -180,7 +180,7 @@ def test_after_two_failures_no_request_is_kept_waiting(bench: Bench) -> None:
     assert not bench.lookups.healthy
     for _ in range(100):
         miss = bench.lookups.begin(bench.ask, bench.now)
-        assert isinstance(miss, Miss) and miss.reason is MissReason.SHARD_LOST
+        assert isinstance(miss, Miss) and miss.reason is MissReason.COORDINATOR_LOST
 
 
 def test_prompts_that_were_lost_with_their_shard_leave_the_lookups_of_others_alone(start: Start) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
+import kvcluster
 from kvcluster.core.ids import Caller, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import Attach, Attached, AttachedShard, AttachShard, Offers
 from kvcluster.core.spec import KVSpec
@@ -100,6 +102,14 @@ def test_versions_that_cannot_be_are_refused(value: str) -> None:
 def test_a_range_that_lies_gives_no_more_than_what_both_speak() -> None:
     assert agreed_version(caller=Versions(1, 999_999, "x"), server=OURS) == PROTOCOL_VERSION
     assert agreed_version(caller=Versions(1, OLDEST_VERSION, "x"), server=OURS) == OLDEST_VERSION
+
+
+def test_no_server_names_the_reason_that_only_clients_of_this_release_know() -> None:
+    """Older releases refuse a reason that they do not know. A coordinator that answers is not lost."""
+    package = Path(kvcluster.__file__).parent
+    servers = [path for part in ("core", "runtime", "transport", "actors") for path in (package / part).rglob("*.py")]
+    named = {path.name for path in servers if "COORDINATOR_LOST" in path.read_text()}
+    assert named == {"miss.py", "coordinator_state.py"}
 
 
 # ------------------------------------------------------------------------------------ versions in messages

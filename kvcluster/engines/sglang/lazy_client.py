@@ -115,7 +115,7 @@ class LazyClient:
         with self._lock:
             now = time.monotonic_ns()
             if call.failure is not None:
-                self._policy.failed(admitted, Miss(MissReason.SHARD_LOST, call.failure), now)
+                self._policy.failed(admitted, Miss(MissReason.COORDINATOR_LOST, call.failure), now)
             elif call.answered:
                 self._policy.answered(admitted, now)
             self._policy.ended(admitted)

@@ -15,7 +15,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.tickets import Ticket
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.engines.texts import error_text
+from kvcluster.engines.texts import miss_of
 from kvcluster.transport.base import Unavailable
 
 _THREADS = 2
@@ -84,11 +84,10 @@ class AsyncLookups:
             client, hashes, adapter, awaited = ask()
             deadline_ms = max(1.0, self._patience_ns / 1e6)
             ticket = client.prepare_load(hashes, whole=True, adapter=adapter, awaited=awaited, deadline_ms=deadline_ms)
-        except Unavailable as trouble:
-            call.failure = trouble.miss
-            return LookupAnswer(miss=trouble.miss)
         except Exception as error:
-            return LookupAnswer(miss=Miss(MissReason.SHARD_LOST, error_text(error)))
+            miss = miss_of(error)
+            call.failure = miss if isinstance(error, Unavailable) else None
+            return LookupAnswer(miss=miss)
         if ticket.from_coordinator:
             call.answered()
             return LookupAnswer(hashes, ticket, ticket.miss)

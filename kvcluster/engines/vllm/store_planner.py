@@ -10,7 +10,8 @@ from __future__ import annotations
 import kvcluster.engines.vllm.compat as compat
 from kvcluster.core import limits
 from kvcluster.core.groups import PREFIX
-from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss
+from kvcluster.engines.texts import miss_of
 from kvcluster.engines.vllm.loads_in_flight import LoadsInFlight
 from kvcluster.engines.vllm.lossy_blocks import LossyBlocks
 from kvcluster.engines.vllm.request_state import RequestState
@@ -50,7 +51,7 @@ class StorePlanner:
         try:  # if the namespace is not known at once, nothing is stored
             request.grow(new.stop)
         except KVClusterError as error:
-            request.private, request.miss = True, Miss(MissReason.SHARD_LOST, str(error))
+            request.private, request.miss = True, miss_of(error)
             return None
         self._order += 1
         self._undrained[self._order] = (of_engine.request_id, self._ranks)

@@ -23,6 +23,7 @@ from kvcluster.client.results import Loaded, Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.engines.texts import miss_of
 from kvcluster.engines.vllm.registration import Registration
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
@@ -53,7 +54,7 @@ class _Load:
         try:
             loaded = self.transfer.result(None if self.transfer.done() else 0)
         except KVClusterError as error:
-            return LoadReport(self.order.first, 0, took_ns, Loss.EXACT, Miss(MissReason.SHARD_LOST, str(error)))
+            return LoadReport(self.order.first, 0, took_ns, Loss.EXACT, miss_of(error))
         # `took_ns` ends at the last byte, not now, when the model's thread happens to look.
         return LoadReport(loaded.blocks, loaded.nbytes, loaded.took_ns or took_ns, loaded.loss, loaded.miss)
 
@@ -182,7 +183,7 @@ class WorkerSide:
     def _begin_load(self, order: LoadOrder) -> tuple[Transfer[Loaded] | None, Miss | None]:
         client = self._registration.client
         if client is None:
-            return None, Miss(MissReason.SHARD_LOST, f"a worker has no cluster: {self._registration.why}")
+            return None, Miss(MissReason.COORDINATOR_LOST, f"a worker has no cluster: {self._registration.why}")
         try:
             ticket = client.redeem(order.ticket)
             into = self._memory(order.into)
@@ -190,7 +191,7 @@ class WorkerSide:
                 ticket, into, first=order.first, adapter=order.adapter, deadline_ms=order.deadline_ms
             ), None
         except KVClusterError as error:
-            return None, Miss(MissReason.SHARD_LOST, str(error))
+            return None, miss_of(error)
 
     def _end_load(self, load: _Load) -> None:
         self._loads.remove(load)

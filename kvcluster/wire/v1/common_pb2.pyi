@@ -35,6 +35,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_DEADLINE: _ClassVar[MissReason]
     MISS_REASON_SLOWER_THAN_RECOMPUTE: _ClassVar[MissReason]
     MISS_REASON_OFF: _ClassVar[MissReason]
+    MISS_REASON_COORDINATOR_LOST: _ClassVar[MissReason]
 
 class RefusedKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -64,6 +65,7 @@ MISS_REASON_FULL: MissReason
 MISS_REASON_DEADLINE: MissReason
 MISS_REASON_SLOWER_THAN_RECOMPUTE: MissReason
 MISS_REASON_OFF: MissReason
+MISS_REASON_COORDINATOR_LOST: MissReason
 REFUSED_KIND_UNSPECIFIED: RefusedKind
 REFUSED_KIND_UNKNOWN_NAMESPACE: RefusedKind
 REFUSED_KIND_STALE: RefusedKind
