@@ -136,6 +136,7 @@ def local(
     Raises ConfigError if a setting cannot be used, and KVClusterError if `ray` is True and the extra `cluster` is not
     installed.
     """
+    _check_types(ray, disk_dir, config)
     # One Ray can hold many. One with a disk tier has the same name again, by which it knows its volumes.
     mark = sha256(os.fsencode(Path(disk_dir).absolute())).hexdigest()[:8] if disk_dir else secrets.token_hex(4)
     below = {"name": f"local-{mark}", **(config or {})}
@@ -147,6 +148,19 @@ def local(
     running = LocalCluster(_on_ray(settings) if ray else _in_process(settings), settings)
     atexit.register(running.close)
     return running
+
+
+def _check_types(ray: object, disk_dir: object, config: object) -> None:
+    """Checks the arguments that are used before the settings are checked. Raises ConfigError."""
+    if type(ray) is not bool:
+        raise ConfigError(f"ray is {ray!r}; expected True or False")
+    if not isinstance(disk_dir, (str, Path)):
+        raise ConfigError(f"disk_dir is {disk_dir!r}; expected the path of a folder")
+    if not (config is None or isinstance(config, Mapping)):
+        raise ConfigError(f"config is {config!r}; expected a mapping of settings by section")
+    for section in ("shard", "server"):
+        if not isinstance((config or {}).get(section, {}), Mapping):
+            raise ConfigError(f"config: {section} must be a table of settings, not {(config or {})[section]!r}")
 
 
 def _on_ray(settings: Config) -> Embedded:

@@ -31,6 +31,10 @@ _SIZE = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*")
 def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Returns the configuration from a TOML file and/or a nested mapping. Raises ConfigError naming the bad key."""
     values: dict[str, Any] = {}
+    if not (path is None or isinstance(path, (str, Path))):
+        raise ConfigError(f"the configuration's file is {path!r}; expected a path")
+    if not (overrides is None or isinstance(overrides, Mapping)):
+        raise ConfigError(f"the configuration is {overrides!r}; expected a mapping of settings")
     if path is not None:
         try:
             values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -145,7 +149,7 @@ def _table(value: Any, name: str) -> Mapping[str, Any]:
 def _inherited(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the values with [shard] in each group below what the group says itself."""
     shard, groups = values.get("shard", {}), values.get("groups", {})
-    if not groups or not isinstance(groups, Mapping) or not isinstance(shard, Mapping):
+    if not isinstance(groups, Mapping) or not groups or not isinstance(shard, Mapping):
         return values
     own = {
         name: {**group, "shard": {**shard, **_table(group.get("shard", {}), f"groups.{name}.shard")}}

@@ -70,7 +70,8 @@ class CoordinatorState:
         self.engines = EngineRegistry(ENGINE_TTL_NS)
         self.probes = ProbeRuns()
         self.counters = dict.fromkeys(_COUNTERS, 0)
-        self.missed_tokens = {reason: 0 for reason in MissReason if reason is not MissReason.COORDINATOR_LOST}
+        counted: list[MissReason] = [reason for reason in MissReason if reason is not MissReason.COORDINATOR_LOST]
+        self.missed_tokens = dict.fromkeys(counted, 0)
         """Tokens that lookups asked for and did not find, by the reason why the first of them was not found."""
         self.eviction_ages = {tier: AgeHistogram() for tier in Tier}
         """For each tier: how long blocks had not been used when their last copy was evicted from it."""

@@ -7,9 +7,12 @@ zero. This module knows sizes, never an address.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
+from kvcluster.core import limits
 from kvcluster.errors import SpecError
 
 DTYPE_BYTES: dict[str, int] = {
@@ -24,6 +27,9 @@ DTYPE_BYTES: dict[str, int] = {
 
 _MAX_NUMBER = 2**63
 
+MAX_LAYERS = limits.SPEC_BYTES // 8
+"""Of a spec: each takes 8 of its bytes."""
+
 
 def check_number(value: object, least: int, what: str) -> None:
     """Raises SpecError, which names `what`, unless the value is an integer of at least `least` and below 2**63."""
@@ -31,14 +37,28 @@ def check_number(value: object, least: int, what: str) -> None:
         raise SpecError(f"{what} must be an integer of at least {least} and below 2**63, not {value!r}")
 
 
-def check_text(value: object) -> None:
-    """Raises SpecError unless the value is text that UTF-8 can encode."""
+def check_text(value: object, what: str) -> None:
+    """Raises SpecError, which names `what`, unless the value is text that UTF-8 can encode."""
     try:
         if not isinstance(value, str):
-            raise SpecError(f"model, weights, adapter, rope, extra and packing are text, not {value!r}")
+            raise SpecError(f"{what} must be text, not {value!r}")
         value.encode()
     except UnicodeEncodeError:
-        raise SpecError(f"{value!r} cannot be encoded as UTF-8") from None
+        raise SpecError(f"{what} {value!r} cannot be encoded as UTF-8") from None
+
+
+def as_tuple(values: object, kind: type, what: str) -> tuple[Any, ...]:
+    """Returns the values, each of this type, as a tuple. Raises SpecError, which names `what`, if they are something
+    else, or more than a spec can have."""
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise SpecError(f"{what} must be a sequence, each of type {kind.__name__}, not {values!r}")
+    taken = tuple(islice(values, MAX_LAYERS + 1))
+    if len(taken) > MAX_LAYERS:
+        raise SpecError(f"{what} has more than {MAX_LAYERS} items, which is more than a spec can have")
+    for value in taken:
+        if type(value) is not kind:
+            raise SpecError(f"{what} must be a sequence, each of type {kind.__name__}, and has {value!r}")
+    return taken
 
 
 def dtype_name(dtype: object) -> str:
@@ -72,6 +92,7 @@ class Plane:
     packing: str = ""
 
     def __post_init__(self) -> None:
+        check_text(self.name, "a plane's name")
         if not self.name:
             raise SpecError("a plane needs a name, such as 'k'")
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
@@ -79,7 +100,7 @@ class Plane:
             raise SpecError(f"plane {self.name!r}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
         check_number(self.heads, 1, f"plane {self.name!r}: heads")
         check_number(self.dim, 1, f"plane {self.name!r}: dim")
-        check_text(self.packing)
+        check_text(self.packing, f"plane {self.name!r}: packing")
         if self.packing and self.dtype != "opaque":
             raise SpecError(
                 f"plane {self.name!r}: packing {self.packing!r} is allowed for opaque planes only: give the "
@@ -112,6 +133,7 @@ class Reuse:
     tokens: int = 0
 
     def __post_init__(self) -> None:
+        check_text(self.kind, "the kind of a reuse")
         if self.kind not in ("prefix", "window", "last"):
             raise SpecError(f"reuse {self.kind!r} is not one of prefix, window, last")
         check_number(self.tokens, 0, "the tokens of a window")
@@ -157,8 +179,10 @@ class Group:
     reuse: Reuse = PREFIX
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "planes", tuple(self.planes))
+        object.__setattr__(self, "layers", as_tuple(self.layers, int, "layers"))
+        object.__setattr__(self, "planes", as_tuple(self.planes, Plane, "planes"))
+        if type(self.reuse) is not Reuse:
+            raise SpecError(f"reuse must be PREFIX, LAST or window(tokens), not {self.reuse!r}")
         for layer in self.layers:
             check_number(layer, 0, "a layer number")
         if not self.layers or list(self.layers) != sorted(set(self.layers)):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from kvcluster.core import limits
-from kvcluster.core.groups import Group, Part, Plane, check_number, check_text, dtype_name
+from kvcluster.core.groups import MAX_LAYERS, Group, Part, Plane, as_tuple, check_number, check_text, dtype_name
 from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.errors import SpecError
 
@@ -63,16 +63,10 @@ class KVSpec:
     private: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(self.groups))
-        object.__setattr__(self, "extra", tuple((key, value) for key, value in self.extra))
-        for text in (
-            self.model,
-            self.weights,
-            self.adapter,
-            self.rope,
-            *(text for pair in self.extra for text in pair),
-        ):
-            check_text(text)
+        object.__setattr__(self, "groups", as_tuple(self.groups, Group, "groups"))
+        object.__setattr__(self, "extra", _pairs(self.extra))
+        for name in ("model", "weights", "adapter", "rope"):
+            check_text(getattr(self, name), name)
         if not self.model:
             raise SpecError("model must be named")
         check_weights(self.weights)
@@ -131,7 +125,13 @@ class KVSpec:
         """Returns the spec of the plain case: every layer holds K and V of one shape, and every block of a prefix is
         needed. `dtype` is a name, such as "bfloat16", or the dtype of torch, numpy or JAX of that name; `num_kv_heads`
         and `head_dim` are those of the whole model. The others are as in KVSpec. Raises SpecError."""
-        check_number(num_layers, 1, "num_layers")
+        numbers = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for what, number in numbers.items():
+            check_number(number, 1, what)
+        if num_layers > MAX_LAYERS:
+            raise SpecError(f"num_layers must be at most {MAX_LAYERS}, not {num_layers}")
+        if extra is not None and not isinstance(extra, Mapping):
+            raise SpecError(f"extra must be a mapping from text to text, or None, not {extra!r}")
         name = dtype_name(dtype)
         planes = (Plane("k", num_kv_heads, head_dim, name), Plane("v", num_kv_heads, head_dim, name))
         return cls(
@@ -141,7 +141,7 @@ class KVSpec:
             groups=(Group(tuple(range(num_layers)), planes),),
             adapter=adapter,
             rope=rope,
-            extra=tuple(sorted((extra or {}).items())),
+            extra=tuple(sorted(_pairs(tuple((extra or {}).items())))),
         )
 
     def whole(self, group: int) -> Part:
@@ -154,8 +154,11 @@ class KVSpec:
 
     def check_part(self, group: int, part: Part) -> None:
         """Raises SpecError if `part` does not lie within `group`."""
-        if not 0 <= group < len(self.groups):
-            raise SpecError(f"group {group} does not exist; the spec has {len(self.groups)}")
+        if type(group) is not int or not 0 <= group < len(self.groups):
+            raise SpecError(f"group {group!r} does not exist; the spec has {len(self.groups)}")
+        given: object = part
+        if not isinstance(given, Part) or any(type(bound) is not int for bound in given):
+            raise SpecError(f"part must be a Part of four integers, not {part!r}")
         whole = self.whole(group)
         if whole.intersect(part) != part:
             raise SpecError(f"part ({part}) does not lie within group {group} ({whole})")
@@ -237,6 +240,17 @@ def _packings(groups: Sequence[Group]) -> list[str]:
 
 def _without_dtypes(groups: Sequence[Group]) -> list[object]:
     return [(g.layers, g.reuse, [(p.name, p.heads, p.dim, p.packing) for p in g.planes]) for g in groups]
+
+
+def _pairs(extra: object) -> tuple[tuple[str, str], ...]:
+    """Returns the pairs of `extra`. Raises SpecError if they are something else."""
+    if not isinstance(extra, (list, tuple)) or not all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in extra
+    ):
+        raise SpecError(f"extra must be pairs of texts, such as (('engine', 'vllm'),), not {extra!r}")
+    for text in (text for pair in extra for text in pair):
+        check_text(text, "extra:")
+    return tuple((key, value) for key, value in extra)
 
 
 def _number(value: int) -> bytes:

@@ -301,7 +301,7 @@ def grouped(*groups: Group) -> Callable[[], object]:
         (uniform(block_tokens=16.0), "block_tokens must be an integer"),
         (uniform(head_dim=True), "dim must be an integer"),
         (uniform(model="\ud800"), "cannot be encoded as UTF-8"),
-        (uniform(rope=None), "are text, not None"),
+        (uniform(rope=None), "rope must be text, not None"),
         (lambda: Group((0,), ()), "a group needs at least one plane, and their names must differ"),
         (lambda: Group((0,), (K, K)), "a group needs at least one plane, and their names must differ"),
         (

@@ -282,7 +282,7 @@ def test_a_store_never_asks_the_cluster_nor_raises(bench: Bench, llama: Path) ->
     engine.add("a", SIX, sampling_params=wants)
     engine.run()
     assert not engine.ranks[0].stores
-    assert engine.params["a"]["kvcluster"]["miss"].startswith("coordinator_lost (not running)")
+    assert engine.params["a"]["kvcluster"]["miss"].startswith("deadline")
 
 
 def test_a_closed_engine_gives_back_all_tickets(bench: Bench, llama: Path) -> None:

@@ -35,8 +35,9 @@ class WindowPolicy:
             value = getattr(self, name)
             if type(value) is not int or value < 0:
                 raise CallerError(f"{name} is {value!r}; expected a number of tokens, 0 or more")
-        if self.codec not in _CODECS:
-            raise CallerError(f"codec is {self.codec!r}; expected one of {', '.join(_CODECS)}")
+        codec: object = self.codec
+        if not isinstance(codec, str) or codec not in _CODECS:
+            raise CallerError(f"codec is {codec!r}; expected one of {', '.join(_CODECS)}")
 
     @property
     def coding(self) -> Codec:
