@@ -135,6 +135,10 @@ def _build(kind: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
 
 def _mapping(of: type[Any], values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Returns a mapping of names of the user's choice to values of one type."""
+    for name in values:
+        given: object = name
+        if not isinstance(given, str):
+            raise ConfigError(f"{prefix}{given!r}: a name must be text, not {given!r}")
     if of is GroupConfig:
         return {name: _build(of, _table(value, prefix + name), f"{prefix}{name}.") for name, value in values.items()}
     return {name: _value(value, of(), prefix + name) for name, value in values.items()}

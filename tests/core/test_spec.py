@@ -264,8 +264,8 @@ def grouped(*groups: Group) -> Callable[[], object]:
         (uniform(block_tokens=0), "block_tokens must be an integer of at least 1 and below 2**63, not 0"),
         (uniform(block_tokens=4097), "block_tokens must be at most 4096, not 4097"),
         (uniform(num_layers=0), "num_layers must be an integer of at least 1 and below 2**63, not 0"),
-        (uniform(num_kv_heads=0), "plane 'k': heads must be an integer of at least 1"),
-        (uniform(head_dim=-1), "plane 'k': dim must be an integer of at least 1"),
+        (uniform(num_kv_heads=0), "num_kv_heads must be an integer of at least 1"),
+        (uniform(head_dim=-1), "head_dim must be an integer of at least 1"),
         (uniform(dtype="bf16"), "plane 'k': dtype 'bf16' is not one of float32, bfloat16, "),
         (
             uniform(head_dim=2**20, block_tokens=32),
