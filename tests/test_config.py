@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvcluster import config
 from kvcluster.config import Config
-from kvcluster.config.ports import port_table
+from kvcluster.config.ports import port_table, shard_ports
 from kvcluster.errors import ConfigError
 
 UNITS = {"": 1, "b": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -377,10 +377,35 @@ def test_a_configuration_is_made_again_of_its_values() -> None:
         assert config.load(overrides=json.loads(json.dumps(config.as_values(loaded)))) == loaded
 
 
-@pytest.mark.parametrize("text", ["", "-1", "70000", "1-70000", "9-3", "0-5", "a", "1-2-3", "1,2"])
+@pytest.mark.parametrize("text", ["-1", "70000", "1-70000", "9-3", "0-5", "a", "1-2-3", "1,2"])
 def test_a_range_of_ports_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.shard_ports must be a range of ports"):
         config.load(overrides={"server": {"shard_ports": text}})
+
+
+@pytest.mark.parametrize(
+    ("port", "ports"),
+    [
+        (7070, range(7100, 7164)),
+        (7071, range(7101, 7165)),
+        (1, range(31, 95)),
+        (65_442, range(65_472, 65_536)),
+        (65_443, range(65_350, 65_414)),
+        (65_535, range(65_442, 65_506)),
+        (0, range(1)),
+    ],
+)
+def test_the_ports_of_shards_follow_the_port_of_the_coordinator_unless_they_are_set(port: int, ports: range) -> None:
+    assert shard_ports(config.load(overrides={"server": {"port": port}}).server) == ports
+    for text, set_ports in (("7300-7310", range(7300, 7311)), ("0", range(1))):
+        assert shard_ports(config.load(overrides={"server": {"port": port, "shard_ports": text}}).server) == set_ports
+
+
+@given(st.integers(0, 65_535))
+def test_every_port_of_a_coordinator_leaves_its_shards_ports_of_their_own(port: int) -> None:
+    loaded = config.load(overrides={"server": {"port": port}})
+    assert [use.setting for use in port_table(loaded)] == ["server.port", "server.shard_ports"][: 2 * bool(port)]
+    assert max(shard_ports(loaded.server)) < 2**16
 
 
 def test_the_ports_of_a_cluster_are_in_one_table() -> None:

@@ -20,7 +20,7 @@ from kvcluster.actors.restarts import restarted, waited_for
 from kvcluster.actors.settings import next_epoch, read_settings
 from kvcluster.actors.stopping import on_sigterm, save_ms
 from kvcluster.config import Config, ServerConfig
-from kvcluster.config.ports import parse_ports, port_text, shard_metrics_ports
+from kvcluster.config.ports import port_text, shard_metrics_ports, shard_ports
 from kvcluster.config_hash import config_hash
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Leave, ListeningPort, PagesSaved, ProcessFacts, ShardAddress
@@ -132,9 +132,10 @@ class ShardActor:
 
     def _facts(self, config: Config) -> ProcessFacts:
         """Returns what this process says of itself in probes."""
-        ports = [ListeningPort("grpc", self._server.port, config.server.shard_ports)]
+        allowed = port_text(shard_ports(config.server))
+        ports = [ListeningPort("grpc", self._server.port, allowed)]
         tcp = (offer.address for offer in self._paths.offers.offers if offer.transport == "tcp")
-        ports += [ListeningPort("tcp", int(address.rpartition(":")[2]), config.server.shard_ports) for address in tcp]
+        ports += [ListeningPort("tcp", int(address.rpartition(":")[2]), allowed) for address in tcp]
         if self._metrics is not None:
             allowed = port_text(shard_metrics_ports(config.metrics.port))
             ports.append(ListeningPort("metrics", self._metrics.port, allowed))
@@ -177,4 +178,4 @@ def _served(
     def listen(port: int) -> GrpcServer:
         return GrpcServer(handlers, auth, host, port, config.threads, metrics=calls, setting=setting)
 
-    return first_free(parse_ports(config.shard_ports, setting), listen)
+    return first_free(shard_ports(config), listen)

@@ -10,10 +10,14 @@ import re
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvcluster.config.sections import Config
+from kvcluster.config.sections import Config, ServerConfig
 from kvcluster.errors import ConfigError
 
 _RANGE = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
+SHARD_PORTS, _SHARDS_AFTER = 64, 30
+"""Unless `server.shard_ports` is set, shards take their ports out of so many, which begin so far behind the
+coordinator's: two clusters of one machine whose ports differ do not begin to look at the same one."""
+
 METRICS_PORTS = 64
 """Shards listen for metrics on the first port after the coordinator's that is free on their node, of so many."""
 
@@ -41,14 +45,25 @@ def parse_ports(text: str, setting: str) -> range:
     return range(first, last + 1)
 
 
+def shard_ports(server: ServerConfig) -> range:
+    """Returns the ports on which shards listen; range(1) for any. Raises ConfigError if the setting is no range."""
+    if server.shard_ports:
+        return parse_ports(server.shard_ports, "server.shard_ports")
+    if not server.port:
+        return range(1)
+    first = server.port + _SHARDS_AFTER
+    if first + SHARD_PORTS > 2**16:  # there is no room behind it
+        first = server.port - _SHARDS_AFTER - SHARD_PORTS + 1
+    return range(first, first + SHARD_PORTS)
+
+
 def port_table(config: Config) -> list[PortUse]:
     """Returns all ports of this configuration that are fixed, in the order of docs/operations.md."""
     server, metrics, ray = config.server, config.metrics, config.ray
-    shard_ports = parse_ports(server.shard_ports, "server.shard_ports")
     used = [
         PortUse(_one(server.port), "server.port", "coordinator", WORKERS),
         PortUse(_one(server.report_port), "server.report_port", "coordinator", NODES),
-        PortUse(shard_ports, "server.shard_ports", "shards: grpc and tcp", f"{WORKERS}, {NODES}"),
+        PortUse(shard_ports(server), "server.shard_ports", "shards: grpc and tcp", f"{WORKERS}, {NODES}"),
         PortUse(_one(metrics.port), "metrics.port", "coordinator", OPERATORS),
         PortUse(shard_metrics_ports(metrics.port), "metrics.port", "shards", OPERATORS),
     ]

@@ -126,7 +126,8 @@ class ServerConfig:
     `advertise`: a name or address, without a port, at which workers reach the coordinator on whichever node it runs;
     "" announces the address of its node.
     `shard_ports`: a shard listens on the first ports of this range that are free on its node, one for each of grpc and
-    tcp; "0" takes any.
+    tcp; "0" takes any. "" is the range of 64 ports that begins 30 behind `port` (of port 7070: "7100-7163"), and any
+    ports if `port` is 0.
     Without a `token_file` the only tenant is `default`, and `host` must be a loopback address unless `insecure` is set.
     `secret_file`: the secret by which the nodes and actors of the cluster know one another, the same file on each node;
     "" keeps the cluster on this machine, with a secret of its own.
@@ -136,7 +137,7 @@ class ServerConfig:
     port: int = 7070
     report_port: int = 0
     advertise: str = ""
-    shard_ports: str = "7100-7163"
+    shard_ports: str = ""
     token_file: str = ""
     secret_file: str = ""
     insecure: bool = False

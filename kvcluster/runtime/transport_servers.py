@@ -18,7 +18,7 @@ from pkgutil import resolve_name
 from typing import Protocol
 
 from kvcluster.config import ServerConfig
-from kvcluster.config.ports import parse_ports
+from kvcluster.config.ports import shard_ports
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Offer, Offers
 from kvcluster.errors import KVClusterError
@@ -84,7 +84,7 @@ def serve_paths(
     servers: Mapping[str, Serve] = SERVERS,
 ) -> PathServers:
     """Starts every server that can be served for this shard."""
-    ports = parse_ports(config.shard_ports, "server.shard_ports")
+    ports = shard_ports(config)
     started: list[PathServer] = []
     offered: list[Offer] = []
     refused: list[tuple[str, str]] = []

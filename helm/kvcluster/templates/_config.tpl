@@ -97,13 +97,16 @@ ray.redis_password_file: "set redis.secretName"
 {{- define "kvcluster.ports" -}}
 {{- $config := .Values.config -}}
 {{- $metrics := int64 (dig "metrics" "port" 9400 $config) -}}
+{{- $workers := int64 (dig "server" "port" 7070 $config) -}}
+{{- $first := ternary (add $workers 30) (sub $workers 93) (le $workers 65442) -}}
+{{- $behind := printf "%d-%d" $first (add $first 63) -}}
 {{- $ports := dict
-  "workers" (int64 (dig "server" "port" 7070 $config))
+  "workers" $workers
   "reports" (int64 (dig "server" "report_port" 7071 $config))
   "gcs" (int64 (dig "ray" "port" 6379 $config))
   "metrics" $metrics
   "shardMetrics" (list (add $metrics 1) (add $metrics 64))
-  "shards" (include "kvcluster.range" (dig "server" "shard_ports" "7100-7163" $config) | fromJsonArray)
+  "shards" (include "kvcluster.range" (dig "server" "shard_ports" "" $config | default $behind) | fromJsonArray)
   "rayNode" (include "kvcluster.range" (dig "ray" "node_ports" "6380-6387" $config) | fromJsonArray)
   "rayWorkers" (include "kvcluster.range" (dig "ray" "worker_ports" "10002-10129" $config) | fromJsonArray)
 -}}
