@@ -129,3 +129,12 @@ def test_the_api_server_refuses_what_the_schema_does(group_version: str, kind: s
             server.create(Kind(group_version, f"{kind.lower()}s", kind), "llm", written)
     finally:
         server._server.server_close()
+
+
+@pytest.mark.parametrize("port", [7100, 7165, 65_500])
+def test_a_release_on_another_port_lets_in_where_its_program_listens(port: int) -> None:
+    values = values_of("disk") | {"config": {**values_of("disk").get("config", {}), "server": {"port": port}}}
+    moved = Release(values, render(values), "")
+    assert moved.config.server.port == port
+    checks.policies_let_in_whom_the_table_of_ports_names(moved)
+    checks.ports_are_of_the_program(moved)
