@@ -20,10 +20,11 @@ def as_tensor(value: Any, name: str, *, dtype: str = "", writable: bool = False)
     """Returns a tensor over an array's memory, which keeps the array alive. A tensor is returned as it is.
 
     `dtype`: the name of the dtype that is expected, as which the array is taken if it `holds` it; "" takes the array's
-    own. Raises CallerError, which calls the array `name`, for what is no array, is
+    own. Raises CallerError, which calls the array `name`, for what is no array or a sparse or nested one, is
     read-only although it is to be written, or cannot be addressed.
     """
     if isinstance(value, Tensor):
+        _check_plain(value, name)
         return value
     view = array_view(value, name)
     if view is None:
@@ -33,6 +34,36 @@ def as_tensor(value: Any, name: str, *, dtype: str = "", writable: bool = False)
     tensor = _alias(view, _dtype(view, name, dtype), name)
     tensor.__dict__["keeps"] = view.keeps  # of this object, and not of views of it
     return tensor
+
+
+def check_bits(tensor: Tensor, name: str) -> None:
+    """Raises CallerError for a tensor whose memory holds other values than the tensor has."""
+    if tensor.is_neg():
+        raise CallerError(
+            f"{name} has its negative bit set: its memory holds the values with the other sign; expected memory that "
+            "holds the values: pass tensor.resolve_neg(), which is a copy"
+        )
+
+
+def _check_plain(tensor: Tensor, name: str) -> None:
+    """Raises CallerError for a tensor that is no array, or whose values are in no memory. One of another device passes:
+    whether that is served, its user knows."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise CallerError(f"{name} is a {kind} tensor; expected a torch.strided one: pass tensor.to_dense()")
+    if tensor.device.type == "cpu" and tensor.numel() and not _has_memory(tensor):
+        raise CallerError(f"{name} has no memory for its values; expected a tensor that has: pass a copy of it")
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether all values of a tensor lie in its storage. A tensor of zeros that were never written has none, nor has
+    one whose storage was freed, or that another class of tensor makes from others."""
+    try:
+        size, storage = tensor.element_size(), tensor.untyped_storage()
+        reach = 1 + sum([(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)])
+        return bool(tensor.data_ptr()) and (tensor.storage_offset() + reach) * size <= storage.nbytes()
+    except RuntimeError:
+        return False
 
 
 def _dtype(view: ArrayView, name: str, expected: str) -> torch.dtype:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcluster.client.array_tensors import as_tensor
+from kvcluster.client.array_tensors import as_tensor, check_bits
 from kvcluster.client.array_views import array_view
 from kvcluster.client.layouts import Dense, Paged
 from kvcluster.client.part_memory import Ask, PartMemory
@@ -136,10 +136,10 @@ def _checked(ask: Ask, name: str, array: object, plane: Plane, sizes: dict[str, 
     overlapping memory. Raises CallerError."""
     dtype = _DTYPES[plane.dtype]
     tensor = as_tensor(array, name, dtype=plane.dtype, writable=ask.writable)
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+    if tensor.device.type != "cpu":
         raise CallerError(
             f"{name} is a {tensor.layout} tensor on {tensor.device}; expected torch.strided on cpu, "
-            "the only kind supported so far: pass tensor.to_dense() or tensor.cpu()"
+            "the only kind supported so far: pass tensor.cpu()"
         )
     if tensor.dtype != dtype:
         raise CallerError(
@@ -151,6 +151,7 @@ def _checked(ask: Ask, name: str, array: object, plane: Plane, sizes: dict[str, 
         raise CallerError(
             f"{name} has shape {list(tensor.shape)}; expected [blocks, {expected}]: pass a view of that shape"
         )
+    check_bits(tensor, name)
     if ask.writable and tensor.requires_grad:
         raise CallerError(f"{name} requires grad; expected memory that autograd does not track: pass tensor.detach()")
     return tensor
