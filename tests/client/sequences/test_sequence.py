@@ -591,7 +591,13 @@ def test_private_blocks_that_a_fork_has_sealed_stay_for_the_others_when_it_close
         cluster.wait_until(lambda: claimed(cluster) == 2)
         with client.sequence(policy=AT_ONCE) as other:
             Grown(other, made(0, 0), made(0, 0)).append(11 * BLOCK)
-            assert plain.statistics().resident < 2 * BLOCK
+            assert plain.statistics().resident < 2 * BLOCK and other.flush()
+            state = cluster.coordinator_core().state
+
+            def knows_the_close_and_has_erased() -> bool:
+                return len(state.tables) == 2 and state.namespaces.private_blocks == state.tables.claimed_blocks
+
+            assert state.namespaces.private_blocks == 13
             fork.close()
-            cluster.wait_until(lambda: len(cluster.coordinator_core().state.tables) == 2)
+            cluster.wait_until(knows_the_close_and_has_erased)
             one.check()
