@@ -351,6 +351,27 @@ class Episode:
         for client in self.clients.values():
             self.wait_until(lambda client=client: not client.resident().blocks_waiting)  # type: ignore[misc]
 
+    def wait_for_tables(self) -> None:
+        """Waits until the coordinator knows the tables of all sequences as they are, and which are closed."""
+        for client in self.clients.values():
+            opened = client._sequences._resources
+            if opened is not None:
+                keeper = opened.runner.keeper
+                self.wait_until(lambda keeper=keeper: not keeper._changed and keeper._under_way is None)  # type: ignore[misc]
+
+    def unclaimed(self) -> int:
+        """Returns the number of private blocks of this episode that are recorded, that no table names, and that are not
+        kept for a worker to claim them."""
+        state = self.world.cluster.coordinator_core().state
+
+        def count() -> int:
+            spaces = [space for space in state.namespaces if space.spec.weights == self.spec.weights]
+            records = [record for space in spaces if space.spec.private for record in space.index]
+            names = [(record.space, record.hash) for record in records]
+            return sum(not state.tables.claims(*name) and not state.eraser.in_grace(name) for name in names)
+
+        return self.world.cluster.running_coordinator().inspect(count)
+
     def wait_until(self, holds: Callable[[], bool]) -> None:
         try:
             self.world.cluster.wait_until(holds, BOUND_S)

@@ -265,3 +265,24 @@ def lose(ep: Episode, rng: Random) -> None:
     ep.stored.clear()
     ep.attempt("client.purge", "client.purge()", lambda: ep.client(0).purge(weights=ep.spec.weights))
     ep.tally.events["purged"] += 1
+
+
+@operation(7)
+def erase(ep: Episode, rng: Random) -> None:
+    """The coordinator gets every table, and its shards erase what no table names; open sequences read on. Before that a
+    fork may have sealed the blocks of another sequence, and closed."""
+    idle = [live for live in ep.live if live.text.step is None]
+    if idle and rng.random() < 0.9:
+        parent = max(idle, key=lambda live: live.text.length - live.sequence.sealed)
+        ep.log.append(f"{parent.name}.fork(), flush and close")
+        with parent.sequence.fork() as child:
+            if not child.flush():
+                ep.fail(parent, "flush() of a fork returned False")
+        parent.text.reserved = 0
+    ep.wait_for_tables()
+    ep.wait_until(lambda: not ep.unclaimed())
+    ep.tally.events["erased"] += 1
+    for live in ep.live:
+        tokens = live.text.length - live.text.dropped.stop
+        if tokens and not live.text.dropped.start and ep.settle(live):
+            ep.read(live, rng.randrange(ep.profile.layers), live.text.dropped.stop, tokens)
