@@ -210,9 +210,11 @@ class BatchAttention:
                 self._computed(made, computing_s)
             return found
 
+        def attend_once() -> list[list[Partial]] | None:
+            return self._held(left, self._needed(left), plan.fetched, step, compute)
+
         def attend_here() -> list[list[Partial]]:
-            blocks = self._needed(left)
-            return self._repeated(lambda: self._held(left, blocks, plan.fetched, step, compute), step.deadline)
+            return self._repeated(attend_once, step.deadline)
 
         results = attend_here() if alone else []
         began = time.monotonic()

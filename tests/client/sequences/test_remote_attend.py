@@ -21,6 +21,7 @@ from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, m
 from kvcluster.client.client import Client
 from kvcluster.client.sequences import block_places
 from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, StepFacts
+from kvcluster.client.sequences.batch_attention import BatchAttention
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.attend_work import attend_work
@@ -351,6 +352,31 @@ def test_what_is_to_be_loaded_behind_and_finds_no_room_is_shipped(cluster: Memor
             one.check(Choosing(1, [SpanChoice.SHIP_AND_FETCH]))
         one.append(ids(40, 3), 50)
         one.check(Choosing(1, [SpanChoice.SHIP_AND_FETCH]))
+
+
+def test_what_is_taken_away_before_it_is_attended_to_here_is_brought_back_together(
+    cluster: MemoryCluster, stored: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other blocks of the resident set make room for it, though these were brought there later."""
+    with Reader(cluster, 80) as reader:
+        sequence, other = reader.client.sequence(ids(LONG), prefetch=False), text(reader.client, 4, seed=7)
+        one = Text(sequence, stored.k[:, : sequence.length], stored.v[:, : sequence.length])
+        sequence.load(0, CUT_TOKENS)
+        sequence.load(12 * CUT_TOKENS)  # the rest of the last cut is attended to here, too
+        here, provide, pressed = sequence.statistics().resident, BatchAttention._provide, Counter[str]()
+
+        def press(self: BatchAttention, *given: Any) -> None:
+            provide(self, *given)
+            pressed["times"] += 1
+            if pressed["times"] == 1:
+                other.append(64 * BLOCK, 70)
+                assert other.sequence.flush()
+                assert sequence.statistics().resident < here
+
+        monkeypatch.setattr(BatchAttention, "_provide", press)
+        one.check(ShipAbsent())
+        assert pressed["times"] == LAYERS + 1
+        assert reader.wire.attends, "the rest was shipped"
 
 
 def test_the_planner_of_costs_learns_and_says_why(cluster: MemoryCluster, stored: Text) -> None:
