@@ -5,7 +5,8 @@
 A scenario draws from its seed two engines (full attention or groups with windows, one or two ranks, chunked prefill,
 overlapping steps, few blocks, with and without vLLM's own prefix cache, loads within or beside the passes) and a
 cluster with too little memory. Then it draws operations: requests with shared prefixes, salts and pictures, steps,
-aborts, flipped bits, purges, and engines that end and start again. Engines give different pictures one name.
+aborts between steps and within them, flipped bits, purges, and engines that end and start again. Requests whose loads
+have failed are often aborted, and asked again. Engines give different pictures one name.
 
 The oracle is toy.py's Text, which shares no code with kvcluster: what the KV of a position must be follows from the
 tokens, the salt and the pictures before it. An engine that takes a block as computed whose content is anything else
@@ -23,12 +24,15 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.kv_format import KVFormat
@@ -44,7 +48,7 @@ _LENGTH = 12 * BLOCK
 _TOKENS = _LENGTH + 16
 """Of the longest request, with what is said."""
 
-_OPERATIONS = {"add": 24, "step": 60, "abort": 6, "restart": 1, "flip": 5, "purge": 1, "reset": 2}
+_OPERATIONS = {"add": 18, "again": 6, "step": 60, "abort": 6, "restart": 1, "flip": 5, "purge": 1, "reset": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class Scenario:
     """The engines of one seed, and the operations that befall them."""
 
     def __init__(self, bench: Bench, models: dict[str, Path], seed: int) -> None:
-        self._random = random.Random(seed)
+        self._random = random.Random(f"scenario {seed}")  # a number of few bits makes the first draws alike
         self._bench = bench
         self._models = models
         self._traits = self._drawn()
@@ -69,9 +73,11 @@ class Scenario:
         self._roots = [[self._random.randrange(3) for _ in range(_LENGTH)] for _ in range(3)]
         self._lives = 0
         self._requests = 0
+        self._asked: list[tuple[list[int], str | None, list[tuple[int, int]]]] = []
         self._engines = [self._started() for _ in range(2)]
         self.loaded = 0
         """Loads that came, in all engines: a scenario that never loads shows nothing."""
+        self.events: Counter[str] = Counter()
 
     def run(self, operations: int = OPERATIONS) -> None:
         kinds, weights = list(_OPERATIONS), list(_OPERATIONS.values())
@@ -84,35 +90,76 @@ class Scenario:
     # ----------------------------------------------------------------------------------------------- operations
 
     def _add(self, at: int) -> None:
-        engine, life, _ = self._engines[at]
         draw = self._random
         root = draw.choice(self._roots)
         kept = draw.randint(0, _LENGTH - 1)
         tokens = [*root[:kept], *(draw.randrange(3) for _ in range(draw.choice([0, 1, BLOCK, 3 * BLOCK])))]
         tokens = tokens[:_LENGTH] or [1]
         salt = draw.choice([None, None, None, "one", "other"])
-        pictures: list[Picture] = []
+        shown: list[tuple[int, int]] = []
         if len(tokens) > 4 and not draw.randrange(4):
-            offset = draw.choice([0, 2 * BLOCK, draw.randrange(len(tokens) - 3)])
-            number = draw.randrange(2)
+            offset = draw.choice([0, 2 * BLOCK, draw.randrange(len(tokens) - 3), len(tokens) - 3])
+            if offset == len(tokens) - 3 and draw.random() < 0.7:  # the picture is the end, and the end that of a block
+                tokens = tokens[: max(BLOCK, len(tokens) // BLOCK * BLOCK)]
+                offset = len(tokens) - 3
             if offset + 3 <= len(tokens):
-                pictures.append(Picture(f"uuid-{number}", 1 + 10 * life + number, offset, 3))
-        max_tokens = draw.choice([1, 2, 5, 14])
+                shown.append((draw.randrange(2), offset))
+        self._ask(at, tokens, salt, shown)
+
+    def _again(self, at: int, *, last: bool = False) -> None:
+        """A prompt is asked again, by either engine, and a little more: perhaps without its pictures."""
+        if self._asked:
+            tokens, salt, shown = self._asked[-1] if last else self._random.choice(self._asked[-8:])
+            more = [self._random.randrange(3) for _ in range(self._random.choice([0, 1, BLOCK]))]
+            self._ask(at, [*tokens, *more][:_LENGTH], salt, shown if self._random.random() < 0.6 else [])
+
+    def _ask(self, at: int, tokens: list[int], salt: str | None, shown: list[tuple[int, int]]) -> None:
+        """Adds a request. `shown` are the numbers of pictures, and where they are; each life has pictures of its own by
+        these names."""
+        engine, life, _ = self._engines[at]
+        pictures = [Picture(f"uuid-{number}", 1 + 10 * life + number, offset, 3) for number, offset in shown]
+        max_tokens = self._random.choice([1, 2, 5, 14])
         self._requests += 1
         if sum(not request.is_finished() for request in engine.requests.values()) < 12:
-            engine.add(f"r{self._requests}", tokens, max_tokens=max_tokens, cache_salt=salt, pictures=pictures)
+            self._asked.append((tokens, salt, shown))
+            name = f"r{self._requests}"
+            engine.add(name, tokens, max_tokens=max_tokens, cache_salt=salt, pictures=pictures)
 
     def _step(self, at: int) -> None:
-        engine = self._engines[at][0]
+        engine, draw = self._engines[at][0], self._random
+        failed, within = engine.counts["failed_loads"], draw.random() < 0.05
+        if within:
+            self._abort_within(engine)
         output = engine.step()
         if not output.total_num_scheduled_tokens and engine.scheduler.has_requests():
             engine.wait_idle()
+        loads = [load for step in engine.steps[-2:] for load in step.loads]
+        self.events["loads within a pass"] += sum(load.layerwise for load in engine.steps[-1].loads)
+        if engine.counts["failed_loads"] > failed:
+            self.events["failed loads within a pass"] += any(load.layerwise for load in loads)
+            if loads and draw.random() < 0.6:
+                self._abort_one(engine, [load.request for load in loads])
+                self._again(at, last=draw.random() < 0.5)
 
-    def _abort(self, at: int) -> None:
-        engine = self._engines[at][0]
-        running = [name for name, request in engine.requests.items() if not request.is_finished()]
+    def _abort_within(self, engine: Engine) -> None:
+        """Aborts a request of the next step while that is out, rather one that loads."""
+        before = engine.on_step
+
+        def abort(output: SchedulerOutput) -> None:
+            engine.on_step = before
+            before(output)
+            loading = [load.request for load in output.kv_connector_metadata.step.loads]
+            self._abort_one(engine, loading or [*output.num_scheduled_tokens])
+
+        engine.on_step = abort
+
+    def _abort_one(self, engine: Engine, names: list[str]) -> None:
+        running = [name for name in names if not engine.requests[name].is_finished()]
         if running:
             engine.abort(self._random.choice(running))
+
+    def _abort(self, at: int) -> None:
+        self._abort_one(self._engines[at][0], [*self._engines[at][0].requests])
 
     def _restart(self, at: int) -> None:
         engine = self._engines[at][0]
@@ -138,18 +185,18 @@ class Scenario:
 
     def _drawn(self) -> Traits:
         draw = self._random
-        caches = draw.random() < 0.5
-        model = draw.choice(["llama", "gemma"])
+        caches = draw.random() < 0.6
+        model = draw.choice(["llama", "llama", "gemma"])
         options = {
             "blocks": draw.choice([20, 30, 60] if model == "llama" else [64, 80, 120]),
-            "overlap": draw.random() < 0.25,
+            "overlap": draw.random() < 0.2,
             "enable_prefix_caching": caches,
             "max_model_len": _TOKENS,
             "max_num_batched_tokens": draw.choice([16, 32, 64]),
             "max_num_seqs": 8,
             "tensor_parallel_size": draw.choice([1, 1, 2]),
         }
-        settings = {"prefill_tokens_per_s": 1, "layerwise_ms": draw.choice([0, 10_000]), **PATIENT}
+        settings = {"prefill_tokens_per_s": 1, "layerwise_ms": draw.choice([0, 10_000, 10_000]), **PATIENT}
         return Traits(model, options, settings, draw.random() < 2 / 3)
 
     def _started(self) -> tuple[Engine, int, int]:

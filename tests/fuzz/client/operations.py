@@ -4,6 +4,7 @@ Each has a generator of its own, so that what one draws does not depend on what 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from random import Random
 
@@ -175,7 +176,7 @@ def begin_load(world: World, rng: Random) -> None:
     """By a ticket that is held, where it was made or elsewhere; from some block on; with placeholders for what is not
     loaded. It ends at once, or later."""
     which, elsewhere, at = rng.random(), rng.random() < 0.5, rng.random()
-    later, cancel, awaited = rng.random() < 0.4, rng.random() < 0.05, rng.random() < 0.5
+    later, cancel, awaited = rng.random() < 0.4, rng.random() < 0.1, rng.random() < 0.5
     other = rng.choice(world.holders)
     if not world.tickets:
         return
@@ -209,7 +210,7 @@ def begin_load(world: World, rng: Random) -> None:
     loading = Loading(transfer, held, holder, first, into)
     layer = rng.choice(holder.layers())
     if cancel and not world.roomy:
-        transfer.cancel()
+        transfer.cancel()  # nothing is written any more
         world.tally["cancelled"] += 1
     if awaited:
         check_layer(world, loading, layer)
@@ -372,6 +373,32 @@ def misfit(world: World, rng: Random) -> None:
 # ------------------------------------------------------------------------------------------------------ faults
 
 
+def break_paths(world: World, rng: Random) -> None:
+    """The next stores lose their path, and take another."""
+    world.paths.breaks = rng.choice([1, 1, 2])
+
+
+def together(world: World, rng: Random) -> None:
+    """Several threads use the clients at once, some of them one client."""
+    failures: list[BaseException] = []
+
+    def use(verb: Operation, rng: Random) -> None:
+        try:
+            verb(world, rng)
+        except BaseException as error:
+            failures.append(error)
+
+    verbs = rng.choices([store, load, lookup, prepare], [4, 4, 1, 1], k=rng.choice([2, 2, 3]))
+    threads = [threading.Thread(target=use, args=[verb, Random(rng.getrandbits(48))]) for verb in verbs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    world.tally["threads"] += len(threads)
+    if failures:
+        raise failures[0]
+
+
 def fault(world: World, rng: Random) -> None:
     """A flipped bit, a lost shard, or a coordinator that starts again; none in a roomy world."""
     kind, bit, at = rng.choice(["bit", "bit", "bit", "shard", "coordinator"]), rng.randrange(2**20), rng.random()
@@ -414,5 +441,7 @@ OPERATIONS: dict[Operation, int] = {
     misfit: 2,
     purge: 1,
     fault: 2,
+    break_paths: 2,
+    together: 3,
 }
 """Each verb, and how often it is drawn beside the others."""

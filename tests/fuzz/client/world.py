@@ -26,6 +26,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Transport, Unavailable
 from tests.fuzz.client.oracle import Content, Oracle, Prefix, Space
+from tests.fuzz.client.paths import BreakingPaths, slow_copies
 from tests.fuzz.memories import BYTES, Cell, Drawn
 from tests.integrity.executors import EXECUTORS, executed_by
 from tests.integrity.flips import SERVERS
@@ -34,6 +35,9 @@ LETTERS = (0, 0, 0, 0, 0, 1, 1, 2)
 """The ways in which a prompt may go on behind a block, and how often each is taken."""
 
 MOST_BLOCKS = 7
+_IDLE_S = 60.0
+"""A client that cannot end a ticket in time, as on a machine that has much else to do, leaves it to its TTL of 30 s."""
+
 _WIPED = 12
 """Destinations of loads that have ended, which must stay as they are."""
 
@@ -128,6 +132,7 @@ class World:
     roomy: bool
     faults: bool
     doors: Doors | None
+    paths: BreakingPaths
     tally: Counter[str]
     unflushed: list[Handed] = field(default_factory=list)
     tickets: list[Held] = field(default_factory=list)
@@ -165,7 +170,7 @@ class World:
         self.settle()
         for held in self.tickets:
             held.ticket.release()
-        self.cluster.wait_until_idle()
+        self.cluster.wait_until_idle(_IDLE_S)
         self.cluster.check()
         for into in self.wiped:
             if not all(memory is None or memory.untouched() for memory in into):
@@ -222,7 +227,8 @@ def drawn_world(seed: str, tally: Counter[str]) -> Iterator[World]:
     page = max(spec.block_bytes for spec in specs)
     shards = rng.randint(1, 3)
     settings: dict[str, Any] = {"coordinator": {"hold_ms": rng.choice([0, 10_000])}, "shard": {"scrub_bytes": 0}}
-    room = 64 * 2**20 if kind == "roomy" else max(20 * page, 96 * 1024)
+    # Of a few dozen stores of up to seven blocks nothing is evicted; memory is touched when it is mapped, which costs.
+    room = max(512 * page, 2**20) if kind == "roomy" else max(20 * page, 96 * 1024)
     with ExitStack() as stack:
         if kind in ("coded", "disk"):
             settings["coordinator"] |= {"low_free": 0.9, "high_free": 0.9, "host_codec": rng.choice(["q8", "q4"])}
@@ -242,7 +248,8 @@ def drawn_world(seed: str, tally: Counter[str]) -> Iterator[World]:
         elif rng.random() < 0.1:
             stack.enter_context(executed_by("python"))
         cluster = stack.enter_context(MemoryCluster(shards=shards, device_bytes=room, config=settings))
-        open_client, doors = cluster.client, None
+        paths, doors = BreakingPaths(cluster, stack), None
+        open_client = paths.client
         if (transport := rng.choice(["memory", "memory", "memory", "shm", "tcp"])) != "memory":
             doors = Doors(cluster, stack, SERVERS[transport])
             open_client = doors.client  # type: ignore[assignment]
@@ -250,9 +257,12 @@ def drawn_world(seed: str, tally: Counter[str]) -> Iterator[World]:
         holders = [
             drawn_holder(rng, open_client, specs, ["exact", "q8", "q4"].index(accept)) for _ in range(rng.randint(2, 5))
         ]
+        if rng.random() < 0.3:
+            stack.enter_context(slow_copies(Random(rng.getrandbits(48)), 0.1))
+            tally["episode of slow copies"] += 1
         tally[f"episode {kind}"] += 1
         tally[f"episode over {transport}"] += 1
-        world = World(cluster, specs, holders, oracle, kind == "roomy", faults, doors, tally)
+        world = World(cluster, specs, holders, oracle, kind == "roomy", faults, doors, paths, tally)
         yield world
         world.end()
 
@@ -268,7 +278,8 @@ def drawn_spec(rng: Random, number: int, *, coded: bool) -> KVSpec:
         dim, dtype = rng.choice([8, 16, 32, 64, 64, 5]), rng.choice(dtypes)
         kind = rng.random()
         if kind < 0.6:
-            planes = [Plane(name, heads, dim, dtype) for name in "kv"]
+            dims = dim, rng.choice([dim, dim, dim, 8, 16])
+            planes = [Plane(name, heads, each, dtype) for name, each in zip("kv", dims, strict=True)]
         elif kind < 0.75:
             planes = [Plane("latent", heads, dim, dtype)]
         else:

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 
 import kvcluster
 from kvcluster.client.client import Client
+from kvcluster.client.sequences import runner
+from kvcluster.core.ids import BlockHash, ShardId
+from kvcluster.core.messages import ShardAddress, WriteRequest, Written
 from kvcluster.errors import CallerError, KVClusterError, LostTokens, ResidentSetFull
+from kvcluster.runtime.auth import DEFAULT_TENANT
 from kvcluster.testing import MemoryCluster
+from kvcluster.transport.base import Deadline, PageSource, Transport
+from kvcluster.transport.memory import MemoryTransport
 from tests.client.test_zero_copy import Desk
 from tests.fuzz.sequences.model import Contents, Published, Text, Window
 
@@ -27,6 +34,8 @@ R = TypeVar("R")
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 BOUND_S = 30.0
+REPORTS = {"shard": {"report_interval_ms": 400}}
+"""Whoever needs what shards have done has them report: a flush."""
 MOST_OPEN = 6
 TEXTS_KEPT = 40
 
@@ -36,21 +45,69 @@ class Finding(AssertionError):
 
 
 class World:
-    """A cluster of two shards, which serve memory to some clients and shared memory to others."""
+    """A cluster of two shards, which serve memory to some clients and shared memory to others. Of the former the next
+    `scant` stores find room for some of their pages alone. `worn`: a shard was killed, so that the servers of shared
+    memory are not those of the present shards."""
 
     def __init__(self) -> None:
         self.stack = ExitStack()
-        self.cluster = self.stack.enter_context(MemoryCluster(shards=2, device_bytes="64MiB"))
+        self.stack.enter_context(patch.object(runner, "_RETRY_S", 0.01))
+        self.cluster = self.stack.enter_context(MemoryCluster(shards=2, device_bytes="64MiB", config=REPORTS))
         self.desk = Desk(self.cluster, self.stack)
+        self.scant = 0
+        self.worn = False
 
     def connect(self, spec: kvcluster.KVSpec, nbytes: int, *, lends: bool) -> Client:
         if lends:
             return self.desk.connect(spec, deadline_ms=0, resident_bytes=nbytes)
         config = replace(self.cluster.config.client, resident_bytes=nbytes)
-        return Client(self.cluster.port(), self.cluster.opener(), spec, config=config)
+        return Client(self.cluster.port(), self._open, spec, config=config)
+
+    def _open(self, shard: ShardAddress) -> Transport:
+        self.cluster.opener()(shard)  # raises if there is no such shard
+        return ScantTransport(self, self.cluster.shards[shard.shard], DEFAULT_TENANT)
+
+    def kill(self, number: int) -> None:
+        """Ends a shard as a crash would, and starts it again."""
+        self.worn = True
+        self.cluster.stop_shard(ShardId(f"shard-{number}"))
+        self.cluster.start_shard(number)
+        self.cluster.wait_until_up()
+
+    def restart(self) -> None:
+        """Ends the coordinator, and starts another."""
+        self.cluster.stop_coordinator()
+        self.cluster.start_coordinator()
+        self.cluster.wait_until_up()
+
+    def public_blocks(self, spec: kvcluster.KVSpec) -> set[BlockHash]:
+        """Returns the names of the blocks that shards have in the namespace of a spec."""
+        namespace = self.desk.client._control.namespace(spec, Deadline.after_ms(BOUND_S * 1e3))
+        found: set[BlockHash] = set()
+        for host in self.cluster.shards.values():
+            pool = host.core.pool
+            host.inspect(lambda pool=pool: found.update(p.key.hash for p in pool.ready() if p.space == namespace))  # type: ignore[misc]
+        return found
 
     def close(self) -> None:
         self.stack.close()
+
+
+class ScantTransport(MemoryTransport):
+    """Reaches a shard that at times has room for the first pages of a store alone."""
+
+    def __init__(self, world: World, *given: Any) -> None:
+        super().__init__(*given)
+        self._world = world
+
+    def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
+        pages, kept = len(request.pages), len(request.pages)
+        if self._world.scant:
+            self._world.scant -= 1
+            kept //= 2
+        some = replace(request, pages=request.pages.select(range(kept)))
+        written = super().write(some, source, deadline) if kept else []
+        return [*written, *[Written.FULL] * (pages - kept)]
 
 
 @dataclass(frozen=True)
@@ -61,6 +118,7 @@ class Profile:
     layers: int
     heads: int
     dim: int
+    v_dim: int
     dtype: str
     block: int
     pages: int
@@ -77,10 +135,12 @@ class Profile:
         coded = rng.random() < (0.2 if long else 0.4)
         layers = 2 if long else rng.choice((1, 2, 2, 3))
         block = 16 if long else rng.choice((1, 2, 3, 4, 4, 5, 8, 8, 16))
+        dim = rng.choice((8, 16, 32)) if coded else 8
         return Profile(
             layers=layers,
             heads=1 if long else rng.choice((1, 2)),
-            dim=rng.choice((8, 16, 32)) if coded else 8,
+            dim=dim,
+            v_dim=rng.choice((8, 16, 32)) if rng.random() < 0.25 else dim,
             dtype=rng.choice(tuple(DTYPES)),
             block=block,
             pages=rng.choice((50, 160)) if long else rng.randint(5, 24),
@@ -115,27 +175,26 @@ class Tally:
 class Episode:
     def __init__(self, world: World, profile: Profile, tally: Tally, weights: str) -> None:
         self.world, self.profile, self.tally = world, profile, tally
-        self.spec = kvcluster.KVSpec.uniform(
-            model="fuzzed",
-            weights=weights,
-            num_layers=profile.layers,
-            num_kv_heads=profile.heads,
-            head_dim=profile.dim,
-            dtype=profile.dtype,
-            block_tokens=profile.block,
-        )
+        self.dims = profile.dim, profile.v_dim
+        planes = [
+            kvcluster.Plane(name, profile.heads, dim, profile.dtype) for name, dim in zip("kv", self.dims, strict=True)
+        ]
+        groups = (kvcluster.Group(tuple(range(profile.layers)), tuple(planes)),)
+        self.spec = kvcluster.KVSpec("fuzzed", weights, profile.block, groups)
         self.dtype = DTYPES[profile.dtype]
-        self.contents = Contents(profile.layers, profile.heads, profile.dim, self.dtype, seed=profile.dim)
+        self.contents = Contents(profile.layers, profile.heads, self.dims, self.dtype, seed=profile.dim)
         self.clients: dict[int, Client] = {}
         self.live: list[Live] = []
         self.last: Live | None = None  # operations often go on with one sequence
         self.texts: list[Text] = []  # of sequences that were closed, too
         self.published: dict[int, Published] = {}
+        self.hashes: dict[BlockHash, None] = {}  # of the blocks that were advanced under ids
         self.stored: dict[int, None] = {}
         self.log: list[str] = []
         self.opened = 0
         self.refused_in_a_row = 0
-        self.lost = False  # blocks were purged
+        self.lost = False  # blocks were purged, or a shard was killed
+        self.crowded = False  # several threads use the clients
         self._counted: dict[int, dict[str, Any]] = {}
 
     # ------------------------------------------------------------------------------------------------ parts
@@ -165,6 +224,22 @@ class Episode:
         sinks = rng.choice((0, 0, 0, 1, block, block + 2))
         policy = kvcluster.WindowPolicy(tail_tokens=tail, migration_tokens=batch, sink_tokens=sinks, codec=codec)
         return policy, Window(tail, sinks, codec, batch)
+
+    def planes(self, kv: torch.Tensor) -> list[torch.Tensor]:
+        """Returns K and V of `[2, ..., dim]`, each of its own dim, as arguments."""
+        return [plane[..., :dim] for plane, dim in zip(kv, self.dims, strict=True)]
+
+    def joined(self, planes: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The inverse."""
+        if self.dims[0] == self.dims[1]:
+            return torch.stack([*planes])
+        return torch.stack([torch.nn.functional.pad(plane, (0, max(self.dims) - plane.shape[-1])) for plane in planes])
+
+    def resident_planes(self, sequence: kvcluster.Sequence) -> list[torch.Tensor]:
+        """Returns the resident set of a client as `[pages, layers, block_tokens, heads, dim]` for K and for V."""
+        if self.dims[0] == self.dims[1]:
+            return [sequence.resident_pages[:, :, plane] for plane in range(2)]
+        return sequence.resident_planes
 
     def prompt(self, origin: int, ids: list[int]) -> kvcluster.Prompt:
         """Returns the prompt whose tokens are named from `origin` on."""
@@ -220,7 +295,7 @@ class Episode:
 
     def full(self, live: Live, more: int = 0) -> tuple[type[Exception], ...]:
         """What a call that needs pages may raise."""
-        return () if self.has_room(live, more) else (ResidentSetFull,)
+        return () if not self.crowded and self.has_room(live, more) else (ResidentSetFull,)
 
     def absent(self, live: Live, more: int = 0) -> tuple[type[Exception], ...]:
         """What a call that needs blocks may raise."""
@@ -279,7 +354,7 @@ class Episode:
         )
         if not done:
             return False
-        values, expected = torch.stack(got), text.layer(layer)[:, position : position + tokens]
+        values, expected = self.joined(got), text.layer(layer)[:, position : position + tokens]
         if values.dtype != expected.dtype or values.shape != expected.shape or values.requires_grad:
             self.fail(live, f"read {values.dtype} {tuple(values.shape)}; expected {tuple(expected.shape)}")
         counted = min(position + tokens, text.length)
@@ -337,6 +412,9 @@ class Episode:
 
     def published_now(self, text: Text, pure_before: int, degraded: torch.Tensor | None) -> None:
         """Blocks that became full under their ids may be found by others from now on."""
+        if text.pure // self.block > pure_before // self.block:
+            hashes = self.client(0).hashes(self.prompt(text.origin, text.ids[: text.pure]))
+            self.hashes.update(dict.fromkeys(hashes[pure_before // self.block :]))
         for depth in range(pure_before // self.block, text.pure // self.block):
             stop = (depth + 1) * self.block
             known = self.published.setdefault(text.names[stop - 1], Published())
@@ -399,6 +477,9 @@ class Episode:
         for live in self.live:
             live.sequence.close()
         self.wait_for_stores()
+        strangers = self.world.public_blocks(self.spec) - self.hashes.keys()
+        if strangers:
+            raise Finding(f"{len(strangers)} blocks are published under ids that were never advanced in this order")
         for client in self.clients.values():
             loads = client.shipped().loaded_bytes > 0
             if patient or not loads:  # a store that has ended gives its page back on a thread of the client

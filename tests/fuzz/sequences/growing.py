@@ -50,7 +50,7 @@ def append(ep: Episode, rng: Random, live: Live, layer: int, step: Step, *, grap
     text, before, count = live.text, live.sequence.dropped, len(step.ids)
     first = text.step is None
     may, must = limit(ep, text, count) if first else ((), None)
-    k, v = step.kv[layer]
+    k, v = ep.planes(step.kv[layer])
     if graph:
         k = k.clone().requires_grad_()
     done, _ = ep.attempt(
@@ -189,7 +189,7 @@ def update_layer(ep: Episode, rng: Random, live: Live, layer: int, step: Step) -
     done, got = ep.attempt(
         "update",
         f"{live.name}.update({layer}, {tokens} tokens)",
-        lambda: live.sequence.update(layer, *step.kv[layer]),
+        lambda: live.sequence.update(layer, *ep.planes(step.kv[layer])),
         may=(*may, *ep.absent(live, tokens)),
         must=must,
     )
@@ -209,7 +209,7 @@ def check_update(ep: Episode, live: Live, layer: int, got: list[torch.Tensor]) -
     """What `update` has returned are the tokens that are kept."""
     expected, dropped = live.text.layer(layer), live.text.dropped
     expected = torch.cat([expected[:, : dropped.start], expected[:, dropped.stop :]], 1)
-    if torch.stack(got).shape != expected.shape or not torch.equal(torch.stack(got), expected):
+    if ep.joined(got).shape != expected.shape or not torch.equal(ep.joined(got), expected):
         ep.fail(live, f"update of layer {layer} returned other values: {got[0].shape}, expected {expected.shape}")
 
 
@@ -260,7 +260,9 @@ def grow_batch(ep: Episode, rng: Random) -> None:
         done, _ = ep.attempt(
             "batch.append",
             f"{name}.append({layer}, tokens={counts})",
-            lambda kv=kv, layer=layer: batch.append(layer, *kv, tokens=None if equal is not None else counts),
+            lambda kv=kv, layer=layer: batch.append(
+                layer, *ep.planes(kv), tokens=None if equal is not None else counts
+            ),
             may=(*may, *(ep.full(first, sum(counts)) if layer == 0 else ())),
             must=(must, *ep.full(first)) if must is not None else None,
         )
@@ -323,10 +325,12 @@ def rewrite(ep: Episode, rng: Random) -> None:
     if rng.random() < 0.7:
         attend(ep, rng, live, rng.randrange(ep.profile.layers))
     first = position_away(ep, rng, live)
-    if rng.random() < 0.6:
-        cut_to(ep, rng, live, first)
-    else:
-        overwrite(ep, rng, live, first, min(live.text.length, first + rng.randint(1, ep.block)))
+    for _ in range(rng.choice((1, 1, 2))):
+        if rng.random() < 0.6:
+            cut_to(ep, rng, live, first)
+        else:
+            overwrite(ep, rng, live, first, min(live.text.length, first + rng.randint(1, ep.block)))
+        first = min(live.text.length, max(first // ep.block * ep.block, first - rng.choice((0, 0, 1))))
     grow_by(ep, rng, live, rng.choice((1, ep.block, 2 * ep.block)))
     ep.attempt("flush", f"{live.name}.flush()", live.sequence.flush)
     others = [each for each in ep.live if each is not live and each.client == live.client]
@@ -350,12 +354,13 @@ def mark_written(ep: Episode, rng: Random) -> None:
         if sequence.reserved < text.reserved:
             ep.fail(live, f"reserved is {sequence.reserved}; expected at least {text.reserved}")
         return
-    step, table, pages = new_step(ep, rng, text, tokens), sequence.block_table, sequence.resident_pages
+    step, table, pages = new_step(ep, rng, text, tokens), sequence.block_table, ep.resident_planes(sequence)
     for at in range(tokens):
         page, slot = table[(text.length + at) // ep.block], (text.length + at) % ep.block
         if page < 0:
             ep.fail(live, f"reserved position {text.length + at} has no page")
-        pages[page, :, :, slot] = step.kv[:, :, at]
+        for plane, values in zip(pages, ep.planes(step.kv[:, :, at].transpose(0, 1)), strict=True):
+            plane[page, :, slot] = values
     layers = [None] if rng.random() < 0.5 else list(range(ep.profile.layers))
     for layer in layers:
         ep.attempt(
@@ -390,7 +395,7 @@ def grow_batch_by_update(ep: Episode, rng: Random) -> None:
         done, got = ep.attempt(
             "batch.update",
             f"{name}.update({layer}, tokens={counts})",
-            lambda kv=kv, layer=layer: batch.update(layer, *kv, tokens=counts),
+            lambda kv=kv, layer=layer: batch.update(layer, *ep.planes(kv), tokens=counts),
             may=(*may, *full),
             must=(must, *full) if must is not None else None,
         )
@@ -444,7 +449,7 @@ def verb_of_batch(ep: Episode, rng: Random) -> None:
             may=may,
         )
         for row, start, count_, found in zip(rows, starts, counts, result or (), strict=bool(result)):
-            if not torch.equal(torch.stack(found), row.text.layer(layer)[:, start : start + count_]):
+            if not torch.equal(ep.joined(found), row.text.layer(layer)[:, start : start + count_]):
                 ep.fail(row, f"batch.read({layer}, {start}, {count_}) differs")
     elif verb == "write":
         values = [ep.contents.of([rng.getrandbits(64) for _ in range(tokens)])[layer] for tokens in counts]
@@ -452,7 +457,7 @@ def verb_of_batch(ep: Episode, rng: Random) -> None:
         done, _ = ep.attempt(
             "batch.write",
             f"{name}.write({layer}, {starts}, tokens={counts})",
-            lambda: batch.write(layer, starts, *kv, tokens=counts),
+            lambda: batch.write(layer, starts, *ep.planes(kv), tokens=counts),
             may=may,
         )
         for row, start, each in zip(rows, starts, values, strict=True):

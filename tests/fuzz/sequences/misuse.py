@@ -28,22 +28,25 @@ def misuse(ep: Episode, rng: Random) -> None:
 
 def wrong_calls(ep: Episode, rng: Random, live: Live) -> list[tuple[str, Callable[[], Any]]]:
     sequence, text, layers = live.sequence, live.text, ep.profile.layers
-    heads, dim, length = ep.profile.heads, ep.profile.dim, text.length
+    heads, (dim, v_dim), length = ep.profile.heads, ep.dims, text.length
 
     def kv(tokens: int, heads: int = heads, dim: int = dim, dtype: torch.dtype = ep.dtype) -> torch.Tensor:
         return torch.ones(tokens, heads, dim, dtype=dtype)
+
+    def both(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return kv(tokens), kv(tokens, dim=v_dim)
 
     other = torch.float16 if ep.dtype is not torch.float16 else torch.float32
     there = text.layer(0).shape[1]
     query = torch.zeros(there + 1, 2 * heads, dim)
     policy: Any = "raw"
     calls: list[tuple[str, Callable[[], Any]]] = [
-        ("append(a layer that is not there)", lambda: sequence.append(layers, kv(1), kv(1))),
-        ("append(layer -1)", lambda: sequence.append(-1, kv(1), kv(1))),
-        ("append(more heads)", lambda: sequence.append(0, kv(1, heads + 1), kv(1, heads + 1))),
-        ("append(another dim)", lambda: sequence.append(0, kv(1, dim=dim + 8), kv(1, dim=dim + 8))),
-        ("append(another dtype)", lambda: sequence.append(0, kv(1, dtype=other), kv(1, dtype=other))),
-        ("append(K longer than V)", lambda: sequence.append(0, kv(2), kv(1))),
+        ("append(a layer that is not there)", lambda: sequence.append(layers, *both(1))),
+        ("append(layer -1)", lambda: sequence.append(-1, *both(1))),
+        ("append(more heads)", lambda: sequence.append(0, kv(1, heads + 1), kv(1, heads + 1, v_dim))),
+        ("append(another dim)", lambda: sequence.append(0, kv(1, dim=dim + 8), kv(1, dim=v_dim + 8))),
+        ("append(another dtype)", lambda: sequence.append(0, kv(1, dtype=other), kv(1, dim=v_dim, dtype=other))),
+        ("append(K longer than V)", lambda: sequence.append(0, kv(2), kv(1, dim=v_dim))),
         ("append(no V)", lambda: sequence.append(0, kv(1))),
         ("advance(-1)", lambda: sequence.advance(-1)),
         ("advance(True)", lambda: sequence.advance(True)),
@@ -53,8 +56,8 @@ def wrong_calls(ep: Episode, rng: Random, live: Live) -> list[tuple[str, Callabl
         ("read(beyond the end)", lambda: sequence.read(0, length, len(text.step.ids) + 1 if text.step else 1)),
         ("read(position -1)", lambda: sequence.read(0, -1, 1)),
         ("read(a layer that is not there)", lambda: sequence.read(layers, 0, 0)),
-        ("write(beyond the end)", lambda: sequence.write(0, length, kv(1), kv(1))),
-        ("write(another dtype)", lambda: sequence.write(0, 0, kv(1, dtype=other), kv(1, dtype=other))),
+        ("write(beyond the end)", lambda: sequence.write(0, length, *both(1))),
+        ("write(another dtype)", lambda: sequence.write(0, 0, kv(1, dtype=other), kv(1, dim=v_dim, dtype=other))),
         ("reserve(-1)", lambda: sequence.reserve(-1)),
         ("load(beyond the end)", lambda: sequence.load(0, length + 1)),
         ("attend(more queries than tokens)", lambda: sequence.attend(0, query)),
@@ -66,11 +69,11 @@ def wrong_calls(ep: Episode, rng: Random, live: Live) -> list[tuple[str, Callabl
     if text.step is not None and text.step.layers:
         there = next(iter(text.step.layers))
         tokens = len(text.step.ids)
-        calls += 3 * [("append(a layer that has appended)", lambda: sequence.append(there, kv(tokens), kv(tokens)))]
+        calls += 3 * [("append(a layer that has appended)", lambda: sequence.append(there, *both(tokens)))]
         left = [layer for layer in range(layers) if layer not in text.step.layers]
         if left:
             calls += 3 * [
-                ("append(unlike other layers)", lambda: sequence.append(left[0], kv(tokens + 1), kv(tokens + 1))),
+                ("append(unlike other layers)", lambda: sequence.append(left[0], *both(tokens + 1))),
                 ("advance(before all layers)", lambda: sequence.advance(text.step.ids if text.step else 0)),
             ]
     if text.step is None or text.step.ids:
@@ -94,7 +97,7 @@ def step_of_unlike_layers(ep: Episode, rng: Random) -> None:
     ep.attempt(
         "append",
         f"{live.name}.append(1, {len(full.ids)} tokens), behind none in layer 0",
-        lambda: sequence.append(1, *full.kv[1]),
+        lambda: sequence.append(1, *ep.planes(full.kv[1])),
         must=CallerError,
     )
     ep.unchanged(live, rng)
@@ -108,7 +111,7 @@ def misuse_batch(ep: Episode, rng: Random) -> None:
         return
     rows = [live for live in ep.live if live.client == first.client]
     batch = kvcluster.SequenceBatch([row.sequence for row in rows])
-    count, kv = len(rows), new_step(ep, rng, first.text, 2 * len(rows)).kv[0]
+    count, kv = len(rows), ep.planes(new_step(ep, rng, first.text, 2 * len(rows)).kv[0])
     steps = [len(row.text.step.ids) if row.text.step else 0 for row in rows]
     calls: list[tuple[str, Callable[[], Any]]] = [
         ("append(tokens of fewer rows)", lambda: batch.append(0, *kv, tokens=[2] * (count - 1))),

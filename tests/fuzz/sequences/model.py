@@ -35,18 +35,23 @@ def names_of(origin: int, ids: Iterable[int]) -> list[int]:
 
 
 class Contents:
-    """The KV of tokens by their names, for one shape: `[layers, 2, tokens, heads, dim]`."""
+    """The KV of tokens by their names, for one shape: `[layers, 2, tokens, heads, dim]`. The plane of the smaller dim
+    has zeros behind it."""
 
-    def __init__(self, layers: int, heads: int, dim: int, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, layers: int, heads: int, dims: tuple[int, int], dtype: torch.dtype, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.layers = layers
-        self._pool = torch.randn(POOL, heads, dim, generator=generator).to(dtype)
+        self._pool = torch.randn(POOL, heads, max(dims), generator=generator).to(dtype)
+        self._dims = dims
         lanes = np.arange(1, 2 * layers + 1, dtype=np.uint64).reshape(layers, 2, 1)
         self._lanes = lanes * np.uint64(0x9E3779B97F4A7C15)
 
     def of(self, names: Sequence[int]) -> Tensor:
         mixed = (np.array(names, np.uint64).reshape(1, 1, -1) ^ self._lanes) * np.uint64(0xD6E8FEB86659FD93)
-        return self._pool[torch.from_numpy(((mixed >> np.uint64(40)) % np.uint64(POOL)).astype(np.int64))]
+        values = self._pool[torch.from_numpy(((mixed >> np.uint64(40)) % np.uint64(POOL)).astype(np.int64))]
+        for plane, dim in enumerate(self._dims):
+            values[:, plane, ..., dim:] = 0
+        return values
 
 
 @dataclass
@@ -86,6 +91,7 @@ class Text:
     window: Window
     max_tokens: int
     drop_oldest: bool
+    dims: tuple[int, int]
     ids: list[int] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
     pure: int = 0
@@ -196,7 +202,9 @@ class Text:
             if self.encoded[at].all():
                 continue
             values = self.kv[:, :, at].double()
-            self.bound[:, :, at] += encoding_bound(self.window.codec, values, self.bound[:, :, at], self.kv.dtype)
+            self.bound[:, :, at] += encoding_bound(
+                self.window.codec, values, self.bound[:, :, at], self.kv.dtype, self.dims
+            )
             self.doubtful[at] = self.degraded[at] = self.encoded[at] = True
 
     def keep_flags(self) -> None:
@@ -217,22 +225,35 @@ class Text:
         return ""
 
 
-def encoding_bound(codec: str, values: Tensor, before: Tensor, dtype: torch.dtype) -> Tensor:
+def encoding_bound(
+    codec: str, values: Tensor, before: Tensor, dtype: torch.dtype, dims: tuple[int, int] | None = None
+) -> Tensor:
     """Returns how far encoding moves numbers at most (docs/codecs.md): `[layers, 2, tokens, heads, dim]`. `before` is
     by how much they may be off already."""
     spread, margin = 2 * before.max(), 2.0 * torch.finfo(dtype).eps * values.abs().max()
+    width = values.shape[-1]
+    planes = [values[:, at, ..., :dim] for at, dim in enumerate(dims or (width, width))]
     if codec == "q8":
-        low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
-        step = (high - low + spread + low.abs() * 2**-7) / 255 * (1 + 2**-7)
-        return step.expand(values.shape) / 2 + margin
-    keys, others = values[:, :1], values[:, 1:]
-    low, high = keys.amin(2, keepdim=True), keys.amax(2, keepdim=True)
+        bounds = [_step_of_q8(plane, spread) for plane in planes]
+    else:
+        keys, others = planes
+        groups = others.unflatten(-1, (-1, min(32, others.shape[-1])))
+        wide = _step_of_q4(groups, -1, spread).flatten(-2)
+        bounds = [_step_of_q4(keys, 1, spread), wide]
+    padded = [torch.nn.functional.pad(bound, (0, width - bound.shape[-1])) for bound in bounds]
+    return torch.stack(padded, 1) + margin
+
+
+def _step_of_q8(values: Tensor, spread: Tensor) -> Tensor:
+    low, high = values.amin(-1, keepdim=True), values.amax(-1, keepdim=True)
+    step = (high - low + spread + low.abs() * 2**-7) / 255 * (1 + 2**-7)
+    return step.expand(values.shape) / 2
+
+
+def _step_of_q4(values: Tensor, axis: int, spread: Tensor) -> Tensor:
+    low, high = values.amin(axis, keepdim=True), values.amax(axis, keepdim=True)
     scale = torch.maximum((high - low + spread) / 15, (torch.maximum(low.abs(), high.abs()) + spread) / 127)
-    groups = others.unflatten(-1, (-1, min(32, others.shape[-1])))
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    wide = torch.maximum((high - low + spread) / 15, (torch.maximum(low.abs(), high.abs()) + spread) / 127)
-    wide = wide.expand(groups.shape).flatten(-2)
-    return torch.cat([scale.expand(keys.shape), wide], 1) * 1.126 / 2 + margin
+    return scale.expand(values.shape) * 1.126 / 2
 
 
 @dataclass
@@ -253,10 +274,14 @@ def attention(
     softcap: float | None,
     window: int | None,
     sinks: Tensor | None,
+    dims: tuple[int, int],
 ) -> Tensor:
     """Returns attention of the last tokens over `kv` `[2, tokens, heads, dim]`, naively: `[queries, heads, dim]`."""
     tokens, queries = kv.shape[1], len(query)
-    keys, values = (plane.double().repeat_interleave(query.shape[1] // kv.shape[2], 1) for plane in kv)
+    keys, values = (
+        plane[..., :dim].double().repeat_interleave(query.shape[1] // kv.shape[2], 1)
+        for plane, dim in zip(kv, dims, strict=True)
+    )
     scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * (query.shape[2] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
