@@ -53,7 +53,7 @@ VERBS = [
 ]
 
 EVENTS = """ResidentSetFull LimitError refused evicted encoded dropped lent loaded fetched shipped local collected
-published+block cached+prefix coded+read lossy+from+here""".replace("\n", " ").split()
+published+block cached+prefix coded+read lossy+from+here threads scant restarted""".replace("\n", " ").split()
 
 
 @pytest.mark.slow

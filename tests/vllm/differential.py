@@ -14,7 +14,7 @@ fails the scenario, and so do blocks that stay in use, a request that does not e
 cluster.
 
 Each seed draws the same operations every time. Two scenarios in three wait before each step until nothing moves; the
-others leave the order of transfers to the machine.
+others leave the order of transfers to the machine, and some of their stores take a while.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import argparse
 import random
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from unittest.mock import patch
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvcluster.client.store_source import StoreSource
 from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.kv_format import KVFormat
 from tests.vllm.build import BLOCK, GEMMA, LLAMA, model_folder
@@ -45,8 +47,10 @@ OPERATIONS = 150
 """Of one scenario."""
 
 _LENGTH = 12 * BLOCK
-_TOKENS = _LENGTH + 16
+_TOKENS = _LENGTH + 26
 """Of the longest request, with what is said."""
+
+_PAUSES_S = (0, 0, 0, 0.003, 0.012)
 
 _OPERATIONS = {"add": 18, "again": 6, "step": 60, "abort": 6, "restart": 1, "flip": 5, "purge": 1, "reset": 2}
 
@@ -75,17 +79,19 @@ class Scenario:
         self._requests = 0
         self._asked: list[tuple[list[int], str | None, list[tuple[int, int]]]] = []
         self._engines = [self._started() for _ in range(2)]
-        self.loaded = 0
-        """Loads that came, in all engines: a scenario that never loads shows nothing."""
         self.events: Counter[str] = Counter()
+        """What happened in all engines: a scenario that never loads shows nothing."""
 
     def run(self, operations: int = OPERATIONS) -> None:
         kinds, weights = list(_OPERATIONS), list(_OPERATIONS.values())
-        for _ in range(operations):
-            at = self._random.randrange(2)
-            getattr(self, f"_{self._random.choices(kinds, weights)[0]}")(at)
-        for engine, *_ in self._engines:
-            self._end(engine)
+        drawing = self._random
+        with nullcontext() if self._traits.calm else slow_stores(random.Random(drawing.getrandbits(48))):
+            for _ in range(operations):
+                at, (kind,) = drawing.randrange(2), drawing.choices(kinds, weights)
+                self._random = random.Random(drawing.getrandbits(48))  # what one draws may depend on what it meets
+                getattr(self, f"_{kind}")(at)
+            for engine, *_ in self._engines:
+                self._end(engine)
 
     # ----------------------------------------------------------------------------------------------- operations
 
@@ -106,8 +112,11 @@ class Scenario:
                 shown.append((draw.randrange(2), offset))
         self._ask(at, tokens, salt, shown)
 
-    def _again(self, at: int, *, last: bool = False) -> None:
-        """A prompt is asked again, by either engine, and a little more: perhaps without its pictures."""
+    def _again(self, at: int) -> None:
+        self._ask_again(at, last=False)
+
+    def _ask_again(self, at: int, *, last: bool) -> None:
+        """Asks a prompt again, by either engine, and a little more: perhaps without its pictures."""
         if self._asked:
             tokens, salt, shown = self._asked[-1] if last else self._random.choice(self._asked[-8:])
             more = [self._random.randrange(3) for _ in range(self._random.choice([0, 1, BLOCK]))]
@@ -118,7 +127,7 @@ class Scenario:
         these names."""
         engine, life, _ = self._engines[at]
         pictures = [Picture(f"uuid-{number}", 1 + 10 * life + number, offset, 3) for number, offset in shown]
-        max_tokens = self._random.choice([1, 2, 5, 14])
+        max_tokens = self._random.choice([1, 2, 5, 14, 14, 26])  # long answers are preempted, in few blocks
         self._requests += 1
         if sum(not request.is_finished() for request in engine.requests.values()) < 12:
             self._asked.append((tokens, salt, shown))
@@ -139,7 +148,7 @@ class Scenario:
             self.events["failed loads within a pass"] += any(load.layerwise for load in loads)
             if loads and draw.random() < 0.6:
                 self._abort_one(engine, [load.request for load in loads])
-                self._again(at, last=draw.random() < 0.5)
+                self._ask_again(at, last=draw.random() < 0.5)
 
     def _abort_within(self, engine: Engine) -> None:
         """Aborts a request of the next step while that is out, rather one that loads."""
@@ -215,7 +224,20 @@ class Scenario:
         engine.drain(most=200)
         (free,) = {free for one, _, free in self._engines if one is engine}
         assert engine.free_blocks() == free, f"{free - engine.free_blocks()} blocks stay in use"
-        self.loaded += int(engine.counts["loads"] - engine.counts["failed_loads"])
+        self.events["loads"] += int(engine.counts["loads"] - engine.counts["failed_loads"])
+
+
+@contextmanager
+def slow_stores(rng: random.Random) -> Iterator[None]:
+    """Within it some stores read the engine's blocks for so long that these get a new owner meanwhile."""
+    run = StoreSource.run
+
+    def slowed(self: StoreSource, *given: Any) -> None:
+        threading.Event().wait(rng.choice(_PAUSES_S))
+        run(self, *given)
+
+    with patch.object(StoreSource, "run", slowed):
+        yield
 
 
 @contextmanager
@@ -225,12 +247,12 @@ def models(folder: Path) -> Iterator[dict[str, Path]]:
         yield {name: model_folder(folder / name, of) for name, of in (("llama", LLAMA), ("gemma", GEMMA))}
 
 
-def run_scenario(folders: dict[str, Path], seed: int, operations: int = OPERATIONS) -> int:
-    """Runs the scenario of a seed. Returns the number of its loads; raises AssertionError for a finding."""
+def run_scenario(folders: dict[str, Path], seed: int, operations: int = OPERATIONS) -> Counter[str]:
+    """Runs the scenario of a seed. Returns what happened; raises AssertionError for a finding."""
     with a_bench() as bench:
         scenario = Scenario(bench, folders, seed)
         scenario.run(operations)
-    return scenario.loaded
+    return scenario.events
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -238,14 +260,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--operations", type=int, default=20_000, help="operations of all scenarios (20000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first scenario (0)")
     chosen = parser.parse_args(arguments)
-    began, done, loads, failed = time.monotonic(), 0, 0, 0
+    began, done, events, failed = time.monotonic(), 0, Counter[str](), 0
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         folders = stack.enter_context(models(Path(folder)))
         seed = chosen.seed
         while done < chosen.operations:
             try:
-                loads += run_scenario(folders, seed)
+                events += run_scenario(folders, seed)
             except Exception as error:  # whatever it is, the other seeds still run
                 failed += 1
                 print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
@@ -254,7 +276,8 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = time.monotonic() - began
     rate = done / seconds
     print(
-        f"{done:,} operations of {seed - chosen.seed} scenarios, {loads:,} loads, {rate:.0f} a second; {failed} failed"
+        f"{done:,} operations of {seed - chosen.seed} scenarios, {rate:.0f} a second; {failed} failed: "
+        + ", ".join(f"{what} {count:,}" for what, count in sorted(events.items()))
     )
     return 1 if failed else 0
 

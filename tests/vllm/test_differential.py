@@ -23,9 +23,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
         yield made
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [4, 6, 9, 11, 17, 22])
 def test_no_engine_takes_a_block_for_another(folders: dict[str, Path], seed: int) -> None:
-    differential.run_scenario(folders, seed)
+    events = differential.run_scenario(folders, seed)
+    assert events["loads"]
+    assert events["loads within a pass"] or seed not in (11, 22)
 
 
 def test_a_seed_draws_the_same_operations(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +86,11 @@ def _blocks_are_stored_before_they_are_full(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS = [
-    (_names_are_trusted, 4),
+    (_names_are_trusted, 2),
     (_salts_are_left_out, 0),
-    (_failed_loads_are_not_reported, 2),
-    (_stores_go_on_after_their_blocks_are_given_away, 0),
-    (_blocks_are_stored_before_they_are_full, 2),
+    (_failed_loads_are_not_reported, 11),
+    (_stores_go_on_after_their_blocks_are_given_away, 2),
+    (_blocks_are_stored_before_they_are_full, 4),
 ]
 """With the seed that usually finds each, so that the search is short."""
 

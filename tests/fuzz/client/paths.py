@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -72,7 +71,7 @@ def slow_copies(rng: Random, share: float) -> Iterator[None]:
     def slowed(self: LoadSink, batch: Any, copy: Callable[[int, int], object], start: int, stop: int) -> None:
         def late(start: int, stop: int) -> object:
             if rng.random() < share:
-                time.sleep(0.002)
+                threading.Event().wait(0.002)
             return copy(start, stop)
 
         run(self, batch, late, start, stop)  # type: ignore[arg-type]

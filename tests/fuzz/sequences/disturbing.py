@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from random import Random
@@ -66,7 +65,7 @@ def together(ep: Episode, rng: Random) -> None:
 
 def _slowed(compute: Callable[..., Any], rng: Random) -> Callable[..., Any]:
     def slowed(*given: Any, **named: Any) -> Any:
-        time.sleep(rng.choice(_PAUSES_S))
+        threading.Event().wait(rng.choice(_PAUSES_S))
         return compute(*given, **named)
 
     return slowed
