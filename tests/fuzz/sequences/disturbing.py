@@ -118,6 +118,8 @@ def restart(ep: Episode, rng: Random) -> None:
     """The coordinator ends, and another begins."""
     if rng.random() < 0.7 or ep.profile.lossy:  # it would not know what was purged
         return
+    if ep.profile.racing:  # a store that fails three times, as soon after one another as here, is given up
+        return
     ep.log.append("the coordinator starts again")
     ep.world.restart()
     ep.tally.events["restarted"] += 1

@@ -108,6 +108,7 @@ class Text:
     local: bool = False  # it was opened with publish=False
     exact: bool = True  # nothing of it was ever encoded or computed from what was
     windows: bool = False  # its policy was changed
+    twins: bool = False  # it made a block anew under the same ids, from other encoded values: the cluster has one
 
     @property
     def length(self) -> int:
