@@ -516,7 +516,7 @@ def lose(ep: Episode, rng: Random) -> None:
 def erase(ep: Episode, rng: Random) -> None:
     """The coordinator gets every table, and its shards erase what no table names; open sequences read on. Before that a
     fork may have sealed the blocks of another sequence, and closed."""
-    if ep.profile.racing or ep.profile.lossy or ep.profile.scant:
+    if ep.profile.racing or ep.profile.lossy or ep.world.scant:
         return
     idle = [live for live in ep.live if live.text.step is None]
     if idle and rng.random() < 0.9:
