@@ -80,6 +80,9 @@ class TableKeeper:
         if state.sealed < known.told:
             self._orphan(state.name, state.sealed)
             known.told, known.stale = state.sealed, True
+            if not known.told:  # it has nothing of its parent any more, which may be closed before it is told of
+                known.parent = None
+                self._forks.pop(state.name, None)
             self._changed[state.name] = None
 
     def closed(self, state: SequenceState) -> None:

@@ -210,3 +210,28 @@ def test_tables_that_another_coordinator_forgot_in_an_answer_that_was_lost_are_t
     teller.worker.append(state, [2] * BLOCK)
     teller.keeper.sealed(state)
     teller.check()
+
+
+def test_a_fork_that_kept_nothing_of_its_parent_is_told_of_in_the_message_that_closes_the_parent() -> None:
+    """Otherwise the coordinator asks for its table anew, and blocks that another fork of it has named are erased before
+    the table comes."""
+    teller = Teller()
+    parent = teller.worker.open()
+    teller.keeper.opened(parent)
+    teller.worker.append(parent, [1] * BLOCK)
+    teller.keeper.sealed(parent)
+    assert teller.sync()
+    teller.worker.append(parent, [3] * BLOCK)
+    teller.keeper.sealed(parent)  # so the parent waits longer than the child to be told of
+    child = teller.worker.machine.fork(parent, teller.worker.name())
+    teller.keeper.opened(child, parent)
+    teller.worker.truncate(child, 0)
+    teller.keeper.cut(child)
+    teller.keeper.closed(parent)
+    teller.worker.machine.close(parent)
+    teller.worker.append(child, [2] * BLOCK, ids=False)
+    teller.keeper.sealed(child)
+    assert teller.sync()
+    assert teller.table(child) == tuple(block.name for block in child.blocks)
+    teller.open = [child]
+    teller.check()
