@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,7 +95,10 @@ def test_the_largest_question_of_a_client_is_short_enough_to_be_parsed(name: str
     question = build()
     data = method.encode_request(question, SPACE if name != "Suspect" or method._in_namespace else None)
     assert len(data) <= method.most_bytes
-    assert method.decode_question(data, 3)[1] == question
+    decoded = method.decode_question(data, 3)[1]
+    if isinstance(decoded, PrepareStore):  # its token ids are kept as an array
+        decoded = replace(decoded, tokens=tuple(decoded.tokens))
+    assert decoded == question
 
 
 def test_only_what_shards_tell_the_coordinator_may_be_long() -> None:
