@@ -196,14 +196,19 @@ class BoundedCalls(Generic[R]):
 
     def start(self, work: Callable[[Call[R]], R], now: int) -> Call[R] | Miss | None:
         """Runs `work` on a thread. Returns a miss instead if the breaker refuses the call, and None if too many calls
-        are under way."""
+        are under way, or if there is no room for a thread."""
         self.tend(now)
         admitted = self._policy.ask(now)
         if not isinstance(admitted, Admission):
             return admitted
         call = Call(admitted, self._release)
+        try:
+            self._threads.submit(call.run, work)
+        except RuntimeError:  # no room for its first thread; a later one may run the work, whose result is released
+            call.leave()
+            self._policy.ended(admitted)
+            return None
         self._open[call] = None
-        self._threads.submit(call.run, work)
         return call
 
     def late(self, call: Call[R], now: int) -> None:

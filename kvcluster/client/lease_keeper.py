@@ -14,9 +14,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from kvcluster.core.ids import Attempt
+from kvcluster.errors import KVClusterError
 from kvcluster.transport.forks import OwnProcess
+from kvcluster.transport.thread_start import start_thread
 
 
 class LeaseKeeper:
@@ -35,14 +38,11 @@ class LeaseKeeper:
         self._closed = False
 
     def keep(self, attempt: Attempt, ttl_ns: int) -> None:
-        """Renews this ticket from now on."""
+        """Renews this ticket from now on; from a later call on if there is no room for the thread now."""
         every = max(1, ttl_ns // 3)
         with self._changed:
             self._due[attempt] = (time.monotonic_ns() + every, every)
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._run, name="kvcluster-lease-keeper", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            self._wake()
 
     def release(self, attempt: Attempt) -> None:
         """Stops renewing the ticket and has the thread end it, if it was kept. Returns at once. In a forked child it
@@ -52,17 +52,30 @@ class LeaseKeeper:
         with self._changed:
             if self._due.pop(attempt, None) is not None:
                 self._released[attempt] = None
-                self._changed.notify()
+                self._wake()
 
     def close(self) -> None:
-        """Ends every ticket that is still kept, then the thread."""
+        """Ends every ticket that is still kept, on the calling thread if there was no room for another; then ends the
+        thread."""
         with self._changed:
             self._closed = True
             self._released.update(dict.fromkeys(self._due))
             self._due.clear()
             self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        else:
+            self._run()
+
+    def _wake(self) -> None:
+        """Has the thread look for work; starts it if there is room for one. Called in the lock."""
+        if self._thread is None and not self._closed:
+            thread = threading.Thread(target=self._run, name="kvcluster-lease-keeper", daemon=True)
+            with suppress(KVClusterError):  # tried again by the next call
+                start_thread(thread)
+                self._thread = thread
+        self._changed.notify()
 
     def _run(self) -> None:
         while True:

@@ -14,6 +14,8 @@ import time
 import weakref
 from collections.abc import Callable
 
+from kvcluster.transport.thread_start import start_thread
+
 
 class Timer:
     """Calls bound methods at set times. Thread-safe. `close` waits for the call in progress."""
@@ -25,16 +27,24 @@ class Timer:
         self._thread: threading.Thread | None = None
         self._closed = False
 
+    def start(self) -> None:
+        """Starts the thread, unless it runs or the timer is closed. Raises KVClusterError if there is no room for
+        one."""
+        with self._changed:
+            if self._thread is None and not self._closed:
+                thread = threading.Thread(target=self._run, name="kvcluster-timer", daemon=True)
+                start_thread(thread)
+                self._thread = thread
+
     def call_at(self, when_ns: int, method: Callable[[], object]) -> None:
-        """Calls the bound method at `when_ns` of the monotonic clock, if its object still exists then."""
+        """Calls the bound method at `when_ns` of the monotonic clock, if its object still exists then. Raises as
+        `start`, which is called if it was not."""
         with self._changed:
             if self._closed:
                 return
+            self.start()
             heapq.heappush(self._due, (when_ns, next(self._numbers), weakref.WeakMethod(method)))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvcluster-timer", daemon=True)
-                self._thread.start()
-            elif self._due[0][0] == when_ns:
+            if self._due[0][0] == when_ns:
                 self._changed.notify()
 
     def close(self) -> None:

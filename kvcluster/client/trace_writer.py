@@ -27,6 +27,7 @@ from typing import Any
 from kvcluster.client.trace_file import OLD, PREFIX, SUFFIX, ObservingCost, TraceHeader, cost_line, header_line
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash
+from kvcluster.transport.thread_start import start_thread
 
 Log = Callable[[str], object]
 Line = Callable[[], Mapping[str, Any]]
@@ -63,7 +64,7 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._run, name="kvcluster-trace", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread)
 
     def add(self, line: Line, tokens: int = 0) -> None:
         """Has `line` made and written soon. Drops it if too many tokens wait already. Returns at once."""

@@ -44,6 +44,7 @@ from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.messages import TicketBody
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.errors import KVClusterError
 from kvcluster.runtime.threads import be_nice
 from kvcluster.transport.base import Deadline
 
@@ -159,8 +160,12 @@ class TransferQueue:
         )
         with self._lock:
             check_open(self._closed)
-            self._loads[transfer] = None
-            self._load_line.add(runner)
+            unable = self._why_no_thread(self._readers)
+            if unable is not None:
+                transfer.finish(progress.loaded(unable))
+            else:
+                self._loads[transfer] = None
+                self._load_line.add(runner)
         return transfer
 
     def store(
@@ -202,7 +207,7 @@ class TransferQueue:
         nbytes = self.nbytes(len(terms.new), spec)
         with self._lock:
             check_open(self._closed)
-            full = self._why_full(nbytes)
+            full = self._why_no_thread(self._writers) or self._why_full(nbytes)
             if full is None:
                 self._stores[transfer] = nbytes
                 self._store_line.add(runner)
@@ -278,6 +283,16 @@ class TransferQueue:
     def _store_over(self, transfer: Transfer[Stored], runner: PlanRunner[StoreEvent, StoreEffect]) -> None:
         del self._stores[transfer]
         self._store_line.over(runner)
+
+    def _why_no_thread(self, pool: WorkerPool) -> Miss | None:
+        """Returns why no transfer may begin if there is no room for the threads that it needs, and starts these if
+        there is. Called under the lock."""
+        try:
+            self._timer.start()
+            pool.start()
+        except KVClusterError as error:
+            return Miss(MissReason.FULL, str(error))
+        return None
 
     def _why_full(self, nbytes: int) -> Miss | None:
         """Returns why a store of that size may not be queued now; None if it may. Called under the lock."""

@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.thread_start import start_thread
+
 Work = Callable[[], None]
 
 
@@ -41,8 +44,16 @@ class WorkerPool:
         self._about_to_idle = 0  # threads that will look for work next
         self._closed = False
 
+    def start(self) -> None:
+        """Starts the first thread, unless there is one or the pool is closed. Raises KVClusterError if there is no room
+        for it. From then on submitted work is run: by this thread, if there is no room for others."""
+        with self._lock:
+            if not self._threads and not self._closed:
+                self._start_thread(_Worker(None))
+
     def submit(self, work: Work) -> None:
-        """Runs `work` on a thread, at once or when one is idle. Raises RuntimeError once the pool is closed."""
+        """Runs `work` on a thread, at once or when one is idle. Raises RuntimeError once the pool is closed; as `start`
+        if it has no thread."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("this pool is closed")
@@ -85,14 +96,24 @@ class WorkerPool:
     def _start_if_needed(self) -> None:
         """Starts a thread unless the threads that are about to become idle suffice. Called under the lock."""
         if len(self._waiting) > self._about_to_idle and len(self._threads) < self._limit:
-            worker = _Worker(self._waiting.popleft())
-            number = len(self._threads)
-            thread = threading.Thread(target=self._run, args=(worker,), name=f"{self._name}_{number}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            work = self._waiting.popleft()
+            try:
+                self._start_thread(_Worker(work))
+            except KVClusterError:
+                if not self._threads:
+                    raise
+                self._waiting.appendleft(work)  # the threads that run take it later
+
+    def _start_thread(self, worker: _Worker) -> None:
+        number = len(self._threads)
+        thread = threading.Thread(target=self._run, args=(worker,), name=f"{self._name}_{number}", daemon=True)
+        start_thread(thread)
+        self._threads.append(thread)
 
     def _run(self, worker: _Worker) -> None:
         self._begin()
+        if worker.work is None:
+            self._take(worker)
         while worker.work is not None:
             worker.work()
             worker.work = None  # so that a waiting thread keeps no object alive

@@ -34,6 +34,7 @@ from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.base import Unavailable
+from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire.methods import SHARD
 
 log = logging.getLogger(__name__)
@@ -101,9 +102,13 @@ class InProcessCluster(InProcessHosts):
             if (settings := self._config_of(shard).shard).disk_bytes and settings.stop_ms
         ]
         for thread in saving:
-            thread.start()
+            try:
+                start_thread(thread)
+            except KVClusterError:  # one after the other, then
+                thread.run()
         for thread in saving:
-            thread.join()
+            if thread.is_alive():
+                thread.join()
 
     def stop(self) -> None:
         """Ends all hosts. May be called again."""
@@ -137,7 +142,10 @@ class InProcessCluster(InProcessHosts):
                 if not self._ended:
                     work()
 
-        threading.Thread(target=run, name="kvcluster-restart", daemon=True).start()
+        try:
+            start_thread(threading.Thread(target=run, name="kvcluster-restart", daemon=True))
+        except KVClusterError as error:
+            log.critical("what has ended is not restarted: %s; start another cluster", error)
 
     def _restart_coordinator(self) -> None:
         self.stop_coordinator()

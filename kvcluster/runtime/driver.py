@@ -28,6 +28,7 @@ from kvcluster.core.messages import Abort, Answer, Commit, Effect, Reply, Reques
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.runtime.tenant_turns import FairLock, TenantTurns
 from kvcluster.transport.base import Unavailable
+from kvcluster.transport.thread_start import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Driver(Generic[M]):
 
     def start(self) -> None:
         """Starts the timer; from now on the core gets its ticks."""
-        self._timer.start()
+        start_thread(self._timer)
 
     def close(self) -> None:
         """Ends the timer. Later questions are answered with Unavailable."""

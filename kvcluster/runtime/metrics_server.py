@@ -28,6 +28,7 @@ from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
 from kvcluster.runtime.metrics import METRICS, MetricKind
 from kvcluster.transport.descriptors import Descriptors
 from kvcluster.transport.listening import first_free
+from kvcluster.transport.thread_start import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class MetricsServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvcluster-metrics", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread)
 
     def close(self) -> None:
         """Ends serving. May be called before `start`."""

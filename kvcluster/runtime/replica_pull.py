@@ -40,6 +40,7 @@ from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, PageHost, PathLost, Payload, RefusedByShard, Transport, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation, written_bytes
 from kvcluster.transport.page_writer import PageWriter
+from kvcluster.transport.thread_start import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -170,12 +171,13 @@ class _Breaker(AbstractContextManager["_Breaker"]):
         with self._lock:
             if not self.broken and not self._ended:
                 self.broken = True
-                self._thread.start()
+                with suppress(KVClusterError):  # without room for a thread the exchange ends by its deadline
+                    start_thread(self._thread)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._lock:
             self._ended = True
-        if self.broken:
+        if self._thread.is_alive():
             self._thread.join()

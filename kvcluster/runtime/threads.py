@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from kvcluster.transport.thread_start import start_thread
+
 log = logging.getLogger(__name__)
 
 J = TypeVar("J")
@@ -52,7 +54,7 @@ class JobThread(Generic[J]):
         self._thread = threading.Thread(target=self._run, name=f"kvcluster-{name}", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread)
 
     def submit(self, job: J) -> None:
         """Queues a job behind those that wait. Never blocks; no job begins after `close`."""

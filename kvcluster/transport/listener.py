@@ -28,6 +28,7 @@ from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.descriptors import Descriptors
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.tenant_memory import Account, TenantMemory
+from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire import socket_frames
 from kvcluster.wire.socket_frames import FrameKind
 
@@ -128,7 +129,7 @@ class Listener:
         self._accepting = threading.Thread(target=self._accept, name=f"kvcluster-{name}", daemon=True)
 
     def start(self) -> None:
-        self._accepting.start()
+        start_thread(self._accepting)
 
     def close(self) -> None:
         """Accepts no more, ends every connection, and waits for the threads. May be called again."""
@@ -179,10 +180,14 @@ class Listener:
                     oldest = next(iter(self._unknown))
                     del self._unknown[oldest]
                     oldest.shutdown()
-                self._links[link] = thread
-                self._unknown[link] = None
-                thread.start()
-                return
+                try:
+                    start_thread(thread)
+                except KVClusterError as error:  # no reason to stop listening either
+                    log.warning("%s ended a connection: %s", self._name, error)
+                else:  # in the lock, for which the thread waits before it removes them
+                    self._links[link] = thread
+                    self._unknown[link] = None
+                    return
         link.close()
 
     def _run(self, link: FramedSocket) -> None:

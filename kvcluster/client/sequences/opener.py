@@ -78,6 +78,7 @@ class SequenceOpener:
         tokens, step = hashing.token_bytes(ids), 4 * spec.block_tokens
         cached = [(hashes[at], tokens[at * step : (at + 1) * step], loss) for at, loss in enumerate(losses)]
         with runner.lock:
+            runner.start()
             runner.machine.open(state, cached)
             runner.keeper.opened(state)
             runner.wake()

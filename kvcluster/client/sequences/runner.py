@@ -32,6 +32,7 @@ from kvcluster.core.messages import SyncTables, TablesSynced
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ResidentSetFull
 from kvcluster.transport.base import Deadline
+from kvcluster.transport.thread_start import start_thread
 
 if TYPE_CHECKING:
     from kvcluster.client.sequences.memory import ResidentMemory
@@ -90,11 +91,15 @@ class SequenceRunner:
 
     # ------------------------------------------------------------------------------------------ called in the lock
 
+    def start(self) -> None:
+        """Starts the thread, before the first sequence is opened. Raises KVClusterError if there is no room for it."""
+        if self._thread is None and not self._closed:
+            thread = threading.Thread(target=self._run, name="kvcluster-sequences", daemon=True)
+            start_thread(thread)
+            self._thread = thread
+
     def wake(self) -> None:
         """Has the thread look for work."""
-        if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="kvcluster-sequences", daemon=True)
-            self._thread.start()
         self.lock.notify_all()
 
     def close_sequences(self, states: Iterable[SequenceState]) -> None:

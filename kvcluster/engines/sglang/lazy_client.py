@@ -23,6 +23,7 @@ from kvcluster.client.tickets import Ticket
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.transport.thread_start import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class LazyClient:
 
     def start(self) -> None:
         """Begins to connect, and returns at once."""
-        self._thread.start()
+        start_thread(self._thread)
 
     def connected(self) -> Connected | None:
         """Returns the client; None if there is none yet, or calls are refused now. Sends nothing."""

@@ -29,6 +29,7 @@ from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Unavailable
+from kvcluster.transport.thread_start import start_thread
 
 Log = Callable[[str], object]
 
@@ -96,7 +97,7 @@ class Registration:
         self._thread = threading.Thread(target=self._run, name="kvcluster-join", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        start_thread(self._thread)
 
     @property
     def spec(self) -> KVSpec | None:
