@@ -10,9 +10,11 @@ import atexit
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from kvcluster.actors.node_memory import check_pools_in_process
 from kvcluster.client import Client, connect
@@ -55,7 +57,7 @@ class LocalCluster(Unpicklable):
         self._process = OwnProcess()
         self._embedded = embedded
         self._config = config
-        self._clients: list[Client] = []
+        self._clients: WeakSet[Client] = WeakSet()  # the open ones: `close` of any does not need this cluster
         self._closed = False
 
     @property
@@ -72,7 +74,7 @@ class LocalCluster(Unpicklable):
         if self._closed:
             raise CallerError("this cluster is closed; start another one with kvcluster.local()")
         client = connect(self.address, spec, token=token, part=part, config=self._config.client)
-        self._clients.append(client)
+        self._clients.add(client)
         return client
 
     def pids(self) -> list[int]:
@@ -87,12 +89,11 @@ class LocalCluster(Unpicklable):
             return
         self._closed = True
         atexit.unregister(self.close)
-        try:
-            self._embedded.save()
+        with ExitStack() as house:  # each is closed, whatever another raises
+            house.callback(self._embedded.stop)
             for client in self._clients:
-                client.close()
-        finally:
-            self._embedded.stop()
+                house.callback(client.close)
+            house.callback(self._embedded.save)
 
     def __enter__(self) -> LocalCluster:
         return self

@@ -13,14 +13,17 @@ the cluster is a miss with a reason. The client's own threads move bytes and ren
 from __future__ import annotations
 
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvcluster.client.aio import awaitable
 from kvcluster.client.coordinator_client import CoordinatorClient, CoordinatorPort
-from kvcluster.client.deadlines import OTHER_MS, QUESTION_MS, load_ms
+from kvcluster.client.deadlines import OTHER_MS, QUESTION_MS, call_deadline, load_ms
 from kvcluster.client.explain import explain
 from kvcluster.client.memory import bind
 from kvcluster.client.pinning import ask_to_pin
@@ -38,7 +41,6 @@ from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.unpicklable import Unpicklable
 from kvcluster.client.validation import (
     check_connect,
-    check_deadline_ms,
     check_filters,
     check_first,
     check_hashes,
@@ -68,11 +70,12 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import CallerError
+from kvcluster.errors import CallerError, KVClusterError
 from kvcluster.pages.codec import implementation
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.forks import OwnProcess
+from kvcluster.transport.thread_start import start_thread
 
 
 class Client(Unpicklable, SequenceCalls):
@@ -84,7 +87,8 @@ class Client(Unpicklable, SequenceCalls):
         print(*client.explain(token_ids), sep="\\n")         # where each block is, or why it is not there
 
     A failure of the cluster is a miss with a reason; misuse raises CallerError before anything moves. A forked child
-    cannot use it, and connects again.
+    cannot use it, and connects again. One that is collected without `close` is closed then, with a ResourceWarning; its
+    tickets, transfers, sequences and borrowed blocks keep it.
 
     `part` is what this worker holds of every group: None for all of it, one Part for every group alike, or a
     mapping from group to Part if groups differ (groups left out are not moved).
@@ -115,7 +119,8 @@ class Client(Unpicklable, SequenceCalls):
         self._tickets = Tickets(self._control, self._attempt, TicketSeal(token))
         asked = self._control, self._shards, policy, lock, self.parts
         self._transfers = TransferQueue(*asked, next_attempt=self._attempt, config=self._config)
-        ask_by = partial(self._deadline, default_ms=QUESTION_MS)
+        deadline = partial(call_deadline, self._config.deadline_ms)  # without this client, which nothing below may keep
+        ask_by = partial(deadline, default_ms=QUESTION_MS)
         self._borrower = Borrower(self._shards, self.parts, next_attempt=self._attempt, deadline=ask_by)
         # Without a decoder, the coordinator must not promise this client an encoded page.
         self._accept = Loss[self._config.accept.upper()] if implementation() is not None else Loss.EXACT
@@ -131,12 +136,18 @@ class Client(Unpicklable, SequenceCalls):
             shards=self._shards,
             next_attempt=self._attempt,
             config=self._config,
-            deadline=self._deadline,
+            deadline=deadline,
         )
         unused = unused_set(spec, self.parts, self._config.resident_bytes)
         self._sequences = SequenceOpener(spec, self._control, resources, unused)
         self.shipped_counter = self._sequences.counter
         self._address, self._closed = address, False
+        self._release = partial(
+            _release,
+            *(self._sequences, self._control, self._transfers, self._shards, self._borrower, self._tickets),
+        )
+        self._unclosed = weakref.finalize(self, _abandon, self._process, self._release, repr(self))
+        self._unclosed.atexit = False
 
     def __repr__(self) -> str:
         at = f" at {self._address}" if self._address else ""
@@ -183,7 +194,9 @@ class Client(Unpicklable, SequenceCalls):
         check_hashes(hashes)
         spec, deadline = self._spec(adapter), self._call(deadline_ms, QUESTION_MS)
         need = self._need(accept, spec.whole_parts() if whole else self.parts)
-        return self._tickets.prepare(spec, hashes, need, deadline, hold=True, awaited=awaited, again=again)
+        ticket = self._tickets.prepare(spec, hashes, need, deadline, hold=True, awaited=awaited, again=again)
+        ticket.keeps = self
+        return ticket
 
     def redeem(self, data: bytes) -> Ticket:
         """Returns the ticket that another process with the same credential prepared. Raises ProtocolError if `data` is
@@ -208,7 +221,9 @@ class Client(Unpicklable, SequenceCalls):
         check_first(first, ticket.hashes)
         deadline = self._call(deadline_ms, load_ms(self._transfers.nbytes(ticket.blocks - first, spec)))
         bound = bind(into, spec, self.parts, ticket.blocks - first, first=first, writable=True)
-        return self._transfers.load(ticket.body, first, bound, spec, deadline)
+        transfer = self._transfers.load(ticket.body, first, bound, spec, deadline)
+        transfer.keeps = self, ticket  # which is released when it is collected
+        return transfer
 
     def borrow(self, ticket: Ticket, *, adapter: str | None = None, deadline_ms: float | None = None) -> BorrowedBlocks:
         """Returns views of the ticket's blocks in shared memory, without a copy, for shards that are reached over
@@ -216,7 +231,9 @@ class Client(Unpicklable, SequenceCalls):
         self._check_usable()
         spec = self._tickets.spec_of(ticket, self._spec(adapter), adapter)
         deadline = self._call(deadline_ms, load_ms(self._transfers.nbytes(ticket.blocks, spec)))
-        return self._borrower.borrow(ticket.body, spec, deadline)
+        blocks = self._borrower.borrow(ticket.body, spec, deadline)
+        blocks.keeps = self
+        return blocks
 
     @property
     def wants_tokens(self) -> bool:
@@ -249,7 +266,9 @@ class Client(Unpicklable, SequenceCalls):
         ids = listed(token_ids)
         check_tokens_of(ids, len(hashes) - first, spec.block_tokens)
         bound = bind(source, spec, self.parts, len(hashes) - first, writable=False)
-        return self._transfers.store(hashes, first, check_loss(loss), bound, ids, spec, deadline)
+        transfer = self._transfers.store(hashes, first, check_loss(loss), bound, ids, spec, deadline)
+        transfer.keeps = self
+        return transfer
 
     # ------------------------------------------------------------------------------------ level 2: prompts
 
@@ -378,16 +397,14 @@ class Client(Unpicklable, SequenceCalls):
         return AsyncClient(self)
 
     def close(self) -> None:
-        """Ends running transfers and releases every resource. May be called again. In a forked child it leaves the
-        parent's client as it is."""
+        """Ends running calls and transfers and releases every resource. A call that it ends returns a miss, or raises
+        Unreachable if it has none. A coordinator that does not answer keeps it for two seconds at most. May be called
+        again. In a forked child it leaves the parent's client as it is."""
         before, self._closed = self._closed, True
         if before or self._process.forked:
             return
-        self._sequences.close()
-        self._transfers.close(self._shards.close)
-        self._borrower.close()  # after the shards are closed, which ends calls that hang in asking a shard
-        self._tickets.close()
-        self._control.close()
+        self._unclosed.detach()
+        self._release()
 
     def __enter__(self) -> Client:
         return self
@@ -443,8 +460,36 @@ class Client(Unpicklable, SequenceCalls):
         return self._deadline(deadline_ms, default_ms)
 
     def _deadline(self, deadline_ms: float | None, default_ms: float = OTHER_MS) -> Deadline:
-        default_ms = self._config.deadline_ms or default_ms
-        return Deadline.after_ms(default_ms if deadline_ms is None else check_deadline_ms(deadline_ms))
+        return call_deadline(self._config.deadline_ms, deadline_ms, default_ms)
+
+
+def _release(
+    sequences: SequenceOpener,
+    control: CoordinatorClient,
+    transfers: TransferQueue,
+    shards: ShardConnections,
+    borrower: Borrower,
+    tickets: Tickets,
+) -> None:
+    """Closes the parts of a client, in this order: what may hang in a question or an exchange is ended before the
+    threads are waited for that make it."""
+    sequences.end()
+    control.end_questions()
+    transfers.close(shards.close)
+    sequences.close()
+    borrower.close()  # after the shards are closed, which ends calls that hang in asking a shard
+    tickets.close()
+    control.close()
+
+
+def _abandon(process: OwnProcess, release: Callable[[], None], name: str) -> None:
+    """A client was collected that was not closed. Closes it on a thread of its own: the garbage collector calls this in
+    any thread, perhaps in one that closing waits for, or one that holds a lock."""
+    if process.forked:
+        return
+    with suppress(KVClusterError):  # without room for a thread it stays as it is
+        start_thread(threading.Thread(target=release, name="kvcluster-close", daemon=True))
+    warnings.warn(f"{name} was not closed: close it, or open it by `with`", ResourceWarning, stacklevel=2)
 
 
 class AsyncClient:

@@ -28,12 +28,18 @@ log = logging.getLogger(__name__)
 _FAIR_S = 0.1
 """A question with less time than this says nothing about a coordinator that does not answer it in time."""
 
+_CLOSING_MS = 2_000
+"""What `close` tells the coordinator are hints, so it waits no longer than this for one that hangs."""
+
 
 class CoordinatorPort(Protocol):
     """Carries a question to the coordinator, with the namespace that it is about, if any. Raises Unavailable if no
     answer comes: DEADLINE if it would have come too late, otherwise COORDINATOR_LOST."""
 
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply: ...
+
+    def cut_off(self) -> None:
+        """Ends questions that are under way, which raise Unavailable. Later ones may be asked."""
 
     def close(self) -> None: ...
 
@@ -54,10 +60,15 @@ class GrpcPort:
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
         try:
             return self._connection.ask(COORDINATOR[type(question).__name__], question, deadline, namespace)
+        except Cancelled:
+            raise
         except Unavailable as trouble:  # its reasons are those of any server: say which one it is
             late = trouble.miss.reason is MissReason.DEADLINE
             why = "has not answered in time" if late else f"does not answer ({trouble.miss.detail})"
             raise unanswered(trouble, f"the coordinator at {self._connection.address} {why}") from None
+
+    def cut_off(self) -> None:
+        self._connection.cut_off()
 
     def close(self) -> None:
         self._connection.close()
@@ -92,6 +103,9 @@ class WatchedPort:
                 log.warning("kvcluster: %s", said)
         return answer
 
+    def cut_off(self) -> None:
+        self._port.cut_off()
+
     def close(self) -> None:
         self._port.close()
 
@@ -104,6 +118,8 @@ class CoordinatorClient:
         self._port = WatchedPort(port)
         self._attached: dict[KVSpec, Attached] = {}
         self._lock = threading.Lock()
+        self._last: Deadline | None = None
+        """When the last question of a client that closes must have been answered."""
 
     def attach(self, spec: KVSpec, deadline: Deadline) -> Attached:
         """Returns the namespace of a spec; asks the coordinator only the first time."""
@@ -111,7 +127,7 @@ class CoordinatorClient:
             known = self._attached.get(spec)
         if known is not None:
             return known
-        attached = expect(Attached, self._port.ask(Attach(spec), deadline))
+        attached = expect(Attached, self._port.ask(Attach(spec), self._in_time(deadline)))
         with self._lock:
             self._attached[spec] = attached
         return attached
@@ -150,15 +166,15 @@ class CoordinatorClient:
     def _ask(self, question: CoordinatorQuestion, namespace: NamespaceId, deadline: Deadline) -> Reply:
         """Asks once more if the answer was lost. A prepare names its attempt, so that it is not done twice."""
         try:
-            return self._port.ask(question, deadline, namespace)
-        except Unavailable:
-            if not deadline.remaining_s():
+            return self._port.ask(question, self._in_time(deadline), namespace)
+        except Unavailable as trouble:
+            if not deadline.remaining_s() or isinstance(trouble, Cancelled):
                 raise
-            return self._port.ask(question, deadline, namespace)
+            return self._port.ask(question, self._in_time(deadline), namespace)
 
     def request(self, kind: type[R], question: CoordinatorQuestion, deadline: Deadline) -> R:
         """Asks a question that belongs to no namespace, and returns an answer of type `kind`. Raises as `ask`."""
-        return expect(kind, self._port.ask(question, deadline))
+        return expect(kind, self._port.ask(question, self._in_time(deadline)))
 
     def require(self, kind: type[R], question: CoordinatorQuestion, deadline: Deadline, advice: str) -> R:
         """As `request`, for a question whose answer cannot be a miss. Raises Unreachable, with `advice`, if the
@@ -168,8 +184,18 @@ class CoordinatorClient:
         except Unavailable as trouble:
             raise Unreachable(f"the coordinator does not answer: {trouble.miss}; {advice}") from None
 
+    def end_questions(self) -> None:
+        """Ends the questions under way, whose callers wait. Those that follow, by which a client that closes ends its
+        tickets and tables, have _CLOSING_MS in all."""
+        self._last = Deadline.after_ms(_CLOSING_MS)
+        self._port.cut_off()
+
     def close(self) -> None:
         self._port.close()
+
+    def _in_time(self, deadline: Deadline) -> Deadline:
+        last = self._last
+        return deadline if last is None else min(deadline, last, key=lambda each: each.at_ns)
 
 
 def expect(kind: type[R], answer: Reply) -> R:

@@ -10,6 +10,7 @@ far less: an engine waits for both, and computes where they are a miss. Nothing 
 
 from __future__ import annotations
 
+from kvcluster.client.validation import check_deadline_ms
 from kvcluster.transport.base import Deadline
 
 QUESTION_MS = 1_000
@@ -22,6 +23,13 @@ one GPU computes as well."""
 
 OTHER_MS = 10_000
 """Time for what is done beside requests: a store waits in line, then for room (ClientConfig.store_wait_ms)."""
+
+
+def call_deadline(configured_ms: float, deadline_ms: float | None, default_ms: float = OTHER_MS) -> Deadline:
+    """Returns the deadline of a call that begins now: `deadline_ms` if its caller gives it, otherwise that of the
+    configuration, `default_ms` if that has 0. Raises CallerError as check_deadline_ms."""
+    default_ms = configured_ms or default_ms
+    return Deadline.after_ms(default_ms if deadline_ms is None else check_deadline_ms(deadline_ms))
 
 
 def load_ms(nbytes: int) -> float:

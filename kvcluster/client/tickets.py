@@ -68,6 +68,9 @@ class Ticket(Unpicklable):
 
     instead = "pass bytes(ticket), and redeem that there"
 
+    keeps: object = None
+    """What must not be collected before this."""
+
     def __init__(
         self,
         body: TicketBody,

@@ -37,6 +37,9 @@ class Transfer(Unpicklable, Generic[R]):
 
     instead = "use it where it was begun"
 
+    keeps: object = None
+    """What must not be collected before this."""
+
     def __init__(
         self,
         deadline: Deadline,

@@ -64,6 +64,9 @@ class BorrowedBlocks(Unpicklable):
 
     instead = "pass bytes(ticket), and borrow there"
 
+    keeps: object = None
+    """What must not be collected before this."""
+
     def __init__(
         self,
         body: TicketBody,

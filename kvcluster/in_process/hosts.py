@@ -57,6 +57,9 @@ class _Port:
         finally:
             self._hosts.calls.took(type(question).__name__, time.monotonic() - began)
 
+    def cut_off(self) -> None:
+        """Does nothing: answers of the same process come soon."""
+
     def close(self) -> None:
         """Does nothing: the port holds no resources."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet
 
 from kvcluster.client.client import Client
 from kvcluster.client.coordinator_client import CoordinatorPort
@@ -44,7 +45,7 @@ class MemoryCluster(InProcessHosts):
         below["client"] = {"deadline_ms": OTHER_MS, **below.get("client", {})}
         super().__init__(load(overrides=below), place="memory")
         self._drained: dict[ShardId, ShardHost] = {}
-        self._clients: list[Client] = []
+        self._clients: WeakSet[Client] = WeakSet()
 
     def __enter__(self) -> MemoryCluster:
         self.start_coordinator()
@@ -56,7 +57,7 @@ class MemoryCluster(InProcessHosts):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for client in self._clients:
+        for client in list(self._clients):
             client.close()
         for host in [*self._shards.values(), *self._drained.values()]:
             host.close()
@@ -67,7 +68,7 @@ class MemoryCluster(InProcessHosts):
     def client(self, spec: KVSpec, *, tenant: str = "default", part: Part | Mapping[int, Part] | None = None) -> Client:
         """Returns a client of that tenant, which is closed with the cluster."""
         client = Client(self.port(tenant), self.opener(tenant), spec, part=part, config=self.config.client)
-        self._clients.append(client)
+        self._clients.add(client)
         return client
 
     def port(self, tenant: str = "default") -> CoordinatorPort:

@@ -28,7 +28,7 @@ from kvcluster.errors import (
     Unreachable,
 )
 from kvcluster.release import OLDEST_VERSION
-from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.base import Cancelled, Deadline, Unavailable
 from kvcluster.transport.descriptors import Descriptors
 from kvcluster.transport.forks import FORKS
 from kvcluster.wire.methods import Method, Question
@@ -48,6 +48,8 @@ CHANNEL_OPTIONS = [
 ]
 _IDLE_MS = 60_000
 _HANDSHAKE_MS = 5_000
+
+_CUT_OFF = Miss(MissReason.SHARD_LOST, "this client is closed")
 
 
 def server_options(message_bytes: int) -> list[tuple[str, int]]:
@@ -114,17 +116,18 @@ class Connection:
         """How this clock differs from that of the server, by the last answer that told it."""
         self._calls: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self._asking = 0
         self._closed = False
 
     def ask(
         self, method: Method, question: Question | None, deadline: Deadline, namespace: NamespaceId | None = None
     ) -> Reply:
-        """Asks one question, about that namespace if the method has one, and returns the answer. Raises Unavailable,
-        CallerError, CredentialError or ProtocolError."""
+        """Asks one question, about that namespace if the method has one, and returns the answer. Raises Unavailable
+        (Cancelled after `cut_off`), CallerError, CredentialError or ProtocolError."""
         request = method.encode_request(question, namespace, self.version or OLDEST_VERSION)
         before = time.time_ns()
         with FORKS.call(deadline):
-            data, call = self._start(self._unary, method.path, request, deadline)
+            data, call = self._ask(method.path, request, deadline)
         self._compare_clocks(before, time.time_ns(), call)
         return method.decode_reply(data, self._learn(call))
 
@@ -148,6 +151,15 @@ class Connection:
         if theirs is not None and after >= before:  # else this clock was set meanwhile
             self.clock = ClockDifference((before + after) // 2 - theirs, (after - before) // 2 + 1)
 
+    def _ask(self, path: str, request: bytes, deadline: Deadline) -> Any:
+        with self._lock:
+            self._asking += 1
+        try:
+            return self._start(self._unary, path, request, deadline)
+        finally:
+            with self._lock:
+                self._asking -= 1
+
     def _unary(self, path: str, **serializers: Any) -> Any:
         return self._channel.unary_unary(path, **serializers).with_call
 
@@ -166,14 +178,18 @@ class Connection:
         if not deadline.remaining_s():
             raise Unavailable(Miss(MissReason.DEADLINE, self.address))
         with self._lock:
-            call = self._calls.get(path)
+            calls, call = self._calls, self._calls.get(path)
             if call is None:
                 call = self._calls[path] = kind(path, request_serializer=identity, response_deserializer=identity)
         try:
             return call(argument, timeout=deadline.remaining_s(), metadata=self._metadata)
         except grpc.RpcError as error:
+            if calls is not self._calls:
+                raise Cancelled(_CUT_OFF) from None
             self.raise_for(error)
         except ValueError:
+            if calls is not self._calls:
+                raise Cancelled(_CUT_OFF) from None
             if not self._closed:
                 raise
             raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.address}: this connection was closed")) from None
@@ -212,6 +228,16 @@ class Connection:
             raise Unreachable(
                 f"no server answers at {self.address}: check the address, or start a cluster (`kvcluster up`)"
             ) from None
+
+    def cut_off(self) -> None:
+        """Ends questions that are under way, by another channel for those that follow: gRPC has no other way to end a
+        call that a thread waits for. May be called from any thread."""
+        with self._lock:
+            if self._closed or not self._asking:
+                return
+            before, self._channel = self._channel, grpc.insecure_channel(self.address, options=CHANNEL_OPTIONS)
+            self._calls = {}
+        before.close()
 
     def close(self) -> None:
         """Ends calls that are under way. May be called from any thread, and again."""

@@ -258,6 +258,9 @@ class Port:
         self.after(question)
         return reply
 
+    def cut_off(self) -> None:
+        self._inner.cut_off()
+
     def close(self) -> None:
         self._inner.close()
 

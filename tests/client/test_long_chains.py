@@ -48,6 +48,9 @@ class Counting:
             raise Unavailable(Miss(MissReason.DEADLINE, "no answer"))
         return self._port.ask(question, deadline, namespace)
 
+    def cut_off(self) -> None:
+        self._port.cut_off()
+
     def close(self) -> None:
         self._port.close()
 

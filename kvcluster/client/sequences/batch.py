@@ -163,7 +163,8 @@ class SequenceBatch(Unpicklable):
 
     def fork(self) -> SequenceBatch:
         """Returns a batch of forks of all rows. Raises CallerError in the middle of a step; then there are none."""
-        return SequenceBatch([Sequence(self._resources, child) for child in self._rows.fork(self._states())])
+        client = self.sequences[0].client
+        return SequenceBatch([Sequence(self._resources, child, client) for child in self._rows.fork(self._states())])
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """As Sequence.flush for all rows together."""

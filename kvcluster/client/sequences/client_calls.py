@@ -57,6 +57,7 @@ class SequenceCalls:
             drop_oldest=drop_oldest,
             publish=publish,
             prefetch=prefetch,
+            client=self,
         )
 
     def prewarm_resident(self, tokens: int, *, deadline_ms: float | None = None) -> None:

@@ -10,6 +10,7 @@ is decided elsewhere (machine.py).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -28,10 +29,15 @@ from kvcluster.pages.codec import coder
 _ALIGN_BYTES = 64
 """Between encoded pages, so that no vector of one lies in two cache lines."""
 
+_FREED = ("_coders", "_pools", "pages", "planes")
+"""The attributes by which a ResidentMemory keeps its memory."""
+
 
 class ResidentMemory:
     """`capacity` pages of one part of the spec's only group. Raises CallerError if its planes differ in dtype, or are
     opaque: such KV has no channels.
+
+    After `close` whatever needs the memory raises CallerError.
 
     `planes` has the tensor of each plane. `pages` is all of it as values of the spec's dtype, `[pages, values]`."""
 
@@ -65,6 +71,17 @@ class ResidentMemory:
             self.pages = raw[: capacity * self.page_bytes[Codec.RAW]].view(self.dtype).view(capacity, -1)
             self.planes = self._planes_of(self.pages.view(capacity, part.layers, -1), block_tokens)
         self._start = {codec: address_of(pool.view) for codec, pool in self._pools.items()}
+
+    def close(self) -> None:
+        """Gives the memory back, or leaves that to the last tensor over it. Nothing may read it meanwhile. May be
+        called again."""
+        for name in _FREED:
+            self.__dict__.pop(name, None)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in _FREED:
+            raise CallerError("the client of this sequence is closed, and its resident set with it; connect again")
+        raise AttributeError(name)
 
     def check_layer(self, layer: int) -> None:
         """Raises CallerError if there is no such layer."""

@@ -51,8 +51,9 @@ class SequenceOpener:
         drop_oldest: bool,
         publish: bool,
         prefetch: bool,
+        client: object,
     ) -> Sequence:
-        """As Client.sequence."""
+        """As Client.sequence, for a sequence that keeps its client."""
         spec = self._spec
         if prompt.extra_keys or prompt.adapter not in (None, spec.adapter):
             raise CallerError(
@@ -82,7 +83,7 @@ class SequenceOpener:
             runner.machine.open(state, cached)
             runner.keeper.opened(state)
             runner.wake()
-        sequence = Sequence(resources, state)
+        sequence = Sequence(resources, state, client)
         try:
             if prefetch:
                 state.loss = max(state.loss, loads.provide(state.blocks, deadline, lend=True, only_free=True))
@@ -124,17 +125,20 @@ class SequenceOpener:
         loaded = 0 if self._resources is None else self._resources.loads.loaded_bytes
         return replace(self.counter.counts(), loaded_bytes=loaded)
 
-    def close(self) -> None:
-        """Closes all sequences, and ends their thread."""
+    def end(self) -> None:
+        """Closes all sequences. Returns at once: before `close`, what the thread waits for is to be ended."""
         with self._lock:
             self._closed = True
             resources = self._resources
         if resources is not None:
-            runner = resources.runner
-            with runner.lock:
-                runner.close_sequences(runner.machine.open_states())
-            runner.close()
-            resources.remote.close()
+            resources.runner.end()
+
+    def close(self) -> None:
+        """As `end`; then ends the threads, and frees the resident set when nothing reads it."""
+        self.end()
+        if self._resources is not None:
+            self._resources.runner.close()
+            self._resources.remote.close()
 
     def _started(self, deadline: Deadline) -> SequenceResources:
         with self._lock:

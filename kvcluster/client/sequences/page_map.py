@@ -40,7 +40,7 @@ class PageMap:
         self._addresses = torch.zeros(0, dtype=torch.int64)
         self._codecs = torch.zeros(0, dtype=torch.int32)
         self._kinds = frozenset({Codec.RAW})
-        self._keeps: tuple[object, ...] = (memory.pages,)
+        self._keeps: tuple[object, ...] = ()  # of the spans; the resident set is not freed while they are read
         self._under_way: tuple[tuple[int, tuple[range, ...]], Sequence[BlockFetch]] = ((-1, ()), ())
         self._span: tuple[tuple[int, PageLayout, int, int], PageAddresses] | None = None
 
@@ -152,7 +152,7 @@ class PageMap:
             return
         lent = [self._absent.lent[block] for block in self._lent.values()]
         self.loans = tuple({page.loan: None for page in lent})
-        self._keeps = (self._memory.pages, *(page.memory for page in lent))
+        self._keeps = tuple(page.memory for page in lent)
 
     def addresses(self, depths: range) -> torch.Tensor:
         """Returns where the blocks of these depths are, int64: 0 for those that are nowhere."""

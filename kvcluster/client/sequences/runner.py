@@ -26,6 +26,7 @@ from kvcluster.client.sequences.step_lock import StepLock
 from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.transfer_queue import TransferQueue
+from kvcluster.client.validation import check_open
 from kvcluster.core import hashing
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import SyncTables, TablesSynced
@@ -136,8 +137,10 @@ class SequenceRunner:
 
     def with_room(self, call: Callable[[], R], deadline: Deadline) -> R:
         """Returns `call()`. While the resident set is full, seals what can be sealed and waits for stores, after which
-        pages may be used for others. Raises ResidentSetFull if no page becomes available by the deadline."""
+        pages may be used for others. Raises ResidentSetFull if no page becomes available by the deadline;
+        CallerError if the client is closed."""
         while True:
+            check_open(self._closed)
             try:
                 return call()
             except ResidentSetFull:
@@ -190,6 +193,7 @@ class SequenceRunner:
             with self.lock:
                 self.lock.wait_for(lambda: not self._evicting or self._closed or self.lock.broken)
                 self.lock.check()
+                check_open(self._closed)
                 self.machine.pages.frozen = True
                 self.readers.add(reader)
             yield
@@ -240,13 +244,22 @@ class SequenceRunner:
 
     # ------------------------------------------------------------------------------------------------ the thread
 
-    def close(self) -> None:
-        """Ends the thread, after the coordinator was told what is closed, if it answers soon."""
+    def end(self) -> None:
+        """Closes all sequences, and has the thread end. Nothing reads or is given pages from now on."""
         with self.lock:
-            self._closed = True
-            self.lock.notify_all()
+            if not self._closed:
+                self._closed = True
+                self.close_sequences(self.machine.open_states())
+
+    def close(self) -> None:
+        """As `end`; waits for the thread, which has informed the coordinator of what is closed, if that answers soon,
+        and for what reads. Then frees the memory."""
+        self.end()
         if self._thread is not None:
             self._thread.join()
+        with self.lock:
+            self.wait_for_readers()
+            self.memory.close()
 
     def _run(self) -> None:
         while True:

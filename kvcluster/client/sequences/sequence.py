@@ -58,7 +58,9 @@ class Sequence(Unpicklable):
             sequence.advance(token_ids)                      # now these tokens count
     """
 
-    def __init__(self, resources: SequenceResources, state: SequenceState) -> None:
+    def __init__(self, resources: SequenceResources, state: SequenceState, client: object) -> None:
+        """`client` is not collected before this."""
+        self.client = client
         self._process = OwnProcess()
         self.resources = resources
         self._state = state
@@ -325,7 +327,7 @@ class Sequence(Unpicklable):
         """Returns another sequence with the same tokens, which shares their pages. Either may be changed without a
         change to the other. Raises CallerError in the middle of a step."""
         (child,) = self._rows.fork([self.checked()])
-        return Sequence(self.resources, child)
+        return Sequence(self.resources, child, self.client)
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Seals all full blocks, the tail's included, and waits until they are stored and other workers find them.
