@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
-from weakref import WeakSet
 
 from kvcluster.actors.node_memory import check_pools_in_process
 from kvcluster.client import Client, connect
@@ -57,7 +56,7 @@ class LocalCluster(Unpicklable):
         self._process = OwnProcess()
         self._embedded = embedded
         self._config = config
-        self._clients: WeakSet[Client] = WeakSet()  # the open ones: `close` of any does not need this cluster
+        self._clients: dict[Client, None] = {}  # the open ones
         self._closed = False
 
     @property
@@ -74,7 +73,8 @@ class LocalCluster(Unpicklable):
         if self._closed:
             raise CallerError("this cluster is closed; start another one with kvcluster.local()")
         client = connect(self.address, spec, token=token, part=part, config=self._config.client)
-        self._clients.add(client)
+        self._clients[client] = None
+        client.on_close = self._clients.pop
         return client
 
     def pids(self) -> list[int]:
@@ -91,7 +91,7 @@ class LocalCluster(Unpicklable):
         atexit.unregister(self.close)
         with ExitStack() as house:  # each is closed, whatever another raises
             house.callback(self._embedded.stop)
-            for client in self._clients:
+            for client in list(self._clients):
                 house.callback(client.close)
             house.callback(self._embedded.save)
 

@@ -142,6 +142,8 @@ class Client(Unpicklable, SequenceCalls):
         self._sequences = SequenceOpener(spec, self._control, resources, unused)
         self.shipped_counter = self._sequences.counter
         self._address, self._closed = address, False
+        self.on_close: Callable[[Client], object] = lambda client: None
+        """Called with it when it has been closed."""
         self._release = partial(
             _release,
             *(self._sequences, self._control, self._transfers, self._shards, self._borrower, self._tickets),
@@ -404,7 +406,10 @@ class Client(Unpicklable, SequenceCalls):
         if before or self._process.forked:
             return
         self._unclosed.detach()
-        self._release()
+        try:
+            self._release()
+        finally:
+            self.on_close(self)
 
     def __enter__(self) -> Client:
         return self

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from kvcluster.core.ids import Attempt
@@ -33,6 +34,7 @@ class LeaseKeeper:
         self._end = end
         self._due: dict[Attempt, tuple[int, int]] = {}  # (when to renew, how often)
         self._released: dict[Attempt, None] = {}  # to be ended, in order
+        self._abandoned: deque[Attempt] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -53,6 +55,19 @@ class LeaseKeeper:
             if self._due.pop(attempt, None) is not None:
                 self._released[attempt] = None
                 self._wake()
+
+    def abandon(self, attempts: Sequence[Attempt]) -> bool:
+        """Releases tickets that have no user any more. The garbage collector calls this in any thread, perhaps in one
+        that holds the lock: so the thread does it later. Returns whether one of them was still kept."""
+        if self._closed or self._process.forked or not any(attempt in self._due for attempt in attempts):
+            return False
+        self._abandoned.extend(attempts)
+        if self._changed.acquire(blocking=False):
+            try:
+                self._changed.notify()
+            finally:
+                self._changed.release()
+        return True
 
     def close(self) -> None:
         """Ends every ticket that is still kept, on the calling thread if there was no room for another; then ends the
@@ -80,6 +95,7 @@ class LeaseKeeper:
     def _run(self) -> None:
         while True:
             with self._changed:
+                self._release_abandoned()
                 if self._released:
                     attempt, renewing = next(iter(self._released)), False
                     del self._released[attempt]
@@ -100,6 +116,12 @@ class LeaseKeeper:
                     self._let_go(attempt)
             elif not self._end(attempt):
                 self._give_up()
+
+    def _release_abandoned(self) -> None:
+        while self._abandoned:
+            attempt = self._abandoned.popleft()
+            if self._due.pop(attempt, None) is not None:
+                self._released[attempt] = None
 
     def _let_go(self, attempt: Attempt) -> None:
         with self._changed:

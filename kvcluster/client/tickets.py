@@ -6,7 +6,10 @@ A client requests its tickets from the coordinator, renews them as long as they 
 from __future__ import annotations
 
 import hmac
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.lease_keeper import LeaseKeeper
@@ -63,7 +66,8 @@ class Ticket(Unpicklable):
 
     The cluster does not evict these blocks until the ticket is released or its process has died. Other processes with
     the same credential need only `bytes(ticket)` to redeem it (`client.redeem`), each for its own layers and heads.
-    `miss` says why the next block cannot be loaded; None if all can.
+    `miss` says why the next block cannot be loaded; None if all can. One that is collected without `release` is
+    released then, with a ResourceWarning; transfers keep theirs.
     """
 
     instead = "pass bytes(ticket), and redeem that there"
@@ -77,11 +81,18 @@ class Ticket(Unpicklable):
         seal: TicketSeal,
         miss: Miss | None = None,
         release: Callable[[], None] = lambda: None,
+        abandon: Callable[[], bool] | None = None,
     ) -> None:
+        """`abandon` is called instead of `release` if it is collected before. It must not wait; it returns whether the
+        ticket was still held."""
         self.body = body
         self._seal = seal
         self.miss = miss
         self._release = release
+        self._unreleased: weakref.finalize[[], Ticket] | None = None
+        if abandon is not None:
+            self._unreleased = weakref.finalize(self, _collected, abandon, len(body.hashes))
+            self._unreleased.atexit = False
 
     @property
     def blocks(self) -> int:
@@ -111,6 +122,8 @@ class Ticket(Unpicklable):
     def release(self) -> None:
         """Lets the blocks be evicted again. May be called again; never raises."""
         release, self._release = self._release, lambda: None
+        if self._unreleased is not None:
+            self._unreleased.detach()
         release()
 
     def __bytes__(self) -> bytes:
@@ -121,6 +134,13 @@ class Ticket(Unpicklable):
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def _collected(abandon: Callable[[], bool], blocks: int) -> None:
+    """A ticket was collected that was not released. Its client may have ended it."""
+    if abandon():
+        text = f"a ticket for {blocks:,} blocks was not released: release it, or open it by `with`"
+        warnings.warn(text, ResourceWarning, stacklevel=2)
 
 
 class Tickets:
@@ -172,7 +192,7 @@ class Tickets:
             for attempt in held:
                 self._keeper.release(attempt)
 
-        return Ticket(body, self._seal, granted.miss, release)
+        return Ticket(body, self._seal, granted.miss, release, partial(self._keeper.abandon, held) if held else None)
 
     def redeem(self, data: bytes) -> Ticket:
         """Returns the ticket that another process of the same credential prepared. Raises ProtocolError if `data` is

@@ -12,8 +12,11 @@ after `valid` has returned True.
 from __future__ import annotations
 
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcluster.client.lease_keeper import LeaseKeeper
@@ -59,7 +62,8 @@ class BorrowedBlocks(Unpicklable):
                 result = recompute(query)
 
     The leases are renewed until the `with` block ends and releases the pages; neither page nor tensor may be used after
-    it. A forked child must not touch them: it does not have the memory mapped, and would end (SIGSEGV).
+    it. One that is collected without `close` is closed then, with a ResourceWarning, whatever views of it are left. A
+    forked child must not touch them: it does not have the memory mapped, and would end (SIGSEGV).
     """
 
     instead = "pass bytes(ticket), and borrow there"
@@ -77,8 +81,11 @@ class BorrowedBlocks(Unpicklable):
         views: Mapping[Place, CodedView],
         misses: Mapping[int, Miss],
         deadline: Callable[[float | None], Deadline],
-        end: Callable[[BorrowedBlocks], object],
+        end: Callable[[], object],
+        abandon: Callable[[], bool],
     ) -> None:
+        """`end` gives the pages back; `abandon` is called instead if it is collected before. That must not wait; it
+        returns whether pages were still borrowed."""
         self._process = OwnProcess()
         self.blocks = len(body.hashes)
         self._spec = spec
@@ -90,6 +97,8 @@ class BorrowedBlocks(Unpicklable):
         self._end = end
         self._lock = threading.Lock()
         self._ended = False
+        self._unclosed = weakref.finalize(self, _collected, abandon, self.blocks)
+        self._unclosed.atexit = False
 
     def __repr__(self) -> str:
         state = "released" if self._ended else f"{self.blocks - len(self._misses)} in place"
@@ -149,7 +158,8 @@ class BorrowedBlocks(Unpicklable):
         with self._lock:
             first, self._ended = not self._ended, True
         if first:
-            self._end(self)
+            self._unclosed.detach()
+            self._end()
             self._views, self._loans = {}, ()  # so that a reference to this object keeps no memory
 
     def __enter__(self) -> BorrowedBlocks:
@@ -179,6 +189,13 @@ class BorrowedBlocks(Unpicklable):
             raise CallerError("these blocks were released: use them within the `with` block, or borrow them again")
 
 
+def _collected(abandon: Callable[[], bool], blocks: int) -> None:
+    """Borrowed blocks were collected that were not closed. Their client may have closed them."""
+    if abandon():
+        text = f"{blocks:,} borrowed blocks were not closed: close them, or open them by `with`"
+        warnings.warn(text, ResourceWarning, stacklevel=2)
+
+
 class Borrower:
     """The blocks that one client has borrowed and not released; thread-safe. One thread renews their leases, and waits
     for no shard. It is not the thread of the tickets, which may have to wait for the coordinator."""
@@ -195,9 +212,10 @@ class Borrower:
         self._parts = parts
         self._next_attempt = next_attempt
         self._deadline = deadline
-        self._keeper = LeaseKeeper(self._renew, lambda attempt: True)  # a released loan has already been ended
+        self._keeper = LeaseKeeper(self._renew, self._released)
         self._loans: dict[Attempt, BorrowedPages] = {}
-        self._open: dict[BorrowedBlocks, ExitStack] = {}
+        self._open: dict[ExitStack, weakref.ref[BorrowedBlocks]] = {}
+        self._stacks: dict[Attempt, ExitStack] = {}  # of the open ones
         self._lock = threading.Lock()
         self._closed = False
 
@@ -206,7 +224,7 @@ class Borrower:
         pieces = plan_pieces(body, spec, self._parts)
         whole, misses = _whole_pages(pieces, self._parts)
         views: dict[Place, CodedView] = {}
-        loans: list[BorrowedPages] = []
+        loans: dict[Attempt, BorrowedPages] = {}
         asks = [
             (shard, every[at : at + limits.READ_PAGES])
             for shard, every in whole.items()
@@ -215,11 +233,12 @@ class Borrower:
         with ExitStack() as stack:
             for asked, (shard, of_shard) in enumerate(asks):
                 share = deadline.share(len(asks) - asked)
-                taken = self._take(shard, spec, body, of_shard, share, stack)
+                attempt = self._next_attempt()
+                taken = self._take(attempt, shard, spec, body, of_shard, share, stack)
                 if isinstance(taken, Miss):
                     misses = dict.fromkeys((piece.block for piece in of_shard), taken) | misses
                     continue
-                loans.append(taken)
+                loans[attempt] = taken
                 for piece, view, coded, miss in zip(of_shard, taken.views, taken.codecs, taken.outcome, strict=True):
                     if view is not None:
                         views[piece.block, piece.group] = view, coded
@@ -227,19 +246,24 @@ class Borrower:
                     if why is not None:
                         misses.setdefault(piece.block, why)
                 self._report(shard, spec, body.namespace, of_shard, taken.outcome, share)
+            held = stack.pop_all()
+            stack.callback(held.close)
             blocks = BorrowedBlocks(
                 body,
                 spec,
                 self._parts,
-                loans=loans,
+                loans=[*loans.values()],
                 views=views,
                 misses=misses,
                 deadline=self._deadline,
-                end=self._give_back,
+                end=partial(self._give_back, held),
+                abandon=partial(self._keeper.abandon, [*loans]),
             )
             with self._lock:
                 check_open(self._closed)
-                self._open[blocks] = stack.pop_all()
+                self._open[held] = weakref.ref(blocks)
+                self._stacks.update(dict.fromkeys(loans, held))
+                stack.pop_all()
         return blocks
 
     def close(self) -> None:
@@ -247,14 +271,18 @@ class Borrower:
         with self._lock:
             self._closed = True
             left = list(self._open)
-        for blocks in left:
-            blocks.close()
+        for held in left:
+            blocks = self._open[held]()
+            if blocks is not None:
+                blocks.close()
+            self._give_back(held)
         self._keeper.close()
 
     # ------------------------------------------------------------------------------------------- helpers
 
     def _take(
         self,
+        attempt: Attempt,
         shard: ShardAddress,
         spec: KVSpec,
         body: TicketBody,
@@ -265,7 +293,7 @@ class Borrower:
         """Borrows these pages of one shard, and has the lease renewed until the stack `until` is closed. Returns the
         miss if the shard lends none."""
         wants = tuple(piece.want for piece in pieces)
-        request = ReadRequest(body.namespace, self._next_attempt(), shard.epoch, wants, body.loss)
+        request = ReadRequest(body.namespace, attempt, shard.epoch, wants, body.loss)
         try:
             loan = self._shards.borrow(shard, spec, request, deadline, until=until)
         except NotLent as why:
@@ -273,9 +301,9 @@ class Borrower:
         except Unavailable as trouble:
             return trouble.miss
         with self._lock:
-            self._loans[request.attempt] = loan
-        until.callback(self._forget, request.attempt)
-        self._keeper.keep(request.attempt, loan.lease_ttl_ns)
+            self._loans[attempt] = loan
+        until.callback(self._forget, attempt)
+        self._keeper.keep(attempt, loan.lease_ttl_ns)
         return loan
 
     def _report(
@@ -306,10 +334,20 @@ class Borrower:
         with self._lock:
             del self._loans[attempt]
 
-    def _give_back(self, blocks: BorrowedBlocks) -> None:
+    def _released(self, attempt: Attempt) -> bool:
+        """Gives the pages of blocks back that were collected; what was closed has been given back already."""
         with self._lock:
-            stack = self._open.pop(blocks)
-        stack.close()
+            held = self._stacks.get(attempt)
+        if held is not None:
+            self._give_back(held)
+        return True
+
+    def _give_back(self, held: ExitStack) -> None:
+        with self._lock:
+            self._open.pop(held, None)
+            for attempt in [attempt for attempt, stack in self._stacks.items() if stack is held]:
+                del self._stacks[attempt]
+        held.close()
 
 
 def _whole_pages(pieces: Pieces, parts: Sequence[Part | None]) -> tuple[Pieces, dict[int, Miss]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet
 
 from kvcluster.client.client import Client
 from kvcluster.client.coordinator_client import CoordinatorPort
@@ -45,7 +44,7 @@ class MemoryCluster(InProcessHosts):
         below["client"] = {"deadline_ms": OTHER_MS, **below.get("client", {})}
         super().__init__(load(overrides=below), place="memory")
         self._drained: dict[ShardId, ShardHost] = {}
-        self._clients: WeakSet[Client] = WeakSet()
+        self._clients: dict[Client, None] = {}  # the open ones
 
     def __enter__(self) -> MemoryCluster:
         self.start_coordinator()
@@ -68,7 +67,8 @@ class MemoryCluster(InProcessHosts):
     def client(self, spec: KVSpec, *, tenant: str = "default", part: Part | Mapping[int, Part] | None = None) -> Client:
         """Returns a client of that tenant, which is closed with the cluster."""
         client = Client(self.port(tenant), self.opener(tenant), spec, part=part, config=self.config.client)
-        self._clients.add(client)
+        self._clients[client] = None
+        client.on_close = self._clients.pop
         return client
 
     def port(self, tenant: str = "default") -> CoordinatorPort:

@@ -18,8 +18,9 @@ import torch
 import kvcluster
 from kvcluster.client.client import Client
 from kvcluster.client.coordinator_client import CoordinatorClient, GrpcPort
+from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.config import ClientConfig
-from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.ids import Attempt, BlockHash, Holder, NamespaceId
 from kvcluster.core.messages import CoordinatorQuestion, GetStatus, Reply, Status
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, KVClusterError
@@ -273,3 +274,60 @@ def test_a_question_over_grpc_ends_when_its_client_is_closed(monkeypatch: pytest
         ask()
         assert outcomes[1:] and not isinstance(outcomes[1], Cancelled), "there was no time for the last question"
         control.close()
+
+
+# ------------------------------------------------------------------------------------------ tickets and borrowed blocks
+
+
+@pytest.fixture
+def client(cluster: MemoryCluster) -> Client:
+    """A client of the cluster, which has a prompt of two blocks."""
+    client = cluster.client(SPEC)
+    assert client.store(prompt(2), kv(2)).miss is None and client.flush()
+    return client
+
+
+def test_a_ticket_that_is_dropped_is_released_when_it_is_collected(cluster: MemoryCluster, client: Client) -> None:
+    held = [client.prepare_load(client.hashes(prompt(2)))]
+    assert not cluster.idle()
+    warned(held.clear, "a ticket for 2 blocks was not released")
+    cluster.wait_until_idle()
+
+
+def test_a_ticket_that_was_released_or_holds_nothing_is_dropped_without_a_word(client: Client) -> None:
+    hashes = client.hashes(prompt(2))
+    held = [client.prepare_load(hashes), client.prepare_load(client.hashes(prompt(2, seed=1)))]
+    held.append(client.redeem(bytes(held[0])))
+    held[0].release()
+    held.clear()
+    gc.collect()
+    ticket = client.prepare_load(hashes)
+    client.close()
+    del ticket
+    gc.collect()
+
+
+def test_a_transfer_keeps_its_ticket_until_it_is_dropped(cluster: MemoryCluster, client: Client) -> None:
+    held = [client.begin_load(client.prepare_load(client.hashes(prompt(2))), room(2))]
+    gc.collect()
+    assert held[0].result().blocks == 2 and len(cluster.coordinator_core().state.tickets)
+    warned(held.clear, "a ticket for 2 blocks was not released")
+    cluster.wait_until_idle()
+
+
+def test_a_keeper_looks_for_what_was_dropped_while_its_lock_was_held() -> None:
+    """The garbage collector runs in any thread, also in one that is within the keeper."""
+    ended, done = list[Attempt](), threading.Semaphore(0)
+
+    def end(attempt: Attempt) -> bool:
+        ended.append(attempt)
+        done.release()
+        return True
+
+    keeper, one, two = LeaseKeeper(lambda attempt: True, end), *(Attempt(Holder(b"h" * 16), n) for n in (1, 2))
+    keeper.keep(one, 10**15)
+    with keeper._changed:
+        assert keeper.abandon([one]) and not keeper.abandon([two])
+    assert done.acquire(timeout=BOUND_S) and ended == [one]
+    keeper.close()
+    assert not keeper.abandon([one]) and ended == [one]

@@ -417,6 +417,23 @@ def test_a_client_that_is_closed_gives_back_what_it_had_borrowed(desk: Desk) -> 
     desk.cluster.wait_until(desk.unleased)
 
 
+def test_what_is_dropped_is_given_back_when_it_is_collected(desk: Desk) -> None:
+    held, ticket = [], desk.ticket()
+    for _ in range(3):
+        held.append(desk.client.borrow(ticket))
+    view = held[0].page(0)
+    assert view is not None and len(desk.host.core.leases) == 3
+    with pytest.warns(ResourceWarning, match="4 borrowed blocks were not closed") as warned:
+        held.clear()
+        gc.collect()
+    assert len(warned) == 3
+    desk.cluster.wait_until(desk.unleased)
+    with pytest.raises(ValueError, match="released"):
+        bytes(view)
+    with desk.client.borrow(ticket) as blocks:
+        assert blocks.why(0) is None and blocks.valid()
+
+
 def test_what_torch_has_made_of_it_keeps_the_memory_after_the_end(desk: Desk) -> None:
     client = desk.connect()
     with desk.borrow(client=client) as blocks:

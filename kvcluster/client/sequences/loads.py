@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -115,14 +115,14 @@ class SequenceLoads:
         loss = Loss.EXACT
         for spec, chunk, ticket in self._prepared(blocks, deadline):
             loss = max(loss, ticket.loss)
-            others = self._borrow(spec, chunk, ticket, deadline) if lend else chunk
+            with ExitStack() as held:
+                held.enter_context(ticket)
+                others = self._borrow(spec, chunk, ticket, deadline) if lend else chunk
+                if len(others) == len(chunk) and not (only_free and not self._fits(len(chunk))):
+                    self._fetch(spec, chunk, ticket, deadline)
+                    held.pop_all()
             if len(others) < len(chunk):
-                ticket.release()
                 self.provide(others, deadline, lend=False, only_free=only_free)
-            elif only_free and not self._fits(len(chunk)):
-                ticket.release()
-            else:
-                self._fetch(spec, chunk, ticket, deadline)
         return loss
 
     def fetch_behind(
@@ -274,14 +274,11 @@ class SequenceLoads:
         ticket: Ticket,
         deadline: Deadline,
     ) -> None:
-        """Begins to load blocks of a ticket into pages of the resident set, and releases the ticket when that ends."""
+        """Begins to load blocks of a ticket into pages of the resident set, and releases the ticket when that ends.
+        Raises before it has begun."""
         runner = self._runner
-        try:
-            with runner.lock:
-                pages = runner.with_room(partial(runner.machine.take, len(blocks)), deadline)
-        except BaseException:
-            ticket.release()
-            raise
+        with runner.lock:
+            pages = runner.with_room(partial(runner.machine.take, len(blocks)), deadline)
         bound = bind(runner.memory.paged(pages), spec, self._parts, len(blocks), writable=True)
         transfer = self._transfers.load(ticket.body, 0, bound, spec, deadline)
         with runner.lock:

@@ -128,12 +128,13 @@ class SequenceRunner:
         return len(self.machine.stores) + self._storing
 
     def wait_for_stores(self, enough: Callable[[], bool], deadline: Deadline) -> bool:
-        """Waits until `enough()`, which is asked after each store, or no store is pending. Returns `enough()`."""
+        """Waits until `enough()`, which is asked after each store, or no store is pending. Returns `enough()`;
+        False if the client is closed."""
         self.wake()
         ended = self.lock.wait_for
         ended(lambda: enough() or not self.stores_pending or self._closed or self.lock.broken, deadline.remaining_s())
         self.lock.check()
-        return enough()
+        return not self._closed and enough()
 
     def with_room(self, call: Callable[[], R], deadline: Deadline) -> R:
         """Returns `call()`. While the resident set is full, seals what can be sealed and waits for stores, after which
@@ -159,6 +160,7 @@ class SequenceRunner:
                     self.keeper.sealed(state)
                 before = self.machine.pages.available
                 if not self.wait_for_stores(partial(self._more_pages, before), deadline):
+                    check_open(self._closed)
                     raise
 
     def _more_pages(self, before: int) -> bool:
