@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import ray
 
@@ -27,7 +26,9 @@ from kvcluster.actors.stopping import save_shards
 from kvcluster.config import Config
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime import kept_logs
+from kvcluster.runtime.private_folder import private_folder
 
+_PREFIX = "kvcluster-local-"
 _SOCKET_PATH_BYTES = 107
 _BELOW_FOLDER = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
 """The longest path that Linux takes for a socket, and how long the path of Ray's longest is below a cluster's folder.
@@ -49,7 +50,7 @@ class EmbeddedCluster:
         cluster.check(config)
         with ExitStack() as house:
             # The coordinator stays on this node, so it can use a folder of this machine.
-            config = with_state_dir(config, Path(house.enter_context(_private_folder())))
+            config = with_state_dir(config, house.enter_context(private_folder(_PREFIX)).path)
             house.enter_context(_RAY.used(config))
             running = cluster.start(config, detached=False)
             return cls(running, config, house.pop_all())
@@ -115,24 +116,19 @@ class _EmbeddedRay:
 _RAY = _EmbeddedRay()
 
 
-def _private_folder(parent: str | None = None) -> TemporaryDirectory[str]:
-    """Returns a temporary folder that only this user can enter."""
-    return TemporaryDirectory(prefix="kvcluster-", dir=parent, ignore_cleanup_errors=True)
-
-
 @contextmanager
 def _running_ray(memory: int) -> Iterator[None]:
     """A Ray of this process's own, without a dashboard, whose actors may claim so many bytes. Its sockets and logs lie
     in a folder, which Ray opens to all users of the machine: the folder above it is closed to them, or they could
     replace a socket by their own. Raises KVClusterError if it does not start."""
     with ExitStack() as house:
-        folder = house.enter_context(_private_folder())
+        folder = house.enter_context(private_folder(_PREFIX)).path
         if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - _BELOW_FOLDER:
-            folder = house.enter_context(_private_folder("/tmp"))
+            folder = house.enter_context(private_folder(_PREFIX, Path("/tmp"))).path
         house.enter_context(own_ray())
-        run = kept_logs.begin(kept_logs.EMBEDDED, session_logs(Path(folder, "ray")))
+        run = kept_logs.begin(kept_logs.EMBEDDED, session_logs(folder / "ray"))
         try:
-            _start_ray(memory, Path(folder, "ray"))
+            _start_ray(memory, folder / "ray")
             yield
         finally:
             ray.shutdown()

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcluster.actors.node_folder import node_folder
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES
 from kvcluster.actors.ray_logs import with_errors
 from kvcluster.actors.stopping import end_shards
@@ -27,8 +26,11 @@ from kvcluster.config import RayConfig
 from kvcluster.config.ports import parse_ports
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime import kept_logs
+from kvcluster.runtime.private_folder import private_folder
 from kvcluster.transport.listening import bound_socket
 
+_PARENT = Path("/tmp")  # Linux takes paths of sockets up to 107 bytes
+_PREFIX = "kvcluster-node-"
 START_S = 60.0
 _GRACE_S = 1.0
 _STOP_S = 20.0
@@ -98,7 +100,7 @@ def start_node(
 ) -> RayNode:
     """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
     it joins. `memory`: bytes that actors may claim. `log`: the file for what its leader writes. `lock`: a descriptor
-    that its leader inherits (node_folder.py). To be called within `uninterrupted`."""
+    that its leader inherits (runtime/private_folder.py). To be called within `uninterrupted`."""
     # In its own folder: Ray starts further processes by `python -m`, which imports from the current directory.
     command = [*module_command("kvcluster.actors.lean_ray", "start", "--block", folder=str(folder))]
     command += ["--disable-usage-stats", *where, f"--temp-dir={folder}"]
@@ -118,7 +120,7 @@ def running_node(
     """A node of that address within the block, as of `start_node`, in a folder of its own. Ends it with the block; its
     shards may save their pages for `stop_ms` before. Raises as RayNode.wait_until_up."""
     where = [*where, f"--node-ip-address={node_ip}"]
-    with node_folder() as folder:
+    with private_folder(_PREFIX, _PARENT) as folder:
         node: RayNode | None = None
         run = kept_logs.begin(f"node-{node_ip}", session_logs(folder.path / "ray"))
         log = run / kept_logs.RAY_LOG

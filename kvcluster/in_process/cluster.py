@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from tempfile import TemporaryDirectory
 
 from kvcluster.client.coordinator_client import CoordinatorPort
 from kvcluster.client.in_process import SCHEME, served
@@ -31,6 +30,7 @@ from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
 from kvcluster.runtime.metrics_server import serve_metrics
+from kvcluster.runtime.private_folder import private_folder
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.base import Unavailable
@@ -53,8 +53,8 @@ class InProcessCluster(InProcessHosts):
             )
         self._house = ExitStack()
         if not config.coordinator.state_dir:  # a purge must outlast a coordinator that ends by itself
-            folder = self._house.enter_context(TemporaryDirectory(prefix="kvcluster-", ignore_cleanup_errors=True))
-            config = replace(config, coordinator=replace(config.coordinator, state_dir=folder))
+            folder = self._house.enter_context(private_folder("kvcluster-local-")).path
+            config = replace(config, coordinator=replace(config.coordinator, state_dir=str(folder)))
         super().__init__(config)
         self.address = f"{SCHEME}{config.name}-{secrets.token_hex(4)}"
         self._auth = authenticator(config.server, secrets.token_urlsafe(32))

@@ -16,7 +16,6 @@ import importlib.util
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -31,6 +30,7 @@ from kvcluster.cli.demo import text
 from kvcluster.cli.demo import tiers as third_act
 from kvcluster.cli.demo.screen import Screen
 from kvcluster.cli.demo.signals import Signals
+from kvcluster.runtime.private_folder import private_folder
 
 for _name in ("ray", "torch", "transformers"):
     if importlib.util.find_spec(_name) is None:  # other processes import them
@@ -68,7 +68,7 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
     """Runs all acts and returns the figures. Raises KVClusterError if a replica or the cluster fails."""
     began = time.monotonic()
     with ExitStack() as house:
-        workshop = Path(house.enter_context(tempfile.TemporaryDirectory(prefix="kvcluster-demo-")))
+        workshop = house.enter_context(private_folder("kvcluster-demo-")).path
         given = os.environ.get("DEMO_MODEL")
         model: Figures = {"path": given or str(workshop / "model"), "bytes_are_tokens": not given}
         first = house.enter_context(_replica("the first replica"))

@@ -1,22 +1,29 @@
-"""What a Ray node writes is removed with it, even if it was killed."""
+"""What a Ray node or an embedded cluster writes is removed with it, even if it was killed."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvcluster.actors.node_folder import node_folder
+import pytest
+
+import kvcluster
 from kvcluster.actors.ray_node import end_session
+from kvcluster.runtime.private_folder import private_folder
+
+PREFIX = "kvcluster-node-"
 
 HOLDER = """
 import sys
 from pathlib import Path
-from kvcluster.actors.node_folder import node_folder
-with node_folder(Path(sys.argv[1])) as folder:
+from kvcluster.runtime.private_folder import private_folder
+with private_folder("kvcluster-node-", Path(sys.argv[1])) as folder:
     (folder.path / "log").touch()
     print(folder.path, flush=True)
     sys.stdin.read()
@@ -42,7 +49,7 @@ def holder(parent: Path, program: str = HOLDER) -> Iterator[tuple[subprocess.Pop
 
 
 def test_a_folder_is_private_and_goes_with_its_node(tmp_path: Path) -> None:
-    with node_folder(tmp_path) as folder:
+    with private_folder(PREFIX, tmp_path) as folder:
         assert folder.path.stat().st_mode & 0o777 == 0o700
         assert [*tmp_path.iterdir()] == [folder.path]
     assert [*tmp_path.iterdir()] == []
@@ -53,14 +60,14 @@ def test_the_folder_of_a_killed_node_is_removed_by_the_next(tmp_path: Path) -> N
         process.kill()
         process.wait()
         assert (left / "log").exists()
-        with node_folder(tmp_path) as mine:
+        with private_folder(PREFIX, tmp_path) as mine:
             assert [*tmp_path.iterdir()] == [mine.path]
 
 
 def test_the_folder_of_a_node_that_runs_stays(tmp_path: Path) -> None:
     with holder(tmp_path) as (process, other):
         process.send_signal(signal.SIGSTOP)
-        with node_folder(tmp_path):
+        with private_folder(PREFIX, tmp_path):
             assert (other / "log").exists()
         process.send_signal(signal.SIGCONT)
 
@@ -70,19 +77,46 @@ def test_the_folder_stays_as_long_as_the_leader_of_its_node(tmp_path: Path) -> N
         process.kill()
         process.wait()
         leader = int((left / "pid").read_text(encoding="ascii"))
-        with node_folder(tmp_path):
+        with private_folder(PREFIX, tmp_path):
             assert left.exists()
         end_session(leader)
-        with node_folder(tmp_path):
+        with private_folder(PREFIX, tmp_path):
             assert not left.exists()
 
 
 def test_folders_without_a_lock_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "kvcluster-node-being-made").mkdir()
     (tmp_path / "kvcluster-other").mkdir()
-    with node_folder(tmp_path) as mine:
+    with private_folder(PREFIX, tmp_path) as mine:
         assert {path.name for path in tmp_path.iterdir()} == {
             "kvcluster-node-being-made",
             "kvcluster-other",
             mine.path.name,
         }
+
+
+OWNER = """
+import sys
+import kvcluster
+with kvcluster.local(ray=False, device_bytes="1MiB"):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_owner_of_an_embedded_cluster_leaves_a_folder_that_the_next_one_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "kvcluster-of-the-user").mkdir()
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", OWNER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None and process.stdout.readline().strip() == b"ready"
+        process.kill()
+    left = {path.name for path in tmp_path.glob("kvcluster-local-*")}
+    assert len(left) == 1
+    with kvcluster.local(ray=False, device_bytes="1MiB"):
+        present = {path.name for path in tmp_path.iterdir()}
+        assert not left & present and "kvcluster-of-the-user" in present
+    assert [path.name for path in tmp_path.iterdir()] == ["kvcluster-of-the-user"]
