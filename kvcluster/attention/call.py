@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ class QueryRow:
                 )
 
 
+MAX_WINDOW = 2**62
+"""Positions and their differences are int64."""
+
+
 @dataclass(frozen=True)
 class Scoring:
     """How scores are computed. A score is `scale` times the product of query and key, then
@@ -49,12 +54,21 @@ class Scoring:
     causal: bool = True
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.scale):
-            raise CallerError(f"scale is {self.scale}; it must be finite")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
-            raise CallerError(f"softcap is {self.softcap}; it must be positive, or None")
-        if self.window is not None and (self.window < 1 or not self.causal):
-            raise CallerError("a window is at least 1 position, and needs causal=True")
+        if not _is_finite(self.scale):
+            raise CallerError(f"scale is {self.scale!r}; it must be a finite number")
+        if self.softcap is not None and not (_is_finite(self.softcap) and self.softcap > 0):
+            raise CallerError(f"softcap is {self.softcap!r}; it must be a positive number, or None")
+        if self.window is not None:
+            if type(self.window) is not int or not 1 <= self.window <= MAX_WINDOW:
+                raise CallerError(
+                    f"window is {self.window!r}; it must be a number of positions from 1 to 2**62, or None"
+                )
+            if not self.causal:
+                raise CallerError("a window needs causal=True")
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -51,8 +51,9 @@ class PageLayout:
         if len({plane.dtype for plane in planes}) > 1 or planes[0].dtype not in DTYPES:
             given = ", ".join(dict.fromkeys(plane.dtype for plane in planes))
             raise CallerError(f"the planes have dtype {given}; expected one for all of them, of {', '.join(DTYPES)}")
-        if self.latent_values is not None and not 1 <= self.latent_values <= planes[0].dim:
-            raise CallerError(f"latent_values is {self.latent_values}; the latent has {planes[0].dim} channels")
+        latent = self.latent_values
+        if latent is not None and (type(latent) is not int or not 1 <= latent <= planes[0].dim):
+            raise CallerError(f"latent_values is {latent!r}; the latent has {planes[0].dim} channels")
         if min(self.block_tokens, self.layers) < 1 or not 1 <= self.heads <= self.group.heads:
             raise CallerError("block_tokens and layers must be at least 1, and heads at most those of the group")
 

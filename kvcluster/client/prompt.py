@@ -39,7 +39,7 @@ class Prompt:
     `token_ids` are integers from 0 to 2**32-1: a list, a tuple, an array, or a one-dimensional numpy array or torch
     tensor. Prompts with different `salt` share no blocks. `adapter` is the content hash of a LoRA, "" for none; None
     means that of the client's spec. `extra_keys` maps the index of a block to the content hash of the images, audio or
-    embeddings in it. Raises CallerError if one of them is something else.
+    embeddings in it. None of them may be changed later. Raises CallerError if one of them is something else.
     """
 
     token_ids: Sequence[int]
@@ -64,6 +64,10 @@ class Prompt:
             raise CallerError(f"adapter is {kind_of(self.adapter)}; expected the content hash of a LoRA as text")
         if self.extra_keys is not None:
             object.__setattr__(self, "extra_keys", _checked_keys(self.extra_keys))
+
+    def __hash__(self) -> int:
+        keys = None if self.extra_keys is None else tuple(sorted(self.extra_keys.items()))
+        return hash((hashing.token_bytes(self.token_ids), self.salt, self.adapter, keys))
 
     def __repr__(self) -> str:
         more = [name for name in ("salt", "adapter", "extra_keys") if getattr(self, name)]
@@ -96,4 +100,6 @@ def _checked_keys(extra_keys: Mapping[int, bytes]) -> dict[int, bytes]:
             raise CallerError(f"extra_keys names block {block!r}; expected an index, counted from the prompt's start")
         if not isinstance(key, bytes):
             raise CallerError(f"extra_keys[{block}] is {kind_of(key)}; expected bytes, such as digest() of the image")
+        if not key:
+            raise CallerError(f"extra_keys[{block}] is empty, which means none: leave the block out")
     return dict(extra_keys)

@@ -89,7 +89,7 @@ class Ticket(Unpicklable):
         self._seal = seal
         self.miss = miss
         self._release = release
-        self._unreleased: weakref.finalize[[], Ticket] | None = None
+        self._unreleased: weakref.finalize[[Callable[[], bool], int], Ticket] | None = None
         if abandon is not None:
             self._unreleased = weakref.finalize(self, _collected, abandon, len(body.hashes))
             self._unreleased.atexit = False

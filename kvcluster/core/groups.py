@@ -63,7 +63,10 @@ def as_tuple(values: object, kind: type, what: str) -> tuple[Any, ...]:
 
 def dtype_name(dtype: object) -> str:
     """Returns the name of a dtype that is given by its name, or as torch, numpy or JAX have it: `torch.float16`,
-    `numpy.float16` and `numpy.dtype("float16")` are "float16". Something else is returned as text."""
+    `numpy.float16` and `numpy.dtype("float16")` are "float16". Something else is returned as text, and so is a dtype of
+    numpy in another byte order than that of this machine: ">f4"."""
+    if getattr(dtype, "isnative", True) is False:
+        return str(dtype)
     if isinstance(dtype, type):
         return dtype.__name__
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or getattr(dtype, "__name__", None)

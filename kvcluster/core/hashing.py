@@ -90,8 +90,8 @@ def token_ids(data: bytes) -> array[int]:
 def token_array(token_ids: Sequence[int]) -> array[int]:
     """Returns a copy of the token ids, which are iterated only once. Raises as token_bytes."""
     try:
-        # array() would accept bytes as machine words, and a boolean mask as the tokens 0 and 1.
-        if isinstance(token_ids, (bytes, bytearray)) or (len(token_ids) and type(token_ids[0]) is bool):
+        # array() would accept bytes as machine words, a boolean mask as the tokens 0 and 1, and the keys of a mapping.
+        if isinstance(token_ids, (bytes, bytearray, Mapping)) or (len(token_ids) and type(token_ids[0]) is bool):
             raise TypeError
         tokens = array("I", token_ids)
     except (TypeError, OverflowError, ValueError, LookupError):
@@ -105,7 +105,7 @@ def token_array(token_ids: Sequence[int]) -> array[int]:
 
 def _culprit(token_ids: object) -> object:
     """Returns the first element that is not a token id, or `token_ids` itself if it is not a sequence."""
-    if not isinstance(token_ids, Iterable) or isinstance(token_ids, (bytes, bytearray)):
+    if not isinstance(token_ids, Iterable) or isinstance(token_ids, (bytes, bytearray, Mapping)):
         return token_ids
     return next((t for t in token_ids if type(t) is not int or not 0 <= t < 2**32), token_ids)
 

@@ -20,6 +20,7 @@ from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.errors import SpecError
 
 _MUTABLE_WEIGHTS = frozenset({"main", "master", "latest", "head", "default", "dev", "prod", "stable", "current"})
+_BRANCHES = ("refs/heads/", "refs/remotes/", "heads/", "remotes/", "origin/")
 MAX_BLOCK_TOKENS = 4_096
 _CANONICAL_VERSION = b"kvcluster-spec-v2"
 
@@ -28,8 +29,9 @@ PRIVATE_WEIGHTS = "private:"
 
 
 def check_weights(weights: str) -> None:
-    """Raises SpecError if `weights` is a name that can change its meaning, such as "main"."""
-    if not weights or weights.strip().lower() in _MUTABLE_WEIGHTS:
+    """Raises SpecError if `weights` is a name that can change its meaning, such as "main" or any branch."""
+    name = weights.strip().lower()
+    if not name or name in _MUTABLE_WEIGHTS or name.startswith(_BRANCHES):
         raise SpecError(
             f"weights={weights!r} does not pin the weights: give a digest or commit, such as 'sha256:...'; "
             "under a name that can move, stale KV would be used as if it were current"
@@ -80,8 +82,9 @@ class KVSpec:
         everything = [layer for group in self.groups for layer in group.layers]
         if len(everything) != len(set(everything)):
             raise SpecError("a layer belongs to one group only")
-        if list(self.extra) != sorted(set(self.extra)):
-            raise SpecError("extra must be sorted pairs without repeats")
+        keys = [key for key, _ in self.extra]
+        if keys != sorted(set(keys)):
+            raise SpecError("extra must be sorted pairs without repeats of a key")
         for group in self.groups:
             if group.layer_bytes(block_tokens=self.block_tokens, heads=group.heads) > limits.LAYER_BYTES:
                 raise SpecError(

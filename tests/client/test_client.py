@@ -182,9 +182,11 @@ def test_a_client_leaves_no_thread_behind(cluster: MemoryCluster) -> None:
     with watched_client(cluster) as client:
         client.store(TOKENS, kv(3))
         client.flush()
-        client.prepare_load(client.hashes(TOKENS))
+        ticket = client.prepare_load(client.hashes(TOKENS))
         assert client.load(TOKENS, room(3)) == 3 * BLOCK
-        assert threading.active_count() == before + 4, "to load, to read a shard, to store, to keep tickets"
+        assert ticket.blocks and threading.active_count() == before + 4, (
+            "to load, to read a shard, to store, to keep tickets"
+        )
     assert threading.active_count() == before
 
 

@@ -62,9 +62,13 @@ def warned(drop: Callable[[], None], about: str) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         drop()
-        gc.collect()
-    texts = [str(each.message) for each in seen if each.category is ResourceWarning and about in str(each.message)]
-    assert len(texts) == 1, [str(each.message) for each in seen]
+
+        def texts() -> list[str]:
+            gc.collect()  # again: a thread that has just ended a transfer may still refer to it
+            return [str(one.message) for one in seen if one.category is ResourceWarning and about in str(one.message)]
+
+        eventually(lambda: bool(texts()))
+        assert len(texts()) == 1
 
 
 # ------------------------------------------------------------------------------------------------- what is closed

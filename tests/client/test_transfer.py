@@ -386,9 +386,9 @@ def test_closing_gives_tickets_back(cluster: MemoryCluster) -> None:
 def test_closing_does_not_wait_for_a_lost_coordinator(cluster: MemoryCluster) -> None:
     port = Port(cluster)
     client = watched_client(cluster, port=port)
-    for _ in range(3):
-        client.prepare_load(client.hashes(TOKENS))
+    tickets = [client.prepare_load(client.hashes(TOKENS)) for _ in range(3)]
     cluster.stop_coordinator()
     asked = len(port.asked)
     client.close()
+    assert all(ticket.blocks for ticket in tickets)
     assert len(port.asked) - asked == 1, "what ending one ticket shows of the coordinator holds for all"

@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import kvcluster

@@ -8,6 +8,7 @@ batch.advance([[5], [9]])
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from kvcluster.client.sequences.sequence import Sequence, check_number, checked_
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.client.sequences.step_lock import whole
 from kvcluster.client.unpicklable import Unpicklable
+from kvcluster.client.validation import kind_of
 from kvcluster.errors import CallerError
 
 if TYPE_CHECKING:
@@ -92,11 +94,14 @@ class SequenceBatch(Unpicklable):
         has changed."""
         self._rows.mark_written(self._states(), layer, self._of_each("tokens", tokens))
 
-    def advance(self, token_ids: Tokens[int | TokenIds]) -> None:
-        """As Sequence.advance for each row: the token ids, or the number of tokens, of row i are `token_ids[i]`. If it
-        raises, no row has changed."""
+    def advance(self, token_ids: int | Tokens[int | TokenIds]) -> None:
+        """As Sequence.advance for each row: the token ids, or the number of tokens, of row i are `token_ids[i]`; a number
+        is that of each row. If it raises, no row has changed."""
         states = self._states()
-        ids = [checked_ids(each) for each in token_ids]
+        rows = [token_ids] * len(states) if isinstance(token_ids, int) else token_ids
+        if not isinstance(rows, Iterable):
+            raise CallerError(f"advance got {kind_of(rows)}; expected the token ids of each row, or a number of tokens")
+        ids = [checked_ids(each) for each in rows]
         if len(ids) != len(states):
             raise CallerError(f"advance got {len(ids)} rows; the batch has {len(states)}")
         self._runner.advance(states, ids, self._resources.deadline(None))

@@ -99,17 +99,19 @@ class BatchAttention:
         that this layer has attend to all up to themselves. Raises as Sequence.attend."""
         self._runner.memory.check_layer(layer)
         self._check(query, queries)
+        if type(threads) is not int or threads < 1:
+            raise CallerError(f"threads is {threads!r}; expected a number from 1 on")
+        layout = PageLayout(
+            self._group, self._states[0].block_tokens, self._part.layers, self._part.heads, scores.latent_values
+        )
+        scoring = Scoring(layout.key.dim**-0.5 if scores.scale is None else scores.scale, scores.softcap, scores.window)
         with self._runner.lock:
             if not self._runner.readers:
                 self._loads.settle()  # what has come is found faster in the resident set
         rows = [
             self._row(layer, state, count, scores.window) for state, count in zip(self._states, queries, strict=True)
         ]
-        layout = PageLayout(
-            self._group, self._states[0].block_tokens, self._part.layers, self._part.heads, scores.latent_values
-        )
-        scale = layout.key.dim**-0.5 if scores.scale is None else scores.scale
-        step = _Step(layer, layout, Scoring(scale, scores.softcap, scores.window), threads, deadline)
+        step = _Step(layer, layout, scoring, threads, deadline)
         result = self._attended(rows, planner, query, step)
         out = result if scores.sinks is None else merge([result], sinks=scores.sinks)
         return out.out.to(query.dtype)
