@@ -184,9 +184,8 @@ def test_a_client_leaves_no_thread_behind(cluster: MemoryCluster) -> None:
         client.flush()
         ticket = client.prepare_load(client.hashes(TOKENS))
         assert client.load(TOKENS, room(3)) == 3 * BLOCK
-        assert ticket.blocks and threading.active_count() == before + 4, (
-            "to load, to read a shard, to store, to keep tickets"
-        )
+        assert ticket.blocks
+        assert threading.active_count() == before + 4, "to load, to read a shard, to store, to keep tickets"
     assert threading.active_count() == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import numpy
@@ -43,10 +44,11 @@ def names(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
 
     monkeypatch.setattr(kvcluster, "connect", connect)
     monkeypatch.setattr(kvcluster, "local", local)
-    with cluster.client(SPEC) as client:
+    with cluster.client(SPEC) as client, ExitStack() as stack:
         client.store(TOKENS, torch.randn(SHAPE).bfloat16())
         assert client.flush()
         prompt = kvcluster.Prompt([*TOKENS, *range(64 + 9 * 16)], salt=b"of this prompt alone")
+        ticket = stack.enter_context(client.prepare_load(client.hashes(TOKENS)))
         yield {
             "kvcluster": kvcluster,
             "numpy": numpy,
@@ -59,7 +61,7 @@ def names(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, A
             "out": torch.empty(SHAPE, dtype=torch.bfloat16),
             "into": torch.empty((17, *SHAPE[1:]), dtype=torch.bfloat16),
             "source": torch.randn((5, *SHAPE[1:])).bfloat16(),
-            "ticket": client.prepare_load(client.hashes(TOKENS)),
+            "ticket": ticket,
             "q": torch.randn(1, 8, 128),
             "attend": lambda query, pages: query,
             "recompute": lambda: None,

@@ -95,8 +95,8 @@ class SequenceBatch(Unpicklable):
         self._rows.mark_written(self._states(), layer, self._of_each("tokens", tokens))
 
     def advance(self, token_ids: int | Tokens[int | TokenIds]) -> None:
-        """As Sequence.advance for each row: the token ids, or the number of tokens, of row i are `token_ids[i]`; a number
-        is that of each row. If it raises, no row has changed."""
+        """As Sequence.advance for each row: the token ids, or the number of tokens, of row i are `token_ids[i]`; one
+        number is that of each row. If it raises, no row has changed."""
         states = self._states()
         rows = [token_ids] * len(states) if isinstance(token_ids, int) else token_ids
         if not isinstance(rows, Iterable):
