@@ -68,7 +68,7 @@ class Scoring:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return type(value) is not bool and isinstance(value, Real) and math.isfinite(value)
 
 
 @dataclass(frozen=True, eq=False)

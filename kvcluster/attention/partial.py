@@ -112,9 +112,10 @@ def merge(partials: Sequence[Partial], *, sinks: Tensor | None = None) -> Partia
     if sinks is None:
         return merged
     out, lse = merged.out, merged.lse
-    shape = list(sinks.shape) if isinstance(sinks, Tensor) else None
+    found: object = sinks
+    shape = list(found.shape) if isinstance(found, Tensor) else None
     if shape != list(lse.shape[1:]):
-        given = f"of shape {shape}" if shape is not None else repr(sinks)
+        given = f"of shape {shape}" if shape is not None else repr(found)
         raise CallerError(f"there are {lse.shape[1]} heads, and the sinks are {given}; expected a tensor [heads]")
     sink = sinks.detach().float().expand(lse.shape)
     outs, lses = torch.stack([out, torch.zeros_like(out)]), torch.stack([lse, sink])

@@ -13,15 +13,13 @@ the cluster is a miss with a reason. The client's own threads move bytes and ren
 from __future__ import annotations
 
 import threading
-import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvcluster.client.aio import awaitable
+from kvcluster.client.client_parts import ClientParts
 from kvcluster.client.coordinator_client import CoordinatorClient, CoordinatorPort
 from kvcluster.client.deadlines import OTHER_MS, QUESTION_MS, call_deadline, load_ms
 from kvcluster.client.explain import explain
@@ -70,12 +68,11 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import CallerError, KVClusterError
+from kvcluster.errors import CallerError
 from kvcluster.pages.codec import implementation
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.forks import OwnProcess
-from kvcluster.transport.thread_start import start_thread
 
 
 class Client(Unpicklable, SequenceCalls):
@@ -94,6 +91,9 @@ class Client(Unpicklable, SequenceCalls):
     mapping from group to Part if groups differ (groups left out are not moved).
     """
 
+    on_close: Callable[[Client], object] | None = None
+    """Called with it when it has been closed."""
+
     def __init__(
         self,
         port: CoordinatorPort,
@@ -110,8 +110,7 @@ class Client(Unpicklable, SequenceCalls):
         self._config = client_config(config)
         check_connect(spec, token)
         self._process = OwnProcess()
-        self.spec = spec
-        self.parts = parts_of(spec, part)
+        self.spec, self.parts = spec, parts_of(spec, part)
         self._control = CoordinatorClient(port)
         lock = threading.RLock()  # guards the decisions of plans and policy: never held during I/O or copies
         policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
@@ -142,14 +141,9 @@ class Client(Unpicklable, SequenceCalls):
         self._sequences = SequenceOpener(spec, self._control, resources, unused)
         self.shipped_counter = self._sequences.counter
         self._address, self._closed = address, False
-        self.on_close: Callable[[Client], object] = lambda client: None
-        """Called with it when it has been closed."""
-        self._release = partial(
-            _release,
-            *(self._sequences, self._control, self._transfers, self._shards, self._borrower, self._tickets),
-        )
-        self._unclosed = weakref.finalize(self, _abandon, self._process, self._release, repr(self))
-        self._unclosed.atexit = False
+        closed_first = self._sequences, self._control, self._transfers, self._shards
+        self._parts = ClientParts(*closed_first, self._borrower, self._tickets)
+        self._unclosed = self._parts.close_with(self, self._process)
 
     def __repr__(self) -> str:
         at = f" at {self._address}" if self._address else ""
@@ -407,9 +401,10 @@ class Client(Unpicklable, SequenceCalls):
             return
         self._unclosed.detach()
         try:
-            self._release()
+            self._parts.close()
         finally:
-            self.on_close(self)
+            if self.on_close is not None:
+                self.on_close(self)
 
     def __enter__(self) -> Client:
         return self
@@ -466,35 +461,6 @@ class Client(Unpicklable, SequenceCalls):
 
     def _deadline(self, deadline_ms: float | None, default_ms: float = OTHER_MS) -> Deadline:
         return call_deadline(self._config.deadline_ms, deadline_ms, default_ms)
-
-
-def _release(
-    sequences: SequenceOpener,
-    control: CoordinatorClient,
-    transfers: TransferQueue,
-    shards: ShardConnections,
-    borrower: Borrower,
-    tickets: Tickets,
-) -> None:
-    """Closes the parts of a client, in this order: what may hang in a question or an exchange is ended before the
-    threads are waited for that make it."""
-    sequences.end()
-    control.end_questions()
-    transfers.close(shards.close)
-    sequences.close()
-    borrower.close()  # after the shards are closed, which ends calls that hang in asking a shard
-    tickets.close()
-    control.close()
-
-
-def _abandon(process: OwnProcess, release: Callable[[], None], name: str) -> None:
-    """A client was collected that was not closed. Closes it on a thread of its own: the garbage collector calls this in
-    any thread, perhaps in one that closing waits for, or one that holds a lock."""
-    if process.forked:
-        return
-    with suppress(KVClusterError):  # without room for a thread it stays as it is
-        start_thread(threading.Thread(target=release, name="kvcluster-close", daemon=True))
-    warnings.warn(f"{name} was not closed: close it, or open it by `with`", ResourceWarning, stacklevel=2)
 
 
 class AsyncClient:

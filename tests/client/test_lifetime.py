@@ -88,7 +88,7 @@ def test_a_cluster_closes_all_its_clients_if_one_of_them_raises() -> None:
     cluster = kvcluster.local(ray=False, device_bytes="1MiB")
     clients = [cluster.client(SPEC) for _ in range(3)]
     for client in clients[:2]:
-        client._release = _raising(client._release)  # type: ignore[assignment]
+        client.on_close = _raising
     with pytest.raises(RuntimeError, match="by the test"):
         cluster.close()
     assert all(client._closed for client in clients)
@@ -96,12 +96,8 @@ def test_a_cluster_closes_all_its_clients_if_one_of_them_raises() -> None:
         kvcluster.connect(cluster.address, SPEC, config=ClientConfig(connect_ms=1))
 
 
-def _raising(release: Callable[[], None]) -> Callable[[], None]:
-    def close() -> None:
-        release()
-        raise RuntimeError("by the test")
-
-    return close
+def _raising(client: Client) -> None:
+    raise RuntimeError("by the test")
 
 
 def test_a_closed_client_frees_its_resident_set(cluster: MemoryCluster) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.prompt import Prompt
@@ -16,9 +18,14 @@ from kvcluster.client.sequences.state import SequenceState, random_name
 from kvcluster.client.sequences.statistics import ResidentUse, resident_use
 from kvcluster.client.validation import check_open
 from kvcluster.core import hashing
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, LostTokens, ResidentSetFull
 from kvcluster.transport.base import Deadline
+
+if TYPE_CHECKING:
+    from kvcluster.client.sequences.loads import SequenceLoads
 
 
 class SequenceOpener:
@@ -73,11 +80,7 @@ class SequenceOpener:
             drop_oldest=drop_oldest,
             publish=publish,
         )
-        ids = prompt.token_ids[:max_tokens]
-        hashes = hashing.chain(root, ids, spec.block_tokens)
-        losses = loads.find(hashes, deadline) if hashes else []
-        tokens, step = hashing.token_bytes(ids), 4 * spec.block_tokens
-        cached = [(hashes[at], tokens[at * step : (at + 1) * step], loss) for at, loss in enumerate(losses)]
+        cached = _cached(root, prompt.token_ids[:max_tokens], spec.block_tokens, loads, deadline)
         with runner.lock:
             runner.start()
             runner.machine.open(state, cached)
@@ -146,3 +149,13 @@ class SequenceOpener:
             if self._resources is None:
                 self._resources = self._make(deadline, self.counter)
             return self._resources
+
+
+def _cached(
+    root: BlockHash, ids: Tokens[int], block_tokens: int, loads: SequenceLoads, deadline: Deadline
+) -> list[tuple[BlockHash, bytes, Loss]]:
+    """Returns the leading blocks of these tokens that the cluster has: the hash, the tokens and the loss of each."""
+    hashes = hashing.chain(root, ids, block_tokens)
+    losses = loads.find(hashes, deadline) if hashes else []
+    tokens, step = hashing.token_bytes(ids), 4 * block_tokens
+    return [(hashes[at], tokens[at * step : (at + 1) * step], loss) for at, loss in enumerate(losses)]
