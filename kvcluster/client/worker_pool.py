@@ -50,6 +50,7 @@ class WorkerPool:
         with self._lock:
             if not self._threads and not self._closed:
                 self._start_thread(_Worker(None))
+                self._about_to_idle += 1  # until it has begun
 
     def submit(self, work: Work) -> None:
         """Runs `work` on a thread, at once or when one is idle. Raises RuntimeError once the pool is closed; as `start`
@@ -113,15 +114,17 @@ class WorkerPool:
     def _run(self, worker: _Worker) -> None:
         self._begin()
         if worker.work is None:
-            self._take(worker)
+            self._take(worker, begins=True)
         while worker.work is not None:
             worker.work()
             worker.work = None  # so that a waiting thread keeps no object alive
             self._take(worker)
 
-    def _take(self, worker: _Worker) -> None:
-        """Waits for the worker's next work; leaves it None once the pool is closed."""
+    def _take(self, worker: _Worker, *, begins: bool = False) -> None:
+        """Waits for the worker's next work; leaves it None once the pool is closed. `begins`: as `start` has counted
+        it."""
         with self._lock:
+            self._about_to_idle -= begins
             if self._waiting:
                 worker.work = self._waiting.popleft()
                 return

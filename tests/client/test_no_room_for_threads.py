@@ -137,6 +137,18 @@ def test_a_timer_and_a_pool_that_could_not_start_are_closed(threads: Room) -> No
     pool.close()
 
 
+def test_the_first_thread_takes_work_that_is_submitted_before_it_runs() -> None:
+    hold, done = Hold(), threading.Event()
+    pool = WorkerPool(3, "pool-first", begin=hold)
+    pool.start()
+    hold.wait_reached()
+    pool.submit(done.set)
+    hold.let_go()
+    assert done.wait(BOUND_S)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("pool-first")] == ["pool-first_0"]
+    pool.close()
+
+
 def test_work_waits_for_the_threads_that_a_pool_has(threads: Room) -> None:
     pool, hold, done = WorkerPool(3, "pool"), Hold(), threading.Semaphore(0)
     pool.start()
