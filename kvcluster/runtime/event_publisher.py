@@ -28,6 +28,7 @@ from kvcluster.errors import ConfigError
 from kvcluster.runtime.event_log import EventLog, Wish, weight
 from kvcluster.runtime.event_ports import Replays, Subscribers
 from kvcluster.runtime.zmtp_server import ZmtpServer
+from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire.kv_events import Batch
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class EventPublisher:
             self._close_sockets()
             self._wake = None
             raise
-        self._thread.start()
+        start_thread(self._thread)
         self._rouse()  # effects may be waiting already
 
     def publish(self, effect: Publish) -> None:
@@ -144,7 +145,7 @@ class EventPublisher:
         with self._lock:
             self._ended = True
         self._rouse()
-        if self._wake is not None:
+        if self._wake is not None and self._thread.is_alive():
             self._thread.join()
 
     def _drop(self, *effects: Publish) -> None:
