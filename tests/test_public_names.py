@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -104,7 +104,7 @@ def examples(name: str) -> list[str]:
 @contextmanager
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names that examples use, over a cluster within this process."""
-    with MemoryCluster(device_bytes="4MiB", config={"client": {"resident_bytes": "16MiB"}}) as cluster:
+    with MemoryCluster(device_bytes="4MiB", config={"client": {"resident_bytes": "16MiB"}}) as cluster, ExitStack() as stack:
 
         def connect(address: str, spec: kvcluster.KVSpec, **settings: Any) -> Client:
             assert (address, spec) == ("127.0.0.1:7070", SPEC)
@@ -120,6 +120,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
         client = cluster.client(SPEC)
         client.store(TOKENS, torch.randn(SHAPE))
         client.flush()
+        ticket = stack.enter_context(client.prepare_load(client.hashes(TOKENS)))
         yield {
             "kvcluster": kvcluster,
             "spec": SPEC,
@@ -128,7 +129,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
             "kv": torch.randn(SHAPE),
             "out": torch.empty(SHAPE),
             "into": torch.empty(SHAPE),
-            "ticket": client.prepare_load(client.hashes(TOKENS)),
+            "ticket": ticket,
             "digest_of_image": b"sha256",
             **{name: torch.randn(64, 2, 16) for name in ("k", "v", "q")},
             "query": torch.randn(1, 2, 16),
