@@ -104,7 +104,8 @@ def examples(name: str) -> list[str]:
 @contextmanager
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names that examples use, over a cluster within this process."""
-    with MemoryCluster(device_bytes="4MiB", config={"client": {"resident_bytes": "16MiB"}}) as cluster, ExitStack() as stack:
+    config = {"client": {"resident_bytes": "16MiB"}}
+    with MemoryCluster(device_bytes="4MiB", config=config) as cluster, ExitStack() as stack:
 
         def connect(address: str, spec: kvcluster.KVSpec, **settings: Any) -> Client:
             assert (address, spec) == ("127.0.0.1:7070", SPEC)
