@@ -70,6 +70,7 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec import implementation
+from kvcluster.runtime.uninterrupted import Call, uninterrupted
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.forks import OwnProcess
@@ -298,12 +299,19 @@ class Client(Unpicklable, SequenceCalls):
             return 0
         # Checked before the coordinator is asked: otherwise a mistake in `out` would show only at the first hit.
         bound = bind(out, spec, self.parts, len(hashes), writable=True, any_end=True)
-        with self._tickets.prepare(spec, hashes, self._need(accept), deadline, hold=True) as ticket:
-            if not ticket.blocks:
-                return 0
-            if deadline_ms is None and not self._config.deadline_ms:
-                deadline = self._call(None, load_ms(self._transfers.nbytes(ticket.blocks, spec)))
-            return self._transfers.load(ticket.body, 0, bound, spec, deadline).result().blocks * spec.block_tokens
+        need = self._need(accept)
+
+        def load(call: Call[int]) -> int:
+            with self._tickets.prepare(spec, hashes, need, deadline, hold=True) as ticket:
+                if not ticket.blocks:
+                    return 0
+                until = deadline
+                if deadline_ms is None and not self._config.deadline_ms:
+                    until = self._call(None, load_ms(self._transfers.nbytes(ticket.blocks, spec)))
+                begin = partial(self._transfers.load, ticket.body, 0, bound, spec, until)
+                return call.finish(begin, Transfer.cancel, Transfer.result).blocks * spec.block_tokens
+
+        return uninterrupted(load)
 
     def store(
         self,
@@ -321,7 +329,8 @@ class Client(Unpicklable, SequenceCalls):
             return Stored(0, 0, 0, 0, miss)
         bound = bind(blocks, spec, self.parts, len(hashes), writable=False)
         tokens = prompt.token_ids[: len(hashes) * spec.block_tokens]
-        return self._transfers.store(hashes, 0, check_loss(loss), bound, tokens, spec, deadline).result()
+        begin = partial(self._transfers.store, hashes, 0, check_loss(loss), bound, tokens, spec, deadline)
+        return uninterrupted(lambda call: call.finish(begin, Transfer.cancel, Transfer.result))
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Waits until every store so far has ended and its committed blocks are visible to every client. Returns False
@@ -396,8 +405,12 @@ class Client(Unpicklable, SequenceCalls):
         """Ends running calls and transfers and releases every resource. A call that it ends returns a miss, or raises
         Unreachable if it has none. A coordinator that does not answer keeps it for two seconds at most. May be called
         again. In a forked child it leaves the parent's client as it is."""
+        if not self._process.forked:
+            uninterrupted(lambda call: self._close())
+
+    def _close(self) -> None:
         before, self._closed = self._closed, True
-        if before or self._process.forked:
+        if before:
             return
         self._unclosed.detach()
         try:

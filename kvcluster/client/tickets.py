@@ -21,6 +21,7 @@ from kvcluster.core.messages import Done, EndTicket, Need, RenewTicket, TicketBo
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, ProtocolError
+from kvcluster.runtime.uninterrupted import later, uninterrupted
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.wire.frames import TICKET_VERSION, decode_ticket, encode_ticket
 
@@ -121,10 +122,10 @@ class Ticket(Unpicklable):
 
     def release(self) -> None:
         """Lets the blocks be evicted again. May be called again; never raises."""
-        release, self._release = self._release, lambda: None
+        self._release()  # which may be called again: an interrupt may come between
+        self._release = lambda: None
         if self._unreleased is not None:
             self._unreleased.detach()
-        release()
 
     def __bytes__(self) -> bytes:
         return self._seal.encode(self.body)
@@ -166,6 +167,19 @@ class Tickets:
         """Returns a ticket for the leading blocks that can be loaded; it has none if the coordinator does not answer,
         and those that are known if it stops answering in the middle of a long chain. With `hold` they are not evicted
         until it is released. `awaited` and `again` as in PrepareLoad."""
+        prepare = partial(self._prepare, spec, hashes, need, deadline, hold, awaited, again)
+        return uninterrupted(lambda call: prepare(), Ticket.release)
+
+    def _prepare(
+        self,
+        spec: KVSpec,
+        hashes: Sequence[BlockHash],
+        need: Need,
+        deadline: Deadline,
+        hold: bool,
+        awaited: int | None,
+        again: bool,
+    ) -> Ticket:
         preparer = ChainPreparer(
             self._control,
             spec,
@@ -189,8 +203,8 @@ class Tickets:
             self._keeper.keep(attempt, min(attached.ticket_ttl_ns, hold_ns))
 
         def release() -> None:
-            for attempt in held:
-                self._keeper.release(attempt)
+            if held:
+                later(lambda: [self._keeper.release(attempt) for attempt in held])
 
         return Ticket(body, self._seal, granted.miss, release, partial(self._keeper.abandon, held) if held else None)
 

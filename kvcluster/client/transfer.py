@@ -9,13 +9,14 @@ checksum, and is not committed.
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
 from kvcluster.client.unpicklable import Unpicklable
+from kvcluster.client.wakeup import Wakeup
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError
+from kvcluster.runtime.uninterrupted import uninterrupted
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.forks import OwnProcess
 
@@ -55,7 +56,7 @@ class Transfer(Unpicklable, Generic[R]):
         self._cancel = cancel
         self._layer_left = layer_left
         self._layers = layers
-        self._changed = threading.Condition()
+        self._changed = Wakeup()
         self._source_free = False
         self._outcome: R | None = None
         self._error: BaseException | None = None
@@ -65,8 +66,7 @@ class Transfer(Unpicklable, Generic[R]):
     def done(self) -> bool:
         """Whether it has ended, with any outcome."""
         self._check_process()
-        with self._changed:
-            return self._ended()
+        return self._ended()
 
     def layer_done(self, layer: int) -> bool:
         """Whether everything requested of this model layer has arrived and been verified. Raises CallerError for a
@@ -78,41 +78,41 @@ class Transfer(Unpicklable, Generic[R]):
         Raises CallerError as `layer_done`."""
         layer = self._checked(layer)
         deadline = self._deadline if deadline_ms is None else Deadline.after_ms(deadline_ms)
-        with self._changed:
-            self._changed.wait_for(lambda: not self._layer_left(layer) or self._ended(), deadline.remaining_s())
-            return not self._layer_left(layer)
+        self._changed.wait_for(lambda: not self._layer_left(layer) or self._ended(), deadline.remaining_s())
+        return not self._layer_left(layer)
 
     def wait_ended(self, deadline: Deadline) -> bool:
         """Waits until it has ended, with any outcome; False if the deadline comes first."""
         self._check_process()
-        with self._changed:
-            return self._changed.wait_for(self._ended, deadline.remaining_s())
+        return self._changed.wait_for(self._ended, deadline.remaining_s())
 
     def source_free(self) -> bool:
         """Whether the source of a store may be overwritten. True earlier than `done`."""
         self._check_process()
-        with self._changed:
-            return self._source_free or self._ended()
+        return self._source_free or self._ended()
 
     def result(self, deadline_ms: float | None = None) -> R:
         """Waits for the outcome. If the deadline comes first, ends the transfer, and returns what had arrived by then,
-        with a miss.
+        with a miss. If it is interrupted, as by Ctrl-C, it ends the transfer as well.
 
         Raises CallerError, CredentialError or ProtocolError if the transfer failed for one of these.
         """
         deadline = self._deadline if deadline_ms is None else Deadline.after_ms(deadline_ms)
-        if not self.wait_ended(deadline):
-            self._cancel(Miss(MissReason.DEADLINE))
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            assert self._outcome is not None, "a transfer that was ended has an outcome"
-            return self._outcome
+        try:
+            if not self.wait_ended(deadline):
+                self._end(Miss(MissReason.DEADLINE))
+        except BaseException:
+            self._end(_GIVEN_UP)
+            raise
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None, "a transfer that was ended has an outcome"
+        return self._outcome
 
     def cancel(self) -> None:
         """Ends the transfer: when this returns, the caller's memory is no longer written."""
         self._check_process()
-        self._cancel(_GIVEN_UP)
+        self._end(_GIVEN_UP)
 
     def __repr__(self) -> str:
         outcome = self._error if self._outcome is None else self._outcome
@@ -122,22 +122,21 @@ class Transfer(Unpicklable, Generic[R]):
 
     def layer_came(self) -> None:
         """Some layer is complete now: wakes threads that wait for one. Must be called without holding a lock."""
-        with self._changed:
-            self._changed.notify_all()
+        self._changed.notify()
 
     def drained(self) -> None:
         """The source will not be read any more."""
-        with self._changed:
-            self._source_free = True
-            self._changed.notify_all()
+        self._source_free = True
+        self._changed.notify()
 
     def finish(self, outcome: R | None, error: BaseException | None = None) -> None:
         """Ends the transfer with an outcome, or with the error that `result` raises. Drops `cancel`."""
-        with self._changed:
-            self._outcome = outcome
-            self._error = error
-            self._cancel = lambda why: None
-            self._changed.notify_all()
+        self._outcome, self._error = outcome, error
+        self._cancel = lambda why: None
+        self._changed.notify()
+
+    def _end(self, why: Miss) -> None:
+        uninterrupted(lambda call: self._cancel(why), brief=True)
 
     def _check_process(self) -> None:
         self._process.check("transfer")

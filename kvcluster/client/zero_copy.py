@@ -32,6 +32,7 @@ from kvcluster.core.messages import ReadRequest, ShardAddress, TicketBody
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
+from kvcluster.runtime.uninterrupted import uninterrupted
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.forks import OwnProcess
 from kvcluster.transport.shm_views import BorrowedPages, NotLent
@@ -149,12 +150,14 @@ class BorrowedBlocks(Unpicklable):
         loans = self._loans  # read before the check: `close` empties it, and all of no loans would be valid
         self._check_open()
         deadline = self._deadline(deadline_ms)
-        return all(loan.valid(deadline) for loan in loans)
+        return uninterrupted(lambda call: all(loan.valid(deadline) for loan in loans))
 
     def close(self) -> None:
         """Releases the pages. May be called again. In a forked child it does nothing."""
-        if self._process.forked:
-            return
+        if not self._process.forked:
+            uninterrupted(lambda call: self._close())
+
+    def _close(self) -> None:
         with self._lock:
             first, self._ended = not self._ended, True
         if first:
@@ -221,6 +224,9 @@ class Borrower:
 
     def borrow(self, body: TicketBody, spec: KVSpec, deadline: Deadline) -> BorrowedBlocks:
         """As Client.borrow. Shards are asked one after another, none for longer than its share of the time."""
+        return uninterrupted(lambda call: self._borrow(body, spec, deadline), BorrowedBlocks.close)
+
+    def _borrow(self, body: TicketBody, spec: KVSpec, deadline: Deadline) -> BorrowedBlocks:
         pieces = plan_pieces(body, spec, self._parts)
         whole, misses = _whole_pages(pieces, self._parts)
         views: dict[Place, CodedView] = {}

@@ -27,6 +27,7 @@ from kvcluster.core.ids import CLUSTER, CallId, Tenant
 from kvcluster.core.messages import Abort, Answer, Commit, Effect, Reply, Request, Stalled, Tick, Unpin
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.runtime.tenant_turns import FairLock, TenantTurns
+from kvcluster.runtime.uninterrupted import uninterrupted
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.thread_start import start_thread
 
@@ -121,6 +122,9 @@ class Driver(Generic[M]):
         Raises Unavailable(DEADLINE) if the answer takes longer, Unavailable(SHARD_LOST) if this process is ending. What
         returns a lease is stepped even if `wait_s` is over.
         """
+        return uninterrupted(lambda _: self._ask(build, wait_s))
+
+    def _ask(self, build: Callable[[CallId], M], wait_s: float) -> Reply:
         call = CallId(next(self._calls))
         message = build(call)
         give_up = time.monotonic() + wait_s
@@ -155,9 +159,13 @@ class Driver(Generic[M]):
 
     def inspect(self, look: Callable[[], T]) -> T:
         """Calls `look` while no step runs: for status and for tests that check invariants."""
-        with self._lock:
-            self._drain()
-            return look()
+
+        def inspect(_: object) -> T:
+            with self._lock:
+                self._drain()
+                return look()
+
+        return uninterrupted(inspect)
 
     @property
     def failure(self) -> str:

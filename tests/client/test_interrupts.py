@@ -1,0 +1,99 @@
+"""Ctrl-C at any line of a call: the client and its cluster work on, and nothing is left of the call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import kvcluster
+from kvcluster.client import Client
+from kvcluster.testing import MemoryCluster
+from tests.client.build import BLOCK, SPEC, kv, prompt, room, same
+from tests.client.conftest import Start
+
+STRIDE = 3
+"""Every so many lines are tried, beginning with another one for each call."""
+
+TOKENS = prompt(3)
+LINES = 5_000
+"""More than any of the calls takes on the thread that is interrupted."""
+
+
+def interrupted(call: Callable[[], object], line: int) -> bool:
+    """Makes a call, with KeyboardInterrupt at its `line`th line of the product. Returns whether there was one."""
+    lines = count(1)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if "/kvcluster/" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and next(lines) == line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def fresh(seed: int) -> list[int]:
+    return [1_000_000 + 100 * seed + at for at in range(3 * BLOCK)]
+
+
+Calls = dict[str, Callable[[Client, int], object]]
+
+CALLS: Calls = {
+    "load": lambda client, line: client.load(TOKENS, room(3)),
+    "store": lambda client, line: client.store(fresh(line), kv(3)),
+    "begin_store": lambda client, line: client.begin_store(client.hashes(fresh(line)), kv(3)).result(),
+    "begin_load": lambda client, line: begin_load(client),
+    "prepare_load": lambda client, line: client.prepare_load(client.hashes(TOKENS)).release(),
+    "lookup": lambda client, line: client.lookup(TOKENS),
+    "pin": lambda client, line: client.pin(TOKENS, 1.0),
+    "purge": lambda client, line: client.purge(model="another"),
+    "flush": lambda client, line: client.flush(),
+    "status": lambda client, line: client.status(),
+}
+
+
+def begin_load(client: Client) -> None:
+    with client.prepare_load(client.hashes(TOKENS)) as ticket:
+        client.begin_load(ticket, room(3)).result()
+
+
+def works(client: Client, seed: int) -> None:
+    """It stores, and loads what it stored."""
+    tokens, out = fresh(seed), room(3)
+    stored = client.store(tokens, kv(3))
+    assert (stored.blocks, stored.miss) == (3, None)
+    assert client.flush()
+    assert client.load(tokens, out) == 3 * BLOCK
+    assert same(out, kv(3))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_call_leaves_the_client_working_and_nothing_behind(start: Start, name: str) -> None:
+    cluster = start(shards=1, device_bytes="4MiB")
+    client = cluster.client(SPEC)
+    works(client, 0)
+    client.store(TOKENS, kv(3))
+    assert client.flush()
+    for line in range(1 + len(name) % STRIDE, LINES, STRIDE):
+        if not interrupted(lambda line=line: CALLS[name](client, line), line):  # type: ignore[misc]
+            break
+        cluster.wait_until_idle()
+        works(client, -line)
+    assert STRIDE < line < LINES
+    client.close()
