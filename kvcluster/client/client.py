@@ -336,8 +336,13 @@ class Client(Unpicklable, SequenceCalls):
         """Waits until every store so far has ended and its committed blocks are visible to every client. Returns False
         if the deadline came first, a shard could not be asked, or a store since the last flush has missed."""
         deadline = self._call(deadline_ms)
-        ended = self._transfers.wait_stored(deadline)
-        return self._shards.flush(deadline) and ended
+
+
+        def flush(call: object) -> bool:
+            ended = self._transfers.wait_stored(deadline)
+            return self._shards.flush(deadline) and ended
+
+        return uninterrupted(flush)
 
     def explain(
         self, prompt: Prompt | TokenIds, *, accept: Loss | None = None, deadline_ms: float | None = None
@@ -388,8 +393,13 @@ class Client(Unpicklable, SequenceCalls):
     def status(self, *, deadline_ms: float | None = None) -> dict[str, Any]:
         """Returns the coordinator's status of the cluster as plain values, and this client's `transports` in use and
         `breakers`, by shard. Raises Unreachable if the coordinator does not answer."""
-        status = self._control.require(Status, GetStatus(), self._call(deadline_ms), "is the cluster up?")
-        return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
+        deadline = self._call(deadline_ms)
+
+        def ask(call: object) -> dict[str, Any]:
+            status = self._control.require(Status, GetStatus(), deadline, "is the cluster up?")
+            return status_dict(status) | {"transports": self._shards.names(), "breakers": self._shards.breakers()}
+
+        return uninterrupted(ask)
 
     @property
     def shard_connections(self) -> ShardConnections:

@@ -120,36 +120,28 @@ class CoordinatorClient:
 
     def __init__(self, port: CoordinatorPort) -> None:
         self._port = WatchedPort(port)
-        self._attached: dict[KVSpec, Attached] = {}
-        self._lock = threading.Lock()
+        self._attached: dict[KVSpec, Attached] = {}  # each use of it is one step of the interpreter: no lock
         self._last: Deadline | None = None
         """When the last question of a client that closes must have been answered."""
 
     def attach(self, spec: KVSpec, deadline: Deadline) -> Attached:
         """Returns the namespace of a spec; asks the coordinator only the first time."""
-        with self._lock:
-            known = self._attached.get(spec)
-        if known is not None:
-            return known
-        attached = expect(Attached, self._port.ask(Attach(spec), self._in_time(deadline)))
-        with self._lock:
-            self._attached[spec] = attached
-        return attached
+        known = self._attached.get(spec)
+        if known is None:
+            known = self._attached[spec] = expect(Attached, self._port.ask(Attach(spec), self._in_time(deadline)))
+        return known
 
     def spec_of(self, namespace: NamespaceId) -> KVSpec | None:
         """Returns the spec of a namespace, None if this client has not attached it."""
-        with self._lock:
-            return next((spec for spec, known in self._attached.items() if known.namespace == namespace), None)
+        return next((spec for spec, known in list(self._attached.items()) if known.namespace == namespace), None)
 
     def is_attached(self, spec: KVSpec) -> bool:
-        with self._lock:
-            return spec in self._attached
+        return spec in self._attached
 
     @property
     def wants_tokens(self) -> bool:
         """Whether the coordinator asked for token ids with stores when a spec was attached."""
-        with self._lock:
-            return any(known.wants_tokens for known in self._attached.values())
+        return any(known.wants_tokens for known in list(self._attached.values()))
 
     def namespace(self, spec: KVSpec, deadline: Deadline) -> NamespaceId:
         return self.attach(spec, deadline).namespace
@@ -162,8 +154,7 @@ class CoordinatorClient:
         """
         answer = self._ask(question, self.namespace(spec, deadline), deadline)
         if isinstance(answer, Refused) and answer.kind is RefusedKind.UNKNOWN_NAMESPACE:
-            with self._lock:
-                self._attached.pop(spec, None)
+            self._attached.pop(spec, None)
             answer = self._ask(question, self.namespace(spec, deadline), deadline)
         return expect(kind, answer)
 

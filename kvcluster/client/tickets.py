@@ -122,7 +122,7 @@ class Ticket(Unpicklable):
 
     def release(self) -> None:
         """Lets the blocks be evicted again. May be called again; never raises."""
-        self._release()  # which may be called again: an interrupt may come between
+        later(self._release)  # which may be called again: an interrupt may come between
         self._release = lambda: None
         if self._unreleased is not None:
             self._unreleased.detach()
@@ -203,8 +203,8 @@ class Tickets:
             self._keeper.keep(attempt, min(attached.ticket_ttl_ns, hold_ns))
 
         def release() -> None:
-            if held:
-                later(lambda: [self._keeper.release(attempt) for attempt in held])
+            for attempt in held:
+                self._keeper.release(attempt)
 
         return Ticket(body, self._seal, granted.miss, release, partial(self._keeper.abandon, held) if held else None)
 

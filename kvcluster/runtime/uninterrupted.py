@@ -179,6 +179,12 @@ def later(work: Callable[[], object]) -> None:
         work()
 
 
+def collected(work: Callable[[], object]) -> None:
+    """Has a thread do this. For what the garbage collector calls in any thread, perhaps in one that holds a lock."""
+    if not sys.is_finalizing():
+        _THREADS.submit(work)
+
+
 def _on_main_thread() -> bool:
     """False at the end of the interpreter, when no other thread runs any more."""
     return threading.get_ident() == threading.main_thread().ident and not sys.is_finalizing()

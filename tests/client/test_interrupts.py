@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import kvcluster
 from kvcluster.client import Client
 from kvcluster.testing import MemoryCluster
 from tests.client.build import BLOCK, SPEC, kv, prompt, room, same
@@ -76,6 +75,7 @@ def begin_load(client: Client) -> None:
 def works(client: Client, seed: int) -> None:
     """It stores, and loads what it stored."""
     tokens, out = fresh(seed), room(3)
+    client.flush()  # False for a store that was interrupted
     stored = client.store(tokens, kv(3))
     assert (stored.blocks, stored.miss) == (3, None)
     assert client.flush()
