@@ -216,7 +216,7 @@ class Client(Unpicklable, SequenceCalls):
         self._check_usable()
         spec = self._tickets.spec_of(ticket, self._spec(adapter), adapter)
         check_first(first, ticket.hashes)
-        deadline = self._call(deadline_ms, load_ms(self._transfers.nbytes(ticket.blocks - first, spec)))
+        deadline = self._call(deadline_ms, self._load_ms(ticket.blocks - first, spec))
         bound = bind(into, spec, self.parts, ticket.blocks - first, first=first, writable=True)
         transfer = self._transfers.load(ticket.body, first, bound, spec, deadline)
         transfer.keeps = self, ticket  # which is released when it is collected
@@ -227,7 +227,7 @@ class Client(Unpicklable, SequenceCalls):
         shared memory. The caller must close the BorrowedBlocks. `adapter` as in begin_load."""
         self._check_usable()
         spec = self._tickets.spec_of(ticket, self._spec(adapter), adapter)
-        deadline = self._call(deadline_ms, load_ms(self._transfers.nbytes(ticket.blocks, spec)))
+        deadline = self._call(deadline_ms, self._load_ms(ticket.blocks, spec))
         blocks = self._borrower.borrow(ticket.body, spec, deadline)
         blocks.keeps = self
         return blocks
@@ -307,7 +307,7 @@ class Client(Unpicklable, SequenceCalls):
                     return 0
                 until = deadline
                 if deadline_ms is None and not self._config.deadline_ms:
-                    until = self._call(None, load_ms(self._transfers.nbytes(ticket.blocks, spec)))
+                    until = self._call(None, self._load_ms(ticket.blocks, spec))
                 begin = partial(self._transfers.load, ticket.body, 0, bound, spec, until)
                 return call.finish(begin, Transfer.cancel, Transfer.result).blocks * spec.block_tokens
 
@@ -471,6 +471,9 @@ class Client(Unpicklable, SequenceCalls):
 
     def _spec(self, adapter: str | None) -> KVSpec:
         return self.spec if adapter is None or adapter == self.spec.adapter else replace(self.spec, adapter=adapter)
+
+    def _load_ms(self, blocks: int, spec: KVSpec) -> float:
+        return load_ms(self._transfers.nbytes(blocks, spec), blocks)
 
     def _check_usable(self) -> None:
         """Raises CallerError if the client is closed, or is that of the process from which this one was forked."""

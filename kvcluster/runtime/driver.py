@@ -144,7 +144,7 @@ class Driver(Generic[M]):
             if self._waiters.pop(call, None) is not None:
                 self._abandoned[call] = None
             self._check_alive()
-        raise Unavailable(Miss(MissReason.DEADLINE))
+        raise Unavailable(Miss(MissReason.DEADLINE, f"{self._name} has not answered after {wait_s:.1f} s"))
 
     def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
         """Within the context, one of the tenant's messages is decoded in its turn (TenantTurns.decoding): Python does

@@ -98,14 +98,14 @@ class TenantTurns:
         turn = self._turns.get(tenant) or self._turns.setdefault(tenant, _Turn())
         began = self._clock()
         if not turn.lock.acquire(timeout=max(0.0, wait_s)):
-            raise Unavailable(Miss(MissReason.DEADLINE))
+            raise _late(wait_s)
         try:
             turn.called = now = self._clock()
             rest = turn.rests_until - now
             if rest > 0 and self._others_call(tenant, now):
                 self._sleep(min(rest, max(0.0, began + wait_s - now)))
                 if began + wait_s - now < rest:
-                    raise Unavailable(Miss(MissReason.DEADLINE))
+                    raise _late(wait_s)
             yield
         finally:
             turn.lock.release()
@@ -132,3 +132,8 @@ class TenantTurns:
 
     def _others_call(self, tenant: Tenant, now: float) -> bool:
         return any(other != tenant and turn.called > now - ACTIVE_S for other, turn in list(self._turns.items()))
+
+
+def _late(wait_s: float) -> Unavailable:
+    why = f"waited {wait_s:.1f} s for the turn of this tenant: its other calls keep the core busy"
+    return Unavailable(Miss(MissReason.DEADLINE, why))

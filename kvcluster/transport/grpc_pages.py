@@ -219,7 +219,8 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
         try:
             spoken = frames.version_of(data, oldest=1, newest=version)
             request = decoded(host, caller.tenant, lambda body: frames.decode_read_request(body, spoken), data)
-            with ReadSession(host, caller.tenant, request, stop=context.cancel, path=GrpcPages.name) as session:
+            deadline = Deadline.after_ms(context.time_remaining() * 1e3)
+            with ReadSession(host, caller.tenant, request, context.cancel, deadline, path=GrpcPages.name) as session:
                 yield frames.encode_read_head(session.outcome, version)
                 for batch in session.frames(limits.FRAME_BYTES):
                     yield frames.pack(batch, version)

@@ -27,6 +27,7 @@ from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.descriptors import Descriptors
 from kvcluster.transport.framed_socket import FramedSocket
+from kvcluster.transport.page_session import LONGEST_NS
 from kvcluster.transport.tenant_memory import Account, TenantMemory
 from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire import socket_frames
@@ -42,9 +43,6 @@ _NEXT_S = 3_600.0
 
 FRAME_S = 10.0
 """How long the body of a frame may take. Payloads have the deadline of their exchange."""
-
-_LONGEST_S = 60.0
-"""The longest deadline of an exchange, whatever its caller allows, so that no thread of a shard waits for ever."""
 
 _LAST_MESSAGE_MS = 200
 _BACKLOG = 128
@@ -79,7 +77,7 @@ def serve_exchanges(link: FramedSocket, tenant_now: TenantNow, exchanges: Mappin
 
 def bounded(remaining_ns: float = math.inf) -> Deadline:
     """Returns the deadline for an answer to a caller that has `remaining_ns` left."""
-    return Deadline.after_ms(min(remaining_ns / 1e6, _LONGEST_S * 1e3))
+    return Deadline.after_ms(min(remaining_ns / 1e6, LONGEST_NS / 1e6))
 
 
 def patient() -> Deadline:
@@ -218,7 +216,7 @@ class Listener:
             raise ProtocolError("the token is not UTF-8") from None
         tenant = self._tenant_of(token)
         self._count(link, tenant)
-        wait_ms = _LONGEST_S * 1e3
+        wait_ms = LONGEST_NS / 1e6
         link.charge(
             arriving=Account(self.bodies, tenant, wait_ms),
             requests=Account(self.requests, tenant, wait_ms),

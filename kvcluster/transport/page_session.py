@@ -50,11 +50,10 @@ from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.exchange_summary import GrantedItem
 
-PROMPT_NS = 5_000_000_000
-"""Wait for questions that the core answers at once; it only bounds the time of a process that hangs."""
-
-STAGED_NS = 55_000_000_000
-"""Additional wait for pages that must be read from disk first; no longer than an exchange may take."""
+LONGEST_NS = 60_000_000_000
+"""The longest that an exchange takes at a shard, whatever its caller allows, so that no thread waits there for ever. Its
+questions to the core wait until its deadline too: one may wait for pages from the disk, for room, or for its tenant's
+turn behind many other calls."""
 
 _MOST_ROUNDS = 4 * limits.PAGES_PER_CALL // limits.SPAN_LOOKUPS
 """How often the pages of an Attend are looked up: four times as often as it takes if none of them changes meanwhile."""
@@ -110,10 +109,9 @@ SessionRequest = ReadRequest | WriteRequest | AttendRequest
 
 @dataclass(frozen=True, slots=True)
 class AskCore:
-    """Step this message in the core and send CoreSaid, after at most `wait_ns`."""
+    """Step this message in the core and send CoreSaid, by the deadline of the exchange."""
 
     build: Callable[[CallId], Request[ShardQuestion]]
-    wait_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,14 +223,13 @@ class PageSession:
     def _opening(self) -> AskCore:
         r, tenant = self._request, self._tenant
         if isinstance(r, WriteRequest):
-            pages, wait_ns = tuple(r.pages), r.wait_ns
-            reserve = Reserve(r.attempt, r.epoch, pages, wait_ns)
-            return AskCore(lambda call: Request(call, tenant, r.namespace, reserve), PROMPT_NS + wait_ns)
+            reserve = Reserve(r.attempt, r.epoch, tuple(r.pages), r.wait_ns)
+            return AskCore(lambda call: Request(call, tenant, r.namespace, reserve))
         if isinstance(r, AttendRequest):
             spans = PinSpans(r.attempt, r.epoch, r.spans)
             return self._of_no_namespace(spans)
         pin = Pin(r.attempt, r.epoch, tuple(PageWants.of(r.wants).keys()), r.accept)
-        return AskCore(lambda call: Request(call, tenant, r.namespace, pin), PROMPT_NS + STAGED_NS)
+        return AskCore(lambda call: Request(call, tenant, r.namespace, pin))
 
     def _granted(self, reply: Reply | Miss) -> list[SessionEffect]:
         if isinstance(reply, Refused):  # a lease of this attempt, if there is one, is another session's
@@ -296,7 +293,7 @@ class PageSession:
         return self._of_no_namespace(ending(attempt))
 
     def _of_no_namespace(self, question: Renew | Commit | Abort | Unpin | PinSpans) -> AskCore:
-        return AskCore(lambda call: Request(call, self._tenant, None, question), PROMPT_NS)
+        return AskCore(lambda call: Request(call, self._tenant, None, question))
 
     def _become(self, state: _State, ask: AskCore) -> list[SessionEffect]:
         self._state = state

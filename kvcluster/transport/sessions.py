@@ -39,6 +39,7 @@ from kvcluster.transport.exchange_summary import (
     written_bytes,
 )
 from kvcluster.transport.page_session import (
+    LONGEST_NS,
     AskCore,
     Committed,
     CoreSaid,
@@ -169,11 +170,9 @@ class ExchangeSession(Generic[RequestT]):
             self._stop()
 
     def _ask(self, ask: AskCore) -> Reply | Miss:
-        """Asks the core, and waits no longer than the caller of this session. The core steps the question even if the
-        wait ends before."""
-        wait_s = ask.wait_ns / 1e9
-        if self._deadline is not None:
-            wait_s = min(wait_s, self._deadline.remaining_s())
+        """Asks the core, and waits as long as the caller of this session. The core steps the question even if the wait
+        ends before."""
+        wait_s = LONGEST_NS / 1e9 if self._deadline is None else self._deadline.remaining_s()
         try:
             return self._host.ask(ask.build, wait_s)
         except Unavailable as trouble:

@@ -91,11 +91,15 @@ def test_a_deadline_fits_its_call(
     for module in (deadlines, kvcluster.client.client):
         monkeypatch.setattr(module, "QUESTION_MS", 30_000)
     monkeypatch.setattr(deadlines, "LOAD_BYTES_PER_MS", PAGE_BYTES / 60_000)
+    monkeypatch.setattr(deadlines, "LOAD_BLOCKS_PER_MS", 1e30)
     desk = Desk(cluster)
     with closing(desk.client):
         assert desk.has(store, PrepareStore, deadlines.OTHER_MS)
         assert desk.has(load, PrepareLoad, 30_000)
         assert desk.has(load, ReadRequest, 30_000 + 3 * 60_000), "a minute for each block"
+        monkeypatch.setattr(deadlines, "LOAD_BYTES_PER_MS", 1e30)
+        monkeypatch.setattr(deadlines, "LOAD_BLOCKS_PER_MS", 1 / 60_000)
+        assert desk.has(load, ReadRequest, 30_000 + 3 * 60_000), "and one for its bytes or for itself"
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -109,11 +113,12 @@ def test_a_deadline_that_is_configured_is_that_of_every_call(
 
 
 def test_the_deadlines_are_as_the_page_says() -> None:
-    said = re.findall(r"^\| (`.*) \| (\d+) s(?:, and (\d+) ms for each MB)? \|", TEXT, re.MULTILINE)
-    assert [(int(seconds) * 1_000, int(more or 0)) for _, seconds, more in said] == [
-        (deadlines.QUESTION_MS, 0),
-        (deadlines.QUESTION_MS, deadlines.load_ms(1_000_000) - deadlines.QUESTION_MS),
-        (deadlines.OTHER_MS, 0),
+    said = re.findall(r"^\| (`.*) \| (\d+) s(?:, and (\d+) ms for each MB and (\d+) s for each 5,000 blocks)? \|", TEXT, re.MULTILINE)
+    of_load = deadlines.load_ms(1_000_000, 0), deadlines.load_ms(0, 5_000)
+    assert [(int(seconds) * 1_000, int(mb or 0), int(blocks or 0) * 1_000) for _, seconds, mb, blocks in said] == [
+        (deadlines.QUESTION_MS, 0, 0),
+        (deadlines.QUESTION_MS, *(ms - deadlines.QUESTION_MS for ms in of_load)),
+        (deadlines.OTHER_MS, 0, 0),
     ]
     calls = [call for names, *_ in said for call in re.findall(r"`(\w+)`", names)]
     assert len(calls) == len(set(calls)) and all(callable(getattr(Client, call)) for call in calls)

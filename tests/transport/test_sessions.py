@@ -59,6 +59,15 @@ def test_a_lease_is_given_back_even_if_the_time_of_its_worker_is_over(kind: type
     assert host.asked[1:] == [(ends, 0.0)], "which the driver steps without a wait"
 
 
+@pytest.mark.parametrize(("kind", "request_"), [(ReadSession, READ), (WriteSession, WRITE)])
+def test_every_question_of_an_exchange_may_wait_until_its_deadline(kind: type, request_: object) -> None:
+    host, deadline = RecordingHost(), Deadline.after_ms(10_000_000)
+    with kind(host, TENANT, request_, deadline=deadline, path="tcp") as session:
+        session.alive()
+    assert len(host.asked) == 3
+    assert all(wait_s > 9_000 for _, wait_s in host.asked)
+
+
 def test_a_store_waits_for_room_no_longer_than_its_worker() -> None:
     host = RecordingHost()
     with WriteSession(host, TENANT, WRITE, deadline=Deadline(0), path="tcp"):  # type: ignore[arg-type]

@@ -73,10 +73,10 @@ class AbsentBlocks:
 
     def fetch_ended(self, fetch: BlockFetch) -> None:
         """Removes the blocks of a load."""
-        del self.fetches[fetch]
         for block in fetch.blocks:
             if block in self.fetched and self.fetched[block][1] is fetch:
                 del self.fetched[block]
+        del self.fetches[fetch]
         self.generation += 1
 
     def lost(self, loan: BorrowedBlocks) -> None:

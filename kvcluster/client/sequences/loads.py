@@ -87,7 +87,7 @@ class SequenceLoads:
     def bring(self, state: SequenceState, depths: Sequence[int], deadline: Deadline) -> None:
         """Loads those of these blocks of a sequence that are absent into the resident set, and waits for them. The
         caller holds all of them (SequenceRunner.holding). Raises ResidentSetFull, or LostTokens if one of them cannot
-        be had."""
+        be had, or not by the deadline."""
         failed: list[LostTokens] = []
         while True:
             with self._runner.lock:
@@ -105,6 +105,8 @@ class SequenceLoads:
                 failed += [why] if why is not None else []
             if len(failed) >= _TRIES:
                 raise failed[-1]
+            if not deadline.remaining_s() and not (new or failed):
+                raise self._lost(absent[0], Miss(MissReason.DEADLINE, "what was loaded of it is not there"))
 
     def provide(
         self, blocks: Sequence[SequenceBlock], deadline: Deadline, *, lend: bool, only_free: bool = False

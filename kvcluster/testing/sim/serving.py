@@ -35,6 +35,7 @@ from kvcluster.testing.sim.sessions import FINISHED, ArrivedSums, Layer, Session
 from kvcluster.testing.sim.surroundings import Surroundings
 from kvcluster.testing.sim.violation import require
 from kvcluster.transport.page_session import (
+    LONGEST_NS,
     AskCore,
     Committed,
     CoreSaid,
@@ -140,7 +141,7 @@ def _drive(shard: SessionHost, session: Session, plan: PageSession, event: Sessi
         ask = effects[0]
         answered = Promise()
         shard.submit(ask.build, partial(_answered, session, answered))
-        reply = yield answered, ask.wait_ns
+        reply = yield answered, LONGEST_NS
         session.refused = session.refused or reply == Done(False)
         late = Miss(MissReason.DEADLINE, "the shard does not answer")
         effects = plan.step(CoreSaid(late if reply is TIMED_OUT else reply))
