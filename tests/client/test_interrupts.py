@@ -30,9 +30,9 @@ def interrupted(call: Callable[[], object], line: int) -> bool:
     lines = count(1)
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if "/kvcluster/" not in frame.f_code.co_filename:
-            return None
-        if event == "line" and next(lines) == line:
+        if "/kvcluster/" not in frame.f_code.co_filename or frame.f_code.co_name == "__del__":
+            return None  # Python ignores what is raised in the latter
+        if event == "line" and not _finalizing(frame) and next(lines) == line:
             raise KeyboardInterrupt
         return trace
 
@@ -45,6 +45,12 @@ def interrupted(call: Callable[[], object], line: int) -> bool:
     finally:
         sys.settrace(before)
     return False
+
+
+def _finalizing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame is not None
 
 
 def fresh(seed: int) -> list[int]:

@@ -89,11 +89,14 @@ class SequenceLoads:
         caller holds all of them (SequenceRunner.holding). Raises ResidentSetFull, or LostTokens if one of them cannot
         be had, or not by the deadline."""
         failed: list[LostTokens] = []
+        waited = False
         while True:
             with self._runner.lock:
                 absent = [state.blocks[depth] for depth in state.absent(depths)]
                 if not absent:
                     return
+                if waited and not deadline.remaining_s():
+                    raise failed[-1] if failed else self._lost(absent[0], Miss(MissReason.DEADLINE, "it has not come"))
                 begun = {self.absent.fetched[block][1]: None for block in absent if block in self.absent.fetched}
                 new = [block for block in absent if block not in self.absent.fetched]
             if new:
@@ -105,8 +108,7 @@ class SequenceLoads:
                 failed += [why] if why is not None else []
             if len(failed) >= _TRIES:
                 raise failed[-1]
-            if not deadline.remaining_s() and not (new or failed):
-                raise self._lost(absent[0], Miss(MissReason.DEADLINE, "what was loaded of it is not there"))
+            waited = not new
 
     def provide(
         self, blocks: Sequence[SequenceBlock], deadline: Deadline, *, lend: bool, only_free: bool = False
