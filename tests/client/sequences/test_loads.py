@@ -43,3 +43,4 @@ def test_a_block_whose_load_is_not_known_any_more_is_lost_at_the_deadline(cluste
             del loads.absent.fetches[fetch]  # as an interrupt may leave it
             with pytest.raises(LostTokens, match="it has not come"):
                 loads.bring(state, absent[:1], Deadline.after_ms(50))
+        fetch.ticket.release()
