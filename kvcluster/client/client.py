@@ -70,7 +70,7 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec import implementation
-from kvcluster.runtime.uninterrupted import Call, uninterrupted
+from kvcluster.runtime.uninterrupted import MainCall, uninterrupted
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.forks import OwnProcess
@@ -301,7 +301,7 @@ class Client(Unpicklable, SequenceCalls):
         bound = bind(out, spec, self.parts, len(hashes), writable=True, any_end=True)
         need = self._need(accept)
 
-        def load(call: Call[int]) -> int:
+        def load(call: MainCall[int]) -> int:
             with self._tickets.prepare(spec, hashes, need, deadline, hold=True) as ticket:
                 if not ticket.blocks:
                     return 0
@@ -309,7 +309,8 @@ class Client(Unpicklable, SequenceCalls):
                 if deadline_ms is None and not self._config.deadline_ms:
                     until = self._call(None, self._load_ms(ticket.blocks, spec))
                 begin = partial(self._transfers.load, ticket.body, 0, bound, spec, until)
-                return call.finish(begin, Transfer.cancel, Transfer.result).blocks * spec.block_tokens
+                loaded: Loaded = call.finish(begin, Transfer.cancel, lambda transfer: transfer.result())
+                return loaded.blocks * spec.block_tokens
 
         return uninterrupted(load)
 
@@ -330,13 +331,17 @@ class Client(Unpicklable, SequenceCalls):
         bound = bind(blocks, spec, self.parts, len(hashes), writable=False)
         tokens = prompt.token_ids[: len(hashes) * spec.block_tokens]
         begin = partial(self._transfers.store, hashes, 0, check_loss(loss), bound, tokens, spec, deadline)
-        return uninterrupted(lambda call: call.finish(begin, Transfer.cancel, Transfer.result))
+
+        def store(call: MainCall[Stored]) -> Stored:
+            stored: Stored = call.finish(begin, Transfer.cancel, lambda transfer: transfer.result())
+            return stored
+
+        return uninterrupted(store)
 
     def flush(self, *, deadline_ms: float | None = None) -> bool:
         """Waits until every store so far has ended and its committed blocks are visible to every client. Returns False
         if the deadline came first, a shard could not be asked, or a store since the last flush has missed."""
         deadline = self._call(deadline_ms)
-
 
         def flush(call: object) -> bool:
             ended = self._transfers.wait_stored(deadline)

@@ -208,7 +208,6 @@ class ShardConnections:
         absent = PageWant(PageKey(BlockHash(os.urandom(HASH_BYTES)), *place), 0, 1)
         request = ReadRequest(namespace, attempt, shard.epoch, (absent,), Loss.Q4)
 
-
         def read(call: object) -> None:
             with self._asked(shard, spec, namespace, deadline) as transport:
                 run_to_completion(transport.read(request, Nowhere(), deadline))

@@ -1,7 +1,7 @@
 """Work that an interrupt cannot tear in two: what the main thread asks for is done by another thread.
 
-Python runs signal handlers on the main thread, between any two of its instructions. A KeyboardInterrupt raised there may
-leave a lock taken, a plan half stepped, or a ticket that no object names; a threading.Condition alone may keep its lock
+Python runs signal handlers on the main thread, between any two of its instructions. A KeyboardInterrupt raised there
+may leave a lock taken, a plan half stepped, or a ticket that no object names; a threading.Condition alone may keep its lock
 for ever. So the main thread changes nothing that other threads use: it hands the work to a thread that no signal
 reaches, and waits. Only that wait can be interrupted. Then the call is abandoned: work that is done is undone, and when
 the exception goes on, the caller's memory is not used any more. Other threads do their work themselves.
@@ -18,28 +18,29 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 R = TypeVar("R")
 T = TypeVar("T")
+W = TypeVar("W")
 log = logging.getLogger(__name__)
 
 THREADS = 32
-"""At most. One serves the main thread; each call that was abandoned while it waits for an answer keeps another until its
-deadline."""
+"""At most. One serves the main thread; each call that was abandoned while it waits for an answer keeps another until
+its deadline."""
 
 Done = SimpleQueue[None]  # a get of it takes no lock that an interrupt could leave taken
 
 
-class Abandoned(Exception):  # noqa: N818 - no error: its caller has left
+class Abandoned(Exception):
     """The caller of this work was interrupted, so the work does not go on."""
 
 
-class Call(Generic[R]):
+class MainCall(Generic[R]):
     """One piece of work of the main thread."""
 
-    def __init__(self, work: Callable[[Call[R]], R], undo: Callable[[R], object], *, brief: bool) -> None:
+    def __init__(self, work: Callable[[MainCall[R]], R], undo: Callable[[R], object], *, brief: bool) -> None:
         self._work = work
         self._undo = undo
         self._brief = brief
@@ -49,28 +50,28 @@ class Call(Generic[R]):
         self._cancel: Callable[[], object] | None = None
         self.error: BaseException | None = None
 
-    def finish(self, begin: Callable[[], T], cancel: Callable[[T], object], wait: Callable[[T], R]) -> R:
+    def finish(self, begin: Callable[[], T], cancel: Callable[[T], object], wait: Callable[[T], W]) -> W:
         """Begins something that uses the caller's memory, and waits for it; it is cancelled if the call is abandoned.
         Raises Abandoned if it is already."""
         with self._using:
-            if self._abandoned:
+            if self._left():
                 raise Abandoned
             begun = begin()
             self._cancel = lambda: cancel(begun)
-            if self._abandoned:
+            if self._left():
                 cancel(begun)
             return wait(begun)
 
     def run(self) -> None:
         """Does the work, on a thread that is not interrupted."""
         with self._using if self._brief else nullcontext():
-            if self._abandoned:
+            if self._left():
                 return
             try:
                 self._results.append(self._work(self))
             except BaseException as error:
                 self.error = error
-        if self._abandoned:
+        if self._left():
             self._undo_result()
 
     def outcome(self) -> R:
@@ -85,6 +86,9 @@ class Call(Generic[R]):
         self._abandoned = True
         return self._stop
 
+    def _left(self) -> bool:
+        return self._abandoned  # which another thread sets
+
     def _stop(self) -> None:
         if self._cancel is not None:
             self._cancel()
@@ -96,7 +100,7 @@ class Call(Generic[R]):
             self._undo(self._results.pop())
 
 
-class _Threads:
+class CallThreads:
     """The threads that work for the main thread. `submit` takes no lock."""
 
     def __init__(self) -> None:
@@ -113,16 +117,25 @@ class _Threads:
         done: Done = SimpleQueue()
         self._work.put((work, done))
         if self._work.qsize() > self._idle:
-            _thread.start_new_thread(self._start, ())  # Thread.start waits, and must not be interrupted
+            try:
+                _thread.start_new_thread(self._start, ())  # Thread.start waits, and must not be interrupted
+            except RuntimeError:
+                self._work_here()
         return done
 
     def _start(self) -> None:
         """Starts threads until there is one for everything that waits. Not called by the main thread."""
         with self._lock:
             while self._work.qsize() > self._idle and self._started < THREADS:
-                threading.Thread(target=self._run, name=f"kvcluster-call_{self._started}", daemon=True).start()
+                thread = threading.Thread(target=self._run, name=f"kvcluster-call_{self._started}", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    break
                 self._started += 1
                 self._idle += 1
+        if not self._started:
+            self._work_here()
 
     def _run(self) -> None:
         while True:
@@ -130,18 +143,29 @@ class _Threads:
             with self._lock:
                 self._idle -= 1
             self._start()  # work that came in this moment counted on this thread
-            try:
-                work()
-            except Exception:
-                log.exception("what an interrupted call had done could not be undone")
-            finally:
-                with self._lock:
-                    self._idle += 1
-                done.put(None)
+            _do(work)
+            with self._lock:
+                self._idle += 1
+            done.put(None)
             del work, done  # so that a waiting thread keeps no object alive
 
+    def _work_here(self) -> None:
+        """Does what waits, without room for another thread."""
+        with suppress(Empty):
+            while True:
+                work, done = self._work.get_nowait()
+                _do(work)
+                done.put(None)
 
-_THREADS = _Threads()
+
+def _do(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except Exception:
+        log.exception("what an interrupted call had done could not be undone")
+
+
+_THREADS = CallThreads()
 
 
 def _nothing(result: Any) -> None:
@@ -149,20 +173,16 @@ def _nothing(result: Any) -> None:
 
 
 def uninterrupted(
-    work: Callable[[Call[R]], R], undo: Callable[[R], object] = _nothing, *, brief: bool = False
+    work: Callable[[MainCall[R]], R], undo: Callable[[R], object] = _nothing, *, brief: bool = False
 ) -> R:
     """Returns what `work` returns, and raises what it raises. If the wait for it is interrupted, `undo` is called with
     what it returns. `brief` work uses the caller's memory, or must be over when the exception goes on; work that takes
-    long uses that memory within `Call.finish`."""
-    call = Call(work, undo, brief=brief)
+    long uses that memory within `MainCall.finish`."""
+    call = MainCall(work, undo, brief=brief)
     if not _on_main_thread():
         return work(call)
     try:
-        try:
-            done = _THREADS.submit(call.run)
-        except RuntimeError:  # no thread can be started
-            return work(call)
-        done.get()
+        _THREADS.submit(call.run).get()
         return call.outcome()
     except BaseException as error:
         if error is not call.error:

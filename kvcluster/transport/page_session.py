@@ -51,8 +51,8 @@ from kvcluster.transport.base import Unavailable
 from kvcluster.transport.exchange_summary import GrantedItem
 
 LONGEST_NS = 60_000_000_000
-"""The longest that an exchange takes at a shard, whatever its caller allows, so that no thread waits there for ever. Its
-questions to the core wait until its deadline too: one may wait for pages from the disk, for room, or for its tenant's
+"""The longest that an exchange takes at a shard, whatever its caller allows, so that no thread waits there for ever.
+Its questions to the core wait until its deadline too: one may wait for pages from the disk, for room, or for its tenant's
 turn behind many other calls."""
 
 _MOST_ROUNDS = 4 * limits.PAGES_PER_CALL // limits.SPAN_LOOKUPS

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from itertools import count
 from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 
 from kvcluster.client import Client
-from kvcluster.testing import MemoryCluster
 from tests.client.build import BLOCK, SPEC, kv, prompt, room, same
 from tests.client.conftest import Start
 

@@ -113,7 +113,9 @@ def test_a_deadline_that_is_configured_is_that_of_every_call(
 
 
 def test_the_deadlines_are_as_the_page_says() -> None:
-    said = re.findall(r"^\| (`.*) \| (\d+) s(?:, and (\d+) ms for each MB and (\d+) s for each 5,000 blocks)? \|", TEXT, re.MULTILINE)
+    said = re.findall(
+        r"^\| (`.*) \| (\d+) s(?:, and (\d+) ms for each MB and (\d+) s for each 5,000 blocks)? \|", TEXT, re.MULTILINE
+    )
     of_load = deadlines.load_ms(1_000_000, 0), deadlines.load_ms(0, 5_000)
     assert [(int(seconds) * 1_000, int(mb or 0), int(blocks or 0) * 1_000) for _, seconds, mb, blocks in said] == [
         (deadlines.QUESTION_MS, 0, 0),
