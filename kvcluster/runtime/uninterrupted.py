@@ -1,10 +1,10 @@
 """Work that an interrupt cannot tear in two: what the main thread asks for is done by another thread.
 
 Python runs signal handlers on the main thread, between any two of its instructions. A KeyboardInterrupt raised there
-may leave a lock taken, a plan half stepped, or a ticket that no object names; a threading.Condition alone may keep its lock
-for ever. So the main thread changes nothing that other threads use: it hands the work to a thread that no signal
-reaches, and waits. Only that wait can be interrupted. Then the call is abandoned: work that is done is undone, and when
-the exception goes on, the caller's memory is not used any more. Other threads do their work themselves.
+may leave a lock taken, a plan half stepped, or a ticket that no object names; a threading.Condition alone may keep its
+lock for ever. So the main thread changes nothing that other threads use: it hands the work to a thread that no signal
+reaches, and waits. Only that wait can be interrupted. Then the call is abandoned: work that is done is undone, and
+when the exception goes on, the caller's memory is not used any more. Other threads do their work themselves.
 
 The threads are those of the process, started when they are needed, and wait for the next work for good.
 """

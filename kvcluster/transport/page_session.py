@@ -52,8 +52,8 @@ from kvcluster.transport.exchange_summary import GrantedItem
 
 LONGEST_NS = 60_000_000_000
 """The longest that an exchange takes at a shard, whatever its caller allows, so that no thread waits there for ever.
-Its questions to the core wait until its deadline too: one may wait for pages from the disk, for room, or for its tenant's
-turn behind many other calls."""
+Its questions to the core wait until its deadline too: one may wait for pages from the disk, for room, or for its
+tenant's turn behind many other calls."""
 
 _MOST_ROUNDS = 4 * limits.PAGES_PER_CALL // limits.SPAN_LOOKUPS
 """How often the pages of an Attend are looked up: four times as often as it takes if none of them changes meanwhile."""
