@@ -18,6 +18,7 @@ STRIDE = 3
 """Every so many lines are tried, beginning with another one for each call."""
 
 TOKENS = prompt(3)
+_FINALIZERS = ("__del__", "_collected")
 LINES = 5_000
 """More than any of the calls takes on the thread that is interrupted."""
 
@@ -27,8 +28,8 @@ def interrupted(call: Callable[[], object], line: int) -> bool:
     lines = count(1)
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if "/kvcluster/" not in frame.f_code.co_filename or frame.f_code.co_name == "__del__":
-            return None  # Python ignores what is raised in the latter
+        if "/kvcluster/" not in frame.f_code.co_filename or frame.f_code.co_name in _FINALIZERS:
+            return None  # Python ignores what is raised in these
         if event == "line" and not _finalizing(frame) and next(lines) == line:
             raise KeyboardInterrupt
         return trace
@@ -45,7 +46,7 @@ def interrupted(call: Callable[[], object], line: int) -> bool:
 
 
 def _finalizing(frame: FrameType | None) -> bool:
-    while frame is not None and frame.f_code.co_name != "__del__":
+    while frame is not None and frame.f_code.co_name not in _FINALIZERS:
         frame = frame.f_back
     return frame is not None
 
@@ -86,6 +87,7 @@ def works(client: Client, seed: int) -> None:
     assert same(out, kv(3))
 
 
+@pytest.mark.filterwarnings("ignore:a ticket for", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_leaves_the_client_working_and_nothing_behind(start: Start, name: str) -> None:
     cluster = start(shards=1, device_bytes="4MiB")
