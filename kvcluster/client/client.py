@@ -26,7 +26,7 @@ from kvcluster.client.explain import explain
 from kvcluster.client.memory import bind
 from kvcluster.client.pinning import ask_to_pin
 from kvcluster.client.policy import ShardPolicy
-from kvcluster.client.prompt import Prompt, TokenIds, as_prompt, listed
+from kvcluster.client.prompt import Prompt, TokenIds, as_prompt, known_hashes, listed
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
 from kvcluster.client.sequences.client_calls import SequenceCalls
 from kvcluster.client.sequences.opener import SequenceOpener
@@ -66,13 +66,13 @@ from kvcluster.core.messages import (
     Status,
     UnpinBlocks,
 )
-from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec import implementation
 from kvcluster.runtime.uninterrupted import MainCall, uninterrupted
 from kvcluster.transport.auto import own_attempts
-from kvcluster.transport.base import Deadline, Unavailable
+from kvcluster.transport.base import Deadline
 from kvcluster.transport.forks import OwnProcess
 
 
@@ -374,12 +374,10 @@ class Client(Unpicklable, SequenceCalls):
         return self._pin(UnpinBlocks, prompt, deadline_ms)
 
     def clear(self, *, deadline_ms: float | None = None) -> int:
-        """Removes every block of this credential's tenant, of every spec, permanently. Returns how many blocks were
-        known.
+        """Removes every block of this credential's tenant, of every spec, permanently. Returns how many were known.
 
         After it returns, no lookup finds a block that was stored before the call, even if processes restart or were
-        partitioned. Raises Unreachable if that is not known to hold: call it again.
-        """
+        partitioned. Raises Unreachable if that is not known to hold: call it again."""
         return self._purge(Purge(), deadline_ms)
 
     def purge(
@@ -424,9 +422,9 @@ class Client(Unpicklable, SequenceCalls):
             uninterrupted(lambda call: self._close())
 
     def _close(self) -> None:
-        before, self._closed = self._closed, True
-        if before:
+        if self._closed:
             return
+        self._closed = True
         self._unclosed.detach()
         try:
             self._parts.close()
@@ -464,15 +462,8 @@ class Client(Unpicklable, SequenceCalls):
     def _hash(self, prompt: Prompt | TokenIds, deadline: Deadline) -> tuple[KVSpec, list[BlockHash], Miss | None]:
         """Returns the prompt's spec and hashes; or no hashes, and the miss that says why."""
         prompt = as_prompt(prompt)
-        spec, tokens = self._spec(prompt.adapter), len(prompt.token_ids)
-        if tokens < spec.block_tokens:
-            return spec, [], Miss(MissReason.BELOW_BLOCK, f"{tokens} tokens fill no block of {spec.block_tokens}")
-        try:
-            hashes = prompt.hashes(self._control.namespace(spec, deadline), spec.block_tokens)
-        except Unavailable as trouble:
-            return spec, [], trouble.miss
-        check_hashes(hashes)
-        return spec, hashes, None
+        spec = self._spec(prompt.adapter)
+        return spec, *known_hashes(prompt, spec, lambda: self._control.namespace(spec, deadline))
 
     def _spec(self, adapter: str | None) -> KVSpec:
         return self.spec if adapter is None or adapter == self.spec.adapter else replace(self.spec, adapter=adapter)

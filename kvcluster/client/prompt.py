@@ -7,14 +7,17 @@ it is made, and it is a copy: an engine that goes on appending to its own list o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from kvcluster.client.validation import kind_of
+from kvcluster.client.validation import check_hashes, kind_of
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash, NamespaceId
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
+from kvcluster.transport.base import Unavailable
 
 
 @runtime_checkable
@@ -103,3 +106,19 @@ def _checked_keys(extra_keys: Mapping[int, bytes]) -> dict[int, bytes]:
         if not key:
             raise CallerError(f"extra_keys[{block}] is empty, which means none: leave the block out")
     return dict(extra_keys)
+
+
+def known_hashes(
+    prompt: Prompt, spec: KVSpec, namespace: Callable[[], NamespaceId]
+) -> tuple[list[BlockHash], Miss | None]:
+    """Returns the hashes of a prompt's full blocks in the namespace that `namespace` returns; or none, and the miss
+    that says why: there is no full block, or it raised Unavailable. Raises LimitError as check_hashes."""
+    tokens = len(prompt.token_ids)
+    if tokens < spec.block_tokens:
+        return [], Miss(MissReason.BELOW_BLOCK, f"{tokens} tokens fill no block of {spec.block_tokens}")
+    try:
+        hashes = prompt.hashes(namespace(), spec.block_tokens)
+    except Unavailable as trouble:
+        return [], trouble.miss
+    check_hashes(hashes)
+    return hashes, None
