@@ -21,6 +21,9 @@ from kvcluster.transport.base import Unavailable
 from tests.client.build import BLOCK, BOUND_S, SPEC, Hold, Port, kv, prompt, watched_client
 from tests.client.conftest import Start
 
+# Lookups alone are asked for here: nothing takes the tickets of their hits.
+pytestmark = pytest.mark.filterwarnings("ignore:a ticket for", "ignore::pytest.PytestUnraisableExceptionWarning")
+
 TOKENS = prompt(4)
 MS = 1_000_000
 PATIENCE = 250 * MS
