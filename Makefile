@@ -42,7 +42,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks fuzz fuzz-sequences fuzz-clients integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
+.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks bounds fuzz fuzz-sequences fuzz-clients integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -141,6 +141,9 @@ soak: install ## full load without faults: does memory stay flat? (SOAK_MINUTES=
 attacks: install ## attacks on a real cluster beside an honest tenant, and what clocks tell of it (ATTACK_MINUTES=3 each)
 	@$(BIN)/python -m tests.attacks --minutes $(ATTACK_MINUTES)
 	@$(BIN)/python -m tests.attacks.telling
+
+bounds: install ## the worst of every message from outside, measured; writes the table of docs/bounds.md (ten quiet minutes)
+	@$(BIN)/python -m tests.bounds --write
 
 fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=1000000 each; FUZZ_SEED=1 for others)
 	@$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS) --seed $(FUZZ_SEED)

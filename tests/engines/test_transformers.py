@@ -595,6 +595,10 @@ def test_weights_that_are_not_in_memory_need_a_name() -> None:
 def test_a_model_in_a_state_that_changes_kv_is_refused() -> None:
     with pytest.raises(CallerError, match="training mode"):
         spec_of(llama().train())
+    model = llama()
+    model.model.layers[1].train()
+    with pytest.raises(CallerError, match="training mode"):
+        spec_of(model)
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CallerError, match="autocast"):
         spec_of(llama())
     model = llama()

@@ -90,7 +90,7 @@ def _traits(model: PreTrainedModel, config: Any, adapter: str) -> Iterator[str]:
         yield "it is an encoder-decoder model; only decoder-only models are supported"
     if not model.can_generate() or not getattr(config, "is_causal", True):
         yield "it is no causal language model; load it with AutoModelForCausalLM"
-    if model.training:
+    if any(module.training for module in model.modules()):
         yield "it is in training mode, where dropout changes KV; call model.eval()"
     device = model.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
