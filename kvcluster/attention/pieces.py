@@ -1,4 +1,4 @@
-"""Attention in pieces of bounded work, so that whoever computes for others can look up between two of them.
+"""Attention in pieces of bounded work. Between two pieces a shard checks deadlines and renews leases.
 
 What is too much for one piece is divided: into queries as long as there are more than are worked on together anyway,
 then into the halves of its subtree, whose results merge into that of the whole, and at last into single query tokens

@@ -18,7 +18,7 @@ from kvcluster.core.messages import Attach, Attached, CoordinatorQuestion, Refus
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, LimitError, ProtocolError, Unreachable
-from kvcluster.runtime.uninterrupted import uninterrupted
+from kvcluster.runtime.uninterrupted import without_interrupt
 from kvcluster.transport.base import Cancelled, Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR
@@ -84,10 +84,8 @@ class WatchedPort:
         self._outage = Outage()
         self._lock = threading.Lock()
 
+    @without_interrupt()
     def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
-        return uninterrupted(lambda call: self._ask(question, deadline, namespace))
-
-    def _ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None) -> Reply:
         fair = deadline.remaining_s() >= _FAIR_S
         try:
             answer = self._port.ask(question, deadline, namespace)

@@ -2,9 +2,10 @@
 
 A footprint is `width` bytes at `start + sum(index * stride)` for all indices of its dimensions, one of which is the
 rows of a group's blocks. Layers that lie at equal distances are one footprint, so a cache that was allocated as one has
-one or two. One sort by address finds the footprints that lie apart. Footprints that lie in turns, as the layers of a
-pool of pages do, are told apart by where in a row they begin. Only the rest is compared, dimension by dimension: where
-both have a stride in common, by the difference of their indices alone, so that the number of blocks does not matter.
+one or two. One sort by address finds the footprints that lie apart. Footprints that alternate in memory, as the layers
+of a pool of pages do, share no byte if they begin at different places of a row. Only the rest is compared, dimension by
+dimension: where both have a stride in common, by the difference of their indices alone, so that the number of blocks
+does not matter.
 Pairs that are alike, at the same distance, are compared once.
 """
 

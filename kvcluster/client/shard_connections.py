@@ -32,7 +32,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
-from kvcluster.runtime.uninterrupted import uninterrupted
+from kvcluster.runtime.uninterrupted import without_interrupt
 from kvcluster.transport.attending import Attends, NotAttending, RegistersSpans, SpanResults
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import (
@@ -159,12 +159,10 @@ class ShardConnections:
 
         return self._until_attached(shard, spec, namespace, deadline, attend)
 
+    @without_interrupt()
     def flush(self, deadline: Deadline) -> bool:
         """Asks every shard written to whether the coordinator knows of everything written so far. The next flush asks a
         late shard again, but not one that is gone, since its pages are gone with it."""
-        return uninterrupted(lambda call: self._flush(deadline))
-
-    def _flush(self, deadline: Deadline) -> bool:
         with self._lock:
             asked = [(shard, number, self._known(shard)) for shard, number in self._unflushed.items()]
         all_heard = True
@@ -194,6 +192,7 @@ class ShardConnections:
                 return ONE_STREAM
             return connection.transport.streams
 
+    @without_interrupt()
     def ping(
         self,
         shard: ShardAddress,
@@ -207,12 +206,8 @@ class ShardConnections:
         Raises Unavailable (CircuitOpen without a permit), RefusedByShard, or CallerError for a wrong place."""
         absent = PageWant(PageKey(BlockHash(os.urandom(HASH_BYTES)), *place), 0, 1)
         request = ReadRequest(namespace, attempt, shard.epoch, (absent,), Loss.Q4)
-
-        def read(call: object) -> None:
-            with self._asked(shard, spec, namespace, deadline) as transport:
-                run_to_completion(transport.read(request, Nowhere(), deadline))
-
-        uninterrupted(read)
+        with self._asked(shard, spec, namespace, deadline) as transport:
+            run_to_completion(transport.read(request, Nowhere(), deadline))
 
     def suspect(
         self, shard: ShardAddress, spec: KVSpec, namespace: NamespaceId, keys: Sequence[PageKey], deadline: Deadline
@@ -247,6 +242,7 @@ class ShardConnections:
 
     # ------------------------------------------------------------------------------------------- helpers
 
+    @without_interrupt()
     def _until_attached(
         self,
         shard: ShardAddress,
@@ -257,16 +253,6 @@ class ShardConnections:
     ) -> R:
         """Returns what `ask` returns of an attached transport; asks once more if the shard has forgotten the namespace.
         Raises Unavailable or CallerError for a refusal, and what `ask` raises."""
-        return uninterrupted(lambda call: self._ask_attached(shard, spec, namespace, deadline, ask))
-
-    def _ask_attached(
-        self,
-        shard: ShardAddress,
-        spec: KVSpec,
-        namespace: NamespaceId,
-        deadline: Deadline,
-        ask: Callable[[Transport], R],
-    ) -> R:
         for reattached in (False, True):
             try:
                 with self._asked(shard, spec, namespace, deadline) as transport:

@@ -21,7 +21,7 @@ from kvcluster.core.messages import Done, EndTicket, Need, RenewTicket, TicketBo
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, KVClusterError, ProtocolError
-from kvcluster.runtime.uninterrupted import later, uninterrupted
+from kvcluster.runtime.uninterrupted import later, without_interrupt
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.wire.frames import TICKET_VERSION, decode_ticket, encode_ticket
 
@@ -153,6 +153,7 @@ class Tickets:
         self._next_attempt = next_attempt
         self._keeper = LeaseKeeper(self._renew, self._end)
 
+    @without_interrupt(Ticket.release)
     def prepare(
         self,
         spec: KVSpec,
@@ -167,19 +168,6 @@ class Tickets:
         """Returns a ticket for the leading blocks that can be loaded; it has none if the coordinator does not answer,
         and those that are known if it stops answering in the middle of a long chain. With `hold` they are not evicted
         until it is released. `awaited` and `again` as in PrepareLoad."""
-        prepare = partial(self._prepare, spec, hashes, need, deadline, hold, awaited, again)
-        return uninterrupted(lambda call: prepare(), Ticket.release)
-
-    def _prepare(
-        self,
-        spec: KVSpec,
-        hashes: Sequence[BlockHash],
-        need: Need,
-        deadline: Deadline,
-        hold: bool,
-        awaited: int | None,
-        again: bool,
-    ) -> Ticket:
         preparer = ChainPreparer(
             self._control,
             spec,

@@ -46,7 +46,7 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.threads import be_nice
-from kvcluster.runtime.uninterrupted import uninterrupted
+from kvcluster.runtime.uninterrupted import without_interrupt
 from kvcluster.transport.base import Deadline
 
 _SPARE_THREADS = 2
@@ -120,6 +120,7 @@ class TransferQueue:
         self._stores: dict[Transfer[Stored], int] = {}  # those that are not over, and the bytes of each
         self._missed = self._closed = False
 
+    @without_interrupt(Transfer.cancel, brief=True)
     def load(
         self,
         body: TicketBody,
@@ -133,18 +134,6 @@ class TransferQueue:
         """As Client.begin_load, into checked memory. `parts`: what of each group to load, by default all that the
         client holds."""
         parts = self._parts if parts is None else parts
-        begin = partial(self._begin_load, body, first, bound, spec, deadline, parts)
-        return uninterrupted(lambda call: begin(), Transfer.cancel, brief=True)
-
-    def _begin_load(
-        self,
-        body: TicketBody,
-        first: int,
-        bound: BoundMemory,
-        spec: KVSpec,
-        deadline: Deadline,
-        parts: tuple[Part | None, ...],
-    ) -> Transfer[Loaded]:
         pieces = plan_pieces(body, spec, parts, first)
         progress = LoadProgress(body, spec, pieces, first)
         plan = LoadPlan(
@@ -181,6 +170,7 @@ class TransferQueue:
                 self._load_line.add(runner)
         return transfer
 
+    @without_interrupt(Transfer.cancel, brief=True)
     def store(
         self,
         hashes: Sequence[BlockHash],
@@ -194,20 +184,6 @@ class TransferQueue:
         start: int = 0,
     ) -> Transfer[Stored]:
         """As Client.begin_store, from checked memory. `hashes` may begin with the block `start` (StoreTerms)."""
-        begin = partial(self._begin_store, hashes, first, loss, bound, tokens, spec, deadline, start)
-        return uninterrupted(lambda call: begin(), Transfer.cancel, brief=True)
-
-    def _begin_store(
-        self,
-        hashes: Sequence[BlockHash],
-        first: int,
-        loss: Loss,
-        bound: BoundMemory,
-        tokens: Sequence[int],
-        spec: KVSpec,
-        deadline: Deadline,
-        start: int,
-    ) -> Transfer[Stored]:
         parts = tuple((group, part) for group, part in enumerate(self._parts) if part is not None)
         terms = StoreTerms(hashes, first, parts, loss, self._next_attempt(), self._store_wait_ns, start)
         progress = StoreProgress()

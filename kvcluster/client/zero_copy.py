@@ -32,7 +32,7 @@ from kvcluster.core.messages import ReadRequest, ShardAddress, TicketBody
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
-from kvcluster.runtime.uninterrupted import uninterrupted
+from kvcluster.runtime.uninterrupted import uninterrupted, without_interrupt
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.forks import OwnProcess
 from kvcluster.transport.shm_views import BorrowedPages, NotLent
@@ -222,11 +222,9 @@ class Borrower:
         self._lock = threading.Lock()
         self._closed = False
 
+    @without_interrupt(BorrowedBlocks.close)
     def borrow(self, body: TicketBody, spec: KVSpec, deadline: Deadline) -> BorrowedBlocks:
         """As Client.borrow. Shards are asked one after another, none for longer than its share of the time."""
-        return uninterrupted(lambda call: self._borrow(body, spec, deadline), BorrowedBlocks.close)
-
-    def _borrow(self, body: TicketBody, spec: KVSpec, deadline: Deadline) -> BorrowedBlocks:
         pieces = plan_pieces(body, spec, self._parts)
         whole, misses = _whole_pages(pieces, self._parts)
         views: dict[Place, CodedView] = {}

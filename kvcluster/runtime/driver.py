@@ -27,7 +27,7 @@ from kvcluster.core.ids import CLUSTER, CallId, Tenant
 from kvcluster.core.messages import Abort, Answer, Commit, Effect, Reply, Request, Stalled, Tick, Unpin
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.runtime.tenant_turns import FairLock, TenantTurns
-from kvcluster.runtime.uninterrupted import uninterrupted
+from kvcluster.runtime.uninterrupted import without_interrupt
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.thread_start import start_thread
 
@@ -116,15 +116,13 @@ class Driver(Generic[M]):
         if self._timer.is_alive() and self._timer is not threading.current_thread():
             self._timer.join()
 
+    @without_interrupt()
     def ask(self, build: Callable[[CallId], M], wait_s: float) -> Reply:
         """Steps the message that `build` makes for a call id and returns the core's answer to it.
 
         Raises Unavailable(DEADLINE) if the answer takes longer, Unavailable(SHARD_LOST) if this process is ending. What
         returns a lease is stepped even if `wait_s` is over.
         """
-        return uninterrupted(lambda _: self._ask(build, wait_s))
-
-    def _ask(self, build: Callable[[CallId], M], wait_s: float) -> Reply:
         call = CallId(next(self._calls))
         message = build(call)
         give_up = time.monotonic() + wait_s
@@ -157,15 +155,12 @@ class Driver(Generic[M]):
         with self._lock:
             self._drain()
 
+    @without_interrupt()
     def inspect(self, look: Callable[[], T]) -> T:
         """Calls `look` while no step runs: for status and for tests that check invariants."""
-
-        def inspect(_: object) -> T:
-            with self._lock:
-                self._drain()
-                return look()
-
-        return uninterrupted(inspect)
+        with self._lock:
+            self._drain()
+            return look()
 
     @property
     def failure(self) -> str:

@@ -18,9 +18,11 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import wraps
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 W = TypeVar("W")
@@ -191,18 +193,30 @@ def uninterrupted(
         raise
 
 
+def without_interrupt(
+    undo: Callable[[Any], object] = _nothing, *, brief: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: the whole of a call is done as `uninterrupted` does it."""
+
+    def decorate(work: Callable[P, R]) -> Callable[P, R]:
+        @wraps(work)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if not _on_main_thread():
+                return work(*args, **kwargs)
+            result: R = uninterrupted(lambda _: work(*args, **kwargs), undo, brief=brief)
+            return result
+
+        return call
+
+    return decorate
+
+
 def later(work: Callable[[], object]) -> None:
     """Does this without an interrupt, on the main thread without waiting for it."""
     if _on_main_thread():
         _THREADS.submit(work)
     else:
         work()
-
-
-def collected(work: Callable[[], object]) -> None:
-    """Has a thread do this. For what the garbage collector calls in any thread, perhaps in one that holds a lock."""
-    if not sys.is_finalizing():
-        _THREADS.submit(work)
 
 
 def _on_main_thread() -> bool:

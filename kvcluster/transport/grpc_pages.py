@@ -240,7 +240,7 @@ def page_handlers(host: PageHost) -> dict[str, RpcHandler]:
                 yield frames.encode_write_head(session.outcome, version)
                 for message in messages:
                     session.alive()
-                    heads, at = frames.parse_first(message, version)
+                    heads, at = frames.parse_heads(message, version, whole=False)
                     pieces = _Pieces(memoryview(message)[at:], messages, session.alive)
                     for item, layer, codec, sums, nbytes in heads:
                         session.receive(item, layer, codec, sums, pieces.payload(nbytes))

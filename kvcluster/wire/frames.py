@@ -39,7 +39,6 @@ HEAD, DATA, TAIL, REFUSED = 1, 2, 3, 4
 _NAMES = {HEAD: "head", DATA: "pages", TAIL: "tail", REFUSED: "refusal"}
 
 _CUTS_SINCE = 3
-_UNEVEN = "a frame of {} bytes was announced as one of {}"
 
 _HEADER = struct.Struct("<HBBI")
 _RECORD = struct.Struct("<IHHHHQ")
@@ -78,20 +77,13 @@ def cut(frame: bytes, version: int) -> Iterator[bytes]:
         yield frame[at : at + limits.CUT_BYTES]
 
 
-def parse_first(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[list[RecordHead], int]:
-    """As `parse_heads`, of the first message of a frame: the bytes of its records may end in later ones."""
-    heads, at = decode_heads(data, _HEADER.size, _records(data, DATA, version))
-    end = at + sum(head.nbytes for head in heads)
-    must(end == len(data) or (len(data) < end and version >= _CUTS_SINCE), _UNEVEN.format(len(data), end))
-    return heads, at
-
-
-def parse_heads(data: bytes, version: int = PROTOCOL_VERSION) -> tuple[list[RecordHead], int]:
+def parse_heads(data: bytes, version: int = PROTOCOL_VERSION, *, whole: bool = True) -> tuple[list[RecordHead], int]:
     """Returns the headers of the records of a frame of pages, and the offset of the bytes of the first; those of the
-    others follow without gaps."""
+    others follow without gaps. `whole`: the frame is one message; otherwise its bytes may end in later ones."""
     heads, at = decode_heads(data, _HEADER.size, _records(data, DATA, version))
     end = at + sum(head.nbytes for head in heads)
-    must(end == len(data), _UNEVEN.format(len(data), end))
+    goes_on = not whole and len(data) < end and version >= _CUTS_SINCE
+    must(end == len(data) or goes_on, f"a frame of {len(data)} bytes was announced as one of {end}")
     return heads, at
 
 

@@ -108,7 +108,7 @@ class Attack:
 def look(address: str, token: str, events: str) -> Target:
     """Returns the target as a tenant finds it: strangers know the ports, too, since ports can be tried."""
     shards = tuple(shard.address for shard in _attach(address, token).shards)
-    offers = [_ask(shard, token, SHARD["GetOffers"], GetOffers(), Offers).offers for shard in shards]
+    offers = [ask(shard, token, SHARD["GetOffers"], GetOffers(), Offers).offers for shard in shards]
     sockets = tuple(offer.address for made in offers for offer in made if offer.transport == "tcp")
     return Target(address, events, shards, sockets, token)
 
@@ -162,7 +162,7 @@ def _handshakes(target: Target) -> Iterator[Act]:
     def act() -> int:
         nonlocal at
         at += 1
-        with _dialled((*target.servers, *target.sockets)[at % (len(target.servers) + len(target.sockets))]) as link:
+        with dialled((*target.servers, *target.sockets)[at % (len(target.servers) + len(target.sockets))]) as link:
             link.sendall(_HANDSHAKES[at % len(_HANDSHAKES)])
         return 1
 
@@ -178,7 +178,7 @@ def _idle_connections(target: Target) -> Iterator[Act]:
 
     def act() -> int:
         if len(held) < _HELD:
-            link = _dialled(addresses[len(held) % len(addresses)])
+            link = dialled(addresses[len(held) % len(addresses)])
             link.setblocking(False)
             held.append(link)
             return 1
@@ -207,15 +207,11 @@ def _huge_messages(target: Target) -> Iterator[Act]:
 @contextmanager
 def _subscriptions(target: Target) -> Iterator[Act]:
     """Subscriptions to KV events of 16 MiB each, in frames of ZMTP 3: ZMQ's own client is slow to make them."""
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
-    socket_type = b"\x0bSocket-Type" + (3).to_bytes(4, "big") + b"SUB"
-    ready = b"\x05READY" + socket_type
-    topic = b"\x01" + bytes(16 * 2**20)
-    hello = greeting + b"\x04" + bytes([len(ready)]) + ready
-    subscribe = b"\x02" + len(topic).to_bytes(8, "big") + topic
+    hello = zmtp.GREETING + zmtp.encode_ready(b"SUB")
+    subscribe = zmtp.encode_frame(b"\x01" + bytes(16 * 2**20))
 
     def act() -> int:
-        with _dialled(target.events.removeprefix("tcp://")) as link:
+        with dialled(target.events.removeprefix("tcp://")) as link:
             link.sendall(hello)
             link.sendall(subscribe)
             link.recv(1)
@@ -235,7 +231,7 @@ def _topics(target: Target) -> Iterator[Act]:
         if not sent % _TOPICS:
             if len(links) == _SUBSCRIBERS:
                 links.popleft().close()
-            links.append(_dialled(target.events.removeprefix("tcp://")))
+            links.append(dialled(target.events.removeprefix("tcp://")))
             links[-1].sendall(zmtp.GREETING + zmtp.encode_ready(b"SUB"))
         names = (b"\x01kv@" + os.urandom(8).hex().encode() + b"@" + os.urandom(3_980) for _ in range(_BURST))
         sent += _BURST
@@ -262,7 +258,7 @@ def _endless_messages(target: Target) -> Iterator[Act]:
     def act() -> int:
         nonlocal link
         if link is None:
-            link = _dialled(target.events.removeprefix("tcp://"))
+            link = dialled(target.events.removeprefix("tcp://"))
             link.sendall(zmtp.GREETING + zmtp.encode_ready(b"SUB"))
         try:
             link.sendall(frames)
@@ -293,8 +289,8 @@ def _prepares(target: Target, blocks: int) -> Iterator[Act]:
     method, space = COORDINATOR["PrepareStore"], _attach(target.coordinator, target.token).namespace
 
     def prepare() -> bytes:
-        hashes = tuple(_random_hash() for _ in range(blocks))
-        question = PrepareStore(_new_attempt(), 0, _random_hash(), hashes[0], hashes, ((0, SPEC.whole(0)),))
+        hashes = tuple(random_hash() for _ in range(blocks))
+        question = PrepareStore(new_attempt(), 0, random_hash(), hashes[0], hashes, ((0, SPEC.whole(0)),))
         return method.encode_request(question, space)
 
     with _flood(target, {target.coordinator: (method.path, prepare)}, _IN_FLIGHT) as act:
@@ -308,9 +304,9 @@ def _token_ids(target: Target) -> Iterator[Act]:
     tokens = range(2**28, 2**28 + _LONG_BLOCKS * LONG.block_tokens)
 
     def prepare() -> bytes:
-        hashes = tuple(_random_hash() for _ in range(_LONG_BLOCKS))
+        hashes = tuple(random_hash() for _ in range(_LONG_BLOCKS))
         parts = ((0, LONG.whole(0)),)
-        question = PrepareStore(_new_attempt(), 0, _random_hash(), hashes[0], hashes, parts, tokens=tokens)
+        question = PrepareStore(new_attempt(), 0, random_hash(), hashes[0], hashes, parts, tokens=tokens)
         return method.encode_request(question, space)
 
     with _flood(target, {target.coordinator: (method.path, prepare)}, _WRITERS) as act:
@@ -335,7 +331,7 @@ def _engines(target: Target, nbytes: int) -> Iterator[Act]:
 def _explains(target: Target) -> Iterator[Act]:
     """The longest question of the coordinator that there is, about blocks that it has never seen."""
     method, space = COORDINATOR["Explain"], _attach(target.coordinator, target.token).namespace
-    hashes = tuple(_random_hash() for _ in range(limits.BLOCKS_PER_CALL))
+    hashes = tuple(random_hash() for _ in range(limits.BLOCKS_PER_CALL))
     encoded = method.encode_request(Explain(hashes, Need((SPEC.whole(0),))), space)
     with _flood(target, {target.coordinator: (method.path, lambda: encoded)}, _IN_FLIGHT) as act:
         yield act
@@ -348,15 +344,15 @@ def _reservations(target: Target, spec: KVSpec, pages: int, *, keep: bool) -> It
     stop = threading.Event()
 
     def reserve(at: AttachedShard) -> Iterator[bytes]:
-        keys = [PageKey(_random_hash(), 0, spec.whole(0)) for _ in range(pages)]
-        new = tuple(NewPage(key, _random_hash(), 0) for key in keys)
-        yield frames.encode_write_request(WriteRequest(at.namespace, _new_attempt(), at.epoch, new, 30 * 10**9))
+        keys = [PageKey(random_hash(), 0, spec.whole(0)) for _ in range(pages)]
+        new = tuple(NewPage(key, random_hash(), 0) for key in keys)
+        yield frames.encode_write_request(WriteRequest(at.namespace, new_attempt(), at.epoch, new, 30 * 10**9))
         if keep:
             stop.wait()
 
     with ExitStack() as house:
         attached = {
-            shard: _ask(shard, target.token, SHARD["Attach"], AttachShard(spec), AttachedShard)
+            shard: ask(shard, target.token, SHARD["Attach"], AttachShard(spec), AttachedShard)
             for shard in target.shards
         }
         connections = {shard: Connection(shard, target.token) for shard in target.shards}
@@ -434,10 +430,10 @@ def _holds(target: Target) -> Iterator[Act]:
 def _tables(target: Target) -> Iterator[Act]:
     """Tables of open sequences, of blocks that no shard has, each by another worker that does not exist."""
     method = COORDINATOR["SyncTables"]
-    space = _ask(target.coordinator, target.token, COORDINATOR["Attach"], Attach(TINY), Attached).namespace
+    space = ask(target.coordinator, target.token, COORDINATOR["Attach"], Attach(TINY), Attached).namespace
 
     def sync() -> bytes:
-        blocks = tuple(_random_hash() for _ in range(limits.BLOCKS_PER_CALL))
+        blocks = tuple(random_hash() for _ in range(limits.BLOCKS_PER_CALL))
         changes = (TableChange(SequenceId(bytes(SEQUENCE_BYTES)), 0, blocks),)
         return method.encode_request(SyncTables(Holder(os.urandom(HOLDER_BYTES)), 1, changes), space)
 
@@ -523,10 +519,10 @@ def _client(target: Target) -> Iterator[Client]:
 
 
 def _attach(address: str, token: str | None, spec: KVSpec = SPEC) -> Attached:
-    return _ask(address, token, COORDINATOR["Attach"], Attach(spec), Attached)
+    return ask(address, token, COORDINATOR["Attach"], Attach(spec), Attached)
 
 
-def _ask(address: str, token: str | None, method: Method, question: Any, kind: type[R]) -> R:
+def ask(address: str, token: str | None, method: Method, question: Any, kind: type[R]) -> R:
     connection = Connection(address, token)
     try:
         answer = connection.ask(method, question, _PATIENT)
@@ -536,17 +532,17 @@ def _ask(address: str, token: str | None, method: Method, question: Any, kind: t
     return answer
 
 
-def _new_attempt() -> Attempt:
+def new_attempt() -> Attempt:
     return Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
 
 
-def _random_hash() -> BlockHash:
+def random_hash() -> BlockHash:
     return BlockHash(os.urandom(HASH_BYTES))
 
 
-def _dialled(address: str) -> socket.socket:
+def dialled(address: str, timeout_s: float = 10.0) -> socket.socket:
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=timeout_s)
 
 
 def _is_open(link: socket.socket) -> bool:

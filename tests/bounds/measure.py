@@ -22,7 +22,7 @@ from kvcluster.core.messages import Attach, Attached, AttachedShard, AttachShard
 from kvcluster.runtime.auth import new_token, token_line
 from kvcluster.wire.methods import COORDINATOR, SHARD
 from tests.attacks.__main__ import Honest
-from tests.attacks.attackers import _ask
+from tests.attacks.attackers import ask
 from tests.attacks.setting import TINY
 from tests.bounds.messages import MESSAGES, Place
 from tests.ports import free_port
@@ -110,11 +110,11 @@ def bench() -> Iterator[Bench]:
 
 
 def _place(address: str, token: str, events: str, metrics: str) -> Place:
-    attached = _ask(address, token, COORDINATOR["Attach"], Attach(TINY), Attached)
+    attached = ask(address, token, COORDINATOR["Attach"], Attach(TINY), Attached)
     shard = attached.shards[0].address
-    offers = _ask(shard, token, SHARD["GetOffers"], GetOffers(), Offers).offers
+    offers = ask(shard, token, SHARD["GetOffers"], GetOffers(), Offers).offers
     (by_socket,) = (offer.address for offer in offers if offer.transport == "tcp")
-    there = _ask(shard, token, SHARD["Attach"], AttachShard(TINY), AttachedShard)
+    there = ask(shard, token, SHARD["Attach"], AttachShard(TINY), AttachedShard)
     return Place(address, shard, by_socket, events, metrics, token, attached.namespace, there.namespace, there.epoch)
 
 

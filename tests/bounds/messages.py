@@ -7,7 +7,6 @@ a test is red; docs/bounds.md has the same rows with what was measured.
 from __future__ import annotations
 
 import os
-import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from kvcluster.core import limits
 from kvcluster.core.ids import (
     HASH_BYTES,
     HOLDER_BYTES,
-    Attempt,
     BlockHash,
     Epoch,
     Holder,
@@ -69,10 +67,11 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.runtime import metrics_server
 from kvcluster.transport.grpc_pages import READ, WRITE
 from kvcluster.transport.rpc import CHANNEL_OPTIONS
-from kvcluster.wire import frames, socket_frames, spans
+from kvcluster.wire import frames, socket_frames, spans, zmtp
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.socket_frames import FrameKind
 from kvcluster.wire.versions import METADATA
+from tests.attacks.attackers import dialled, new_attempt, random_hash
 from tests.attacks.setting import TINY
 from tests.bounds.filler import fills
 
@@ -156,14 +155,6 @@ def _form(message: Any) -> Any:
     return message.DESCRIPTOR
 
 
-def _attempt() -> Attempt:
-    return Attempt(Holder(os.urandom(HOLDER_BYTES)), 1)
-
-
-def _hash() -> BlockHash:
-    return BlockHash(os.urandom(HASH_BYTES))
-
-
 def _hashes(count: int = limits.BLOCKS_PER_CALL) -> tuple[BlockHash, ...]:
     data = os.urandom(count * HASH_BYTES)
     return tuple(BlockHash(data[at : at + HASH_BYTES]) for at in range(0, len(data), HASH_BYTES))
@@ -180,8 +171,10 @@ def _new_spec() -> KVSpec:
 def _store() -> PrepareStore:
     """Of blocks of 64 tokens with the longest ids that fit."""
     tokens = (_TOKEN_IDS,) * (limits.BLOCKS_PER_CALL * TINY.block_tokens)
-    first = _hash()
-    return PrepareStore(_attempt(), 0, _hash(), first, (first, *_hashes()[1:]), ((0, TINY.whole(0)),), tokens=tokens)
+    first = random_hash()
+    return PrepareStore(
+        new_attempt(), 0, random_hash(), first, (first, *_hashes()[1:]), ((0, TINY.whole(0)),), tokens=tokens
+    )
 
 
 def _engine() -> EngineInfo:
@@ -200,7 +193,9 @@ def _tables() -> SyncTables:
 
 
 def _suspects(place: Place) -> Suspect:
-    return Suspect(place.epoch, tuple(PageKey(_hash(), 0, TINY.whole(0)) for _ in range(limits.SUSPECTS_PER_CALL)))
+    return Suspect(
+        place.epoch, tuple(PageKey(random_hash(), 0, TINY.whole(0)) for _ in range(limits.SUSPECTS_PER_CALL))
+    )
 
 
 def _spans(place: Place) -> RegisterSpans:
@@ -216,12 +211,12 @@ def _needed() -> Need:
 _QUESTIONS: Mapping[str, tuple[Callable[[Place], Any], str]] = {
     "Attach": (lambda _: Attach(_new_spec()), "NAMESPACES_PER_TENANT"),
     "PrepareLoad": (
-        lambda _: PrepareLoad(_attempt(), _hashes(), _needed()),
+        lambda _: PrepareLoad(new_attempt(), _hashes(), _needed()),
         "BLOCKS_PER_CALL, COVER_WORK; a ticket: TICKETS, TICKET_PAGES",
     ),
     "PrepareStore": (lambda _: _store(), "BLOCKS_PER_CALL; a ticket: TICKETS, TICKET_PAGES; token ids for events"),
-    "RenewTicket": (lambda _: RenewTicket(_attempt()), "nothing is kept"),
-    "EndTicket": (lambda _: EndTicket(_attempt()), "nothing is kept"),
+    "RenewTicket": (lambda _: RenewTicket(new_attempt()), "nothing is kept"),
+    "EndTicket": (lambda _: EndTicket(new_attempt()), "nothing is kept"),
     "Explain": (lambda _: Explain(_hashes(), _needed()), "BLOCKS_PER_CALL, COVER_WORK; nothing is kept"),
     "Siblings": (lambda _: Siblings(), "NAMESPACES_PER_TENANT; nothing is kept"),
     "GetNamespaces": (lambda _: GetNamespaces(), "LISTED_NAMESPACES; nothing is kept"),
@@ -270,7 +265,7 @@ class _Socket:
     """A connection of the tcp transport, past its HELLO."""
 
     def __init__(self, place: Place) -> None:
-        self._socket = dialled(place.shard_socket)
+        self._socket = dialled(place.shard_socket, PATIENCE_S)
         self.send(FrameKind.HELLO, place.token.encode())
         assert self.answer() == "WELCOME"
 
@@ -307,11 +302,6 @@ class _Socket:
         return bytes(data)
 
 
-def dialled(address: str) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=PATIENCE_S)
-
-
 def _exchange(place: Place, *sent: tuple[FrameKind, tuple[bytes, ...]]) -> str:
     with _Socket(place) as link:
         answers = []
@@ -331,7 +321,7 @@ def _body(kind: FrameKind) -> int:
 
 def _hello(place: Place) -> Iterator[tuple[str, Send]]:
     def send() -> str:
-        link = dialled(place.shard_socket)
+        link = dialled(place.shard_socket, PATIENCE_S)
         with link:
             link.sendall(socket_frames.encode_header(FrameKind.HELLO, _body(FrameKind.HELLO)))
             link.sendall(b"x" * _body(FrameKind.HELLO))
@@ -342,12 +332,12 @@ def _hello(place: Place) -> Iterator[tuple[str, Send]]:
 
 def _wants(place: Place, count: int) -> ReadRequest:
     wants = tuple(PageWant(PageKey(block, 0, TINY.whole(0)), 0, 1) for block in _hashes(count))
-    return ReadRequest(place.shard_namespace, _attempt(), place.epoch, wants)
+    return ReadRequest(place.shard_namespace, new_attempt(), place.epoch, wants)
 
 
 def _new_pages(place: Place) -> WriteRequest:
-    new = tuple(NewPage(PageKey(block, 0, TINY.whole(0)), _hash(), 0) for block in _hashes(limits.WRITE_PAGES))
-    return WriteRequest(place.shard_namespace, _attempt(), place.epoch, new, 0)
+    new = tuple(NewPage(PageKey(block, 0, TINY.whole(0)), random_hash(), 0) for block in _hashes(limits.WRITE_PAGES))
+    return WriteRequest(place.shard_namespace, new_attempt(), place.epoch, new, 0)
 
 
 def _read_frame(place: Place) -> Iterator[tuple[str, Send]]:
@@ -389,7 +379,7 @@ def _attend_frame(place: Place) -> Iterator[tuple[str, Send]]:
     )
 
     def send() -> str:
-        request = AttendRequest(_attempt(), place.epoch, 0, heads, dim, "float32", 1.0, rows)
+        request = AttendRequest(new_attempt(), place.epoch, 0, heads, dim, "float32", 1.0, rows)
         query = bytes(spans.query_bytes(request))
         return _exchange(place, (FrameKind.ATTEND, (socket_frames.encode_attend(request, 10**10), query)))
 
@@ -469,16 +459,13 @@ def _stream(path: str, first: Callable[[Place], bytes]) -> Callable[[Place], Ite
 
 def _subscription(place: Place) -> Iterator[tuple[str, Send]]:
     """ZMTP 3: a greeting, READY, and topics of the longest kind that is read."""
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\x00") + bytes(32)
-    ready = b"\x05READY" + b"\x0bSocket-Type" + (3).to_bytes(4, "big") + b"SUB"
 
     def send() -> str:
-        with dialled(place.events.removeprefix("tcp://")) as link:
-            link.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+        with dialled(place.events.removeprefix("tcp://"), PATIENCE_S) as link:
+            link.sendall(zmtp.GREETING + zmtp.encode_ready(b"SUB"))
             for _ in range(100):
-                topic = b"\x01" + os.urandom(2_000).hex().encode()
                 try:
-                    link.sendall(b"\x02" + len(topic).to_bytes(8, "big") + topic)
+                    link.sendall(zmtp.encode_frame(b"\x01" + os.urandom(2_000).hex().encode()))
                 except OSError:
                     return "closed"
             try:
@@ -491,7 +478,7 @@ def _subscription(place: Place) -> Iterator[tuple[str, Send]]:
 
 def _http(place: Place) -> Iterator[tuple[str, Send]]:
     def send(data: bytes) -> str:
-        with dialled(place.metrics) as link:
+        with dialled(place.metrics, PATIENCE_S) as link:
             link.sendall(data)
             return link.recv(64).partition(b"\r\n")[0].decode() or "closed"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import count
 from types import FrameType
@@ -13,6 +12,7 @@ import pytest
 from kvcluster.client import Client
 from tests.client.build import BLOCK, SPEC, kv, prompt, room, same
 from tests.client.conftest import Start
+from tests.client.interrupts import interrupted_by, of_the_product
 
 STRIDE = 3
 """Every so many lines are tried, beginning with another one for each call."""
@@ -28,21 +28,13 @@ def interrupted(call: Callable[[], object], line: int) -> bool:
     lines = count(1)
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if "/kvcluster/" not in frame.f_code.co_filename or frame.f_code.co_name in _FINALIZERS:
+        if not of_the_product(frame) or frame.f_code.co_name in _FINALIZERS:
             return None  # Python ignores what is raised in these
         if event == "line" and not _finalizing(frame) and next(lines) == line:
             raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+    return interrupted_by(trace, call)
 
 
 def _finalizing(frame: FrameType | None) -> bool:

@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 
 from kvcluster.runtime import uninterrupted as module
-from kvcluster.runtime.uninterrupted import MainCall, collected, later, uninterrupted
+from kvcluster.runtime.uninterrupted import MainCall, later, uninterrupted, without_interrupt
 from tests.client.test_interrupts import interrupted
 from tests.waiting import eventually
 
@@ -103,10 +103,21 @@ def test_without_room_for_a_thread_the_main_thread_does_the_work(monkeypatch: py
 
 def test_what_comes_later_is_not_waited_for() -> None:
     may_end, ended = threading.Event(), threading.Event()
-    for has in (later, collected):
-        may_end.clear()
-        ended.clear()
-        has(lambda: may_end.wait(20) and ended.set())
-        assert not ended.is_set()
-        may_end.set()
-        eventually(ended.is_set)
+    later(lambda: may_end.wait(20) and ended.set())
+    assert not ended.is_set()
+    may_end.set()
+    eventually(ended.is_set)
+
+
+def test_a_method_is_done_by_another_thread_than_the_main_one_with_its_arguments() -> None:
+    class Holder:
+        @without_interrupt()
+        def who(self, first: int, *, second: int) -> tuple[int, int, int]:
+            """Says who does it."""
+            return first, second, threading.get_ident()
+
+    first, second, thread = Holder().who(1, second=2)
+    assert (first, second) == (1, 2) and thread != threading.get_ident()
+    assert Holder.who.__doc__ == "Says who does it."
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: Holder().who(1, second=2)[2] == threading.get_ident()).result()

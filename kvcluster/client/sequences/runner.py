@@ -104,7 +104,8 @@ class SequenceRunner:
         self.lock.notify_all()
 
     def close_sequences(self, states: Iterable[SequenceState]) -> None:
-        """Ends those of these sequences that are open. Of broken ones the coordinator is not told: their lease ends."""
+        """Ends those of these sequences that are open. If they are broken, the coordinator closes their tables
+        itself, when the lease of this client ends."""
         for state in states:
             if self.lock.broken:
                 state.closed = True

@@ -3,7 +3,6 @@ loads a wrong byte."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import count
 from types import FrameType
@@ -16,6 +15,7 @@ from kvcluster.client.sequences.step_lock import StepLock
 from kvcluster.errors import CallerError, ResidentSetFull
 from kvcluster.testing import MemoryCluster
 from tests.client.conftest import Start
+from tests.client.interrupts import interrupted_by, of_the_product
 from tests.client.sequences.small_spec import HEADS, LAYERS, small_spec
 
 DIM, BLOCK = 8, 4
@@ -36,18 +36,10 @@ def interrupted(call: Callable[[], object], at: int) -> bool:
     entered = count(1)
 
     def trace(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and "/kvcluster/" in frame.f_code.co_filename and next(entered) == at:
+        if event == "call" and of_the_product(frame) and next(entered) == at:
             raise KeyboardInterrupt
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+    return interrupted_by(trace, call)
 
 
 class Step:
