@@ -160,6 +160,8 @@ class SequenceOracle:
                 require(not reply.forgotten, "tables are forgotten though no message was missed")
             elif m.number < before.number:
                 require(not reply.forgotten, "tables are forgotten because of a message that came late")
+        elif before is not None and reply.forgotten:
+            self._agreed.pop((c.name, owner), None)  # the lease ended: what it claimed may be erased
         if before is None or m.number >= before.number:
             self._heard[c.name, owner] = _Heard(m.number, now, reply)
 
