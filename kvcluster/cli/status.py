@@ -27,6 +27,8 @@ _DESCRIPTION = """
 Shows the state of a running cluster: its blocks, the hit rate, each shard with its tiers and their use, the engines,
 and warnings with what to do. Figures that are 0 are left out; --json has all of them. It changes nothing.
 
+"up" is the time since the coordinator started; counters, and the restarts of shards, are those since then.
+
 The tiers are named as in the configuration: device (pages as engines store them; in this release in RAM, also where
 the machine has a GPU), host (encoded pages in RAM) and disk (encoded pages in files).
 

@@ -185,21 +185,33 @@ def _add_shards(page: TextPage, shards: Sequence[dict[str, Any]], *, whole: bool
         TableColumn("address", drop=2),
     ]
     page.table(columns, [row for shard in shards for row in _rows(shard, whole)])
+    for shard in shards:
+        said = [*(_activity(shard) if whole and shard["state"] != "lost" else ()), *_restarts(shard)]
+        if said:
+            page.say("; ".join(said), label=f"{shard['shard']}: ")
     if not whole:
         return
-    for shard in shards:
-        counters = shard["counters"]
-        pages = nonzero(
-            (counters.get("evicted", 0), "{:,} evicted"),
-            (counters.get("pulled", 0), "{:,} copied from other shards"),
-            (counters.get("corrupt", 0), "{:,} corrupt"),
-        )
-        said = [counted(shard["leases"], "lease")] if shard["leases"] else []
-        said += [f"pages: {pages}"] if pages else []
-        if said and shard["state"] != "lost":
-            page.say("; ".join(said), label=f"{shard['shard']}: ")
     tiers = dict.fromkeys(["device", *(use["tier"] for shard in shards for use in shard["below"])])
     page.say("; ".join(_TIERS[tier] for tier in tiers if tier in _TIERS))
+
+
+def _activity(shard: dict[str, Any]) -> Iterator[str]:
+    if shard["leases"]:
+        yield counted(shard["leases"], "lease")
+    counters = shard["counters"]
+    pages = nonzero(
+        (counters.get("evicted", 0), "{:,} evicted"),
+        (counters.get("pulled", 0), "{:,} copied from other shards"),
+        (counters.get("corrupt", 0), "{:,} corrupt"),
+    )
+    if pages:
+        yield f"pages: {pages}"
+
+
+def _restarts(shard: dict[str, Any]) -> Iterator[str]:
+    if shard["restarts"]:
+        times = f" {shard['restarts']:,} times, the last time" if shard["restarts"] > 1 else ""
+        yield f"restarted{times} {_duration(shard['restarted_ns_ago'])} ago"
 
 
 def _rows(shard: dict[str, Any], whole: bool) -> Iterator[list[str | TableCell]]:

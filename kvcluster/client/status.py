@@ -27,6 +27,8 @@ def status_dict(status: Status) -> dict[str, Any]:
             "below": [use._asdict() | {"tier": use.tier.name.lower()} for use in shard.info.below],
             "state": shard.state,
             "seen_ns_ago": shard.seen_ns_ago,
+            "restarts": shard.restarts,
+            "restarted_ns_ago": shard.restarted_ns_ago,
         }
         for shard in status.shards
     ]

@@ -1,5 +1,5 @@
-"""What operators and users tell the coordinator to do: pin blocks, purge, drain a shard, probe, announce weights, and
-change the policy of the tiers.
+"""What operators and users tell the coordinator to do: pin blocks, list pins, purge, drain a shard, probe, announce
+weights, and change the policy of the tiers.
 
 What has to outlast this process is an effect: the tombstones of purges (Persist) and the settings (KeepSettings).
 """
@@ -18,6 +18,7 @@ from kvcluster.core.messages import (
     Drain,
     Effect,
     Engines,
+    GetPins,
     KeepSettings,
     Persist,
     PinBlocks,
@@ -34,6 +35,7 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.namespaces import CoordinatorNamespace
+from kvcluster.core.pin_list import list_pins
 from kvcluster.core.replicator import Replicator
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.tiering import Tiering
@@ -96,6 +98,11 @@ class AdminHandler:
 
     def unpin(self, request: Request[UnpinBlocks], space: CoordinatorNamespace, now: int) -> list[Effect]:
         return [Answer(request.call, BlocksPinned(self._evictor.unpin(space, request.question.hashes)))]
+
+    def list_pins(self, request: Request[GetPins], now: int) -> list[Effect]:
+        table = self._state.namespaces
+        spaces = table if request.operator else table.of(request.tenant)
+        return [Answer(request.call, list_pins(table, spaces, request.question, now))]
 
     def purge(self, request: Request[Purge], now: int) -> list[Effect]:
         state, m = self._state, request.question

@@ -35,7 +35,7 @@ _OF_TENANTS = (
 _COUNTERS = (
     *_OF_TENANTS,
     *("committed_pages", "gone_pages", "corrupt_pages", "purged_blocks", "lost_shards", "pulls", "late"),
-    *("reused_tokens", "drains", "late_drains"),
+    *("reused_tokens", "drains", "late_drains", "restarted_shards"),
 )
 
 

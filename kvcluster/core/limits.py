@@ -227,7 +227,8 @@ TOMBSTONES = 1_024
 """Tombstones of all tenants, which travel in one message."""
 
 PAST_SHARDS = 1_024
-"""Shards that are remembered as lost, and as drained. A forgotten drained shard that reports again is drained again."""
+"""Shards that are remembered as lost, as drained, and as restarted. A forgotten drained shard that reports again is
+drained again."""
 
 PROBED_SHARDS = 256
 """Shards that try one another in one probe of the cluster: 65,280 pairs, of which a person reads those that fail."""

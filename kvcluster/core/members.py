@@ -92,6 +92,7 @@ class Membership:
         self._by_slot: dict[int, Member] = {}
         self._order_numbers = count(1)
         self.lost: dict[ShardId, ShardInfo] = {}
+        self._restarts: dict[ShardId, tuple[int, int]] = {}  # how often, and the time of the last one
         self._dismissed: dict[ShardId, Epoch] = {}
         self.leaving: dict[ShardId, str] = {}  # addresses of those whose nodes are to be taken down, until it is heard
 
@@ -123,6 +124,22 @@ class Membership:
     @property
     def next_expiry(self) -> int | None:
         return min((member.seen_at + self._ttl for member in self._members.values()), default=None)
+
+    def restarts(self, shard: ShardId, now: int) -> tuple[int, int]:
+        """Returns how often this shard has restarted, and how many nanoseconds ago the last time; zeros if it has
+        not."""
+        count, at = self._restarts.get(shard, (0, now))
+        return count, now - at
+
+    def note_restart(self, info: ShardInfo, before: Member | None, now: int) -> bool:
+        """Counts a restart if this shard, which is about to be admitted, had an earlier incarnation, `before` or one
+        that was lost, and returns whether it had. A shard that was drained and comes back has not restarted."""
+        known = before.info if before is not None else self.lost.get(info.shard)
+        restarted = known is not None and known.epoch < info.epoch
+        if restarted:
+            count, _ = self.restarts(info.shard, now)
+            _note(self._restarts, info.shard, (count + 1, now))
+        return restarted
 
     def admit(self, info: ShardInfo, now: int) -> Member:
         """Adds a new incarnation, or the present one when it starts its inventory again. Gives it a new slot in either
@@ -227,7 +244,7 @@ class Membership:
 
 
 def _note(of_past: dict[ShardId, V], shard: ShardId, what: V) -> None:
-    """Remembers the last shards that are gone, a bounded number of them."""
+    """Remembers something of the last shards to which it happened, a bounded number of them."""
     of_past.pop(shard, None)
     of_past[shard] = what
     if len(of_past) > limits.PAST_SHARDS:

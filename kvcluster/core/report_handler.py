@@ -171,6 +171,7 @@ class ReportHandler:
         return member, []
 
     def _admit(self, m: Report | Inventory, now: int, before: Member | None) -> Member:
+        self._state.counters["restarted_shards"] += self._state.members.note_restart(m.info, before, now)
         member = self._state.members.admit(m.info, now)
         if before is not None and before.drain_until is not None:  # the drain outlives a restart
             self._replicator.drain(member, before.drain_until)

@@ -51,8 +51,12 @@ class StatusHandler:
     def status(self, now: int) -> Status:
         """Returns the status of the whole cluster."""
         state = self._state
-        shards = [ShardStatus(s.info, s.state, max(0, now - s.seen_at)) for s in state.members.all()]
-        shards += [ShardStatus(info, "lost", 0) for info in state.members.lost.values()]
+        members = state.members
+        shards = [
+            ShardStatus(one.info, one.state, max(0, now - one.seen_at), *members.restarts(one.info.shard, now))
+            for one in members.all()
+        ]
+        shards += [ShardStatus(info, "lost", 0, *members.restarts(shard, now)) for shard, info in members.lost.items()]
         schedule = self._schedule if now < self._schedule_until else ScheduleSeen()
         return Status(
             epoch=state.epoch,

@@ -152,6 +152,7 @@ def coordinator_samples(figures: CoordinatorFigures) -> list[Sample | Histogram]
         "kvcluster_stores_total": counted["stores"],
         "kvcluster_purged_blocks_total": counted["purged_blocks"],
         "kvcluster_lost_shards_total": counted["lost_shards"],
+        "kvcluster_restarted_shards_total": counted["restarted_shards"],
         "kvcluster_ordered_pulls_total": counted["pulls"],
         "kvcluster_blocks": status.blocks,
         "kvcluster_private_blocks": status.private_blocks,

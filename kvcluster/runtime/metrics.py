@@ -54,6 +54,9 @@ COORDINATOR_METRICS: Mapping[str, Metric] = {
     ),
     "kvcluster_purged_blocks_total": Metric(_COUNTER, "Blocks that a purge or clear has removed."),
     "kvcluster_lost_shards_total": Metric(_COUNTER, "Shards that stopped reporting."),
+    "kvcluster_restarted_shards_total": Metric(
+        _COUNTER, "Shards that started again without having been drained, since the coordinator started."
+    ),
     "kvcluster_ordered_pulls_total": Metric(_COUNTER, "Orders to copy pages from one shard to another."),
     "kvcluster_drains_total": Metric(
         _COUNTER, "Drains that have ended, by whether all was moved or the time was up first.", ("result",)

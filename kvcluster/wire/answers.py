@@ -14,6 +14,8 @@ from kvcluster.core.messages import (
     Explained,
     LoadGrant,
     Namespaces,
+    PinList,
+    PinnedRun,
     Probed,
     Purged,
     Registered,
@@ -29,9 +31,12 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.wire.checks import at_most, must
 from kvcluster.wire.common import (
     ADDRESS,
+    DEPTHS,
     DONE,
     EPOCH,
+    HASHES,
     MAYBE_ADDRESSES,
+    MESSAGE_BLOCKS,
     MISS,
     MISSES,
     NAMESPACE,
@@ -43,10 +48,25 @@ from kvcluster.wire.common import (
     TENANT,
     pairs,
 )
-from kvcluster.wire.fields import PLAIN, Columns, EnumField, Maybe, OneOf, Rows, Struct, amount, amounts, each, words
+from kvcluster.wire.fields import (
+    PLAIN,
+    Columns,
+    EnumField,
+    Interned,
+    Maybe,
+    OneOf,
+    Ragged,
+    Rows,
+    Struct,
+    amount,
+    amounts,
+    each,
+    words,
+)
 from kvcluster.wire.orders import ACK
 from kvcluster.wire.plans import COUNTS, MAYBE_PLANS, RUNS, check_cover
 from kvcluster.wire.reports import CONFIG_HASH, COUNTERS, FACTS, FINDINGS, INFO, NODE, PROTOCOL, RELEASE, codec_errors
+from kvcluster.wire.v1 import common_pb2
 from kvcluster.wire.v1 import coordinator_pb2 as pb
 
 SHARDS = 65_536
@@ -114,7 +134,15 @@ _NAMESPACES: Columns[tuple[KVSpec, int]] = Columns(pb.SpecBlocks, None, spec=eac
 _ENGINES: Columns[tuple[EngineInfo, int]] = Columns(
     pb.EngineList, None, engine=each(ENGINE), seen_ns_ago=amounts("nanoseconds")
 )
-_SHARD_STATUS = Struct(pb.ShardStatus, ShardStatus, info=INFO, state=words("a state"), seen_ns_ago=NS)
+_SHARD_STATUS = Struct(
+    pb.ShardStatus,
+    ShardStatus,
+    info=INFO,
+    state=words("a state"),
+    seen_ns_ago=NS,
+    restarts=amount("restarts"),
+    restarted_ns_ago=NS,
+)
 _STATUS = Struct(
     pb.Status,
     Status,
@@ -141,6 +169,18 @@ _STATUS = Struct(
 )
 _SHARD_FINDINGS = Struct(pb.ShardFindings, ShardFindings, shard=SHARD, findings=FINDINGS)
 _CHANGED: Rows[SequenceId] = Rows(SEQUENCES, limits.SEQUENCES_PER_HOLDER, "sequences in a message")
+
+_PINNED_RUNS: Columns[PinnedRun] = Columns(
+    pb.PinnedRuns,
+    PinnedRun,
+    tenant=Interned(common_pb2.TextTable, each(TENANT), "a tenant"),
+    spec=Interned(pb.SpecTable, each(SPEC), "a spec"),
+    before=HASHES,
+    first=DEPTHS,
+    blocks=Ragged(pb.HashLists, MESSAGE_BLOCKS, limits.BLOCKS_PER_CALL, "block hashes in a message"),
+    block_bytes=amounts("bytes of a block"),
+    left_ns=amounts("nanoseconds"),
+)
 
 REPLY = OneOf(
     pb.CoordinatorReply,
@@ -176,6 +216,13 @@ REPLY = OneOf(
         coordinator=FACTS,
         shards=Rows(each(_SHARD_FINDINGS), limits.PROBED_SHARDS, "shards in a probe"),
         silent=Rows(each(SHARD), limits.PROBED_SHARDS, "shards in a probe"),
+    ),
+    pins=Struct(
+        pb.Pins,
+        PinList,
+        runs=Rows(_PINNED_RUNS, limits.BLOCKS_PER_CALL, "runs of pinned blocks in a message"),
+        next=amount("pinned blocks"),
+        more=amount("pinned blocks"),
     ),
 )
 """Any reply of the coordinator."""

@@ -140,6 +140,11 @@ ATTEMPT = Scalar(_encode_attempt, _decode_attempt)
 HASHES = _packed(HASH_BYTES)
 """Packed block hashes, or namespaces."""
 
+MESSAGE_BLOCKS: Values[BlockHash] = Values(
+    HASHES.encode, lambda wire, most, what: HASHES.decode(wire, min(most, limits.BLOCKS_PER_CALL), what)
+)
+"""Packed block hashes, of which the lists of one message have limits.BLOCKS_PER_CALL in all."""
+
 SEQUENCES: Values[SequenceId] = _packed(SEQUENCE_BYTES)
 """Packed sequence ids."""
 

@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Collection, Sequence
 
 from kvcluster.core import limits
-from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     Attach,
     AttachShard,
@@ -19,6 +18,7 @@ from kvcluster.core.messages import (
     Explain,
     GetEngines,
     GetNamespaces,
+    GetPins,
     GetStatus,
     Need,
     PinBlocks,
@@ -39,7 +39,20 @@ from kvcluster.core.spec import check_weights
 from kvcluster.errors import ProtocolError, SpecError
 from kvcluster.wire.answers import ENGINE, POLICY
 from kvcluster.wire.checks import at_most, must
-from kvcluster.wire.common import ATTEMPT, BLOCKS, HASH, HASHES, HOLDER, LOSS, NEED, NS, PLACES, SEQUENCES, SHARD, SPEC
+from kvcluster.wire.common import (
+    ATTEMPT,
+    BLOCKS,
+    HASH,
+    HOLDER,
+    LOSS,
+    MESSAGE_BLOCKS,
+    NEED,
+    NS,
+    PLACES,
+    SEQUENCES,
+    SHARD,
+    SPEC,
+)
 from kvcluster.wire.fields import (
     NUMBERS,
     PLAIN,
@@ -50,7 +63,6 @@ from kvcluster.wire.fields import (
     Rows,
     Scalar,
     Struct,
-    Values,
     amount,
     amounts,
     words,
@@ -146,15 +158,12 @@ SET_WEIGHTS = Struct(
     weights=words("weights"),
     engine=words("an engine"),
 )
-_CHANGED_BLOCKS: Values[BlockHash] = Values(
-    HASHES.encode, lambda wire, most, what: HASHES.decode(wire, min(most, limits.BLOCKS_PER_CALL), what)
-)
 _CHANGES: Columns[TableChange] = Columns(
     pb.TableChanges,
     TableChange,
     sequence=SEQUENCES,
     keep=amounts("blocks to keep", limits.TOKENS_PER_SEQUENCE),
-    blocks=Ragged(pb.HashLists, _CHANGED_BLOCKS, limits.BLOCKS_PER_CALL, "block hashes in a message"),
+    blocks=Ragged(pb.HashLists, MESSAGE_BLOCKS, limits.BLOCKS_PER_CALL, "block hashes in a message"),
     private=NUMBERS,
     parent=Interned(pb.SequenceTable, SEQUENCES, "a sequence", absent=True),
     closed=NUMBERS,
@@ -176,6 +185,7 @@ PIN_BLOCKS = Struct(
     replicas=amount("replicas of a block", limits.REPLICAS),
 )
 UNPIN_BLOCKS = Struct(pb.UnpinBlocksRequest, UnpinBlocks, hashes=BLOCKS)
+GET_PINS = Struct(pb.GetPinsRequest, GetPins, model=Maybe(words("a model")), skip=amount("pinned blocks"))
 PURGE = Struct(pb.PurgeRequest, Purge, _check_purge, model=Maybe(PLAIN), weights=Maybe(PLAIN), adapter=Maybe(PLAIN))
 DRAIN = Struct(pb.DrainRequest, Drain, shard=SHARD, leaving=PLAIN)
 SET_POLICY = Struct(pb.SetPolicyRequest, SetPolicy, settings=POLICY)

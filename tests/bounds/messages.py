@@ -39,6 +39,7 @@ from kvcluster.core.messages import (
     GetEngines,
     GetNamespaces,
     GetOffers,
+    GetPins,
     GetStatus,
     Need,
     NewPage,
@@ -226,6 +227,7 @@ _QUESTIONS: Mapping[str, tuple[Callable[[Place], Any], str]] = {
     "SyncTables": (lambda _: _tables(), "BLOCKS_PER_CALL; SEQUENCES, SEQUENCES_PER_HOLDER, TABLE_BLOCKS"),
     "PinBlocks": (lambda _: PinBlocks(_hashes(), 10**12), "BLOCKS_PER_CALL; known blocks only, `pinned_share`"),
     "UnpinBlocks": (lambda _: UnpinBlocks(_hashes()), "BLOCKS_PER_CALL; nothing is kept"),
+    "GetPins": (lambda _: GetPins(), "BLOCKS_PER_CALL, LISTED_NAMESPACES; nothing is kept"),
     "Purge": (lambda _: Purge(os.urandom(400).hex()), "TOMBSTONES_PER_TENANT, TOMBSTONES"),
     "Drain": (lambda _: Drain("nosuch"), "PAST_SHARDS"),  # type: ignore[arg-type]
     "SetPolicy": (lambda _: SetPolicy((("nosuch", "1"),) * limits.POLICIES), "POLICIES; nothing is kept"),

@@ -84,8 +84,10 @@ def in_trouble() -> dict[str, Any]:
         "the shard runs without its disk tier: shard.disk_dir: /mnt/nvme/kv/shard-0 cannot be used: Permission denied"
     )
     shards = (
-        ShardStatus(_shard(0, trouble=trouble, below=(), release="1.1.0", counters=(("corrupt", 3),)), "up", 0),
-        ShardStatus(_shard(1), "lost", 0),
+        ShardStatus(
+            _shard(0, trouble=trouble, below=(), release="1.1.0", counters=(("corrupt", 3),)), "up", 0, 12, 100 * 10**9
+        ),
+        ShardStatus(_shard(1), "lost", 0, 1, 3_000 * 10**9),
         ShardStatus(_shard(2, draining=True), "draining", 0),
     )
     waiting = "a shard of group shard waits for a node with kvcluster_shard 1, 20 GiB of memory free"

@@ -18,6 +18,7 @@ from kvcluster.core.messages import (
     Explain,
     Findings,
     GetStatus,
+    LeaveReason,
     LoadGrant,
     Need,
     PageEvent,
@@ -256,6 +257,54 @@ def test_status_tells_what_there_is() -> None:
     assert coordinator.counter("lost_shards") == 1
 
 
+def test_status_tells_how_often_each_shard_has_restarted_and_when() -> None:
+    coordinator, voice = LoneCoordinator.serving(*pages([A]))
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        [shard] = [shard for shard in coordinator.status().shards if shard.info.shard == "a"]
+        seen.append((shard.restarts, shard.restarted_ns_ago))
+
+    look()
+    voice.join(*pages([A]))  # the same incarnation, which sends its inventory again
+    coordinator.later(10 * SECOND)
+    voice.join(*pages([A]))  # and again, after it was lost
+    look()
+    coordinator.voice("a", 2).join()  # it was not lost before
+    coordinator.now += SECOND
+    look()
+    coordinator.later(10 * SECOND)
+    look()
+    coordinator.voice("a", 3).join()  # it was lost before
+    look()
+    assert seen == [(0, 0), (0, 0), (1, SECOND), (1, 11 * SECOND), (2, 0)]
+    assert coordinator.counter("restarted_shards") == 2
+    of_theirs = coordinator.ask(Status, build_request(GetStatus(), THEIRS, operator=False))
+    assert [shard.restarts for shard in of_theirs.shards] == [2]
+
+
+def test_a_shard_that_was_drained_and_comes_back_has_not_restarted() -> None:
+    coordinator, voice = LoneCoordinator.serving()
+    coordinator.ask(Done, ours(Drain(ShardId("a"))))
+    voice.report()
+    assert voice.report().leave is LeaveReason.DRAINED
+    coordinator.voice("a", 2).join()
+    assert [(shard.state, shard.restarts) for shard in coordinator.status().shards] == [("up", 0)]
+    coordinator.ask(Done, ours(Drain(ShardId("a"))))
+    coordinator.voice("a", 3).join()  # in the middle of its drain
+    assert [(shard.state, shard.restarts) for shard in coordinator.status().shards] == [("draining", 1)]
+
+
+def test_a_bounded_number_of_restarts_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PAST_SHARDS", 2)
+    coordinator = LoneCoordinator(expected=0)
+    for epoch in (1, 2):
+        for name in "abc":
+            coordinator.voice(name, epoch).join()
+    coordinator.voice("b", 3).join()
+    assert [shard.restarts for shard in coordinator.status().shards] == [0, 2, 1]
+
+
 def test_every_counter_adds_up() -> None:
     """Two equal events count twice, and one of them once."""
     coordinator, voice = LoneCoordinator.serving()
@@ -271,6 +320,7 @@ def test_every_counter_adds_up() -> None:
         voice.report(gone(BLOCKS[2]), gone(D, corrupt=True))
         silent = coordinator.voice(f"silent-{number}")
         silent.join()
+        coordinator.voice(f"silent-{number}", 2).join()
         beat(coordinator, voice, until=coordinator.now + 6 * SECOND)
         coordinator.ask(Purged, ours(Purge()))
         coordinator.store(of[3], BLOCKS[:1])

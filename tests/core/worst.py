@@ -36,6 +36,7 @@ from kvcluster.core.messages import (
     GetEngines,
     GetNamespaces,
     GetOffers,
+    GetPins,
     GetStatus,
     GoneEvent,
     Inventory,
@@ -399,6 +400,15 @@ def unpin_blocks(size: int) -> Step:
     return Step(core, asks(UnpinBlocks(hashes(size)), SPACE))
 
 
+def get_pins(size: int) -> Step:
+    """All are pinned, and each until another time."""
+    core, _ = held(size)
+    core.step(asks(PinBlocks(hashes(size), SECOND), SPACE), NOW)
+    for space in core.state.namespaces:
+        space.pinned = {block: until + at for at, (block, until) in enumerate(space.pinned.items())}
+    return Step(core, asks(GetPins()))
+
+
 def purge(size: int) -> Step:
     """A purge of that many blocks, with as many tombstones as are allowed."""
     core, _ = held(size)
@@ -532,6 +542,7 @@ COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
     (SyncTables, sync_out_of_turn, limits.SEQUENCES_PER_HOLDER),
     (PinBlocks, pin_blocks, limits.BLOCKS_PER_CALL),
     (UnpinBlocks, unpin_blocks, limits.BLOCKS_PER_CALL),
+    (GetPins, get_pins, limits.BLOCKS_PER_CALL),
     (Purge, purge, 8 * limits.BLOCKS_PER_CALL),
     (Drain, drain, 8 * limits.BLOCKS_PER_CALL),
     (SetPolicy, set_policy, limits.POLICIES),

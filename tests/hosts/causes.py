@@ -230,7 +230,7 @@ def the_limit_of_memory_is_lowered(world: MeteredCluster) -> Iterator[None]:
 
 
 @cause(
-    *("degraded", "shard_epoch_seconds", "memory_bytes"),
+    *("degraded", "restarted_shards_total", "shard_epoch_seconds", "memory_bytes"),
     falls=("uptime_seconds",),
     fires="Degraded",
     also="ProcessDown ShardLost",

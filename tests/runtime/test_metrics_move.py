@@ -202,8 +202,8 @@ def test_pins_and_orders() -> Series:
     return seen
 
 
-@causes("drains_total", "lost_shards_total", "shards")
-def test_drains_that_end_in_time_and_late_and_a_shard_that_is_lost() -> Series:
+@causes("drains_total", "lost_shards_total", "restarted_shards_total", "shards")
+def test_drains_that_end_in_time_and_late_and_a_shard_that_restarts_and_is_lost() -> Series:
     coordinator, one = LoneCoordinator.serving(*pages([A, B]))
     slow, empty, _ = others(coordinator, "bcd")
     before = of_coordinator(coordinator)
@@ -211,11 +211,13 @@ def test_drains_that_end_in_time_and_late_and_a_shard_that_is_lost() -> Series:
     drain(coordinator, empty)
     empty.report()
     assert slow.report().pull is not None
+    coordinator.voice("d", 2).join()
     beat(coordinator, slow, one, until=coordinator.now + 301 * SECOND)
     seen = moved(before, of_coordinator(coordinator))
     assert seen["kvcluster_drains_total", "moved"] == 1, "it held nothing"
     assert seen["kvcluster_drains_total", "deadline"] == 1
     assert seen["kvcluster_lost_shards_total",] == seen["kvcluster_shards", "lost"] == 1
+    assert seen["kvcluster_restarted_shards_total",] == 1
     return seen
 
 

@@ -42,6 +42,7 @@ from kvcluster.core.messages import (
     GetEngines,
     GetNamespaces,
     GetOffers,
+    GetPins,
     GetStatus,
     GoneEvent,
     Inventory,
@@ -62,6 +63,8 @@ from kvcluster.core.messages import (
     PageKey,
     PageWant,
     PinBlocks,
+    PinList,
+    PinnedRun,
     Plan,
     PrepareLoad,
     PrepareStore,
@@ -508,6 +511,7 @@ COORDINATOR_REQUESTS: dict[str, SearchStrategy[Any]] = {
         st.builds(PinBlocks, hashes=blocks, ttl_ns=quantities, replicas=st.integers(1, limits.REPLICAS))
     ),
     "UnpinBlocks": _within(st.builds(UnpinBlocks, hashes=blocks)),
+    "GetPins": _request(st.builds(GetPins, model=st.none() | words, skip=quantities)),
     "Purge": _request(st.builds(lambda chosen: Purge(**chosen), _filters)),
     "Drain": _request(st.builds(Drain, shard=words, leaving=st.booleans())),
     "Probe": _request(st.builds(Probe, number=quantities)),
@@ -567,6 +571,19 @@ acks = st.builds(
     leave=st.none() | st.sampled_from(LeaveReason),
     probe=st.none() | st.builds(ProbeOrder, number=quantities, peers=st.lists(addresses, max_size=3).map(tuple)),
 )
+_shard_states = st.builds(
+    ShardStatus, info=infos, state=words, seen_ns_ago=quantities, restarts=quantities, restarted_ns_ago=quantities
+)
+_pinned_runs = st.builds(
+    PinnedRun,
+    tenant=words,
+    spec=specs(),
+    before=hashes,
+    first=st.integers(0, limits.TOKENS_PER_SEQUENCE),
+    blocks=blocks,
+    block_bytes=quantities,
+    left_ns=quantities,
+)
 COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
     "Attach": st.builds(
         Attached,
@@ -596,6 +613,7 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
     ),
     "PinBlocks": pinned,
     "UnpinBlocks": pinned,
+    "GetPins": st.builds(PinList, runs=st.lists(_pinned_runs, max_size=3).map(tuple), next=quantities, more=quantities),
     "Purge": st.builds(Purged, blocks=quantities),
     "Drain": dones,
     "SetPolicy": dones,
@@ -607,7 +625,7 @@ COORDINATOR_REPLIES: dict[str, SearchStrategy[Any]] = {
         namespaces=quantities,
         blocks=quantities,
         tickets=quantities,
-        shards=st.lists(st.builds(ShardStatus, info=infos, state=words, seen_ns_ago=quantities), max_size=2).map(tuple),
+        shards=st.lists(_shard_states, max_size=2).map(tuple),
         counters=counters,
         policy=settings,
         fallen=errors,

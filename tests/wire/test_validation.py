@@ -27,6 +27,7 @@ from kvcluster.core.messages import (
     EvictOrder,
     Explained,
     Flush,
+    GetPins,
     GoneEvent,
     Inventory,
     LeaveReason,
@@ -43,6 +44,8 @@ from kvcluster.core.messages import (
     PageKey,
     PageWant,
     PinBlocks,
+    PinList,
+    PinnedRun,
     PrepareLoad,
     PrepareStore,
     PullOrder,
@@ -127,7 +130,8 @@ ACK = ReportAck(
     leave=LeaveReason.DRAINED,
 )
 ENGINE = EngineInfo("e", "host:1", "m", "sha256:1", (("dtype", "float32"),))
-STATUS = Status(Epoch(1), "serving", 1, 1, 1, 1, (ShardStatus(INFO, "up", 1),), (("loads", 1),))
+STATUS = Status(Epoch(1), "serving", 1, 1, 1, 1, (ShardStatus(INFO, "up", 1, 1, 1),), (("loads", 1),))
+PINS = PinList((PinnedRun(TENANT, SPEC, BLOCK, 1, (BLOCK, BLOCK), 1, 1),), 1, 1)
 
 
 READ_HEAD, WRITE_HEAD = [Miss(MissReason.FULL)] * 2, [None, None]
@@ -143,6 +147,7 @@ QUESTIONS: dict[str, tuple[Method, Any, type[Any], NamespaceId | None]] = {
     "policy": (COORDINATOR["SetPolicy"], SetPolicy((("host.codec", "q4"),)), coordinator_pb2.SetPolicyRequest, None),
     "engine": (COORDINATOR["RegisterEngine"], RegisterEngine(ENGINE), coordinator_pb2.RegisterEngineRequest, None),
     "weights": (COORDINATOR["SetWeights"], SetWeights("m", "sha256:1"), coordinator_pb2.SetWeightsRequest, None),
+    "pins": (COORDINATOR["GetPins"], GetPins("m", 1), coordinator_pb2.GetPinsRequest, None),
     "drain": (COORDINATOR["Drain"], Drain(ShardId("s")), coordinator_pb2.DrainRequest, None),
     "suspect": (SHARD["Suspect"], SUSPECT, shard_pb2.SuspectRequest, NAMESPACE),
     "flush": (SHARD["Flush"], Flush(1), shard_pb2.FlushRequest, None),
@@ -166,6 +171,7 @@ REPLIES: dict[str, tuple[Method, Reply]] = {
     "siblings": (COORDINATOR["Siblings"], SiblingSpecs((SPEC,))),
     "pinned": (COORDINATOR["PinBlocks"], BlocksPinned(1)),
     "synced": (COORDINATOR["SyncTables"], TablesSynced(1, Epoch(1), (SEQUENCE,), (SEQUENCE,))),
+    "listed pins": (COORDINATOR["GetPins"], PINS),
     "purged": (COORDINATOR["Purge"], Purged(1)),
     "namespaces": (COORDINATOR["GetNamespaces"], Namespaces(((SPEC, 7),))),
     "engines": (COORDINATOR["GetEngines"], Engines(((ENGINE, 7),))),

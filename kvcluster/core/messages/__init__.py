@@ -6,7 +6,8 @@ without a Request. Questions arrive from outside only through wire/, which has v
 core asserts, and decides.
 
     worker -> coordinator   Attach, PrepareLoad, PrepareStore, RenewTicket, EndTicket, Explain, Siblings, GetNamespaces,
-                            PinBlocks, UnpinBlocks, Purge, Drain, SetPolicy, GetStatus   coordinator.py
+                            PinBlocks, UnpinBlocks, GetPins, Purge, Drain, SetPolicy,
+                            GetStatus                                                 coordinator.py
                             RegisterEngine, GetEngines, SetWeights                    engines.py
                             SyncTables                                                sequences.py
                             Probe                                                     probe.py
@@ -49,10 +50,13 @@ from kvcluster.core.messages.coordinator import (
     Explain,
     Explained,
     GetNamespaces,
+    GetPins,
     GetStatus,
     LoadGrant,
     Namespaces,
     PinBlocks,
+    PinList,
+    PinnedRun,
     PrepareLoad,
     PrepareStore,
     Purge,
@@ -192,6 +196,7 @@ CoordinatorQuestion = (
     | SyncTables
     | PinBlocks
     | UnpinBlocks
+    | GetPins
     | Purge
     | Drain
     | SetPolicy

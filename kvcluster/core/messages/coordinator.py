@@ -208,6 +208,42 @@ class BlocksPinned:
 
 
 @dataclass(frozen=True, slots=True)
+class GetPins:
+    """Asks which blocks are pinned: of the caller's tenant, for an operator of all. Answered by PinList.
+
+    `model`: of this model alone. `skip`: `next` of the last answer, 0 at first.
+    """
+
+    model: str | None = None
+    skip: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedRun:
+    """Consecutive pinned blocks of a prompt: the first is at depth `first` and follows the block `before`. Each takes
+    `block_bytes` in all tiers of all shards, and is pinned for `left_ns` more."""
+
+    tenant: Tenant
+    spec: KVSpec
+    before: BlockHash
+    first: int
+    blocks: tuple[BlockHash, ...]
+    block_bytes: int
+    left_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PinList:
+    """The pinned blocks among the next limits.BLOCKS_PER_CALL that were looked at. `next`: what the next question is to
+    skip; 0 if this was the last. `more`: the number of blocks that are left. What is pinned or unpinned between two
+    questions may be missing, or listed twice."""
+
+    runs: tuple[PinnedRun, ...]
+    next: int = 0
+    more: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Purge:
     """Permanently forgets every block of these namespaces of the tenant. Answered by Purged.
 
@@ -254,11 +290,14 @@ class GetStatus:
 
 @dataclass(frozen=True, slots=True)
 class ShardStatus:
-    """One shard as the coordinator sees it. `state`: joining, up, draining or lost."""
+    """One shard as the coordinator sees it. `state`: joining, up, stopping, draining or lost. `restarts`: how often it
+    has restarted since the coordinator started, and `restarted_ns_ago` the last time; 0 if it has not."""
 
     info: ShardInfo
     state: str
     seen_ns_ago: int
+    restarts: int = 0
+    restarted_ns_ago: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from kvcluster.core.messages.coordinator import (
     Explained,
     LoadGrant,
     Namespaces,
+    PinList,
     Purged,
     SiblingSpecs,
     Status,
@@ -42,6 +43,7 @@ Reply = (
     | Registered
     | Engines
     | BlocksPinned
+    | PinList
     | Purged
     | Probed
     | Status

@@ -160,6 +160,14 @@ class UnpinBlocksRequest(_message.Message):
     hashes: bytes
     def __init__(self, namespace: _Optional[bytes] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
+class GetPinsRequest(_message.Message):
+    __slots__ = ("model", "skip")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    skip: int
+    def __init__(self, model: _Optional[str] = ..., skip: _Optional[int] = ...) -> None: ...
+
 class PurgeRequest(_message.Message):
     __slots__ = ("model", "weights", "adapter")
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -239,7 +247,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class CoordinatorReply(_message.Message):
-    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged", "namespaces", "registered", "engines", "tables_synced", "probed")
+    __slots__ = ("refused", "done", "attached", "load_grant", "store_grant", "explained", "sibling_specs", "pinned", "status", "report_ack", "purged", "namespaces", "registered", "engines", "tables_synced", "probed", "pins")
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +264,7 @@ class CoordinatorReply(_message.Message):
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     TABLES_SYNCED_FIELD_NUMBER: _ClassVar[int]
     PROBED_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
     refused: _common_pb2.Refused
     done: _common_pb2.Done
     attached: Attached
@@ -272,7 +281,8 @@ class CoordinatorReply(_message.Message):
     engines: Engines
     tables_synced: TablesSynced
     probed: Probed
-    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ..., namespaces: _Optional[_Union[Namespaces, _Mapping]] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., engines: _Optional[_Union[Engines, _Mapping]] = ..., tables_synced: _Optional[_Union[TablesSynced, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ...) -> None: ...
+    pins: Pins
+    def __init__(self, refused: _Optional[_Union[_common_pb2.Refused, _Mapping]] = ..., done: _Optional[_Union[_common_pb2.Done, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., load_grant: _Optional[_Union[LoadGrant, _Mapping]] = ..., store_grant: _Optional[_Union[StoreGrant, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., sibling_specs: _Optional[_Union[SiblingSpecs, _Mapping]] = ..., pinned: _Optional[_Union[Pinned, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., report_ack: _Optional[_Union[ReportAck, _Mapping]] = ..., purged: _Optional[_Union[Purged, _Mapping]] = ..., namespaces: _Optional[_Union[Namespaces, _Mapping]] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., engines: _Optional[_Union[Engines, _Mapping]] = ..., tables_synced: _Optional[_Union[TablesSynced, _Mapping]] = ..., probed: _Optional[_Union[Probed, _Mapping]] = ..., pins: _Optional[_Union[Pins, _Mapping]] = ...) -> None: ...
 
 class Probed(_message.Message):
     __slots__ = ("number", "running", "coordinator", "shards", "silent")
@@ -432,6 +442,42 @@ class Pinned(_message.Message):
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
+class Pins(_message.Message):
+    __slots__ = ("runs", "next", "more")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    runs: PinnedRuns
+    next: int
+    more: int
+    def __init__(self, runs: _Optional[_Union[PinnedRuns, _Mapping]] = ..., next: _Optional[int] = ..., more: _Optional[int] = ...) -> None: ...
+
+class PinnedRuns(_message.Message):
+    __slots__ = ("tenant", "spec", "before", "first", "blocks", "block_bytes", "left_ns")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_NS_FIELD_NUMBER: _ClassVar[int]
+    tenant: _common_pb2.TextTable
+    spec: SpecTable
+    before: bytes
+    first: _containers.RepeatedScalarFieldContainer[int]
+    blocks: HashLists
+    block_bytes: _containers.RepeatedScalarFieldContainer[int]
+    left_ns: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tenant: _Optional[_Union[_common_pb2.TextTable, _Mapping]] = ..., spec: _Optional[_Union[SpecTable, _Mapping]] = ..., before: _Optional[bytes] = ..., first: _Optional[_Iterable[int]] = ..., blocks: _Optional[_Union[HashLists, _Mapping]] = ..., block_bytes: _Optional[_Iterable[int]] = ..., left_ns: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SpecTable(_message.Message):
+    __slots__ = ("table", "of")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    OF_FIELD_NUMBER: _ClassVar[int]
+    table: _containers.RepeatedScalarFieldContainer[bytes]
+    of: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table: _Optional[_Iterable[bytes]] = ..., of: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Purged(_message.Message):
     __slots__ = ("blocks",)
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -439,14 +485,18 @@ class Purged(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class ShardStatus(_message.Message):
-    __slots__ = ("info", "state", "seen_ns_ago")
+    __slots__ = ("info", "state", "seen_ns_ago", "restarts", "restarted_ns_ago")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     SEEN_NS_AGO_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTED_NS_AGO_FIELD_NUMBER: _ClassVar[int]
     info: ShardInfo
     state: str
     seen_ns_ago: int
-    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., state: _Optional[str] = ..., seen_ns_ago: _Optional[int] = ...) -> None: ...
+    restarts: int
+    restarted_ns_ago: int
+    def __init__(self, info: _Optional[_Union[ShardInfo, _Mapping]] = ..., state: _Optional[str] = ..., seen_ns_ago: _Optional[int] = ..., restarts: _Optional[int] = ..., restarted_ns_ago: _Optional[int] = ...) -> None: ...
 
 class Engine(_message.Message):
     __slots__ = ("engine", "name", "model", "weights", "facts", "private", "withdrawn", "ready", "protocol")
