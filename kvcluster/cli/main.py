@@ -38,7 +38,7 @@ _COMMANDS = (
 
 GROUPS = {
     "run a cluster": ("up", "join", "drain", "down"),
-    "see what it does": ("status", "doctor", "logs", "lookup", "explain", "weights", "events"),
+    "see what it does": ("status", "doctor", "logs", "lookup", "explain", "pins", "weights", "events"),
     "change what it does": ("off", "on", "policy", "pin", "unpin", "clear", "purge"),
     "judge whether it helps": ("demo", "breakeven", "report", "bench"),
     "set up and test": ("token", "completion", "simulate"),

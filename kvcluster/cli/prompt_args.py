@@ -21,18 +21,25 @@ from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import CallerError
 from kvcluster.extras import needs
 
-_ID_CHARS = 12
+ID_CHARS = 12
 
 
-def add_prompt_args(command: Any) -> None:
-    """Adds the options."""
+def add_prompt_args(command: Any, *, or_pin: bool = False) -> None:
+    """Adds the options. `or_pin`: a pin may be named by its id in place of the prompt."""
     options = command.add_argument_group("which prompt")
-    options.add_argument(
+    which = options.add_mutually_exclusive_group(required=True) if or_pin else options
+    which.add_argument(
         "--prompt-file",
-        required=True,
+        required=not or_pin,
         metavar="FILE",
         help="file of token ids as a JSON list, or of text with --tokenizer; - for standard input",
     )
+    if or_pin:
+        which.add_argument(
+            "--pin",
+            metavar="ID",
+            help="in place of a prompt, the id of a pin or its beginning, as `kvcluster pins` lists",
+        )
     options.add_argument(
         "--tokenizer",
         metavar="FOLDER",
@@ -80,7 +87,7 @@ def spec_of(options: argparse.Namespace, known: Known) -> KVSpec:
 
 def layout_id(spec: KVSpec) -> str:
     """Returns the id by which `--layout` names a spec: the same for every tenant, release and process."""
-    return hashlib.sha256(spec.canonical()).hexdigest()[:_ID_CHARS]
+    return hashlib.sha256(spec.canonical()).hexdigest()[:ID_CHARS]
 
 
 def read_prompt(options: argparse.Namespace) -> Prompt:

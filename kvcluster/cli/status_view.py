@@ -7,7 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, bar_text, counted, nonzero, share_text
+from kvcluster.cli.text_page import (
+    TableCell,
+    TableColumn,
+    TextPage,
+    Tone,
+    bar_text,
+    counted,
+    duration_text,
+    nonzero,
+    share_text,
+)
 from kvcluster.config import size_text
 
 _APART = 5
@@ -57,7 +67,7 @@ def serves(status: dict[str, Any]) -> bool:
 
 
 def _add_totals(page: TextPage, status: dict[str, Any], address: str) -> None:
-    uptime = _duration(status["uptime_ns"])
+    uptime = duration_text(status["uptime_ns"])
     page.say(f"{status['state']}, up {uptime}; {_content(status)}", label=f"{address}  ", tone=Tone.HEAD)
     if status["tenant"]:
         page.say(f"figures of tenant {status['tenant']} alone; an operator's token shows the whole cluster")
@@ -211,7 +221,7 @@ def _activity(shard: dict[str, Any]) -> Iterator[str]:
 def _restarts(shard: dict[str, Any]) -> Iterator[str]:
     if shard["restarts"]:
         times = f" {shard['restarts']:,} times, the last time" if shard["restarts"] > 1 else ""
-        yield f"restarted{times} {_duration(shard['restarted_ns_ago'])} ago"
+        yield f"restarted{times} {duration_text(shard['restarted_ns_ago'])} ago"
 
 
 def _rows(shard: dict[str, Any], whole: bool) -> Iterator[list[str | TableCell]]:
@@ -252,10 +262,3 @@ def _engine_row(engine: dict[str, Any]) -> list[str | TableCell]:
         weights if len(weights) <= _WEIGHTS_SHOWN else f"{weights[:_WEIGHTS_SHOWN]}...",
         TableCell("private", Tone.WARNING) if engine["private"] else "shared",
     ]
-
-
-def _duration(ns: int) -> str:
-    seconds = ns // 1_000_000_000
-    if seconds < 120:
-        return f"{seconds} s"
-    return f"{seconds // 60} min" if seconds < 7_200 else f"{seconds / 3600:.1f} h"

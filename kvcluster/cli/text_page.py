@@ -147,6 +147,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def duration_text(ns: int) -> str:
+    """Returns "100 s", "50 min" or "1.5 h"."""
+    seconds = ns // 1_000_000_000
+    if seconds < 120:
+        return f"{seconds} s"
+    return f"{seconds // 60} min" if seconds < 7_200 else f"{seconds / 3600:.1f} h"
+
+
 def nonzero(*parts: tuple[int, str]) -> str:
     """Joins the phrases whose number is not 0; "{:,}" in a phrase stands for the number."""
     return ", ".join(phrase.format(number) for number, phrase in parts if number)

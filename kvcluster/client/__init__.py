@@ -4,7 +4,7 @@ torch until the caller passes tensors."""
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
 from kvcluster.client.prompt import Prompt
-from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
+from kvcluster.client.results import BlockExplanation, Loaded, Lookup, PinListing, Pinned, PinnedPrefix, Stored
 from kvcluster.client.sequences import (
     AttendPlanner,
     CostPlanner,
@@ -28,7 +28,9 @@ __all__ = [
     "CostPlanner",
     "Loaded",
     "Lookup",
+    "PinListing",
     "Pinned",
+    "PinnedPrefix",
     "Prompt",
     "Sequence",
     "SequenceBatch",

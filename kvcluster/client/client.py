@@ -3,7 +3,7 @@
     1  blocks     prepare_load, redeem, begin_load, begin_store,      for engines that hash for themselves
                   borrow
     2  prompts    lookup, load, store, flush, explain, pin, unpin,    blocking; async versions of all of
-                  clear, purge                                        them on `client.aio`
+                  pins, clear, purge                                  them on `client.aio`
     3  sequence   append, advance, read, truncate, fork, close        KV that grows token by token
 
 Every call has one deadline, which all its parts share. Misuse raises CallerError before any bytes move; a failure in
@@ -24,10 +24,10 @@ from kvcluster.client.coordinator_client import CoordinatorClient, CoordinatorPo
 from kvcluster.client.deadlines import OTHER_MS, QUESTION_MS, call_deadline, load_ms
 from kvcluster.client.explain import explain
 from kvcluster.client.memory import bind
-from kvcluster.client.pinning import ask_to_pin
+from kvcluster.client.pinning import ask_to_pin, list_pins, unpin_prefix
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.prompt import Prompt, TokenIds, as_prompt, known_hashes, listed
-from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Pinned, Stored
+from kvcluster.client.results import BlockExplanation, Loaded, Lookup, PinListing, Pinned, PinnedPrefix, Stored
 from kvcluster.client.sequences.client_calls import SequenceCalls
 from kvcluster.client.sequences.opener import SequenceOpener
 from kvcluster.client.sequences.resources import sequence_resources, unused_set
@@ -369,9 +369,21 @@ class Client(Unpicklable, SequenceCalls):
         ttl_ns, replicas = pin_terms(ttl_s, replicas)
         return self._pin(lambda hashes: PinBlocks(hashes, ttl_ns, replicas), prompt, deadline_ms)
 
-    def unpin(self, prompt: Prompt | TokenIds, *, deadline_ms: float | None = None) -> Pinned:
-        """Ends the pin of a prompt, so that it can be evicted again."""
+    def unpin(self, prompt: Prompt | TokenIds | PinnedPrefix, *, deadline_ms: float | None = None) -> Pinned:
+        """Ends the pin of a prompt, so that it can be evicted again. Of a PinnedPrefix, which `pins` lists, the blocks
+        stay pinned that another pinned prefix has too. Raises CallerError for one of another tenant."""
+        if isinstance(prompt, PinnedPrefix):
+            return unpin_prefix(self._control, prompt, self._call(deadline_ms))
         return self._pin(UnpinBlocks, prompt, deadline_ms)
+
+    def pins(self, *, model: str | None = None, deadline_ms: float | None = None) -> PinListing:
+        """Returns which prefixes are pinned, of this model or of all: those of this credential's tenant, for an
+        operator's those of all tenants. A prefix that is pinned or unpinned meanwhile may be missing, or listed in
+        parts. Raises Unreachable if the coordinator does not answer."""
+        if model is not None:
+            check_filters(model=model)
+        deadline = self._call(deadline_ms)
+        return uninterrupted(lambda call: list_pins(self._control, model, deadline))
 
     def clear(self, *, deadline_ms: float | None = None) -> int:
         """Removes every block of this credential's tenant, of every spec, permanently. Returns how many were known.
@@ -496,5 +508,6 @@ class AsyncClient:
         self.explain = awaitable(client.explain)
         self.pin = awaitable(client.pin)
         self.unpin = awaitable(client.unpin)
+        self.pins = awaitable(client.pins)
         self.clear = awaitable(client.clear)
         self.purge = awaitable(client.purge)

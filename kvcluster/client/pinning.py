@@ -1,15 +1,24 @@
-"""Pins: protecting the cached prefix of a prompt from eviction, and ending that."""
+"""Pins: protecting the cached prefix of a prompt from eviction, ending that, and listing what is pinned.
+
+The coordinator lists runs of pinned blocks, each with the hash before it (core/pin_list.py). Here they are joined: a
+block that no pinned block follows ends a pinned prefix, which reaches back as far as blocks are pinned. Prefixes may
+share their first blocks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.long_chains import in_messages
-from kvcluster.client.results import Pinned
-from kvcluster.core.ids import BlockHash
-from kvcluster.core.messages import BlocksPinned, PinBlocks, UnpinBlocks
+from kvcluster.client.results import PinListing, Pinned, PinnedPrefix
+from kvcluster.core import limits
+from kvcluster.core.ids import BlockHash, Tenant
+from kvcluster.core.messages import BlocksPinned, GetPins, PinBlocks, PinList, PinnedRun, UnpinBlocks
 from kvcluster.core.spec import KVSpec
+from kvcluster.errors import CallerError
 from kvcluster.transport.base import Deadline, Unavailable
 
 
@@ -33,3 +42,93 @@ def ask_to_pin(
     except Unavailable as trouble:
         miss = trouble.miss
     return Pinned(blocks * spec.block_tokens, blocks, miss)
+
+
+def unpin_prefix(control: CoordinatorClient, prefix: PinnedPrefix, deadline: Deadline) -> Pinned:
+    """Unpins the blocks of a prefix that no other pinned one has. Raises CallerError if it is of another tenant."""
+    try:
+        space = control.namespace(prefix.spec, deadline)
+    except Unavailable as trouble:
+        return Pinned(0, 0, trouble.miss)
+    if space != prefix.spec.namespace(Tenant(prefix.tenant)):
+        raise CallerError(f"the pin is of tenant {prefix.tenant!r}: unpin it with a token of that tenant")
+    return ask_to_pin(control, prefix.spec, UnpinBlocks, prefix.own, deadline)
+
+
+def list_pins(control: CoordinatorClient, model: str | None, deadline: Deadline) -> PinListing:
+    """Returns the pinned prefixes that this credential may see. Raises Unreachable if the coordinator does not
+    answer."""
+    runs: list[PinnedRun] = []
+    asked = GetPins(model)
+    while True:
+        answer = control.require(PinList, asked, deadline, "is the cluster up?")
+        runs += answer.runs
+        asked = GetPins(model, answer.next)
+        if not answer.next or asked.skip >= limits.LISTED_PINNED_BLOCKS:
+            return PinListing(tuple(pinned_prefixes(runs)), answer.more)
+
+
+def pinned_prefixes(runs: Iterable[PinnedRun]) -> list[PinnedPrefix]:
+    """Returns the prefixes that these runs are parts of, by tenant and model, the largest first."""
+    tree = _PinnedTree(runs)
+    return sorted(tree.prefixes(), key=lambda each: (each.tenant, each.spec.model, -each.nbytes, each.block))
+
+
+class _Reach(NamedTuple):
+    """What is pinned of a prefix before one of its runs begins: the depth of the first block, and all up to there."""
+
+    first: int
+    nbytes: int
+    left_ns: int
+
+
+class _PinnedTree:
+    """Runs of pinned blocks, joined. Bounded work: each run, and each block, is looked at a few times."""
+
+    def __init__(self, runs: Iterable[PinnedRun]) -> None:
+        self._runs = sorted(runs, key=lambda run: run.first)
+        self._place = {block: (run, at) for run in self._runs for at, block in enumerate(run.blocks)}
+        self._following = Counter(run.before for run in self._runs)  # runs that begin behind a block
+        self._reach: dict[BlockHash, _Reach] = {}  # by the first block of a run
+        for run in self._runs:
+            before = self._before(run)
+            reach = _Reach(run.first, 0, run.left_ns)
+            if before is not None:
+                earlier, at = before
+                first, nbytes, left_ns = self._reach[earlier.blocks[0]]
+                reach = _Reach(first, nbytes + (at + 1) * earlier.block_bytes, min(left_ns, run.left_ns))
+            self._reach[run.blocks[0]] = reach
+
+    def prefixes(self) -> Iterator[PinnedPrefix]:
+        for run in self._runs:
+            if not self._following[run.blocks[-1]]:
+                first, nbytes, left_ns = self._reach[run.blocks[0]]
+                own = tuple(self._own(run))
+                blocks = run.first + len(run.blocks) - first
+                yield PinnedPrefix(
+                    block=run.blocks[-1].hex(),
+                    tenant=run.tenant,
+                    spec=run.spec,
+                    first=first,
+                    blocks=blocks,
+                    tokens=blocks * run.spec.block_tokens,
+                    shared_blocks=blocks - len(own),
+                    nbytes=nbytes + len(run.blocks) * run.block_bytes,
+                    left_s=left_ns / 1e9,
+                    own=own[::-1],
+                )
+
+    def _before(self, run: PinnedRun) -> tuple[PinnedRun, int] | None:
+        """Returns the run, and the place in it, of the block before a run; None if that is not pinned."""
+        found = self._place.get(run.before)
+        return found if found is not None and found[0].first + found[1] + 1 == run.first else None
+
+    def _own(self, run: PinnedRun) -> Iterator[BlockHash]:
+        """Yields the blocks of the prefix that ends with this run, from its end on, as far as no other has them."""
+        found: tuple[PinnedRun, int] | None = (run, len(run.blocks) - 1)
+        while found is not None:
+            run, at = found
+            if self._following[run.blocks[at]] + (at + 1 < len(run.blocks)) > 1:
+                return
+            yield run.blocks[at]
+            found = (run, at - 1) if at else self._before(run)

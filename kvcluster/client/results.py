@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.spec import KVSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,42 @@ class Pinned:
     tokens: int
     blocks: int
     miss: Miss | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A prefix that is pinned, of a prompt under `spec` of `tenant`. `block` is the hash of its last block, in
+    hexadecimal, which names it.
+
+    `blocks` of it are pinned, `tokens` tokens, and take `nbytes` bytes in all tiers of all shards. Before them are
+    `first` blocks that are not pinned: 0 unless they were unpinned, or are not cached any more. Another pinned prefix
+    has `shared_blocks` of the pinned ones too, so that `nbytes` of several do not add up. In `left_s` seconds the
+    first of them may be evicted again. `own` are the hashes of those that no other has, which `unpin` unpins.
+    """
+
+    block: str
+    tenant: str
+    spec: KVSpec
+    first: int
+    blocks: int
+    tokens: int
+    shared_blocks: int
+    nbytes: int
+    left_s: float
+    own: tuple[BlockHash, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PinListing:
+    """The pinned prefixes of one listing, by tenant and model. `more_blocks`: pinned blocks beyond
+    limits.LISTED_PINNED_BLOCKS, which were not looked at; 0 if the listing is whole.
+
+        for pin in client.pins().pins:
+            print(pin.spec.model, pin.tokens, pin.left_s)
+    """
+
+    pins: tuple[PinnedPrefix, ...]
+    more_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,9 @@ ENGINE_BYTES = 8 * 1024
 LISTED_ENGINES = 256
 """As LISTED_NAMESPACES, of engines."""
 
+LISTED_PINNED_BLOCKS = BLOCKS_PER_PROMPT
+"""Pinned blocks that a client asks for to list the pins of its tenant: some 50 MiB of it, and sixteen questions."""
+
 LISTED_NAMESPACES = 256
 """Namespaces in one listing for an operator: a spec takes some hundred bytes, and a longer list is not readable."""
 

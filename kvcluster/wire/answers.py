@@ -220,6 +220,7 @@ REPLY = OneOf(
     pins=Struct(
         pb.Pins,
         PinList,
+        lambda reply: must(all(run.blocks for run in reply.runs), "a run of pinned blocks must have at least one"),
         runs=Rows(_PINNED_RUNS, limits.BLOCKS_PER_CALL, "runs of pinned blocks in a message"),
         next=amount("pinned blocks"),
         more=amount("pinned blocks"),

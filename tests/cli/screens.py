@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from kvcluster.cli.cluster_doctor import judged
-from kvcluster.client.results import BlockExplanation, Lookup
+from kvcluster.cli.pin import pins_dict
+from kvcluster.client.results import BlockExplanation, Lookup, PinListing, PinnedPrefix
 from kvcluster.client.status import status_dict
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import (
@@ -102,6 +103,27 @@ def engines() -> list[dict[str, Any]]:
     shared = {"name": "host-1:4711", "model": SPEC.model, "weights": SPEC.weights, "facts": facts, "private": False}
     changed = {"name": "host-2:4711", "weights": "private:1b2c3d4e5f60718293a4b5c6", "private": True}
     return [shared, {**shared, **changed}]
+
+
+def pins() -> dict[str, Any]:
+    """A system prompt, two prompts that begin with it, what was left of a third, and more."""
+    gib = 2**30
+
+    def pin(name: str, tokens: int, shared: int = 0, first: int = 0, **about: Any) -> PinnedPrefix:
+        blocks = tokens // SPEC.block_tokens
+        known: dict[str, Any] = {"tenant": "chat", "spec": SPEC, "nbytes": gib * tokens // 8_192, "left_s": 86_000.0}
+        known |= about
+        return PinnedPrefix(
+            (name * 16)[:64], first=first, blocks=blocks, tokens=tokens, shared_blocks=shared, own=(), **known
+        )
+
+    tuned = replace(SPEC, adapter="sha256:9e107d9d372bb6826bd81d3542a419d6")
+    listed = (
+        *(pin("3fa9c1", 10_240, 256), pin("77e0b2", 6_144, 256)),
+        pin("c04d5e", 2_048, first=64, left_s=90.0),
+        pin("e8f1a6", 512, tenant="search", spec=tuned, left_s=3_000.0),
+    )
+    return pins_dict(PinListing(listed, 4_096))
 
 
 def _transport(name: str, why: str | None = None, advice: str | None = None, trip_ms: float = 0.2) -> dict[str, Any]:

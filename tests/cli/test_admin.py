@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from kvcluster.cli import admin
 from kvcluster.cli.admin import progress
 from kvcluster.cli.main import main
+from kvcluster.cli.prompt_args import layout_id
 from kvcluster.cli.status_view import add_status
 from kvcluster.cli.text_page import TextPage
 from kvcluster.client import Client
@@ -460,6 +461,61 @@ def test_a_prompt_is_pinned_by_the_name_of_its_model(
     assert "32 of 32 tokens are pinned for 60 s" in capsys.readouterr().out
     assert served.run("unpin", "--model", "tiny", "--prompt-file", str(token_file)) == 0
     assert "may be evicted again" in capsys.readouterr().out
+
+
+def test_pins_are_listed_to_their_tenant_and_to_an_operator(
+    served: Served, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.pin(prompt(8, 0), 60.0)
+
+    def listed(token: str) -> list[dict[str, Any]]:
+        assert served.run("pins", "--json", token=token) == 0
+        pins: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["pins"]
+        return pins
+
+    assert listed("other") == []
+    [pin] = listed("default")
+    assert (pin["tenant"], pin["model"], pin["tokens"], pin["blocks"], pin["first_token"]) == (
+        *("default", "tiny"),
+        *(32, 8, 0),
+    )
+    assert pin["pin"] == client.hashes(prompt(8, 0))[-1].hex() and pin["layout"] == layout_id(client.spec)
+    assert [each["pin"] for each in listed("operator")] == [pin["pin"]]
+    assert served.run("pins", "--model", "big") == 0
+    assert capsys.readouterr().out == "nothing is pinned\n"
+
+
+def test_a_listed_pin_is_unpinned_by_its_id(served: Served, client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    longer = [*prompt(8, 0), *prompt(2, 300)]
+    client.store(longer, kv(10))
+    assert client.flush()
+    for tokens in (longer, prompt(8, 1)):
+        client.pin(tokens, 60.0)
+    assert served.run("pins") == 0
+    shown = capsys.readouterr().out
+    pin = client.hashes(longer)[-1].hex()
+    assert f"{pin[:12]}  default  tiny" in shown and "40" in shown
+    assert served.run("unpin", "--pin", pin[:12]) == 0
+    assert capsys.readouterr().out == "40 tokens may be evicted again\n"
+    assert [each.block for each in client.pins().pins] == [client.hashes(prompt(8, 1))[-1].hex()]
+    assert served.run("unpin", "--pin", pin[:12]) == 1
+    assert f"no pin has an id that begins with '{pin[:12]}'" in capsys.readouterr().err
+    assert served.run("unpin", "--pin", "", token="operator") == 1
+    assert "the pin is of tenant 'default': unpin it with a token of that tenant" in capsys.readouterr().err
+    client.pin(longer, 60.0)
+    assert served.run("unpin", "--pin", "") == 1
+    assert "2 pins have an id that begins with ''" in capsys.readouterr().err
+
+
+def test_what_another_pin_needs_stays_pinned_and_is_counted(
+    served: Served, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forks = [[*prompt(8, 0), *prompt(2, seed)] for seed in (300, 301)]
+    for tokens in forks:
+        client.store(tokens, kv(10))
+        assert client.flush() and client.pin(tokens, 60.0).blocks == 10
+    assert served.run("unpin", "--pin", client.hashes(forks[0])[-1].hex()) == 0
+    assert capsys.readouterr().out == "8 tokens may be evicted again; 8 blocks of it stay pinned with others\n"
 
 
 def test_what_is_not_cached_is_not_pinned(

@@ -19,6 +19,7 @@ from kvcluster.cli.command_parser import CommandParser
 from kvcluster.cli.doctor_view import add_diagnosis
 from kvcluster.cli.explain import add_explanation, add_lookup
 from kvcluster.cli.main import parser
+from kvcluster.cli.pin import add_pins
 from kvcluster.cli.status_view import add_engines, add_status
 from kvcluster.cli.text_page import TableColumn, TextPage, Tone
 from tests.cli import screens
@@ -33,6 +34,8 @@ SCREENS: dict[str, Callable[[TextPage], None]] = {
     "status of a cluster that has just started": lambda page: add_status(page, screens.fresh(), screens.ADDRESS),
     "status of a cluster in trouble": lambda page: add_status(page, screens.in_trouble(), screens.ADDRESS),
     "weights": lambda page: add_engines(page, screens.engines()),
+    "pins": lambda page: add_pins(page, screens.pins()),
+    "pins where nothing is pinned": lambda page: add_pins(page, {"pins": [], "more_blocks": 0}),
     "doctor where all is well": lambda page: add_diagnosis(page, screens.diagnosis()),
     "doctor of a cluster in trouble": lambda page: add_diagnosis(page, screens.bad_diagnosis()),
     "doctor where nothing listens": lambda page: add_diagnosis(page, screens.unreachable()),

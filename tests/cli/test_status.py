@@ -98,6 +98,7 @@ def test_the_exit_status_says_whether_the_cluster_is_as_configured() -> None:
     "command",
     [
         *(["off"], ["on"], ["clear", "--yes"], ["purge", "--model", "m", "--yes"], ["policy"], ["weights"]),
+        *(["pins"], ["unpin", "--pin", "3fa9c1"]),
         *(["drain", "shard-0"], ["pin", "--model", "m", "--prompt-file", "FILE"], ["status"]),
         *(["unpin", "--model", "m", "--prompt-file", "FILE"], ["lookup", "--prompt-file", "FILE"], ["doctor"]),
         *(["explain", "--prompt-file", "FILE"], ["breakeven", "--model", "CONFIG", "--prefill", "100"]),

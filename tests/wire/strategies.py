@@ -580,7 +580,7 @@ _pinned_runs = st.builds(
     spec=specs(),
     before=hashes,
     first=st.integers(0, limits.TOKENS_PER_SEQUENCE),
-    blocks=blocks,
+    blocks=blocks.filter(bool),
     block_bytes=quantities,
     left_ns=quantities,
 )
