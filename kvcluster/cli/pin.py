@@ -150,7 +150,7 @@ def _unpin(options: argparse.Namespace) -> int:
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         control, deadline = CoordinatorClient(port), Deadline.after_ms(ANSWER_MS)
         listing = list_pins(control, None, deadline)
-        found = [pin for pin in listing.pins if pin.block.startswith(options.pin)]
+        found = [pin for pin in listing.pins if options.pin and pin.block.startswith(options.pin)]
         if len(found) != 1:
             what = f"{len(found)} pins have" if found else "no pin has"
             raise CallerError(f"{what} an id that begins with {options.pin!r}: `kvcluster pins` lists them")

@@ -7,6 +7,7 @@ import json
 import socket
 import sys
 import threading
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -500,11 +501,23 @@ def test_a_listed_pin_is_unpinned_by_its_id(served: Served, client: Client, caps
     assert [each.block for each in client.pins().pins] == [client.hashes(prompt(8, 1))[-1].hex()]
     assert served.run("unpin", "--pin", pin[:12]) == 1
     assert f"no pin has an id that begins with '{pin[:12]}'" in capsys.readouterr().err
-    assert served.run("unpin", "--pin", "", token="operator") == 1
+    assert served.run("unpin", "--pin", "") == 1, "the one that is left is not meant"
+    assert "no pin has an id that begins with ''" in capsys.readouterr().err
+
+
+def test_a_pin_of_another_tenant_and_an_id_of_several_are_refused(
+    served: Served, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in range(300, 317):  # more than there are first digits
+        client.store(prompt(1, seed), kv(1))
+        assert client.flush() and client.pin(prompt(1, seed), 60.0).blocks == 1
+    ids = [pin.block for pin in client.pins().pins]
+    digit, count = Counter(pin[0] for pin in ids).most_common(1)[0]
+    assert served.run("unpin", "--pin", digit) == 1
+    assert f"{count} pins have an id that begins with '{digit}'" in capsys.readouterr().err
+    assert served.run("unpin", "--pin", ids[0], token="operator") == 1
     assert "the pin is of tenant 'default': unpin it with a token of that tenant" in capsys.readouterr().err
-    client.pin(longer, 60.0)
-    assert served.run("unpin", "--pin", "") == 1
-    assert "2 pins have an id that begins with ''" in capsys.readouterr().err
+    assert [pin.block for pin in client.pins().pins] == ids
 
 
 def test_what_another_pin_needs_stays_pinned_and_is_counted(

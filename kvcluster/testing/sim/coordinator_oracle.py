@@ -13,6 +13,7 @@ from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId
 from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
+    BlocksPinned,
     Decision,
     Drain,
     Effect,
@@ -20,11 +21,14 @@ from kvcluster.core.messages import (
     EvictOrder,
     Explain,
     Explained,
+    GetPins,
     Inventory,
     LeaveReason,
     LoadGrant,
     MoveOrder,
     PageKey,
+    PinBlocks,
+    PinList,
     Plan,
     PrepareLoad,
     PrepareStore,
@@ -38,6 +42,7 @@ from kvcluster.core.messages import (
     SyncTables,
     Tick,
     Tier,
+    UnpinBlocks,
 )
 from kvcluster.core.tickets import IssuedTicket, TicketName
 from kvcluster.core.tiers import FASTEST, STAGING
@@ -85,6 +90,8 @@ class CoordinatorOracle:
             EndTicket: self._ticket_ended,
             Drain: self._drain_asked,
             SyncTables: world.sequence_oracle.tables_told,
+            PinBlocks: self._pins_changed,
+            UnpinBlocks: self._pins_changed,
         }
 
     def stepped(self, c: CoordinatorProcess, message: object, effects: list[Effect], now: int) -> None:
@@ -104,6 +111,30 @@ class CoordinatorOracle:
             self._drained(c, m.info, now)
         elif m.info.draining:
             self._drain_began(c, m.info.shard)
+
+    def _pins_changed(
+        self, c: CoordinatorProcess, request: Request[PinBlocks | UnpinBlocks], reply: object, now: int
+    ) -> None:
+        """The listing has what was just pinned, nothing that was unpinned, and else what is spared from eviction."""
+        if not isinstance(reply, BlocksPinned):
+            return
+        spaces = c.core.state.namespaces.of(request.tenant)
+        spared = {(space.id, block) for space in spaces for block, until in space.pinned.items() if until > now}
+        listed: dict[tuple[NamespaceId, BlockHash], None] = {}
+        skip: int | None = None
+        while skip != 0:
+            build = Request(request.call, request.tenant, None, GetPins(skip=skip or 0))
+            (answer,) = c.core.admin_handler.list_pins(build, now)
+            assert isinstance(answer, Answer) and isinstance(answer.reply, PinList)
+            for run in answer.reply.runs:
+                listed |= dict.fromkeys((run.spec.namespace(run.tenant), block) for block in run.blocks)
+            skip = answer.reply.next
+        require(listed.keys() == spared, "the listing of pins is not what is spared from eviction")
+        asked = [(namespace_of(request), block) for block in request.question.hashes]
+        if isinstance(request.question, PinBlocks):
+            require(all(name in listed for name in asked[: reply.blocks]), "a block that was pinned is not listed")
+        else:
+            require(not any(name in listed for name in asked), "a block that was unpinned is listed")
 
     def _drain_asked(self, c: CoordinatorProcess, request: Request[Drain], reply: object, now: int) -> None:
         self._drain_began(c, request.question.shard)
