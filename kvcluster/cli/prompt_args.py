@@ -46,6 +46,10 @@ def add_prompt_args(command: Any, *, or_pin: bool = False) -> None:
         help="folder of the model's tokenizer, to make token ids of text; needs transformers (default: none)",
     )
     options.add_argument("--salt", default="", help="cache_salt of the engines' requests (default: none)")
+    _add_engine_args(command)
+
+
+def _add_engine_args(command: Any) -> None:
     engines = command.add_argument_group("of which engines")
     engines.add_argument(
         "--model",

@@ -219,9 +219,9 @@ def _activity(shard: dict[str, Any]) -> Iterator[str]:
 
 
 def _restarts(shard: dict[str, Any]) -> Iterator[str]:
-    if shard["restarts"]:
-        times = f" {shard['restarts']:,} times, the last time" if shard["restarts"] > 1 else ""
-        yield f"restarted{times} {duration_text(shard['restarted_ns_ago'])} ago"
+    count, ago = shard["restarts"], duration_text(shard["restarted_ns_ago"])
+    if count:
+        yield f"restarted {ago} ago" if count == 1 else f"restarted {count:,} times, the last time {ago} ago"
 
 
 def _rows(shard: dict[str, Any], whole: bool) -> Iterator[list[str | TableCell]]:

@@ -24,10 +24,10 @@ from kvcluster.client.coordinator_client import CoordinatorClient, CoordinatorPo
 from kvcluster.client.deadlines import OTHER_MS, QUESTION_MS, call_deadline, load_ms
 from kvcluster.client.explain import explain
 from kvcluster.client.memory import bind
-from kvcluster.client.pinning import ask_to_pin, list_pins, unpin_prefix
+from kvcluster.client.pin_calls import PinCalls
 from kvcluster.client.policy import ShardPolicy
 from kvcluster.client.prompt import Prompt, TokenIds, as_prompt, known_hashes, listed
-from kvcluster.client.results import BlockExplanation, Loaded, Lookup, PinListing, Pinned, PinnedPrefix, Stored
+from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Stored
 from kvcluster.client.sequences.client_calls import SequenceCalls
 from kvcluster.client.sequences.opener import SequenceOpener
 from kvcluster.client.sequences.resources import sequence_resources, unused_set
@@ -47,7 +47,6 @@ from kvcluster.client.validation import (
     check_tokens_of,
     kind_of,
     parts_of,
-    pin_terms,
 )
 from kvcluster.client.warm_up import warm_up
 from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
@@ -58,13 +57,11 @@ from kvcluster.core.messages import (
     EngineInfo,
     GetStatus,
     Need,
-    PinBlocks,
     Purge,
     Purged,
     Registered,
     RegisterEngine,
     Status,
-    UnpinBlocks,
 )
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
@@ -76,7 +73,7 @@ from kvcluster.transport.base import Deadline
 from kvcluster.transport.forks import OwnProcess
 
 
-class Client(Unpicklable, SequenceCalls):
+class Client(Unpicklable, SequenceCalls, PinCalls):
     """One worker's view of the cache for one spec. Made by `kvcluster.connect`; thread-safe; a context manager.
 
         client.store(token_ids, kv)                          # [blocks, layers, planes, block_tokens, heads, dim]
@@ -356,35 +353,6 @@ class Client(Unpicklable, SequenceCalls):
         prompt, deadline = as_prompt(prompt), self._call(deadline_ms)
         return explain(self._control, self._spec(prompt.adapter), self._need(accept), prompt, deadline)
 
-    def pin(
-        self,
-        prompt: Prompt | TokenIds,
-        ttl_s: float,
-        *,
-        replicas: int = 1,
-        deadline_ms: float | None = None,
-    ) -> Pinned:
-        """Protects the cached prefix of a prompt from eviction for `ttl_s` seconds, within the share of the cache that
-        pins may take, and keeps it on `replicas` shards, or on fewer if fewer have room."""
-        ttl_ns, replicas = pin_terms(ttl_s, replicas)
-        return self._pin(lambda hashes: PinBlocks(hashes, ttl_ns, replicas), prompt, deadline_ms)
-
-    def unpin(self, prompt: Prompt | TokenIds | PinnedPrefix, *, deadline_ms: float | None = None) -> Pinned:
-        """Ends the pin of a prompt, so that it can be evicted again. Of a PinnedPrefix, which `pins` lists, the blocks
-        stay pinned that another pinned prefix has too. Raises CallerError for one of another tenant."""
-        if isinstance(prompt, PinnedPrefix):
-            return unpin_prefix(self._control, prompt, self._call(deadline_ms))
-        return self._pin(UnpinBlocks, prompt, deadline_ms)
-
-    def pins(self, *, model: str | None = None, deadline_ms: float | None = None) -> PinListing:
-        """Returns which prefixes are pinned, of this model or of all: those of this credential's tenant, for an
-        operator's those of all tenants. A prefix that is pinned or unpinned meanwhile may be missing, or listed in
-        parts. Raises Unreachable if the coordinator does not answer."""
-        if model is not None:
-            check_filters(model=model)
-        deadline = self._call(deadline_ms)
-        return uninterrupted(lambda call: list_pins(self._control, model, deadline))
-
     def clear(self, *, deadline_ms: float | None = None) -> int:
         """Removes every block of this credential's tenant, of every spec, permanently. Returns how many were known.
 
@@ -455,18 +423,6 @@ class Client(Unpicklable, SequenceCalls):
     def _need(self, accept: Loss | None, parts: Sequence[Part | None] | None = None) -> Need:
         accept = self._accept if accept is None else check_loss(accept)
         return Need(self.parts if parts is None else tuple(parts), accept)
-
-    def _pin(
-        self,
-        question: Callable[[tuple[BlockHash, ...]], PinBlocks | UnpinBlocks],
-        prompt: Prompt | TokenIds,
-        deadline_ms: float | None,
-    ) -> Pinned:
-        deadline = self._call(deadline_ms)
-        spec, hashes, miss = self._hash(prompt, deadline)
-        if not hashes:
-            return Pinned(0, 0, miss)
-        return ask_to_pin(self._control, spec, question, hashes, deadline)
 
     def _purge(self, message: Purge, deadline_ms: float | None) -> int:
         return self._control.require(Purged, message, self._call(deadline_ms), "blocks may remain; call again").blocks

@@ -29,7 +29,7 @@ from tests.client.build import (
 
 TOKENS = prompt(3)
 SALTED = Prompt(TOKENS, salt=b"s")
-TWINS = ["lookup", "load", "store", "flush", "explain", "pin", "unpin", "clear", "purge"]
+TWINS = ["lookup", "load", "store", "flush", "explain", "pin", "unpin", "pins", "clear", "purge"]
 
 
 def test_there_is_a_twin_of_each_call_that_blocks_on_the_cluster_and_no_other(cluster: MemoryCluster) -> None:
