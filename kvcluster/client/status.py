@@ -14,7 +14,8 @@ def status_dict(status: Status) -> dict[str, Any]:
     `totals` sums the counters of all shards; `lost_shards` names those in state "lost"; `differing` has the shards of
     another release or configuration than the coordinator's, each with a description of the difference; `waiting` has a
     sentence for each shard that the cluster lacks, and `orphans` the volumes that belong to no running shard, each with
-    the address of its node.
+    the address of its node. Each shard has `restarts`, their number since the coordinator started, `uptime_ns` ago, and
+    `restarted_ns_ago`, when the last one was.
     """
     out = asdict(status)
     out["counters"] = dict(status.counters)

@@ -15,6 +15,7 @@ from kvcluster import Client
 from kvcluster.cli import coordinator_args, status
 from kvcluster.cli.main import main
 from kvcluster.cli.status import StatusExit, exit_of
+from kvcluster.core.ids import ShardId
 from tests.cli import screens
 from tests.cli.front import Served
 
@@ -155,3 +156,21 @@ def test_what_is_shown_needs_only_the_base_install(served: Served, client: Clien
     assert done.stderr == ""
     assert done.returncode == (1 if command == ["doctor"] else 0)  # its shards here have no address
     assert done.stdout
+
+
+def test_a_shard_that_restarted_is_shown_with_when(
+    served: Served, client: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert served.run("status", token="operator") == 0
+    assert "restarted" not in capsys.readouterr().out
+    for count in (1, 2):
+        served.cluster.stop_shard(ShardId("shard-0"))
+        served.cluster.start_shard(0)
+        served.cluster.wait_until(lambda count=count: client.status()["shards"][0]["restarts"] == count)
+    for token in ("operator", "default"):
+        assert served.run("status", token=token) == 0
+        assert "restarted 2 times, the last time" in capsys.readouterr().out
+    assert served.run("status", "--json") == 0
+    shards = {shard["shard"]: shard for shard in json.loads(capsys.readouterr().out)["shards"]}
+    assert {name: shard["restarts"] for name, shard in shards.items()} == {"shard-0": 2, "shard-1": 0}
+    assert shards["shard-0"]["restarted_ns_ago"] > 0

@@ -260,6 +260,19 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("weights", "weights", "main", ProtocolError, "does not pin the weights"),
     ("weights", "model", "m" * 1_025, LimitError, "characters of a model: 1025"),
     ("engines", "engines.known.seen_ns_ago", [], ProtocolError, "lists of engines must be equally long"),
+    ("pins", "skip", HUGE, LimitError, "pinned blocks: "),
+    ("pins", "model", "m" * 1_025, LimitError, "characters of a model: 1025"),
+    (
+        "listed pins",
+        "pins.runs.left_ns",
+        [],
+        ProtocolError,
+        "lists of runs of pinned blocks in a message must be equally",
+    ),
+    ("listed pins", "pins.runs.block_bytes", [HUGE], LimitError, "bytes of a block: "),
+    ("listed pins", "pins.runs.spec.of", [1], ProtocolError, "refers to a spec beyond the 1"),
+    ("listed pins", "pins.runs.blocks.counts", [MANY], LimitError, "block hashes in a message: 8193 exceeds"),
+    ("listed pins", "pins.more", HUGE, LimitError, "pinned blocks: "),
     ("drain", "shard", "s" * 1_025, LimitError, "characters of a shard's name: 1025"),
     ("suspect", "namespace", b"", ProtocolError, "a namespace is 32 bytes, not 0"),
     ("suspect", "epoch", HUGE, LimitError, "epoch: "),
@@ -681,3 +694,10 @@ def test_bytes_of_something_else_are_named_so() -> None:
 def test_a_later_peer_may_add_fields() -> None:
     data = COORDINATOR["PrepareLoad"].encode_request(LOAD, NAMESPACE) + b"\xa2\x06\x03new"  # field 100
     assert _question(COORDINATOR["PrepareLoad"], data) == (NAMESPACE, LOAD)
+
+
+def test_a_run_of_no_pinned_blocks_is_refused() -> None:
+    method = COORDINATOR["GetPins"]
+    data = method.encode_reply(PinList((PinnedRun(TENANT, SPEC, BLOCK, 1, (), 1, 1),)))
+    with pytest.raises(ProtocolError, match="a run of pinned blocks must have at least one"):
+        method.decode_reply(data)
