@@ -90,7 +90,7 @@ class AdminHandler:
 
     def pin(self, request: Request[PinBlocks], space: CoordinatorNamespace, now: int) -> list[Effect]:
         m = request.question
-        count = self._evictor.pin(space, m.hashes, now + m.ttl_ns, now)
+        count = self._evictor.pin(space, m.hashes, now + m.ttl_ns, now, m.replicas)
         if m.replicas > 1:
             for block in m.hashes[:count]:
                 self._replicator.request_copies(space, block, m.replicas)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcluster.config import CoordinatorConfig
+from kvcluster.core import limits
 from kvcluster.core.admin_handler import AdminHandler
 from kvcluster.core.coordinator_state import UNKNOWN, CoordinatorState
 from kvcluster.core.dispatcher import Dispatcher
@@ -237,6 +238,7 @@ class Coordinator:
         self._prepare_handler.end_expired(now)
         self._sequence_handler.end_expired(now)
         self._sequence_handler.release_some(now)
+        state.namespaces.pins.forget_ended(now, limits.RELEASED_PER_STEP)
         if state.rebuild_until is not None and now >= state.rebuild_until:
             state.serve(now)
         state.eraser.end_graces(now)

@@ -17,6 +17,7 @@ from kvcluster.core.members import Membership
 from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone
 from kvcluster.core.miss import MissReason
 from kvcluster.core.namespaces import NamespaceTable
+from kvcluster.core.pins import PinTable
 from kvcluster.core.probes import ProbeRuns
 from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.replicas_first import ReplicasFirst
@@ -60,7 +61,9 @@ class CoordinatorState:
         self.book = ReplicaTable()
         self.emitter = emitter
         self._policy = POLICIES[config.eviction_policy]
-        self.namespaces = NamespaceTable(self.book, tombstones, emitter, counts_uses=self._policy.counts_uses)
+        self.namespaces = NamespaceTable(
+            self.book, tombstones, PinTable(config.pinned_share), emitter, counts_uses=self._policy.counts_uses
+        )
         self.members = Membership(membership_ttl_ms * MS, self.book, self._queue)
         self.tables = BlockTables(config.sequence_share)
         self.eraser = Eraser(config.private_grace_ms * MS, self.namespaces, self.book, self.tables)

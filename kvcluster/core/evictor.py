@@ -25,7 +25,6 @@ from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, Tier
 from kvcluster.core.namespaces import CoordinatorNamespace
-from kvcluster.core.shares import Shares
 from kvcluster.core.tenant_floors import TenantFloors, floors_bytes
 
 FOLLOWERS = 16
@@ -41,7 +40,6 @@ class Evictor:
     def __init__(self, config: CoordinatorConfig, state: CoordinatorState) -> None:
         self._low = config.low_free
         self._high = config.high_free
-        self._pinned_share = config.pinned_share
         self._floor = config.tenant_floor
         self._state = state
 
@@ -143,27 +141,25 @@ class Evictor:
             if record is not None and record.copies.on(member.slot, order.tier):
                 member.cold[order.tier].push(record)
 
-    def pin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash], until: int, now: int) -> int:
-        """Pins the leading blocks that are cached and fit the tenant's share of all addressable bytes. Returns the
-        number pinned."""
-        pinned = self._pinned_bytes(now)
-        count = 0
-        for block in blocks:
+    def pin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash], until: int, now: int, copies: int) -> int:
+        """Pins the leading blocks that are cached and fit the tenant's share of all addressable bytes, charged as if
+        unencoded and on so many shards. Returns the number pinned."""
+        pins = self._state.namespaces.pins
+        pins.forget_ended(now, limits.BLOCKS_PER_CALL)
+        pins.charged.most = self._state.members.addressable_bytes
+        for count, block in enumerate(blocks):
             record = space.index.get(block)
             if record is None:
-                break
-            if block not in space.pinned:
-                nbytes = self._state.namespaces.bytes_on(record)
-                if pinned.full(space.tenant, nbytes):
-                    break
-                pinned.add(space.tenant, nbytes)
-            space.pinned[block] = until
-            count += 1
-        return count
+                return count
+            nbytes = self._state.namespaces.bytes_on(record, raw=True)
+            nbytes = max(nbytes, nbytes * copies // len(record.copies.slots))
+            if not space.pinned.pin(block, until, nbytes):
+                return count
+        return len(blocks)
 
     def unpin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash]) -> int:
         """Returns the number of these blocks that were pinned."""
-        return sum(space.pinned.pop(block, None) is not None for block in blocks)
+        return sum(map(space.pinned.discard, blocks))
 
     def _floors(
         self, member: Member, tier: Tier, pressing: Mapping[Tenant, int], own: Mapping[Tenant, int]
@@ -195,7 +191,7 @@ class Evictor:
         """Whether the block is pinned, or held. Then the chain before it is too, or is useless without it."""
         space = self._state.namespaces.known(record.space)
         assert space is not None, "a record of a namespace that is not known"
-        return space.pinned.get(record.hash, 0) > now or (record.held_until > now and not despite_holds)
+        return space.pinned.until(record.hash) > now or (record.held_until > now and not despite_holds)
 
     def _leads_on(self, record: BlockRecord, here: tuple[int, Tier]) -> bool:
         """Whether a lookup may go on from this leaf of the queue of `here`, and could not without its copy there. Only
@@ -209,15 +205,3 @@ class Evictor:
         some = islice(each_follower(record.followers), FOLLOWERS)
         found = [follower for block in some if (follower := get(record.space, block)) is not None]
         return len(found) == FOLLOWERS or any(list(follower.copies.places) != [here] for follower in found)
-
-    def _pinned_bytes(self, now: int) -> Shares:
-        """Returns the addressable bytes that are pinned now; forgets pins that have expired."""
-        pinned = Shares(self._state.members.addressable_bytes, self._pinned_share)
-        for space in self._state.namespaces:
-            for block, until in list(space.pinned.items()):
-                record = space.index.get(block)
-                if until <= now or record is None:
-                    del space.pinned[block]
-                else:
-                    pinned.add(space.tenant, self._state.namespaces.bytes_on(record))
-        return pinned

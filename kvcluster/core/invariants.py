@@ -77,6 +77,8 @@ def check_coordinator(coordinator: Coordinator) -> None:
                 if slot in slots:
                     recorded[slot, tier] += 1
         assert all(space.index.get(block) is not None for block in space.pinned), "a pin of a block that is gone"
+    pins = coordinator.state.namespaces.pins
+    pins.check()
     for member in members:
         ordered = dict.fromkeys(Tier, 0)
         evict, move = member.orders.of(EvictOrder), member.orders.of(MoveOrder)

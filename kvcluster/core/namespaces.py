@@ -16,6 +16,7 @@ from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import Need, Tier, Tombstone
+from kvcluster.core.pins import PinnedBlocks, PinTable
 from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.core.tenant_floors import charged
@@ -27,8 +28,8 @@ of parts in each of its many namespaces."""
 
 
 class CoordinatorNamespace:
-    """One namespace. `pinned` maps blocks that a user pinned to the end of the pin; `purged` is the number of the last
-    tombstone that names the namespace."""
+    """One namespace. `pinned`: what users have pinned of it; `purged`: the number of the last tombstone that names
+    it."""
 
     __slots__ = ("_page_sizes", "id", "index", "pinned", "purged", "spec", "tenant")
 
@@ -43,6 +44,7 @@ class CoordinatorNamespace:
         counts_uses: bool,
         orphans: deque[tuple[NamespaceId, BlockHash]],
         page_sizes: PageSizes,
+        pins: PinTable,
     ) -> None:
         self.id = space
         self.tenant = tenant
@@ -56,7 +58,7 @@ class CoordinatorNamespace:
             counts_uses=counts_uses,
             orphans=orphans,
         )
-        self.pinned: dict[BlockHash, int] = {}
+        self.pinned = PinnedBlocks(pins, tenant)
         self.purged = 0
         self._page_sizes = page_sizes
 
@@ -89,6 +91,7 @@ class NamespaceTable:
         self,
         book: ReplicaTable,
         tombstones: Tombstones,
+        pins: PinTable,
         emitter: EventEmitter | None = None,
         *,
         counts_uses: bool = False,
@@ -98,6 +101,7 @@ class NamespaceTable:
         """Blocks that followed one which was removed, for orphans.py."""
         self._page_sizes: PageSizes = {}
         self._book = book
+        self.pins = pins
         self._emitter = emitter
         self._tombstones = tombstones
         self._spaces: dict[NamespaceId, CoordinatorNamespace] = {}
@@ -129,10 +133,6 @@ class NamespaceTable:
         """The number of blocks in namespaces of private pages."""
         return sum(len(space.index) for space in self._spaces.values() if space.spec.private)
 
-    def pinned_blocks(self, now: int) -> int:
-        """Returns the number of blocks that users have pinned. Looks at each."""
-        return sum(until > now for space in self for until in space.pinned.values())
-
     def of(self, tenant: Tenant) -> list[CoordinatorNamespace]:
         """Returns the namespaces of one tenant, those of private pages included."""
         return list(self._owned.get(tenant, {}).values())
@@ -161,6 +161,7 @@ class NamespaceTable:
                 counts_uses=self._counts_uses,
                 orphans=self.orphans,
                 page_sizes=self._page_sizes,
+                pins=self.pins,
             )
             if emitter is not None:
                 emitter.opened(space_id, tenant, spec)
@@ -215,7 +216,8 @@ class NamespaceTable:
         purged: list[dict[BlockHash, BlockRecord]] = []
         for space in self.named(stone):
             purged.append(space.index.clear())
-            space.pinned.clear()
+            self.pins.purge(space.pinned)
+            space.pinned = PinnedBlocks(self.pins, space.tenant)
             space.purged = max(space.purged, stone.number)
         return purged
 

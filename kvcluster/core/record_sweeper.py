@@ -82,7 +82,7 @@ class RecordSweeper:
         state.members.charge(space, before, record.copies, parts)
         if bare:
             state.evicted.add(space.id, record.hash, now, MissReason.SHARD_LOST)
-            space.pinned.pop(record.hash, None)
+            space.pinned.discard(record.hash)
         elif slot is not None:
             self._replicator.repair(space, record, before, slot)
         else:

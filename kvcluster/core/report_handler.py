@@ -245,7 +245,7 @@ class ReportHandler:
             state.evicted.add(
                 event.namespace, key.hash, now, MissReason.CORRUPT if event.corrupt else MissReason.EVICTED
             )
-            space.pinned.pop(key.hash, None)
+            space.pinned.discard(key.hash)
         elif record is not None and not record.copies.holds(member.slot, key.group, key.part):
             if event.corrupt:
                 self._replicator.repair(space, record, before, member.slot)

@@ -167,7 +167,7 @@ def figures_of(core: Coordinator, now: int, *, tenants: bool = False) -> Coordin
         core.state.missed_tokens,
         core.state.eviction_ages,
         core.state.members.open_orders(),
-        core.state.namespaces.pinned_blocks(now),
+        core.state.namespaces.pins.count(now),
         core.replicator.requests,
         core.state.counted_by_tenant if tenants else {},
     )

@@ -8,6 +8,7 @@ from kvcluster.core.groups import LAST, PREFIX, Group, Plane, Reuse, window
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Tier
 from kvcluster.core.namespaces import NamespaceTable
+from kvcluster.core.pins import PinTable
 from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tombstones import Tombstones
@@ -43,7 +44,7 @@ def test_attention_reaches_no_further_than_its_window_and_recurrent_state_has_no
 def test_bytes_are_of_one_tier_of_one_shard_and_at_least_one() -> None:
     book = ReplicaTable()
     slots = [book.open_slot(address(1)), book.open_slot(address(2))]
-    spaces = NamespaceTable(book, Tombstones())
+    spaces = NamespaceTable(book, Tombstones(), PinTable(0.25))
     space = spaces.attach(Tenant("alice"), spec())
     assert space is not None
     event = page(0)._replace(namespace=space.id)

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import pytest
 
-from kvcluster.core.messages import CoordinatorMessage, PrepareLoad, Request, ShardMessage
+from kvcluster.core.messages import CoordinatorMessage, PinBlocks, PrepareLoad, Request, ShardMessage
 from tests.core import worst
 from tests.core.counted_lines import counted
 from tests.core.worst import COORDINATOR, SHARD, Step
@@ -46,7 +46,7 @@ MOST = {
     "sync_that_closes": 1_100,
     "sync_out_of_turn": 120,
     "pin_blocks": 2_000,
-    "unpin_blocks": 50,
+    "unpin_blocks": 250,
     "get_pins": 850,
     "purge": 350,
     "drain": 250,
@@ -130,3 +130,12 @@ def test_the_worst_message_of_a_kind_takes_bounded_work(
     assert work <= MOST[build.__name__] * cheap(core)
     if limit > LARGE:
         assert work <= LINEAR * executed(build(LARGE // 2))
+
+
+def test_a_pin_of_one_block_costs_the_same_beside_any_number_of_others() -> None:
+    def beside(pinned: int) -> int:
+        core, _ = worst.held(2_000)
+        core.step(worst.asks(PinBlocks(worst.hashes(pinned), 3_600 * worst.SECOND), worst.SPACE), worst.NOW)
+        return executed(Step(core, worst.asks(PinBlocks(worst.hashes(1), worst.SECOND), worst.SPACE)))
+
+    assert beside(2_000) == beside(2)

@@ -12,6 +12,7 @@ from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane
 from kvcluster.core.ids import HASH_BYTES, NamespaceId, Tenant
 from kvcluster.core.messages import Need, Tombstone
 from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.pins import PinTable
 from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tombstones import Tombstones
@@ -23,7 +24,7 @@ ALICE, BOB = Tenant("alice"), Tenant("bob")
 def directory() -> NamespaceTable:
     book = ReplicaTable()
     book.open_slot(address(1))
-    return NamespaceTable(book, Tombstones())
+    return NamespaceTable(book, Tombstones(), PinTable(0.25))
 
 
 def attached(spaces: NamespaceTable, what: KVSpec, tenant: Tenant = ALICE) -> CoordinatorNamespace:

@@ -34,7 +34,7 @@ def judge_order(
         if space.spec.private:
             continue
         for block in ordered:
-            require(space.pinned.get(block, 0) <= now, f"an order takes {block.hex()[:6]}, which is pinned")
+            require(space.pinned.until(block) <= now, f"an order takes {block.hex()[:6]}, which is pinned")
             yields = any(tenant != space.tenant for tenant in needy) and space.tenant not in needy
             spares = _promised(space, block, now) and not yields
             require(not spares, f"an order takes {block.hex()[:6]}, which is held, for no tenant below its floor")
@@ -125,4 +125,4 @@ def _tails_first(
 
 def _promised(space: CoordinatorNamespace, block: BlockHash, now: int) -> bool:
     record = space.index.get(block)
-    return record is not None and (record.held_until > now or space.pinned.get(block, 0) > now)
+    return record is not None and (record.held_until > now or space.pinned.until(block) > now)

@@ -1,0 +1,134 @@
+"""What users have pinned: which blocks, until when, and for how many bytes each tenant is charged.
+
+A block is charged with the bytes that its copies would have unencoded, when it was pinned the last time; whatever
+becomes of it, the tenant is given back what it was charged. So a pin looks at its own blocks alone. Pins that have
+ended protect nothing. They are forgotten in slices, and charged until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from kvcluster.core.ids import BlockHash, Tenant
+from kvcluster.core.shares import Shares
+
+
+class PinTable:
+    """The pins of all namespaces. `share` (shares.py): of all bytes, for the pins of a tenant alone."""
+
+    def __init__(self, share: float) -> None:
+        self.charged = Shares(0, share)
+        self.ending: dict[int, dict[tuple[PinnedBlocks, BlockHash], None]] = {}  # never an empty one
+        self._next_end = 0  # nothing ends before
+        self._purged: list[PinnedBlocks] = []
+
+    def count(self, now: int) -> int:
+        """Returns the number of blocks that are pinned."""
+        return sum(len(some) for end, some in self.ending.items() if end > now) - sum(map(len, self._purged))
+
+    def purge(self, blocks: PinnedBlocks) -> None:
+        """Forgets, with those that have ended, the pins of a namespace whose blocks are purged."""
+        if blocks:
+            self._purged.append(blocks)
+
+    def forget_ended(self, now: int, most: int) -> None:
+        """Forgets the pins that have ended, `most` at most."""
+        while self._purged and most:
+            most -= self._purged[-1].discard_some(most)
+            if not self._purged[-1]:
+                self._purged.pop()
+        if now < self._next_end:
+            return
+        for end in sorted(end for end in self.ending if end <= now):
+            some = list(islice(self.ending[end], most))
+            for blocks, block in some:
+                blocks.discard(block)
+            most -= len(some)
+            if not most:
+                return
+        self._next_end = min(self.ending, default=now + 1)
+
+    def check(self) -> None:
+        """Asserts that what is charged, and when it ends, is what the pins say."""
+        every = dict.fromkeys(blocks for some in self.ending.values() for blocks, _ in some)
+        assert all(self.ending.values()), "an end without pins"
+        for end, some in self.ending.items():
+            assert all(blocks.until(block) == end for blocks, block in some), "a pin that ends at another time"
+        assert sum(map(len, self.ending.values())) == sum(map(len, every)), "a pin without an end"
+        assert self.charged.total == sum(blocks.nbytes for blocks in every), "bytes of pins were counted wrongly"
+
+    def note(self, end: int, blocks: PinnedBlocks, block: BlockHash) -> None:
+        """Notes when a pin ends."""
+        self.ending.setdefault(end, {})[blocks, block] = None
+        self._next_end = min(self._next_end, end)
+
+    def unnote(self, end: int, blocks: PinnedBlocks, block: BlockHash) -> None:
+        """Undoes `note`."""
+        some = self.ending[end]
+        del some[blocks, block]
+        if not some:
+            del self.ending[end]
+
+
+class PinnedBlocks:
+    """The pinned blocks of one namespace, of this tenant."""
+
+    __slots__ = ("_pins", "_table", "_tenant")
+
+    def __init__(self, table: PinTable, tenant: Tenant) -> None:
+        self._table = table
+        self._tenant = tenant
+        self._pins: dict[BlockHash, tuple[int, int]] = {}  # the end, and the bytes charged
+
+    def __len__(self) -> int:
+        """The number of blocks, of pins that have ended too."""
+        return len(self._pins)
+
+    def __iter__(self) -> Iterator[BlockHash]:
+        return iter(self._pins)
+
+    def items(self) -> Iterator[tuple[BlockHash, int]]:
+        """Yields each block and the end of its pin."""
+        return ((block, until) for block, (until, _) in self._pins.items())
+
+    def until(self, block: BlockHash) -> int:
+        """Returns the end of a block's pin; 0 if it has none."""
+        return self._pins.get(block, _NONE)[0]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that these pins are charged for. Looks at each."""
+        return sum(nbytes for _, nbytes in self._pins.values())
+
+    def pin(self, block: BlockHash, until: int, nbytes: int) -> bool:
+        """Pins a block, in place of an earlier pin. Returns False, and changes nothing, if its bytes exceed the
+        tenant's share."""
+        table = self._table
+        end, before = self._pins.get(block, _NONE)
+        if nbytes > before and table.charged.full(self._tenant, nbytes - before):
+            return False
+        if end:
+            table.charged.remove(self._tenant, before)
+            table.unnote(end, self, block)
+        self._pins[block] = until, nbytes
+        table.charged.add(self._tenant, nbytes)
+        table.note(until, self, block)
+        return True
+
+    def discard(self, block: BlockHash) -> bool:
+        """Ends a block's pin. Returns False if it has none."""
+        pin = self._pins.pop(block, None)
+        if pin is None:
+            return False
+        self._table.charged.remove(self._tenant, pin[1])
+        self._table.unnote(pin[0], self, block)
+        return True
+
+    def discard_some(self, most: int) -> int:
+        """Ends so many pins at most, and returns their number."""
+        some = list(islice(reversed(self._pins), most))
+        return sum(map(self.discard, some))
+
+
+_NONE = (0, 0)
