@@ -224,7 +224,7 @@ class BatchAttention:
         if plan.behind:
             self._loads.fetch_behind(plan.behind, step.deadline, self._remote.submit)
         results = results or attend_here()
-        if not shipment.wait():
+        if not shipment.wait(step.deadline):
             return None, shipment
         for row, partials in shipment.results.items():
             results[row] += partials
@@ -283,9 +283,9 @@ class BatchAttention:
     ) -> R | None:
         """Returns `compute` of the rows; these blocks stay where they are while it runs. Those of `fetched` are loaded,
         and not lent. Returns None if a page was taken away before or while it was read."""
-        with self._runner.holding(blocks) if blocks else nullcontext():
+        with self._runner.holding(blocks, step.deadline) if blocks else nullcontext():
             self._provide(rows, fetched, step.layer, step.deadline)
-            with self._runner.reading():
+            with self._runner.reading(step.deadline):
                 with self._runner.lock:
                     ready = not self._pages.missing(rows) and self._pages.ready(rows, step.layer)
                     made = self._pages.query_rows(step.layout, rows) if ready else []

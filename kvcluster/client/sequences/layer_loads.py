@@ -15,6 +15,7 @@ from kvcluster.client.memory import bind
 from kvcluster.client.results import Loaded
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.scratch_pages import ScratchPages
+from kvcluster.client.sequences.step_lock import StepLock, Turn
 from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.transfer_queue import TransferQueue
@@ -47,13 +48,14 @@ class LayerLoads:
         *,
         find: Callable[[Sequence[SequenceBlock], Deadline], list[BlockRun]],
         lost: Callable[[SequenceBlock, Miss], LostTokens],
+        lock: StepLock,
     ) -> None:
         self._transfers = transfers
         self._part = part
         self._find = find
         self.lost = lost
-        self.turn = threading.Lock()
-        """Held by a call from when it takes scratch pages until it has freed them: there need not be room for those of
+        self.turn = Turn(lock, "another thread streams blocks through scratch pages")
+        """Had by a call from when it takes scratch pages until it has freed them: there need not be room for those of
         two calls, and their loads would only wait for one another."""
         self._lock = threading.Lock()
         # By the names of blocks, since one that is written again gets another; those used last are the last.

@@ -68,7 +68,7 @@ class SequenceLoads:
         self._beginning: dict[SequenceBlock, None] = {}  # whose loads are about to begin; also under that lock
         (part,) = parts
         assert part is not None, "a client without sequences"
-        self.layers = LayerLoads(transfers, part, find=self._find, lost=self._lost)
+        self.layers = LayerLoads(transfers, part, find=self._find, lost=self._lost, lock=runner.lock)
 
     def find(self, names: Sequence[BlockHash], deadline: Deadline) -> list[Loss]:
         """Returns the loss of each leading block of these that the cluster has."""
@@ -190,8 +190,8 @@ class SequenceLoads:
             return self._lost(fetch.blocks[0], Miss(MissReason.DEADLINE, "its load takes too long"))
         loaded = _loaded_blocks(fetch)
         with self._runner.lock:
-            if loaded < len(fetch.blocks):
-                self._runner.wait_for_readers()
+            if loaded < len(fetch.blocks) and not self._runner.wait_for_readers(deadline):
+                return self._lost(fetch.blocks[loaded], Miss(MissReason.DEADLINE, "its load failed, and others read"))
             if fetch in self.absent.fetches:
                 self._settle(fetch, loaded)
         came = fetch.transfer.result()

@@ -182,7 +182,7 @@ class RowOperations:
             brings = away()
             held = rows if brings or hold else ()
             blocks = dict.fromkeys(row.state.blocks[depth] for row in held for depth in row.depths)
-            with runner.holding([*blocks]) if held else nullcontext():
+            with runner.holding([*blocks], deadline) if held else nullcontext():
                 for row in rows if brings else ():
                     self._loads.bring(row.state, row.depths, deadline)
                 with runner.lock:

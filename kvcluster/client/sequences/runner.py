@@ -22,7 +22,7 @@ from kvcluster.client.memory import bind
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.state import SequenceState
-from kvcluster.client.sequences.step_lock import StepLock
+from kvcluster.client.sequences.step_lock import StepLock, Turn
 from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.transfer_queue import TransferQueue
@@ -74,15 +74,14 @@ class SequenceRunner:
         self._transfers = transfers
         self.flush_shards = flush_shards
         self._store_ms = store_ms
-        self.readers: set[object] = set()
-        """Calls of attention that read the resident set now."""
+        self.readers: dict[int, None] = {}
+        """The threads whose calls of attention read the resident set now."""
         self.sweeps: tuple[Callable[[], None], ...] = ()
         """Called by the thread after each synchronisation, without the lock."""
         self.settle: Callable[[], bool] = lambda: False
         """Called in the lock, while nothing reads, when the resident set is full: ends loads, whose pages may be used
         for others then. Returns whether there was one."""
-        self._turn = threading.Lock()
-        self._holder = 0  # the thread that has it
+        self._turn = Turn(self.lock, "another thread brings blocks into the resident set, and others wait for that")
         self._evicting = 0  # threads that wait until nothing reads
         self._storing = 0
         self._store_at = 0.0
@@ -132,9 +131,7 @@ class SequenceRunner:
         """Waits until `enough()`, which is asked after each store, or no store is pending. Returns `enough()`;
         False if the client is closed."""
         self.wake()
-        ended = self.lock.wait_for
-        ended(lambda: enough() or not self.stores_pending or self._closed or self.lock.broken, deadline.remaining_s())
-        self.lock.check()
+        self.lock.holds_by(lambda: enough() or not self.stores_pending or self._closed, deadline)
         return not self._closed and enough()
 
     def with_room(self, call: Callable[[], R], deadline: Deadline) -> R:
@@ -149,12 +146,13 @@ class SequenceRunner:
                 if self.close_abandoned() or self.machine.free_encoded():
                     continue
                 if self.readers:
-                    self.wait_for_readers()
-                    continue
-                if self.machine.pages.holding and self._holder != threading.get_ident():
-                    self.lock.wait_for(lambda: not self.machine.pages.holding or self.lock.broken)
-                    self.lock.check()
-                    continue
+                    if self.wait_for_readers(deadline):
+                        continue
+                    raise
+                if self.machine.pages.holding and not self._turn.mine:
+                    if self.lock.holds_by(lambda: not self.machine.pages.holding, deadline):
+                        continue
+                    raise
                 if self.settle():
                     continue
                 for state in self.machine.seal_all():
@@ -188,31 +186,30 @@ class SequenceRunner:
     # ------------------------------------------------------------------------------------------------- reading
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self, deadline: Deadline) -> Iterator[None]:
         """Within it no block gives up its page, so attention may read the resident set without the lock. A thread that
-        waits for a page goes before new readers."""
-        reader = object()
+        waits for a page goes before new readers: raises ResidentSetFull if one still waits at the deadline."""
         try:
             with self.lock:
-                self.lock.wait_for(lambda: not self._evicting or self._closed or self.lock.broken)
-                self.lock.check()
+                if not self.lock.holds_by(lambda: not self._evicting or self._closed, deadline):
+                    raise ResidentSetFull("other threads wait for pages of the resident set, and go before readers")
                 check_open(self._closed)
                 self.machine.pages.frozen = True
-                self.readers.add(reader)
+                self.readers[threading.get_ident()] = None
             yield
         finally:
             with self.lock:
-                self.readers.discard(reader)
+                self.readers.pop(threading.get_ident(), None)
                 self.machine.pages.frozen = bool(self.readers)
                 self.lock.notify_all()
 
     @contextmanager
-    def holding(self, blocks: Sequence[SequenceBlock]) -> Iterator[None]:
+    def holding(self, blocks: Sequence[SequenceBlock], deadline: Deadline) -> Iterator[None]:
         """Within it these blocks keep the pages that they have and get, so what brings them all together succeeds. One
-        thread at a time: two that each hold what the other needs would wait for ever. Others that need a page wait."""
-        with self._turn:
+        thread at a time: two that each hold what the other needs would wait for ever. Others that need a page wait.
+        Raises ResidentSetFull if another thread still has the turn at the deadline."""
+        with self._turn.taken(deadline):
             with self.lock:
-                self._holder = threading.get_ident()
                 self.machine.hold(blocks)
             try:
                 yield
@@ -220,19 +217,22 @@ class SequenceRunner:
                 with self.lock:
                     if not self.lock.broken:
                         self.machine.let_go(blocks)
-                    self._holder = 0
                     self.lock.notify_all()
 
-    def wait_for_readers(self) -> None:
-        """Waits until nothing reads. Called in the lock."""
+    def wait_for_readers(self, deadline: Deadline) -> bool:
+        """Waits until nothing reads. Returns False if the deadline comes first. Called in the lock."""
         self._evicting += 1
         try:
-            self.lock.wait_for(lambda: not self.readers)
+            return self.lock.holds_by(lambda: not self.readers, deadline)
         finally:
             self._evicting -= 1
             self.lock.notify_all()
 
     # ------------------------------------------------------------------------------------------- without the lock
+
+    def failed(self, error: BaseException) -> None:
+        """A call of this thread has ended with this exception, perhaps before it could say that it reads no more."""
+        self.lock.failed(error, lambda: self.readers.pop(threading.get_ident(), None))
 
     def abandon(self, state: SequenceState) -> None:
         """Has a sequence closed that has no user any more. The garbage collector calls this in any thread, perhaps in
@@ -261,7 +261,7 @@ class SequenceRunner:
         if self._thread is not None:
             self._thread.join()
         with self.lock:
-            self.wait_for_readers()
+            self.lock.wait_for(lambda: not self.readers)  # each ends: a call that was interrupted is none any more
             self.memory.close()
 
     def _run(self) -> None:

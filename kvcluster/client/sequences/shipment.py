@@ -9,8 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvcluster.client.wakeup import Wakeup
 from kvcluster.core.miss import Loss
 from kvcluster.core.position_tree import CUT_TOKENS
+from kvcluster.transport.base import Deadline
 
 if TYPE_CHECKING:
     from kvcluster.attention import Partial
@@ -57,11 +59,12 @@ class Shipment:
     results: dict[int, list[Partial]] = field(default_factory=dict)
     ended: float = 0.0
     """When the last answer came, on the monotonic clock."""
-    changed: threading.Condition = field(default_factory=threading.Condition)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # not for threads that wait, which are interrupted
+    changed: Wakeup = field(default_factory=Wakeup)
 
     def take(self, answer: ShardResults | ShardFailure) -> None:
         """Takes what has become of one shard's part."""
-        with self.changed:
+        with self.lock:
             if isinstance(answer, ShardFailure):
                 self.failed, self.busy = True, self.busy or answer.busy
                 if answer.lost is not None:
@@ -73,12 +76,11 @@ class Shipment:
                 self.loss = max(self.loss, answer.loss)
             self.left -= 1
             self.ended = time.monotonic()
-            self.changed.notify_all()
+        self.changed.notify()
 
-    def wait(self) -> bool:
-        """Returns whether every result has come. Each shard ends by its deadline."""
-        with self.changed:
-            self.changed.wait_for(lambda: not self.left)
+    def wait(self, deadline: Deadline) -> bool:
+        """Returns whether every result has come by the deadline, before which each shard is given up."""
+        ended = self.changed.wait_for(lambda: not self.left, deadline.remaining_s())
         if self.error is not None:
             raise self.error
-        return not self.failed
+        return ended and not self.failed

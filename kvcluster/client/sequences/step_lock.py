@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import _thread
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar
 
-from kvcluster.errors import CallerError, KVClusterError
+from kvcluster.errors import CallerError, KVClusterError, ResidentSetFull
+from kvcluster.transport.base import Deadline
 
 T = TypeVar("T")
 _RLock: Any = _thread.RLock  # which its annotations call final
@@ -41,13 +43,13 @@ class StepLock(_RLock):  # type: ignore[misc]
                 "known: close the client, connect again, and compute what they held"
             )
 
-    def failed(self, error: BaseException) -> None:
-        """A call has ended with this exception."""
+    def failed(self, error: BaseException, undo: Callable[[], object] = lambda: None) -> None:
+        """A call has ended with this exception. If that breaks the sequences, calls `undo`, and wakes all waits."""
         if not isinstance(error, KVClusterError) and error is not self._interrupted:
             self.broken = True
-            if self.acquire(blocking=False):
+            with self:
+                undo()
                 self._condition.notify_all()
-                self.release()
 
     def notify_all(self) -> None:
         self._condition.notify_all()
@@ -58,6 +60,13 @@ class StepLock(_RLock):  # type: ignore[misc]
     def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> bool:
         return self._waited(lambda: bool(self._condition.wait_for(predicate, timeout)))
 
+    def holds_by(self, predicate: Callable[[], object], deadline: Deadline) -> bool:
+        """Waits until this holds, at most until the deadline. Returns whether it does; raises CallerError if the
+        sequences are broken, when what would make it hold may never come."""
+        held = self.wait_for(lambda: self.broken or predicate(), deadline.remaining_s())
+        self.check()
+        return held
+
     def _waited(self, wait: Callable[[], bool]) -> bool:
         try:
             return wait()
@@ -66,8 +75,37 @@ class StepLock(_RLock):  # type: ignore[misc]
             raise
 
 
+class Turn:
+    """What one thread at a time may have. It is guarded by the lock, and is no lock itself: a thread whose call was
+    interrupted, and that has not given it back, has broken the sequences, so none waits for it any more."""
+
+    def __init__(self, lock: StepLock, why: str) -> None:
+        self._lock = lock
+        self._why = why
+        self._holder = 0  # the thread that has it
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread has it."""
+        return self._holder == threading.get_ident()
+
+    @contextmanager
+    def taken(self, deadline: Deadline) -> Iterator[None]:
+        """Within it this thread has the turn. Raises ResidentSetFull if another still has it at the deadline."""
+        with self._lock:
+            if not self._lock.holds_by(lambda: not self._holder, deadline):
+                raise ResidentSetFull(f"{self._why}: the deadline has passed meanwhile")
+            self._holder = threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holder = 0
+                self._lock.notify_all()
+
+
 def whole(kind: type[T]) -> type[T]:
-    """Has each public method of a class, whose instances have a `_runner`, tell its lock of the exception that it ends
+    """Has each public method of a class, whose instances have a `_runner`, tell that of the exception that it ends
     with."""
 
     def telling(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,7 +114,7 @@ def whole(kind: type[T]) -> type[T]:
             try:
                 return method(self, *args, **kwargs)
             except BaseException as error:
-                self._runner.lock.failed(error)
+                self._runner.failed(error)
                 raise
 
         return call

@@ -73,7 +73,7 @@ class StreamedAttention:
             absent = self._absent(call)
         if absent:
             self._add_loss(self._loads.lend(absent, Deadline.after_ms(call.time_ms)))
-        with self._scratch(call) as scratch, self._runner.reading():
+        with self._scratch(call) as scratch, self._runner.reading(Deadline.after_ms(call.time_ms)):
             with self._runner.lock:
                 absent = self._absent(call)
                 there = ready() and (bool(scratch.pages) or not absent)
@@ -92,7 +92,7 @@ class StreamedAttention:
         """Within it the call has scratch pages, or none if no block is absent. Raises ResidentSetFull."""
         runner, layers = self._runner, self._runner.memory.layers
         cut = -(-CUT_TOKENS // self._block_tokens) + 1  # blocks that one cut may need
-        with self._loads.layers.turn:
+        with self._loads.layers.turn.taken(Deadline.after_ms(call.time_ms)):
             with runner.lock:
                 count = max(-(-2 * cut // layers), runner.machine.pages.capacity // _SHARE) if self._absent(call) else 0
                 pages = runner.with_room(bound(runner.machine.take, count), Deadline.after_ms(call.time_ms))

@@ -50,6 +50,7 @@ from kvcluster.testing.sim.network import Line
 from kvcluster.testing.sim.sequence_worker import OpenSequence, SequenceWorker
 from kvcluster.testing.sim.sessions import SessionRequest, SpanRead
 from kvcluster.testing.sim.violation import require
+from kvcluster.transport.base import Deadline
 
 CUT_BLOCKS = 2
 MOST_TRIES = 3
@@ -118,7 +119,7 @@ class Attender:
                 if isinstance(answer, ShardFailure):
                     avoided[shard] = None
                 shipment.take(answer)
-            if shipment.wait():
+            if shipment.wait(Deadline(0)):  # every shard has answered
                 self._judge(sequence, seen, plan, shipment)
                 self._judge_precision(plan, shipment, coded)
                 self._world.count("attend", "merged")

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.layer_loads import LayerLoads
+from kvcluster.client.sequences.step_lock import StepLock
 from kvcluster.core.ids import BlockHash
 from kvcluster.transport.base import Deadline
 from tests.client.build import SPEC
@@ -22,7 +23,7 @@ def test_a_block_that_is_written_again_is_looked_for_again() -> None:
         return [(SPEC, blocks, None)]
 
     nothing: Any = None
-    loads = LayerLoads(nothing, SPEC.whole(0), find=find, lost=nothing)
+    loads = LayerLoads(nothing, SPEC.whole(0), find=find, lost=nothing, lock=StepLock())
     block = SequenceBlock(None, None, nothing)
     block.name, block.references = BlockHash(b"a" * 32), 1
     for _ in range(2):

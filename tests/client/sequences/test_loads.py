@@ -36,7 +36,7 @@ def test_a_block_whose_load_is_not_known_any_more_is_lost_at_the_deadline(cluste
         loads, state = one.resources.loads, one._state
         absent = state.absent(range(4))
         assert absent
-        with one.resources.runner.holding([state.blocks[depth] for depth in absent]):
+        with one.resources.runner.holding([state.blocks[depth] for depth in absent], Deadline.after_ms(0)):
             loads.provide([state.blocks[absent[0]]], Deadline.after_ms(10_000), lend=False)
             (fetch,) = loads.absent.fetches
             assert fetch.transfer.result().blocks == 1
