@@ -28,6 +28,7 @@ from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline, PageSource, Transport
 from kvcluster.transport.memory import MemoryTransport
 from tests.client.test_zero_copy import Desk
+from tests.fuzz.sequences import judging
 from tests.fuzz.sequences.model import Contents, Published, Text, Window
 
 R = TypeVar("R")
@@ -217,8 +218,8 @@ class Episode:
         self.last = rng.choice(among) if among else None
         return self.last
 
-    def policy(self, rng: Random) -> tuple[kvcluster.WindowPolicy, Window]:
-        block, codec = self.block, rng.choice(self.profile.codecs)
+    def policy(self, rng: Random, codecs: Sequence[str] = ()) -> tuple[kvcluster.WindowPolicy, Window]:
+        block, codec = self.block, rng.choice(codecs or self.profile.codecs)
         tail = rng.choice((0, 0, 1, block, block + 1, 3 * block))
         batch = rng.choice((0, block, block, 2 * block, 4 * block + 1))
         sinks = rng.choice((0, 0, 0, 1, block, block + 2))
@@ -360,14 +361,8 @@ class Episode:
         values, expected = self.joined(got), text.layer(layer)[:, position : position + tokens]
         if values.dtype != expected.dtype or values.shape != expected.shape or values.requires_grad:
             self.fail(live, f"read {values.dtype} {tuple(values.shape)}; expected {tuple(expected.shape)}")
-        counted = min(position + tokens, text.length)
-        if text.doubtful is not None and text.doubtful[position:counted].any():
-            self.tally.events["coded read"] += 1
-            if (wrong := text.settle(layer, position, values[:, : counted - position])) and not text.twins:
-                self.fail(live, f"read({layer}, {position}, {tokens}): {wrong}")
-        elif not torch.equal(values, expected) and not text.twins:
-            off = (values != expected).flatten(2).any(-1).any(0).nonzero().flatten() + position
-            self.fail(live, f"read({layer}, {position}, {tokens}) differs at positions {off[:20].tolist()}")
+        if wrong := judging.wrong_values(self, text, layer, position, values):
+            self.fail(live, f"read({layer}, {position}, {tokens}): {wrong}")
         return True
 
     def settle(self, live: Live) -> bool:
@@ -413,18 +408,31 @@ class Episode:
 
     # -------------------------------------------------------------------------------------------- bookkeeping
 
-    def published_now(self, text: Text, pure_before: int, degraded: torch.Tensor | None) -> None:
+    def versions(self, text: Text, depth: int) -> list[torch.Tensor]:
+        """Returns the values, `[layers, 2, block_tokens, heads, dim]`, that blocks have under the name of this one."""
+        return self.published[text.under[depth]].versions if depth < len(text.under) else []
+
+    def may_publish(self, text: Text) -> None:
+        """The step is about to be advanced under its ids: blocks that it makes full may be read by others at once."""
+        step, first = text.step, text.pure // self.block
+        assert step is not None
+        if text.pure < text.length or text.local:
+            return
+        assert text.doubtful is None or not text.doubtful[first * self.block :].any()
+        names, kv = text.names + step.names, torch.cat([text.kv[:, :, first * self.block :], step.kv], 2)
+        for at, values in enumerate(kv.split(self.block, 2)):
+            stop = (first + at + 1) * self.block
+            if stop <= len(names):
+                self.published.setdefault(names[stop - 1], Published()).add(values)
+
+    def published_now(self, text: Text, pure_before: int) -> None:
         """Blocks that became full under their ids may be found by others from now on."""
         if text.pure // self.block > pure_before // self.block:
             hashes = self.client(0).hashes(self.prompt(text.origin, text.ids[: text.pure]))
             self.hashes.update(dict.fromkeys(hashes[pure_before // self.block :]))
         for depth in range(pure_before // self.block, text.pure // self.block):
             stop = (depth + 1) * self.block
-            before = self.published.get(text.names[stop - 1])
-            known = self.published.setdefault(text.names[stop - 1], Published())
-            known.exact |= text.lossy_from is None or text.lossy_from >= stop
-            known.degraded |= degraded is not None and bool(degraded[stop - self.block : stop].any())
-            text.twins |= before is not None and known.degraded
+            self.published[text.names[stop - 1]].exact |= text.lossy_from is None or text.lossy_from >= stop
 
     def forget(self, live: Live) -> None:
         self.live.remove(live)

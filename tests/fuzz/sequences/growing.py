@@ -10,10 +10,11 @@ import torch
 import kvcluster
 from kvcluster.errors import CallerError, LimitError
 from tests.fuzz.sequences.episode import MOST_OPEN, Episode, Live
+from tests.fuzz.sequences.judging import is_kept, wrong_values
 from tests.fuzz.sequences.looking import DrawnPlanner, attend, check_rows, queries
 from tests.fuzz.sequences.model import Step, Text, names_of
 from tests.fuzz.sequences.operations import operation
-from tests.fuzz.sequences.sharing import cut_to, overwrite, position_away
+from tests.fuzz.sequences.sharing import cut_to, overwrite, position_away, set_to
 
 SPAN_TOKENS = 512
 """The positions of a span that is shipped (docs/attention.md)."""
@@ -28,9 +29,12 @@ def some_tokens(ep: Episode, rng: Random) -> int:
 
 
 def new_step(ep: Episode, rng: Random, text: Text, count: int) -> Step:
-    """Returns the tokens that a sequence gets next: the KV of their ids, or of their own where the ids before are not
-    those of the KV."""
-    ids = [rng.randrange(ep.profile.alphabet) for _ in range(count)]
+    """Returns the tokens that a sequence gets next."""
+    return step_of(ep, rng, text, [rng.randrange(ep.profile.alphabet) for _ in range(count)])
+
+
+def step_of(ep: Episode, rng: Random, text: Text, ids: list[int]) -> Step:
+    """Returns these tokens, with the KV of their ids, or of their own where the ids before are not those of the KV."""
     names = names_of(text.origin_name, ids) if text.pure == text.length else [rng.getrandbits(64) for _ in ids]
     return Step(ids, names, ep.contents.of(names))
 
@@ -72,10 +76,12 @@ def append(ep: Episode, rng: Random, live: Live, layer: int, step: Step, *, grap
 
 def advance(ep: Episode, rng: Random, live: Live) -> bool:
     """Makes the step count, which every layer has appended."""
-    _text, step = live.text, live.text.step
+    text, step = live.text, live.text.step
     assert step is not None
     by_ids = rng.random() < 0.85
     given = step.ids if by_ids else len(step.ids)
+    if by_ids:
+        ep.may_publish(text)
     done, _ = ep.attempt(
         "advance",
         f"{live.name}.advance({step.ids if by_ids and len(step.ids) <= 40 else len(step.ids)})",
@@ -90,13 +96,9 @@ def advance(ep: Episode, rng: Random, live: Live) -> bool:
 
 
 def count(ep: Episode, live: Live, by_ids: bool) -> None:
-    text, pure, degraded = live.text, live.text.pure, live.text.degraded
-    step = text.step
-    assert step is not None
-    if degraded is not None:
-        degraded = torch.cat([degraded, torch.zeros(len(step.ids), dtype=torch.bool)])
+    text, pure = live.text, live.text.pure
     text.advance(by_ids=by_ids and not text.local)
-    ep.published_now(text, pure, degraded)
+    ep.published_now(text, pure)
 
 
 @operation(24)
@@ -207,10 +209,8 @@ def update_layer(ep: Episode, rng: Random, live: Live, layer: int, step: Step) -
 
 def check_update(ep: Episode, live: Live, layer: int, got: list[torch.Tensor]) -> None:
     """What `update` has returned are the tokens that are kept."""
-    expected, dropped = live.text.layer(layer), live.text.dropped
-    expected = torch.cat([expected[:, : dropped.start], expected[:, dropped.stop :]], 1)
-    if ep.joined(got).shape != expected.shape or not (torch.equal(ep.joined(got), expected) or live.text.twins):
-        ep.fail(live, f"update of layer {layer} returned other values: {got[0].shape}, expected {expected.shape}")
+    if not is_kept(ep, live.text, layer, ep.joined(got)):
+        ep.fail(live, f"update of layer {layer} returned other values, or not all: {got[0].shape}")
 
 
 @operation(5)
@@ -279,6 +279,9 @@ def grow_batch(ep: Episode, rng: Random) -> None:
             check_rows(ep, rng, batch, name, rows, layer, queries(ep, rng, rows, layer))
     by_ids = [rng.random() < 0.85 for _ in rows]
     given = [step.ids if ids else len(step.ids) for step, ids in zip(steps, by_ids, strict=True)]
+    for row, ids in zip(rows, by_ids, strict=True):
+        if ids:
+            ep.may_publish(row.text)
     done, _ = ep.attempt("batch.advance", f"{name}.advance({given})", lambda: batch.advance(given), may=ep.full(first))
     for row, ids in zip(rows, by_ids, strict=True):
         if done:
@@ -288,9 +291,12 @@ def grow_batch(ep: Episode, rng: Random) -> None:
 
 def grow_by(ep: Episode, rng: Random, live: Live, tokens: int) -> bool:
     """Makes a whole step of so many tokens."""
-    if live.text.step is not None or live.text.length + tokens > live.text.max_tokens:
+    return grow_with(ep, rng, live, new_step(ep, rng, live.text, tokens))
+
+
+def grow_with(ep: Episode, rng: Random, live: Live, step: Step) -> bool:
+    if live.text.step is not None or live.text.length + len(step.ids) > live.text.max_tokens:
         return False
-    step = new_step(ep, rng, live.text, tokens)
     for layer in range(ep.profile.layers):
         if not append(ep, rng, live, layer, step):
             return False
@@ -338,6 +344,36 @@ def rewrite(ep: Episode, rng: Random) -> None:
         press_with(ep, rng, rng.choice(others))
     for layer in range(ep.profile.layers):
         attend(ep, rng, live, layer)
+
+
+@operation(4)
+def remake(ep: Episode, rng: Random) -> None:
+    """The end of a sequence is made anew under the same ids, behind tokens that may have been encoded: so a name has
+    blocks of unlike values. Then it has to leave the resident set."""
+    live = ep.pick(rng, idle=True)
+    if live is None or live.text.dropped:
+        return
+    text, pure = live.text, live.text.pure
+    to = rng.randint(max(0, pure - 3 * ep.block), pure)
+    if text.encoded is not None and text.encoded[:pure].any():
+        to = rng.choice(text.encoded[:pure].nonzero().flatten().tolist())
+    ids = text.ids[to:pure]
+    if rng.random() < 0.5:
+        ep.attempt("flush", f"{live.name}.flush()", live.sequence.flush)
+    cut_to(ep, rng, live, to)
+    if rng.random() < 0.7:
+        set_to(ep, live, *ep.policy(rng, ("raw",)))
+    if text.length != to or not grow_with(ep, rng, live, step_of(ep, rng, text, ids)):
+        return
+    ep.attempt("flush", f"{live.name}.flush()", live.sequence.flush)
+    others = [each for each in ep.live if each is not live and each.client == live.client]
+    if others:
+        press_with(ep, rng, rng.choice(others))
+    layer = rng.randrange(ep.profile.layers)
+    if rng.random() < 0.5:
+        attend(ep, rng, live, layer)
+    if ep.settle(live):
+        ep.read(live, layer, 0, text.length)
 
 
 @operation(4)
@@ -449,10 +485,8 @@ def verb_of_batch(ep: Episode, rng: Random) -> None:
             may=may,
         )
         for row, start, count_, found in zip(rows, starts, counts, result or (), strict=bool(result)):
-            if not row.text.twins and not torch.equal(
-                ep.joined(found), row.text.layer(layer)[:, start : start + count_]
-            ):
-                ep.fail(row, f"batch.read({layer}, {start}, {count_}) differs")
+            if found[0].shape[0] != count_ or (wrong := wrong_values(ep, row.text, layer, start, ep.joined(found))):
+                ep.fail(row, f"batch.read({layer}, {start}, {count_}): {wrong or 'other tokens'}")
     elif verb == "write":
         values = [ep.contents.of([rng.getrandbits(64) for _ in range(tokens)])[layer] for tokens in counts]
         kv = torch.cat(values, 1)

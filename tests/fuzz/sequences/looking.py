@@ -13,7 +13,8 @@ import kvcluster
 from kvcluster.client.sequences.attend_planner import SpanChoice, StepFacts
 from kvcluster.core.miss import Loss
 from tests.fuzz.sequences.episode import Episode, Finding, Live
-from tests.fuzz.sequences.model import Text, attention, encoding_bound, names_of
+from tests.fuzz.sequences.judging import Readings, is_page
+from tests.fuzz.sequences.model import Text, attention, names_of
 from tests.fuzz.sequences.operations import operation
 
 QUERY_HEADS = 2
@@ -67,14 +68,19 @@ def check_attention(ep: Episode, live: Live, layer: int, query: Tensor, out: Ten
     text = live.text
     if out.shape != (*query.shape[:2], ep.profile.v_dim) or out.dtype != query.dtype:
         ep.fail(live, f"attend returned {out.dtype} {tuple(out.shape)} for {tuple(query.shape)}")
-    if text.twins:
-        return
-    how = {"scale": None, "softcap": None, "window": None, "sinks": None, **how}
-    expected = attention(query, text.layer(layer), text.dropped, dims=ep.dims, **how)
-    error = (out.double() - expected).abs()
-    bound = 2e-5 + torch.finfo(query.dtype).eps * expected.abs()
-    if not bool((error <= bound).all()):
-        ep.fail(live, f"attend({layer}) of {len(query)} queries is off by {error.max():.3}")
+    how, readings, least = {"scale": None, "softcap": None, "window": None, "sinks": None, **how}, 0, float("inf")
+    seen = Readings(ep, text, layer)
+    for readings, kv in enumerate(seen):
+        expected = attention(query, kv, text.dropped, dims=ep.dims, **how)
+        error = (out.double() - expected).abs()
+        bound = 2e-5 + torch.finfo(query.dtype).eps * expected.abs()
+        if bool((error <= bound).all()):
+            ep.tally.events["another version attended to"] += readings > 0
+            return
+        least = min(least, float(error.max()))
+    if seen.all:
+        ep.fail(live, f"attend({layer}) of {len(query)} queries is off by {least:.3}, of {readings + 1} readings")
+    ep.tally.events["too many versions to judge"] += 1
 
 
 def check_rows(
@@ -211,9 +217,9 @@ def table(ep: Episode, rng: Random) -> None:
         first, stop = depth * ep.block, min(text.length, (depth + 1) * ep.block)
         if first in text.dropped:
             continue
-        if page >= 0 and not text.twins:
+        if page >= 0:
             found = ep.joined([plane[page, :, : stop - first] for plane in ep.resident_planes(sequence)])
-            if not torch.equal(found.transpose(0, 1), text.kv[:, :, first:stop]):
+            if not is_page(ep, text, depth, found.transpose(0, 1)):
                 ep.fail(live, f"page {page} of block {depth} has other values")
 
 
@@ -243,28 +249,19 @@ def check_published(ep: Episode, origin: int, ids: list[int], client: Any) -> in
     _, exact = ep.attempt("client.lookup", "client.lookup(EXACT)", lambda: client.lookup(prompt, accept=Loss.EXACT))
     assert loaded is not None and exact is not None
     names = names_of(origin, ids)[block - 1 :: block]
-    expected, out = ep.contents.of(names_of(origin, ids[:loaded])), ep.joined(planes).permute(1, 2, 0, 3, 4, 5)
+    out = ep.joined(planes).permute(1, 2, 0, 3, 4, 5)
     for depth, name in enumerate(names[: loaded // block]):
         known = ep.published.get(name)
         if known is None:
             raise Finding(f"block {depth} of {ids[:loaded]} is published, and was never advanced under these ids")
         if depth < exact.blocks and not known.exact:
             raise Finding(f"block {depth} of {ids[:loaded]} counts as exact; it was computed over encoded KV")
-        found, right = out[depth], expected[:, :, depth * block : (depth + 1) * block]
-        off = (found.double() - right.double()).abs()
-        bound = most_off(right) if known.degraded else torch.zeros(())
-        if not bool((off <= bound).all()):
-            layers = (off > bound).flatten(1).any(1).nonzero().flatten().tolist()
-            raise Finding(f"block {depth} of {ids[:loaded]} has other KV in layers {layers}, off by {off.max():.3}")
+        if not any(torch.equal(out[depth], version) for version in known.versions):
+            off = min((out[depth].double() - version.double()).abs().max() for version in known.versions)
+            raise Finding(f"block {depth} of {ids[:loaded]} has other KV, off by {off:.3}")
         ep.stored[name] = None
         ep.tally.events["published block"] += 1
     return loaded
-
-
-def most_off(values: Tensor) -> Tensor:
-    """How far numbers may be off that were encoded twice, in blocks whose other tokens are not known."""
-    wide = torch.tensor([-5.0, 5.0], dtype=torch.float64).expand(1, 2, 2, 1, 2)
-    return 2 * encoding_bound("q4", wide, torch.zeros(()), values.dtype).max().expand(values.shape)
 
 
 @operation(7)

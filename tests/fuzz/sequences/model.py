@@ -81,8 +81,8 @@ class Text:
     The first `pure` tokens have the KV that their ids have, and were advanced under these. The blocks of the first
     `public` tokens must be found by others after a flush (-1: it is not known which). Tokens that may have been
     encoded since their values were last read are `doubtful`, each number to within `bound`. `encoded` ones are encoded
-    now, and will not be once more; `degraded` ones may have been at some time. Tokens from
-    `lossy_from` on were appended after attention has read encoded ones.
+    now, and will not be once more. Tokens from `lossy_from` on were appended after attention has read encoded ones.
+    `under` are the blocks that have a name which others may have made, too: the name of the last token of each.
     """
 
     origin: int
@@ -101,14 +101,13 @@ class Text:
     reserved: int = 0
     doubtful: Tensor | None = None
     bound: Tensor | None = None
-    degraded: Tensor | None = None
     encoded: Tensor | None = None
     raw_blocks: int = 0  # these left the tail while nothing was encoded
     lossy_from: int | None = None
     local: bool = False  # it was opened with publish=False
     exact: bool = True  # nothing of it was ever encoded or computed from what was
     windows: bool = False  # its policy was changed
-    twins: bool = False  # it made a block anew under the same ids, from other encoded values: the cluster has one
+    under: list[int] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -119,11 +118,11 @@ class Text:
         return self.names[-1] if self.names else self.origin
 
     def fork(self) -> Text:
-        child = replace(self, ids=self.ids[:], names=self.names[:], step=None, reserved=0)
+        child = replace(self, ids=self.ids[:], names=self.names[:], under=self.under[:], step=None, reserved=0)
         if self.doubtful is not None:
-            assert self.bound is not None and self.degraded is not None and self.encoded is not None
+            assert self.bound is not None and self.encoded is not None
             child.doubtful, child.bound = self.doubtful.clone(), self.bound.clone()
-            child.degraded, child.encoded = self.degraded.clone(), self.encoded.clone()
+            child.encoded = self.encoded.clone()
         return child
 
     def layer(self, layer: int) -> Tensor:
@@ -141,11 +140,12 @@ class Text:
         self.names += step.names
         if by_ids and self.pure == before:
             self.pure = self.length
+            self.under += self.names[self.block - 1 : self.length : self.block][len(self.under) :]
         if by_ids and self.public == before:
             self.public = self.length
         elif step.ids and not by_ids:  # the block that they begin in is private, too
             self.public = min(self.public, before // self.block * self.block)
-        for name in ("doubtful", "degraded", "encoded"):
+        for name in ("doubtful", "encoded"):
             flags = getattr(self, name)
             if flags is not None:
                 setattr(self, name, torch.cat([flags, torch.zeros(len(step.ids), dtype=torch.bool)]))
@@ -157,14 +157,14 @@ class Text:
 
     def truncate(self, tokens: int) -> None:
         self.kv = self.kv[:, :, :tokens]
-        del self.ids[tokens:], self.names[tokens:]
+        del self.ids[tokens:], self.names[tokens:], self.under[tokens // self.block :]
         self.pure, self.public = min(self.pure, tokens), min(self.public, tokens)
         if tokens <= self.dropped.start:
             self.dropped = range(0)
         if self.doubtful is not None:
-            assert self.bound is not None and self.degraded is not None and self.encoded is not None
-            self.doubtful, self.degraded = self.doubtful[:tokens], self.degraded[:tokens]
-            self.bound, self.encoded = self.bound[:, :, :tokens], self.encoded[:tokens].clone()
+            assert self.bound is not None and self.encoded is not None
+            self.doubtful, self.bound = self.doubtful[:tokens], self.bound[:, :, :tokens]
+            self.encoded = self.encoded[:tokens].clone()
             self.encoded[tokens // self.block * self.block :] = False
         self.raw_blocks = min(self.raw_blocks, tokens // self.block)
         if self.lossy_from is not None and tokens < self.lossy_from:
@@ -174,6 +174,7 @@ class Text:
     def write(self, layer: int, position: int, values: Tensor) -> None:
         self.kv = self.kv.clone()
         self.kv[layer, :, position : position + values.shape[1]] = values
+        del self.under[position // self.block :]
         self.pure, self.public = min(self.pure, position), min(self.public, position // self.block * self.block)
         self.raw_blocks = min(self.raw_blocks, position // self.block)
         if self.encoded is not None:
@@ -196,8 +197,7 @@ class Text:
             return
         self.exact = False
         self.keep_flags()
-        assert self.doubtful is not None and self.degraded is not None
-        assert self.encoded is not None and self.bound is not None
+        assert self.doubtful is not None and self.encoded is not None and self.bound is not None
         for depth in range(first, stop):
             at = slice(depth * self.block, (depth + 1) * self.block)
             if self.encoded[at].all():
@@ -206,12 +206,12 @@ class Text:
             self.bound[:, :, at] += encoding_bound(
                 self.window.codec, values, self.bound[:, :, at], self.kv.dtype, self.dims
             )
-            self.doubtful[at] = self.degraded[at] = self.encoded[at] = True
+            self.doubtful[at] = self.encoded[at] = True
 
     def keep_flags(self) -> None:
         """Keeps what is known of encoded tokens from now on."""
         if self.doubtful is None:
-            self.doubtful, self.degraded, self.encoded = (torch.zeros(self.length, dtype=torch.bool) for _ in "abc")
+            self.doubtful, self.encoded = (torch.zeros(self.length, dtype=torch.bool) for _ in "ab")
             self.bound = torch.zeros(self.kv.shape, dtype=torch.float64)
 
     def settle(self, layer: int, position: int, values: Tensor) -> str:
@@ -221,9 +221,13 @@ class Text:
         off = (values.double() - self.kv[layer, :, at].double()).abs()
         if not bool((off <= self.bound[layer, :, at]).all()):
             return f"off by {off.max():.4}, with bounds up to {self.bound[layer, :, at].max():.4}"
-        self.kv = self.kv.clone()
-        self.kv[layer, :, at] = values
+        self.take(layer, position, values)
         return ""
+
+    def take(self, layer: int, position: int, values: Tensor) -> None:
+        """Has these values of tokens that count."""
+        self.kv = self.kv.clone()
+        self.kv[layer, :, position : position + values.shape[1]] = values
 
 
 def encoding_bound(
@@ -260,10 +264,14 @@ def _step_of_q4(values: Tensor, axis: int, spread: Tensor) -> Tensor:
 @dataclass
 class Published:
     """What is known of a block that was advanced under token ids, by the name of its last token: whether a sequence
-    that had read nothing encoded has made it, and whether one has that had encoded it before."""
+    that had read nothing encoded has made it, and the values that it was made with, each once."""
 
     exact: bool = False
-    degraded: bool = False
+    versions: list[Tensor] = field(default_factory=list)
+
+    def add(self, values: Tensor) -> None:
+        if not any(torch.equal(values, version) for version in self.versions):
+            self.versions.append(values)
 
 
 def attention(

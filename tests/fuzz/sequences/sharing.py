@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from random import Random
 
+from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.errors import CallerError, ResidentSetFull
 from tests.fuzz.sequences.episode import MOST_OPEN, Episode, Finding, Live
-from tests.fuzz.sequences.looking import most_off
-from tests.fuzz.sequences.model import Text, names_of
+from tests.fuzz.sequences.model import Text, Window, names_of
 from tests.fuzz.sequences.operations import operation
 
 
@@ -73,12 +73,9 @@ def opened(ep: Episode, live: Live, names: list[int]) -> None:
         if not known.exact and text.lossy_from is None:
             text.lossy_from = stop - ep.block
         text.exact &= len(ep.profile.codecs) == 1
-        if known.degraded:
-            text.keep_flags()
-            assert text.doubtful is not None and text.bound is not None and text.degraded is not None
-            at = slice(stop - ep.block, stop)
-            text.bound[:, :, at] = most_off(text.kv[:, :, at])
-            text.doubtful[at] = text.degraded[at] = True
+        text.under.append(name)
+        for layer in range(ep.profile.layers):
+            text.take(layer, stop - ep.block, known.versions[0][layer])
 
 
 @operation(8)
@@ -196,7 +193,10 @@ def set_policy(ep: Episode, rng: Random) -> None:
     live = ep.pick(rng)
     if live is None:
         return
-    policy, window = ep.policy(rng)
+    set_to(ep, live, *ep.policy(rng))
+
+
+def set_to(ep: Episode, live: Live, policy: WindowPolicy, window: Window) -> None:
     ep.attempt(
         "policy",
         f"{live.name}.policy = {policy}",
