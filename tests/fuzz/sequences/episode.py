@@ -79,7 +79,15 @@ class World:
         """Ends the coordinator, and starts another."""
         self.cluster.stop_coordinator()
         self.cluster.start_coordinator()
+        self.report()
         self.cluster.wait_until_up()
+
+    def report(self) -> None:
+        """Has all shards report now, instead of within their interval."""
+        for host in self.cluster.shards.values():
+            sender = host.core.state.report_sender
+            host.inspect(lambda sender=sender: setattr(sender, "_next_report", 0))  # type: ignore[misc]
+            MemoryTransport(host, DEFAULT_TENANT).flush(Deadline.after_ms(BOUND_S * 1e3))
 
     def public_blocks(self, spec: kvcluster.KVSpec) -> set[BlockHash]:
         """Returns the names of the blocks that shards have in the namespace of a spec."""
@@ -448,6 +456,9 @@ class Episode:
             opened = client._sequences._resources
             if opened is not None:
                 keeper = opened.runner.keeper
+                with opened.runner.lock:  # else the message would come later: within half a second
+                    keeper._next_at = 0
+                    opened.runner.wake()
                 self.wait_until(lambda keeper=keeper: not keeper._changed and keeper._under_way is None)  # type: ignore[misc]
 
     def unclaimed(self) -> int:

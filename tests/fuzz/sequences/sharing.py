@@ -271,7 +271,7 @@ def erase(ep: Episode, rng: Random) -> None:
                 ep.fail(parent, "flush() of a fork returned False")
         parent.text.reserved = 0
     ep.wait_for_tables()
-    ep.wait_until(lambda: not ep.unclaimed())
+    ep.wait_until(lambda: not ep.unclaimed() or ep.world.report())
     ep.tally.events["erased"] += 1
     for live in ep.live:
         tokens = live.text.length - live.text.dropped.stop
