@@ -52,7 +52,7 @@ _TOKENS = _LENGTH + 26
 
 _PAUSES_S = (0, 0, 0, 0.003, 0.012)
 
-_OPERATIONS = {"add": 18, "again": 6, "step": 60, "abort": 6, "restart": 1, "flip": 5, "purge": 1, "reset": 2}
+_OPERATIONS = {"add": 18, "again": 6, "step": 60, "abort": 6, "restart": 1, "flip": 5, "purge": 1, "reset": 2, "spoil": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,10 @@ class Scenario:
             name = f"r{self._requests}"
             engine.add(name, tokens, max_tokens=max_tokens, cache_salt=salt, pictures=pictures)
 
-    def _step(self, at: int) -> None:
+    def _step(self, at: int, *, aborts_within: float = 0.05) -> None:
         engine, draw = self._engines[at][0], self._random
-        failed, within = engine.counts["failed_loads"], draw.random() < 0.05
-        if within:
+        failed = engine.counts["failed_loads"]
+        if draw.random() < aborts_within:
             self._abort_within(engine)
         output = engine.step()
         if not output.total_num_scheduled_tokens and engine.scheduler.has_requests():
@@ -176,8 +176,28 @@ class Scenario:
         engine.close()
         self._engines[at] = self._started()
 
+    def _spoil(self, at: int) -> None:
+        """A prompt that the cluster has is asked, with more behind it, while a block of it is damaged, and the engine's
+        own cache has none of it: so what a step computes may be over KV that did not arrive. Then it is asked again."""
+        engine, draw = self._engines[at][0], self._random
+        asked = [tokens for tokens, salt, shown in self._asked[-16:] if salt is None and not shown]
+        tokens = draw.choice(asked)[: _LENGTH - 3 * BLOCK] if asked else []
+        if len(tokens) < BLOCK:
+            return
+        engine.run(most=2_000)
+        engine.scheduler.reset_prefix_cache()
+        self._damage(engine, tokens)
+        tokens = [*tokens, *(draw.randrange(3) for _ in range(draw.choice([BLOCK, 3 * BLOCK])))]
+        for _ in range(draw.randint(1, 4)):
+            self._ask(at, tokens, None, [])
+            for _ in range(draw.randint(1, 4)):
+                self._step(at, aborts_within=0.3)
+
     def _flip(self, at: int) -> None:
-        cluster, chain = self._bench.cluster, self._engines[at][0].client.hashes(self._random.choice(self._roots))
+        self._damage(self._engines[at][0], self._random.choice(self._roots))
+
+    def _damage(self, engine: Engine, tokens: list[int]) -> None:
+        cluster, chain = self._bench.cluster, engine.client.hashes(tokens)
         block, bit = self._random.choice(chain), self._random.randrange(8 * 1024)
         for shard in sorted(cluster.shards):
             with suppress(LookupError):  # it does not hold the block

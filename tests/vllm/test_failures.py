@@ -174,6 +174,32 @@ def test_the_engine_forgets_blocks_that_did_not_come_and_what_was_computed_over_
     assert output.num_scheduled_tokens == {"b": len(longer) - 6 * BLOCK}
 
 
+@pytest.mark.parametrize("within", [False, True], ids=["after its step", "before its step ended"])
+def test_what_was_computed_over_blocks_that_did_not_come_is_in_no_cache_when_these_are_there_again(
+    bench: Bench, llama: Path, within: bool
+) -> None:
+    engine = engine_of(bench, llama, ALWAYS)
+    (rank,) = engine.ranks
+    rank.come = TWO
+    knows_link(engine)
+    longer = SIX + prompt(3, seed=3, block_tokens=BLOCK)
+    fill(engine.client, SIX)
+    engine.add("a", longer, max_tokens=4)
+    output = engine.scheduler.schedule()
+    assert output.num_scheduled_tokens == {"a": len(longer) - 6 * BLOCK}, "the other blocks are computed in the step"
+    result = engine._execute(output)
+    if within:
+        engine.abort("a")
+    engine.scheduler.update_from_output(output, result)
+    if not within:
+        engine.abort("a")
+    rank.come = lambda order: order.first + len(order.into[0])
+    engine.add("b", [*SIX, 7])
+    engine.run("b")
+    fresh = engine.add("c", [*longer, 7])
+    assert engine.scheduler.kv_cache_manager.get_computed_blocks(fresh)[1] == 6 * BLOCK, "those of b alone"
+
+
 def test_also_where_the_request_ended_before_its_step_did(bench: Bench, llama: Path) -> None:
     engine = engine_of(bench, llama, ALWAYS)
     (rank,) = engine.ranks
