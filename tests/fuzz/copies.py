@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,20 +93,74 @@ def run(episodes: int, seed: int = 0, first: int = 0) -> Tally:
 # ------------------------------------------------------------------------------------------------ what is drawn
 
 
+class _Gate:
+    """A lock that calls `waits` when a thread has to wait for it."""
+
+    def __init__(self, waits: Callable[[], object]) -> None:
+        self._lock, self._waits = threading.Lock(), waits
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waits()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class _StoppedWithin(PythonCopies):
+    """Copies of which some are stopped between the look at whether they are, and the copy itself."""
+
+    def __init__(self, memory: BoundMemory, within: Callable[[int], None]) -> None:
+        super().__init__(memory)
+        self._within = within
+
+    def _load(self, batch: CopyBatch, at: int, data: memoryview) -> CopyStatus:
+        self._within(batch.records.items[at])
+        return super()._load(batch, at, data)
+
+
 class _Threads:
     """An executor of loads whose threads take records in order, and end them in any. Sometimes an item is given to
-    others meanwhile. `stopped`: the records that were not begun because of that, and their items."""
+    others meanwhile. `stopped`: the records that were not begun because of that, and their items. `stop` stops an
+    item; it is called by another thread, perhaps while a record of the item is copied."""
 
     def __init__(self, rng: Random, events: Counter[str]) -> None:
         self._rng, self._events = rng, events
         self.stopped: dict[int, int] = {}
+        self.stop: Callable[[int], None] = lambda item: None
+        self._stopping: list[threading.Thread] = []
+        self._goes_on = threading.Event()
+
+    def gate(self) -> _Gate:
+        return _Gate(self._goes_on.set)
+
+    def join(self) -> None:
+        """Waits for the threads that stop items."""
+        while self._stopping:
+            self._stopping.pop().join()
+
+    def _stop_within(self, item: int) -> None:
+        """Goes on when the item has been stopped, or that waits."""
+        if self._rng.random() > 0.1:
+            return
+        self._events["stopped within a copy"] += 1
+        self._goes_on.clear()
+
+        def stop() -> None:
+            self.stop(item)
+            self._goes_on.set()
+
+        self._stopping.append(threading.Thread(target=stop))
+        self._stopping[-1].start()
+        self._goes_on.wait()
 
     def open(self, batch: CopyBatch) -> RunRecords | None:
         if batch.direction is CopyDirection.STORE:
             return None
         memory = batch.keeps[1]
         assert isinstance(memory, BoundMemory)
-        return partial(self._run, PythonCopies(memory), batch)
+        return partial(self._run, _StoppedWithin(memory, self._stop_within), batch)
 
     def _run(self, copies: PythonCopies, batch: CopyBatch, start: int, stop: int) -> None:
         order = [*range(start, stop)]
@@ -225,6 +280,7 @@ class _Exchange:
         self.next = [piece.want.layer_start for piece in pieces]
         self.came: list[set[int]] = [set() for _ in pieces]
         self.stopped: dict[int, torch.Tensor | None] = {}  # items that were given to others, and the memory then
+        self.then: list[tuple[int, torch.Tensor]] = []  # items that were stopped within a copy, and the memory after it
         self.over = False
 
     def sent(self, sent: _Sent) -> None:
@@ -264,6 +320,12 @@ class _Load:
 
     def _exchange(self, exchange: _Exchange) -> None:
         rng = self.rng
+
+        def stop(item: int) -> None:
+            exchange.ranges.stop([item])
+            exchange.then.append((item, self.now()))
+
+        exchange.ranges.gate, self.threads.stop = self.threads.gate(), stop  # type: ignore[assignment]
         sink = LoadSink(NAMESPACE, self.spec, self.bound, exchange.ranges, self.progress, self._layer_came)
         coded = [self._encoded(piece) for piece in exchange.pieces]
         records = [record for item in range(len(exchange.pieces)) for record in self._records(exchange, item)]
@@ -299,6 +361,8 @@ class _Load:
             assert exchange.over, "an exchange that goes on is cancelled"
             assert before is not None and _same(self.now(), before), "bytes are written after a stop"
             return
+        finally:
+            self.threads.join()
         assert not exchange.over, "an exchange that was stopped goes on"
         given_up, self.threads.stopped = self.threads.stopped, {}
         gaps: dict[int, None] = {}
@@ -307,7 +371,7 @@ class _Load:
                 gaps[each.item] = None
             elif each.item not in gaps:
                 exchange.sent(each)
-        for item in given_up.values():
+        for item in [*given_up.values(), *(item for item, _ in exchange.then)]:
             exchange.ranges.stop([item])
             exchange.stopped.setdefault(item, None)
 
@@ -439,10 +503,11 @@ class _Load:
                     nbytes += self.spec.layer_bytes(0, part)
                 left.update(part.layer_start + layer for layer in missing)
                 failed |= {piece.block} if missing else set()
-                stopped = exchange.stopped.get(item)
-                if stopped is not None:
-                    then = stopped[piece.block, ..., heads, :]
-                    assert _same(memory[piece.block, ..., heads, :], then) or len(self.exchanges) > 1
+                stopped = [exchange.stopped.get(item), *(then for which, then in exchange.then if which == item)]
+                for then in stopped if len(self.exchanges) == 1 else ():
+                    if then is not None:
+                        there = memory[piece.block, ..., heads, :]
+                        assert _same(there, then[piece.block, ..., heads, :]), "bytes are written after a stop"
         assert bool((memory[~owned] == UNWRITTEN).all()), "memory of others is written"
         loaded = self.progress.loaded(LATE)
         assert loaded.nbytes == nbytes, f"{loaded.nbytes} bytes are counted, {nbytes} came"

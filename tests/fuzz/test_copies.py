@@ -32,6 +32,7 @@ def test_the_copying_shells_keep_what_they_promise(seed: int) -> None:
         "encoded",
         "stopped",
         "given to others",
+        "stopped within a copy",
         "store stopped",
         "refused",
     ):
@@ -75,6 +76,18 @@ def kinds_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def what_was_given_to_others_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces that were given to others are written by this exchange, too."""
     monkeypatch.setattr("kvcluster.pages.copy_batch.CopyBatch.is_stopped", lambda self, at, now: bool(self.cancel[0]))
+
+
+def a_stop_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are given to others while this exchange copies bytes of them."""
+
+    def stop(self: Any, items: Any = None) -> None:
+        if items is None:
+            self.cancel[0] = 1
+        for item in items or ():
+            self.dropped[item] = 1
+
+    monkeypatch.setattr(ReadRanges, "stop", stop)
 
 
 def stores_go_on_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +134,7 @@ def layers_from_the_first_of_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
         codecs_are_not_looked_at,
         kinds_are_mixed_up,
         what_was_given_to_others_is_written,
+        a_stop_does_not_wait,
         stores_go_on_after_a_stop,
         taken_by_its_first,
         layers_from_the_first_of_the_part,
