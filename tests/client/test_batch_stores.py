@@ -26,6 +26,7 @@ from kvcluster.wire.shm_frames import Places
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same
 from tests.client.interrupted import Interrupted
 from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, WHOLE, nhd
+from tests.client.watched_gate import waits_for_gate
 
 ROOT = BlockHash(bytes(32))
 PAGES = [NewPage(PageKey(BlockHash(bytes([n]) * 32), 0, WHOLE), ROOT, n) for n in range(BLOCKS)]
@@ -119,6 +120,11 @@ def test_nothing_is_read_once_a_store_is_stopped() -> None:
     with pytest.raises(Cancelled, match="given up"):
         copies.run(0, 1)
     assert not any(map(any, reserved.pages)) and not reserved.source.taken
+
+
+def test_a_stop_waits_for_the_chunk_in_progress() -> None:
+    source = Reserved(kv(BLOCKS)).source
+    assert waits_for_gate(lambda gate: setattr(source, "_gate", gate), source.stop)
 
 
 def test_nothing_is_written_after_the_deadline() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,8 +13,8 @@ from kvcluster.core.messages import PageKey, PageWant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.transport.base import Cancelled
-from tests.client.build import BOUND_S
 from tests.client.stepping import DEADLINE, GIVEN_UP, HASHES, LATE
+from tests.client.watched_gate import waits_for_gate
 
 PART = Part(2, 10, 0, 4)
 
@@ -96,6 +94,12 @@ def test_an_exchange_that_is_stopped_writes_nothing() -> None:
         assert raised.value.miss == GIVEN_UP
 
 
+@pytest.mark.parametrize("items", [None, [0], []], ids=str)
+def test_a_stop_waits_for_the_chunk_in_progress(items: list[int] | None) -> None:
+    some = ranges()
+    assert waits_for_gate(lambda gate: setattr(some, "gate", gate), lambda: some.stop(items))
+
+
 def test_an_exchange_of_which_items_were_taken_can_still_be_stopped_as_a_whole() -> None:
     some = ranges()
     some.stop([0])
@@ -122,26 +126,6 @@ def test_why_a_page_cannot_be_read_is_told_rather_than_that_it_did_not_match() -
     some.did_not_match(0, 0, 1)
     some.unreadable[0] = why
     assert some.why(0) == why
-
-
-def test_to_stop_waits_for_the_chunk_in_hand() -> None:
-    some, stopping, stopped = ranges(), threading.Event(), threading.Event()
-
-    def stop() -> None:
-        stopping.set()
-        some.stop([0])
-        stopped.set()
-
-    with some.gate:
-        assert some.may_write(0, 0, 6)
-        other = threading.Thread(target=stop)
-        other.start()
-        assert stopping.wait(BOUND_S)
-        assert not stopped.is_set()
-        some.came(0, 1)
-    assert stopped.wait(BOUND_S)
-    other.join()
-    assert not some.may_write(0, 1, 6) and some.left(0) == [piece(0, 1)]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=8), st.integers(0, 3), st.integers(4, 8))

@@ -51,6 +51,7 @@ from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
 from kvcluster.transport.base import BytesPayload, Cancelled, Deadline
+from tests.client.watched_gate import WatchedGate
 
 NAMESPACE = NamespaceId(b"n" * 32)
 NEVER = 2**62
@@ -93,21 +94,6 @@ def run(episodes: int, seed: int = 0, first: int = 0) -> Tally:
 # ------------------------------------------------------------------------------------------------ what is drawn
 
 
-class _Gate:
-    """A lock that calls `waits` when a thread has to wait for it."""
-
-    def __init__(self, waits: Callable[[], object]) -> None:
-        self._lock, self._waits = threading.Lock(), waits
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self._waits()
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
 class _StoppedWithin(PythonCopies):
     """Copies of which some are stopped between the look at whether they are, and the copy itself."""
 
@@ -132,8 +118,8 @@ class _Threads:
         self._stopping: list[threading.Thread] = []
         self._goes_on = threading.Event()
 
-    def gate(self) -> _Gate:
-        return _Gate(self._goes_on.set)
+    def gate(self) -> WatchedGate:
+        return WatchedGate(self._goes_on.set)
 
     def join(self) -> None:
         """Waits for the threads that stop items."""

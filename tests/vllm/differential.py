@@ -52,7 +52,17 @@ _TOKENS = _LENGTH + 26
 
 _PAUSES_S = (0, 0, 0, 0.003, 0.012)
 
-_OPERATIONS = {"add": 18, "again": 6, "step": 60, "abort": 6, "restart": 1, "flip": 5, "purge": 1, "reset": 2, "spoil": 4}
+_OPERATIONS = {
+    "add": 18,
+    "again": 6,
+    "step": 60,
+    "abort": 6,
+    "restart": 1,
+    "flip": 5,
+    "purge": 1,
+    "reset": 2,
+    "spoil": 4,
+}
 
 
 @dataclass(frozen=True, slots=True)
