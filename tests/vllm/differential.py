@@ -61,7 +61,7 @@ _OPERATIONS = {
     "flip": 5,
     "purge": 1,
     "reset": 2,
-    "spoil": 4,
+    "spoil": 6,
 }
 
 
@@ -144,7 +144,10 @@ class Scenario:
             name = f"r{self._requests}"
             engine.add(name, tokens, max_tokens=max_tokens, cache_salt=salt, pictures=pictures)
 
-    def _step(self, at: int, *, aborts_within: float = 0.05) -> None:
+    def _step(self, at: int) -> None:
+        self._make_step(at, aborts_within=0.05)
+
+    def _make_step(self, at: int, *, aborts_within: float) -> None:
         engine, draw = self._engines[at][0], self._random
         failed = engine.counts["failed_loads"]
         if draw.random() < aborts_within:
@@ -198,10 +201,10 @@ class Scenario:
         engine.scheduler.reset_prefix_cache()
         self._damage(engine, tokens)
         tokens = [*tokens, *(draw.randrange(3) for _ in range(draw.choice([BLOCK, 3 * BLOCK])))]
-        for _ in range(draw.randint(1, 4)):
+        for _ in range(draw.randint(2, 4)):
             self._ask(at, tokens, None, [])
             for _ in range(draw.randint(1, 4)):
-                self._step(at, aborts_within=0.3)
+                self._make_step(at, aborts_within=0.5)
 
     def _flip(self, at: int) -> None:
         self._damage(self._engines[at][0], self._random.choice(self._roots))

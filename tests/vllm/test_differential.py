@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvcluster.engines.vllm import compat
+from kvcluster.engines.vllm.loads_in_flight import LoadsInFlight
 from kvcluster.engines.vllm.scheduler import SchedulerSide
 from kvcluster.engines.vllm.store_planner import StorePlanner
 from kvcluster.engines.vllm.worker import WorkerSide
@@ -85,12 +86,22 @@ def _blocks_are_stored_before_they_are_full(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StorePlanner, "plan", ahead)
 
 
+def _only_what_did_not_come_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SchedulerSide, "_distrust", lambda self, failed, blocks: self._forget(blocks))
+
+
+def _nothing_is_in_doubt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LoadsInFlight, "in_doubt", lambda self: set())
+
+
 FAULTS = [
     (_names_are_trusted, 2),
     (_salts_are_left_out, 0),
     (_failed_loads_are_not_reported, 11),
     (_stores_go_on_after_their_blocks_are_given_away, 2),
     (_blocks_are_stored_before_they_are_full, 4),
+    (_only_what_did_not_come_is_forgotten, 19),
+    (_nothing_is_in_doubt, 19),
 ]
 """With the seed that usually finds each, so that the search is short."""
 
