@@ -15,7 +15,7 @@ from kvcluster.client.memory import bind
 from kvcluster.client.results import Loaded
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.scratch_pages import ScratchPages
-from kvcluster.client.sequences.step_lock import StepLock, Turn
+from kvcluster.client.sequences.step_lock import StepLock, StepTurn
 from kvcluster.client.tickets import Ticket
 from kvcluster.client.transfer import Transfer
 from kvcluster.client.transfer_queue import TransferQueue
@@ -54,7 +54,7 @@ class LayerLoads:
         self._part = part
         self._find = find
         self.lost = lost
-        self.turn = Turn(lock, "another thread streams blocks through scratch pages")
+        self.turn = StepTurn(lock, "another thread streams blocks through scratch pages")
         """Had by a call from when it takes scratch pages until it has freed them: there need not be room for those of
         two calls, and their loads would only wait for one another."""
         self._lock = threading.Lock()

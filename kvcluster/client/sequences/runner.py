@@ -22,7 +22,7 @@ from kvcluster.client.memory import bind
 from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.machine import SequenceMachine
 from kvcluster.client.sequences.state import SequenceState
-from kvcluster.client.sequences.step_lock import StepLock, Turn
+from kvcluster.client.sequences.step_lock import StepLock, StepTurn
 from kvcluster.client.sequences.store_queue import StoreBatch
 from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.client.transfer_queue import TransferQueue
@@ -81,7 +81,7 @@ class SequenceRunner:
         self.settle: Callable[[], bool] = lambda: False
         """Called in the lock, while nothing reads, when the resident set is full: ends loads, whose pages may be used
         for others then. Returns whether there was one."""
-        self._turn = Turn(self.lock, "another thread brings blocks into the resident set, and others wait for that")
+        self._turn = StepTurn(self.lock, "another thread brings blocks into the resident set, and others wait for that")
         self._evicting = 0  # threads that wait until nothing reads
         self._storing = 0
         self._store_at = 0.0

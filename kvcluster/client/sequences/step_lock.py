@@ -75,7 +75,7 @@ class StepLock(_RLock):  # type: ignore[misc]
             raise
 
 
-class Turn:
+class StepTurn:
     """What one thread at a time may have. It is guarded by the lock, and is no lock itself: a thread whose call was
     interrupted, and that has not given it back, has broken the sequences, so none waits for it any more."""
 
