@@ -81,6 +81,13 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than there are cores: a quarter of the time of these tests is waiting, for processes that start
+    and for deadlines. With two more, processes wait for cores."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `--dist loadgroup`, tests that share a cluster run in one worker (scheduling.py)."""
     if config.getoption("dist") != "loadgroup":

@@ -29,6 +29,7 @@ def refused(port: int) -> Iterator[None]:
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", port))
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or the kernel may give it to another server
         yield
 
 

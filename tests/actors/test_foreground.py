@@ -49,7 +49,7 @@ class Foreground:
     def wait(self, holds: Callable[[dict[str, int]], object]) -> dict[str, int]:
         """Waits until this holds of `shards`, and returns them."""
         try:
-            return eventually(lambda: found if holds(found := self.shards()) else None) or {}
+            return eventually(lambda: found if holds(found := self.shards()) else None, 180.0) or {}
         except AssertionError:
             raise AssertionError(f"in vain: {self.shards()}; it has said: {self.said()}") from None
 

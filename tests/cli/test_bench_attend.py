@@ -72,13 +72,13 @@ def test_wrong_options_are_refused_by_name(option: list[str], named: str, capsys
 
 def test_generations_over_a_link_are_measured_in_every_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = tmp_path / "picture.png"
-    arguments = ["--links", "1gbit/200us", "--tokens", "2048", "--new", "2", "1", "--batch", "2", "--plot", str(drawn)]
+    arguments = ["--links", "1gbit/200us", "--tokens", "1024", "--new", "2", "1", "--batch", "2", "--plot", str(drawn)]
     assert main(["bench", "attend", "--json", *arguments]) == 0
     assert drawn.read_bytes().startswith(PNG)
     figures = json.loads(capsys.readouterr().out)
     assert [(row["batch"], row["new"]) for row in figures["rows"]] == [(2, 1), (2, 2)] * 2
     llama, deepseek = figures["rows"][1], figures["rows"][3]
-    for row, context_bytes in ((llama, 2_048 * 1_024), (deepseek, 2_048 * 2_304)):
+    for row, context_bytes in ((llama, 1_024 * 1_024), (deepseek, 1_024 * 2_304)):
         assert row["fetch_bytes"] > context_bytes, "all of it has passed the link"
         assert row["ship_bytes"] > 0 and row["ship_seconds"] > 0 and row["of_better"] > 0
     assert any("deepseek-v3" in line for line in generations_table.lines(figures))

@@ -30,9 +30,9 @@ TINY = {
     "torch_dtype": "bfloat16",
 }
 TOKEN_BYTES = 2048
-SLOW, FAST = 250_000, 200_000_000
-PREFILL = 2_000
-"""Sixteen times what the slow link brings, and a fiftieth of what the fast one would."""
+SLOW, FAST = 1_000_000, 200_000_000
+PREFILL = 8_000
+"""Sixteen times what the slow link brings, and a twelfth of what the fast one would."""
 
 
 @pytest.fixture
