@@ -30,9 +30,9 @@ from kvcluster.actors.ray_node import (
     RayNode,
     free_port,
     session_logs,
+    signals_delayed,
     start_node,
     started,
-    uninterrupted,
 )
 from kvcluster.actors.reconciler import Reconciler
 from kvcluster.actors.stopping import longest_save_ms
@@ -148,7 +148,7 @@ def local_head(config: Config) -> Iterator[LocalHead]:
     log = kept_logs.begin(str(config.server.port), session_logs(folder)) / kept_logs.RAY_LOG
     try:
         memory = checked_bytes_for_pools(config)
-        with uninterrupted():
+        with signals_delayed():
             head = LocalHead(start_node(folder, where, memory, offered(config), log=log), f"127.0.0.1:{port}")
         head.node.wait_until_up()
         with connected(head.address, "127.0.0.1", folder):

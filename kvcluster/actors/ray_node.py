@@ -100,7 +100,7 @@ def start_node(
 ) -> RayNode:
     """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
     it joins. `memory`: bytes that actors may claim. `log`: the file for what its leader writes. `lock`: a descriptor
-    that its leader inherits (runtime/private_folder.py). To be called within `uninterrupted`."""
+    that its leader inherits (runtime/private_folder.py). To be called within `signals_delayed`."""
     # In its own folder: Ray starts further processes by `python -m`, which imports from the current directory.
     command = [*module_command("kvcluster.actors.lean_ray", "start", "--block", folder=str(folder))]
     command += ["--disable-usage-stats", *where, f"--temp-dir={folder}"]
@@ -125,7 +125,7 @@ def running_node(
         run = kept_logs.begin(f"node-{node_ip}", session_logs(folder.path / "ray"))
         log = run / kept_logs.RAY_LOG
         try:
-            with uninterrupted():
+            with signals_delayed():
                 node = start_node(folder.path / "ray", where, memory, resources, log=log, lock=folder.lock)
             node.wait_until_up()
             yield node
@@ -191,7 +191,7 @@ def _spawn(command: list[str], log: Path, inherited: int) -> int:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def signals_delayed() -> Iterator[None]:
     """Delays Ctrl-C and SIGTERM until the end of the block: a process that is started in it is known by then, and can
     be ended."""
     if threading.current_thread() is not threading.main_thread():

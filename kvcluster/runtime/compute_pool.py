@@ -25,9 +25,11 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shares import Shares
+from kvcluster.errors import KVClusterError
 from kvcluster.runtime.compute_turns import ComputeTurns
 from kvcluster.runtime.threads import be_nice
 from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, Unavailable
+from kvcluster.transport.thread_start import start_thread
 
 T = TypeVar("T")
 
@@ -81,10 +83,11 @@ class ComputePool:
 
     def start(self, prepare: Callable[[], object] | None = None) -> None:
         """From now on jobs run; none before `prepare`, which runs on a thread of its own, is done: until then all are
-        declined."""
+        declined. Raises KVClusterError if there is no room for that thread."""
         if prepare is not None:
             self._preparing = True
-            threading.Thread(target=self._prepare, args=(prepare,), name=self._thread_name, daemon=True).start()
+            thread = threading.Thread(target=self._prepare, args=(prepare,), name=self._thread_name, daemon=True)
+            start_thread(thread)
         with self._lock:
             self._started = True
             self._dispatch()
@@ -155,8 +158,16 @@ class ComputePool:
                 self._wake.notify()
             else:
                 thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
-                self._threads[thread] = None
-                thread.start()
+                try:
+                    start_thread(thread)
+                    self._threads[thread] = None
+                except KVClusterError as error:
+                    if not self._threads:  # otherwise it waits for one of them
+                        self._ready.pop()
+                        self._stop(job)
+                        self._forget(job)
+                        job.error = ComputeBusy(str(error))
+                        job.ended.set()
 
     def _account(self, job: _Job[Any]) -> None:
         now = self._clock()

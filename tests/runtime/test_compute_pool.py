@@ -268,3 +268,17 @@ def test_a_tenant_that_comes_back_still_owes_what_it_has_computed() -> None:
     turns.leave(A)
     turns.enter(A)
     assert turns.next_of([A, B]) == B
+
+
+def test_without_room_for_a_thread_a_job_is_declined_and_the_next_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = ComputePool(1, "full")
+    pool.start()
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ComputeBusy, match="no room for another thread"):
+            pool.run(A, lambda turn: 1, soon())
+    assert pool.run(A, lambda turn: 2, soon()) == 2
+    pool.close()

@@ -481,6 +481,20 @@ def test_an_adapter_is_read_beside_the_engine_and_known_later(bench: Bench) -> N
     assert reader.read == ["a"], "once"
 
 
+def test_an_adapter_is_read_once_there_is_room_for_a_thread(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    reader = Reader()
+    reader.go.set()
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        assert reader.adapters.get(1, "a") is None
+    assert "no room for another thread" in reader.logged[0]
+    bench.until(lambda: reader.adapters.get(1, "a"))
+    assert reader.adapters.get(1, "a") == "sha256:a"
+
+
 def test_a_number_with_several_paths_has_no_hash_any_more(bench: Bench) -> None:
     """The engine may have evicted what it loaded first, and loads again from the path of the next request."""
     reader = Reader()

@@ -33,6 +33,8 @@ from kvcluster.engines.vllm.rates import PrefillRate
 from kvcluster.engines.vllm.registration import spec_of
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.step_metadata import Step, StepReport
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.thread_start import start_thread
 
 _ROOT = NamespaceId(hashlib.sha256(b"kvcluster-observe-v1").digest())
 """The root of all observed hashes: equal in every process."""
@@ -58,7 +60,10 @@ def observer(settings: ConnectorSettings, config: Any, kv: Any, log: Log) -> Idl
     else:
         reading = threading.Thread(target=_fingerprint, args=(config, writer, log), daemon=True)
         reading.name = "kvcluster-fingerprint"
-        reading.start()
+        try:
+            start_thread(reading)
+        except KVClusterError as error:
+            log(f"the weights are not read, and the trace does not name them: {error}")
     log(f"observing {spec.model}: nothing is loaded or stored; the trace is {writer.path}")
     prefill = PrefillRate(settings.prefill_tokens_per_s)
     return ObservingScheduler(writer, name, layout.block_tokens, prefill, log, stores=stores, loads=loads)

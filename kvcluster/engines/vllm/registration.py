@@ -251,7 +251,14 @@ class Adapters:
                     )
                 return None
             self._paths[number] = path
-        threading.Thread(target=self._read, args=(number, path), name="kvcluster-adapter", daemon=True).start()
+        try:
+            start_thread(
+                threading.Thread(target=self._read, args=(number, path), name="kvcluster-adapter", daemon=True)
+            )
+        except KVClusterError as error:  # the next request tries again
+            with self._lock:
+                self._paths.pop(number, None)
+            self._log(f"neither loads nor stores for the adapter {path} yet: {error}")
         return None
 
     def _read(self, number: int, path: str) -> None:
