@@ -11,6 +11,7 @@ from.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvcluster.client.sequences.state import SequenceState
@@ -137,6 +138,7 @@ class TableKeeper:
         for name in [*self._known] if forgotten else answer.reopen:
             if name in self._known:
                 self._forget(name)
+        self._orphan_beyond({name: self._known[name].told for name in keep if name in self._known})
         self._under_way = None
         self._renew_at = now + answer.ttl_ns // 3 if self._known else None
 
@@ -184,6 +186,14 @@ class TableKeeper:
         for name in [*self._forks]:
             known = self._known[name]
             if known.parent == parent and known.told > sealed:
+                self._forget(name)
+
+    def _orphan_beyond(self, told: Mapping[SequenceId, int]) -> None:
+        """Has forks of these sequences opened on their own that begin with more blocks than the coordinator has, of
+        which these are the numbers: it may have others in their place."""
+        for name in [*self._forks]:
+            known = self._known[name]
+            if known.parent is not None and known.told > told.get(known.parent, known.told):
                 self._forget(name)
 
     def _forget(self, name: SequenceId) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest.mock import patch
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
@@ -37,14 +40,17 @@ class Teller:
         self.coordinator.ask(Attached, build_request(Attach(self.coordinator.spec), OURS))
         return self.coordinator.ask(TablesSynced, build_request(message, OURS, space))
 
-    def sync(self, *, lost: bool = False, reply_lost: bool = False) -> bool:
-        """Sends the next message, if one is due. Returns whether it was answered."""
+    def sync(self, *, lost: bool = False, reply_lost: bool = False, refused: bool = False) -> bool:
+        """Sends the next message, if one is due; `refused`: when there is no room for more blocks. Returns whether it
+        was answered."""
         self.now += SECOND
         message = self.keeper.next_sync(self.now)
         if message is None:
             return False
         self.messages += 1
-        answer = None if lost else self.send(message)
+        tables = self.coordinator.core.state.tables
+        with patch.object(tables, "_admits", lambda _owner, m, *_: not m.blocks) if refused else nullcontext():
+            answer = None if lost else self.send(message)
         if answer is None or reply_lost:
             self.keeper.failed(self.now)
             return False
@@ -59,6 +65,8 @@ class Teller:
         return self.coordinator.core.state.tables.table((OURS, HOLDER), state.name)
 
     def check(self) -> None:
+        for state in self.open:  # what was refused is told again with the next blocks
+            self.keeper.sealed(state)
         self.settle()
         for state in self.open:
             assert self.table(state) == tuple(block.name for block in state.blocks[: state.sealed])
@@ -114,9 +122,9 @@ class Telling(RuleBasedStateMachine):
         self.teller.keeper.closed(state)
         self.teller.worker.machine.close(state)
 
-    @rule(lost=st.booleans(), reply_lost=st.booleans())
-    def sync(self, lost: bool, reply_lost: bool) -> None:
-        self.teller.sync(lost=lost, reply_lost=reply_lost)
+    @rule(lost=st.booleans(), reply_lost=st.booleans(), refused=st.booleans())
+    def sync(self, lost: bool, reply_lost: bool, refused: bool) -> None:
+        self.teller.sync(lost=lost, reply_lost=reply_lost, refused=refused)
 
     @rule()
     def restart(self) -> None:
@@ -234,4 +242,27 @@ def test_a_fork_that_kept_nothing_of_its_parent_is_told_of_in_the_message_that_c
     assert teller.sync()
     assert teller.table(child) == tuple(block.name for block in child.blocks)
     teller.open = [child]
+    teller.check()
+
+
+def test_a_fork_of_what_was_refused_meanwhile_is_told_whole() -> None:
+    """Otherwise it would begin with the blocks that its parent had before."""
+    teller = Teller()
+    parent = teller.worker.open()
+    teller.keeper.opened(parent)
+    teller.worker.append(parent, [1] * 3 * BLOCK)
+    teller.keeper.sealed(parent)
+    assert teller.sync()
+    teller.worker.truncate(parent, BLOCK)
+    teller.keeper.cut(parent)
+    teller.worker.append(parent, [2] * 2 * BLOCK)
+    teller.keeper.sealed(parent)
+    teller.now += SECOND
+    message = teller.keeper.next_sync(teller.now)
+    child = teller.worker.machine.fork(parent, teller.worker.name())
+    teller.keeper.opened(child, parent)  # while the message is on its way
+    assert message is not None and teller.sync(refused=True)
+    teller.sync()
+    assert teller.table(child) == tuple(block.name for block in child.blocks)
+    teller.open = [parent, child]
     teller.check()
