@@ -13,6 +13,7 @@ import kvcluster
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, partial
 from kvcluster.client.sequences.statistics import ResidentUse
 from kvcluster.core.codecs import Codec
+from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, ConfigError, ResidentSetFull
 from kvcluster.pages.codec_torch import TorchCoder
 from kvcluster.testing import MemoryCluster
@@ -452,6 +453,23 @@ def test_a_fork_does_not_read_what_another_has_encoded_in_a_codec_that_is_not_it
             assert (k.float() - one.k[layer, : 2 * BLOCK].float()).abs().max() < 0.02, "q8 or exact, and not q4"
         one.sequence.close()
         other.sequence.close()
+
+
+def test_a_block_that_keeps_tokens_of_an_encoded_one_is_published_with_its_loss(cluster: MemoryCluster) -> None:
+    """Block 1 is exact in the cluster. What is made of its first four tokens, as encoding left them, is not."""
+    with cluster.client(SPEC) as client, cluster.client(SPEC) as other:
+        one = opened(client, 60, replace(POLICY, codec="q8"))
+        assert one.sequence.flush() and other.lookup(list(range(60)), accept=Loss.EXACT).tokens == 3 * BLOCK
+        one.sequence.truncate(BLOCK + 4)
+        coded = decoded(one, range(1, 2), Codec.Q8)
+        after = Grown(one.sequence, coded.k[:, : BLOCK + 4], coded.v[:, : BLOCK + 4])
+        after.check()
+        ids = [*range(1_000, 1_020)]
+        append(after, ids)
+        assert after.sequence.flush()
+        prompt = [*range(BLOCK + 4), *ids]
+        assert other.lookup(prompt, accept=Loss.EXACT).tokens == BLOCK
+        assert other.lookup(prompt, accept=Loss.Q8).tokens == 4 * BLOCK
 
 
 def test_a_sequence_opens_though_encoded_pages_have_taken_the_resident_set(start: Start) -> None:
