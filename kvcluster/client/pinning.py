@@ -70,8 +70,11 @@ def list_pins(control: CoordinatorClient, model: str | None, deadline: Deadline)
 
 def pinned_prefixes(runs: Iterable[PinnedRun]) -> list[PinnedPrefix]:
     """Returns the prefixes that these runs are parts of, by tenant and model, the largest first."""
-    tree = _PinnedTree(runs)
-    return sorted(tree.prefixes(), key=lambda each: (each.tenant, each.spec.model, -each.nbytes, each.block))
+    spaces: dict[tuple[Tenant, KVSpec], list[PinnedRun]] = {}
+    for run in runs:  # a tenant may store under any hashes, another's too
+        spaces.setdefault((run.tenant, run.spec), []).append(run)
+    found = [prefix for some in spaces.values() for prefix in _PinnedTree(some).prefixes()]
+    return sorted(found, key=lambda each: (each.tenant, each.spec.model, -each.nbytes, each.block))
 
 
 class _Reach(NamedTuple):
@@ -83,7 +86,7 @@ class _Reach(NamedTuple):
 
 
 class _PinnedTree:
-    """Runs of pinned blocks, joined. Bounded work: each run, and each block, is looked at a few times."""
+    """Runs of pinned blocks of one namespace, joined. Bounded work: each run, and each block, is looked at a few times."""
 
     def __init__(self, runs: Iterable[PinnedRun]) -> None:
         self._runs = sorted(runs, key=lambda run: run.first)

@@ -171,3 +171,12 @@ def test_runs_of_any_tree_are_joined(seed: int) -> None:
             left.append(ends[block])
             block = kept[block]
         assert p.left_s == min(left) / 1e9
+
+
+def test_another_tenant_that_stores_under_the_same_hashes_changes_nothing_of_a_pin() -> None:
+    blocks = tuple(BlockHash(bytes([at]) * 32) for at in range(4))
+    mine = PinnedRun(Tenant("one"), SPEC, BlockHash(bytes(32)), 0, blocks, 7, 9)
+    theirs = replace(mine, tenant=Tenant("two"), blocks=blocks[1:2], before=blocks[0], first=1)
+    alone, both = pinned_prefixes([mine]), pinned_prefixes([theirs, mine])
+    assert [each for each in both if each.tenant == "one"] == alone
+    assert [(each.first, each.blocks) for each in both if each.tenant == "two"] == [(1, 1)]
