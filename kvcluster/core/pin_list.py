@@ -25,7 +25,8 @@ def list_pins(table: NamespaceTable, spaces: Iterable[CoordinatorNamespace], que
     skipped = skip = min(question.skip, total)
     looked_at = named = 0
     for space in wanted:
-        some = list(islice(space.pinned.items(), skip, skip + limits.BLOCKS_PER_CALL - looked_at))
+        pins = islice(space.pinned.items(), skip, skip + limits.BLOCKS_PER_CALL - looked_at)
+        some = [(block, until) for block, (until, _) in pins]
         skip = max(0, skip - len(space.pinned))
         looked_at += len(some)
         named += bool(some)

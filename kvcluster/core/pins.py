@@ -7,7 +7,7 @@ ended protect nothing. They are forgotten in slices, and charged until then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator
 from itertools import islice
 
 from kvcluster.core.ids import BlockHash, Tenant
@@ -88,9 +88,9 @@ class PinnedBlocks:
     def __iter__(self) -> Iterator[BlockHash]:
         return iter(self._pins)
 
-    def items(self) -> Iterator[tuple[BlockHash, int]]:
-        """Yields each block and the end of its pin."""
-        return ((block, until) for block, (until, _) in self._pins.items())
+    def items(self) -> ItemsView[BlockHash, tuple[int, int]]:
+        """Returns each block with the end of its pin and the bytes that it is charged with."""
+        return self._pins.items()
 
     def until(self, block: BlockHash) -> int:
         """Returns the end of a block's pin; 0 if it has none."""

@@ -405,7 +405,7 @@ def get_pins(size: int) -> Step:
     core, _ = held(size)
     core.step(asks(PinBlocks(hashes(size), SECOND), SPACE), NOW)
     for space in core.state.namespaces:
-        for at, (one, until) in enumerate(list(space.pinned.items())):
+        for at, (one, (until, _)) in enumerate(list(space.pinned.items())):
             space.pinned.pin(one, until + at, 1)
     return Step(core, asks(GetPins()))
 

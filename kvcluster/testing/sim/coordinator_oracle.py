@@ -119,7 +119,7 @@ class CoordinatorOracle:
         if not isinstance(reply, BlocksPinned):
             return
         spaces = c.core.state.namespaces.of(request.tenant)
-        spared = {(space.id, block) for space in spaces for block, until in space.pinned.items() if until > now}
+        spared = {(space.id, block) for space in spaces for block, (until, _) in space.pinned.items() if until > now}
         listed: dict[tuple[NamespaceId, BlockHash], None] = {}
         skip: int | None = None
         while skip != 0:
