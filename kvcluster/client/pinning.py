@@ -86,7 +86,7 @@ class _Reach(NamedTuple):
 
 
 class _PinnedTree:
-    """Runs of pinned blocks of one namespace, joined. Bounded work: each run, and each block, is looked at a few times."""
+    """Runs of pinned blocks of one namespace, joined. Each run, and each block, is looked at a few times."""
 
     def __init__(self, runs: Iterable[PinnedRun]) -> None:
         self._runs = sorted(runs, key=lambda run: run.first)
