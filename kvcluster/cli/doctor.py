@@ -24,7 +24,7 @@ from kvcluster.cli.cluster_doctor import judged, probe_cluster
 from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, check_listens, read_status
 from kvcluster.cli.doctor_view import add_diagnosis
 from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
-from kvcluster.cli.text_page import TableColumn, TextPage
+from kvcluster.cli.text_page import TableColumn, TextPage, print_figures
 from kvcluster.cli.weights import alone, read_engines
 from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import TRANSPORTS, Config, load
@@ -93,12 +93,7 @@ def _doctor(options: argparse.Namespace) -> int:
     if engine_doctor.is_asked(options):
         return engine_doctor.run(options, examine)
     found = examine(address_of(options), options.token)
-    if options.json:
-        print(json.dumps(found, indent=2))
-    else:
-        page = TextPage.of_terminal()
-        add_diagnosis(page, found)
-        page.print()
+    print_figures(found, add_diagnosis, as_json=options.json)
     return 0 if found["healthy"] and not any(problem["severe"] for problem in found["cluster"]["problems"]) else 1
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from kvcluster.cli.argument_types import positive, seconds
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator
 from kvcluster.cli.namespace_diff import read_namespaces
 from kvcluster.cli.prompt_args import ID_CHARS, add_prompt_args, layout_id, read_prompt, spec_of
-from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, counted, duration_text
+from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, counted, duration_text, print_figures
 from kvcluster.client.connect import connect
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.pinning import list_pins, unpin_prefix
@@ -136,12 +135,7 @@ def _pin_row(pin: dict[str, Any]) -> list[str | TableCell]:
 def _pins(options: argparse.Namespace) -> int:
     with coordinator(options, wait_ms=ANSWER_MS) as port:
         listing = pins_dict(list_pins(CoordinatorClient(port), options.model, Deadline.after_ms(ANSWER_MS)))
-    if options.json:
-        print(json.dumps(listing, indent=2))
-    else:
-        page = TextPage.of_terminal()
-        add_pins(page, listing)
-        page.print()
+    print_figures(listing, add_pins, as_json=options.json)
     return 0
 
 

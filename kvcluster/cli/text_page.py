@@ -6,14 +6,15 @@ processes: what is not printable is replaced, so that no name can move a termina
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _GAP = "  "
 _NARROWEST = 12
@@ -140,6 +141,16 @@ def share_text(share: float) -> str:
     if 0 < share < 0.01:
         return "under 1%"
     return f"{math.floor(share * 1000) / 10:.1f}%" if 0.99 <= share < 1 else f"{share:.0%}"
+
+
+def print_figures(figures: dict[str, Any], add: Callable[[TextPage, dict[str, Any]], object], *, as_json: bool) -> None:
+    """Prints figures as JSON, or the page that `add` makes of them."""
+    if as_json:
+        print(json.dumps(figures, indent=2))
+    else:
+        page = TextPage.of_terminal()
+        add(page, figures)
+        page.print()
 
 
 def counted(number: int, noun: str) -> str:

@@ -14,7 +14,6 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PinBlocks, UnpinBlocks
 from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
-from kvcluster.runtime.uninterrupted import uninterrupted
 from kvcluster.transport.base import Deadline
 
 
@@ -57,8 +56,7 @@ class PinCalls:
         parts. Raises Unreachable if the coordinator does not answer."""
         if model is not None:
             check_filters(model=model)
-        deadline = self._call(deadline_ms)
-        return uninterrupted(lambda call: list_pins(self._control, model, deadline))
+        return list_pins(self._control, model, self._call(deadline_ms))
 
     def _pin(
         self,

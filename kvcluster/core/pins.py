@@ -58,13 +58,15 @@ class PinTable:
         assert sum(map(len, self.ending.values())) == sum(map(len, every)), "a pin without an end"
         assert self.charged.total == sum(blocks.nbytes for blocks in every), "bytes of pins were counted wrongly"
 
-    def note(self, end: int, blocks: PinnedBlocks, block: BlockHash) -> None:
-        """Notes when a pin ends."""
+    def add(self, blocks: PinnedBlocks, block: BlockHash, end: int, nbytes: int) -> None:
+        """Charges for a pin, and notes when it ends."""
+        self.charged.add(blocks.tenant, nbytes)
         self.ending.setdefault(end, {})[blocks, block] = None
         self._next_end = min(self._next_end, end)
 
-    def unnote(self, end: int, blocks: PinnedBlocks, block: BlockHash) -> None:
-        """Undoes `note`."""
+    def remove(self, blocks: PinnedBlocks, block: BlockHash, end: int, nbytes: int) -> None:
+        """Undoes `add`."""
+        self.charged.remove(blocks.tenant, nbytes)
         some = self.ending[end]
         del some[blocks, block]
         if not some:
@@ -74,11 +76,11 @@ class PinTable:
 class PinnedBlocks:
     """The pinned blocks of one namespace, of this tenant."""
 
-    __slots__ = ("_pins", "_table", "_tenant")
+    __slots__ = ("_pins", "_table", "tenant")
 
     def __init__(self, table: PinTable, tenant: Tenant) -> None:
         self._table = table
-        self._tenant = tenant
+        self.tenant = tenant
         self._pins: dict[BlockHash, tuple[int, int]] = {}  # the end, and the bytes charged
 
     def __len__(self) -> int:
@@ -104,16 +106,13 @@ class PinnedBlocks:
     def pin(self, block: BlockHash, until: int, nbytes: int) -> bool:
         """Pins a block, in place of an earlier pin. Returns False, and changes nothing, if its bytes exceed the
         tenant's share."""
-        table = self._table
         end, before = self._pins.get(block, _NONE)
-        if nbytes > before and table.charged.full(self._tenant, nbytes - before):
+        if nbytes > before and self._table.charged.full(self.tenant, nbytes - before):
             return False
         if end:
-            table.charged.remove(self._tenant, before)
-            table.unnote(end, self, block)
+            self._table.remove(self, block, end, before)
         self._pins[block] = until, nbytes
-        table.charged.add(self._tenant, nbytes)
-        table.note(until, self, block)
+        self._table.add(self, block, until, nbytes)
         return True
 
     def discard(self, block: BlockHash) -> bool:
@@ -121,8 +120,7 @@ class PinnedBlocks:
         pin = self._pins.pop(block, None)
         if pin is None:
             return False
-        self._table.charged.remove(self._tenant, pin[1])
-        self._table.unnote(pin[0], self, block)
+        self._table.remove(self, block, *pin)
         return True
 
     def discard_some(self, most: int) -> int:

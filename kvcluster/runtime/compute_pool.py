@@ -165,9 +165,7 @@ class ComputePool:
                     if not self._threads:  # otherwise it waits for one of them
                         self._ready.pop()
                         self._stop(job)
-                        self._forget(job)
-                        job.error = ComputeBusy(str(error))
-                        job.ended.set()
+                        self._remove(job, ComputeBusy(str(error)))
 
     def _account(self, job: _Job[Any]) -> None:
         now = self._clock()

@@ -85,7 +85,7 @@ Send = Callable[[], str]
 
 @dataclass(frozen=True)
 class Place:
-    """A server that takes messages, and what an attacker knows: its addresses, a token, and what it has been told."""
+    """A server that takes messages, and what an attacker knows of it: addresses, a token, and what servers answered."""
 
     coordinator: str
     shard: str

@@ -154,15 +154,21 @@ def test_what_is_not_known_well_enough_to_tell_waits_too(bench: Bench, llama: Pa
     assert engine.step().num_scheduled_tokens == {"a": 1, "b": 3}
 
 
+def two_of_six_come(bench: Bench, llama: Path) -> tuple[Engine, list[int]]:
+    """An engine with a request, "a", that is about to load six blocks of which two come; and the request's prompt."""
+    engine = engine_of(bench, llama, ALWAYS)
+    engine.ranks[0].come = TWO
+    knows_link(engine)
+    fill(engine.client, SIX)
+    longer = SIX + prompt(3, seed=3, block_tokens=BLOCK)
+    engine.add("a", longer, max_tokens=4)
+    return engine, longer
+
+
 def test_the_engine_forgets_blocks_that_did_not_come_and_what_was_computed_over_them(bench: Bench, llama: Path) -> None:
     """The request that recomputes them may end first, and the engine's own cache would then give them to others."""
-    engine = engine_of(bench, llama, ALWAYS)
+    engine, longer = two_of_six_come(bench, llama)
     (rank,) = engine.ranks
-    rank.come = TWO
-    knows_link(engine)
-    longer = SIX + prompt(3, seed=3, block_tokens=BLOCK)
-    fill(engine.client, SIX)
-    engine.add("a", longer, max_tokens=4)
     engine.step()
     engine.abort("a")
     rank.come = lambda order: order.first + len(order.into[0])
@@ -178,13 +184,8 @@ def test_the_engine_forgets_blocks_that_did_not_come_and_what_was_computed_over_
 def test_what_was_computed_over_blocks_that_did_not_come_is_in_no_cache_when_these_are_there_again(
     bench: Bench, llama: Path, within: bool
 ) -> None:
-    engine = engine_of(bench, llama, ALWAYS)
+    engine, longer = two_of_six_come(bench, llama)
     (rank,) = engine.ranks
-    rank.come = TWO
-    knows_link(engine)
-    longer = SIX + prompt(3, seed=3, block_tokens=BLOCK)
-    fill(engine.client, SIX)
-    engine.add("a", longer, max_tokens=4)
     output = engine.scheduler.schedule()
     assert output.num_scheduled_tokens == {"a": len(longer) - 6 * BLOCK}, "the other blocks are computed in the step"
     result = engine._execute(output)

@@ -79,7 +79,7 @@ class TableKeeper:
         """The sealed blocks of a sequence were cut to `state.sealed`."""
         known = self._known[state.name]
         if state.sealed < known.told:
-            self._orphan(state.name, state.sealed)
+            self._orphan({state.name: state.sealed})
             known.told, known.stale = state.sealed, True
             if not known.told:  # it has nothing of its parent any more, which may be closed before it is told of
                 known.parent = None
@@ -89,7 +89,7 @@ class TableKeeper:
     def closed(self, state: SequenceState) -> None:
         """A sequence is about to be closed. Private blocks that the coordinator was not told of yet are named before,
         so that it has them erased at once."""
-        self._orphan(state.name, 0)
+        self._orphan({state.name: 0})
         self._forks.pop(state.name, None)
         known = self._known[state.name]
         if any(block.private for block in state.blocks[known.told : state.sealed]):
@@ -138,7 +138,7 @@ class TableKeeper:
         for name in [*self._known] if forgotten else answer.reopen:
             if name in self._known:
                 self._forget(name)
-        self._orphan_beyond({name: self._known[name].told for name in keep if name in self._known})
+        self._orphan({name: self._known[name].told for name in keep if name in self._known})
         self._under_way = None
         self._renew_at = now + answer.ttl_ns // 3 if self._known else None
 
@@ -181,19 +181,12 @@ class TableKeeper:
         self._forks.pop(name, None)
         return change
 
-    def _orphan(self, parent: SequenceId, sealed: int) -> None:
-        """Has forks of a sequence that keeps fewer blocks than they begin with opened on their own."""
+    def _orphan(self, blocks_left: Mapping[SequenceId, int]) -> None:
+        """`blocks_left`: how many blocks the coordinator has, or is to keep, of each of these parents. A fork that
+        begins with more blocks of its parent is opened on its own: the coordinator may have others in their place."""
         for name in [*self._forks]:
-            known = self._known[name]
-            if known.parent == parent and known.told > sealed:
-                self._forget(name)
-
-    def _orphan_beyond(self, told: Mapping[SequenceId, int]) -> None:
-        """Has forks of these sequences opened on their own that begin with more blocks than the coordinator has, of
-        which these are the numbers: it may have others in their place."""
-        for name in [*self._forks]:
-            known = self._known[name]
-            if known.parent is not None and known.told > told.get(known.parent, known.told):
+            fork = self._known[name]
+            if fork.parent is not None and fork.told > blocks_left.get(fork.parent, fork.told):
                 self._forget(name)
 
     def _forget(self, name: SequenceId) -> None:

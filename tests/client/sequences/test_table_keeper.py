@@ -65,7 +65,7 @@ class Teller:
         return self.coordinator.core.state.tables.table((OURS, HOLDER), state.name)
 
     def check(self) -> None:
-        for state in self.open:  # what was refused is told again with the next blocks
+        for state in self.open:  # the keeper sends what the coordinator refused with the next blocks that are sealed
             self.keeper.sealed(state)
         self.settle()
         for state in self.open:
