@@ -142,7 +142,8 @@ class InProcessHosts:
         """Called under the lock of that shard's driver, when it has ended by itself. Does nothing here."""
 
     def wait_until_up(self, timeout_s: float = 10.0) -> None:
-        """Waits until the coordinator knows the current incarnation of every running shard. Raises TimeoutError."""
+        """Waits until the coordinator knows the current incarnation of every running shard, and each shard that it does:
+        before, a shard takes no writes. Raises TimeoutError."""
         self.wait_until(self._all_up, timeout_s)
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -156,7 +157,10 @@ class InProcessHosts:
     def _all_up(self) -> bool:
         core = self.running_coordinator().core
         up = {member.info.shard: member.info.epoch for member in core.state.members.all() if member.cursor.current}
-        return not core.rebuilding and all(up.get(shard) == host.core.epoch for shard, host in self.shards.items())
+        now = time.monotonic_ns()
+        return not core.rebuilding and all(
+            up.get(shard) == host.core.epoch and host.core.state.member(now) for shard, host in self.shards.items()
+        )
 
     def _tell(self, message: Report | Inventory, deadline: Deadline) -> Reply:
         host = self.running_coordinator()

@@ -10,7 +10,8 @@ renews the lease first. If the core revokes the lease, the session interrupts th
                      `--no answer--> ENDING: a lease that was granted too late for its answer is returned as well
 
 A store commits the pages that matched their writer's checksums, and nothing if any page is incomplete: the end of a
-stream cannot always be told from a broken one. The shells are sessions.py and the simulator's.
+stream cannot always be told from a broken one. A store that may write no page is told why, renews nothing and commits
+nothing. The shells are sessions.py and the simulator's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvcluster.core.messages import (
     Commit,
     CommitGrant,
     Done,
+    PageSlot,
     PageWants,
     Pin,
     PinGrant,
@@ -199,7 +201,7 @@ class PageSession:
             case Finished():
                 assert self._state is _State.MOVING, "a store ends under its lease"
                 self._finished = event
-                return self._renew()
+                return self._renew() if self._reserved() else self._become(_State.COMMITTING, self._give_back())
             case Revoked():
                 self._revoked = True
                 return [] if self._state in (_State.ENDING, _State.OVER) else [Interrupt()]
@@ -272,8 +274,16 @@ class PageSession:
         commit = Commit(attempt, tuple(verified), tuple(verified.values()))
         return self._become(_State.COMMITTING, self._of_no_namespace(commit))
 
+    def _reserved(self) -> bool:
+        """Whether the store may write a page. If not, it has nothing to commit, and no lease either where the shard
+        takes no writes."""
+        return any(isinstance(page, PageSlot) for page in self._pages)
+
     def _outcome(self, reply: Reply) -> list[Written]:
-        assert isinstance(reply, CommitGrant) and self._finished is not None
+        assert self._finished is not None
+        if not self._reserved():
+            return [page for page in self._pages if isinstance(page, Written)]
+        assert isinstance(reply, CommitGrant)
         committed = dict(zip(self._finished.verified, reply.pages, strict=True))
         return [
             page if isinstance(page, Written) else committed.get(item, Written.CORRUPT)

@@ -231,6 +231,17 @@ def test_a_store_commits_what_matched_and_tells_of_each_page() -> None:
     assert session.over and session.step(Stopped()) == [], "a commit ends the lease"
 
 
+@pytest.mark.parametrize("why", [Written.LOST, Written.DUPLICATE], ids=str)
+def test_a_store_that_may_write_no_page_tells_why_and_renews_no_lease(why: Written) -> None:
+    """A shard that is no member, or no longer one, takes no writes and leases nothing."""
+    session = PageSession(TENANT, WRITE)
+    session.step(Open())
+    session.step(CoreSaid(WriteGrant((why,) * 3)))
+    assert asked(session.step(Finished({}, None))) == Abort(ATTEMPT)
+    assert session.step(CoreSaid(Done(False))) == [Committed([why] * 3)]
+    assert session.over and session.step(Stopped()) == []
+
+
 def test_a_store_that_is_not_whole_commits_nothing() -> None:
     session = renewing(WRITE, by=Finished({0: b"s0"}, 1))
     error = one(session.step(CoreSaid(Done())), Fail).error
