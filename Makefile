@@ -42,7 +42,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks bounds fuzz fuzz-sequences fuzz-clients integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
+.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks bounds fuzz fuzz-sequences fuzz-clients fuzz-quick integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -151,6 +151,10 @@ fuzz: install ## mutate inputs for every parser of outside bytes (FUZZ_INPUTS=10
 fuzz-clients: install ## drawn exchanges of the copying shells, and calls of clients against a dict of what they stored (FUZZ_EPISODES=1000 FUZZ_CALLS=20000 for fewer; FUZZ_SEED=1 for others)
 	@$(BIN)/python -m tests.fuzz.copies --episodes $(FUZZ_EPISODES) --seed $(FUZZ_SEED)
 	@$(BIN)/python -m tests.fuzz.client --operations $(FUZZ_CALLS) --seed $(FUZZ_SEED)
+
+fuzz-quick: install ## 20,000 operations of clients and as many of sequences, always the same: what CI has
+	@$(BIN)/python -m tests.fuzz.client --operations 20000 --seed 1
+	@$(BIN)/python -m tests.fuzz.sequences --operations 20000 --seed 1
 
 fuzz-sequences: install ## scripts of every verb of sequences against plain tensors (FUZZ_OPERATIONS=20000; FUZZ_SEED=1 for others)
 	@$(BIN)/python -m tests.fuzz.sequences --operations $(FUZZ_OPERATIONS) --seed $(FUZZ_SEED)

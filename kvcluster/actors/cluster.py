@@ -7,7 +7,6 @@ does (reconciler.py).
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from typing import Any
 from kvcluster.actors import settings
 from kvcluster.actors.reconciler import Reconciler, call
 from kvcluster.config import Config
+from kvcluster.config.ports import overlapping, port_table
 from kvcluster.core.ids import Epoch
 from kvcluster.core.shard_scheduler import Schedule
 from kvcluster.errors import ConfigError, KVClusterError
@@ -23,7 +23,9 @@ from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import publisher_of
 from kvcluster.transport.listening import bound_socket
 
-log = logging.getLogger(__name__)
+
+_TRIES = 100
+"""How often free ports are chosen that may turn out to be a shard's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,7 @@ def start(config: Config, *, detached: bool) -> Cluster:
     """Starts the actors on the Ray that this process is connected to, on this node and others, and waits until every
     shard is up. Raises ConfigError if the configuration or a port cannot be used, or if no node has room for a
     shard."""
-    port, report_port = check(config)
-    config = replace(config, server=replace(config.server, port=port, report_port=report_port))
+    config = _listening(config, *check(config))
     settings.publish(config, "" if config.server.secret_file else secrets.token_urlsafe(32))
     reconciler = Reconciler(config, detached=detached)
     try:
@@ -93,10 +94,18 @@ def trouble_of(coordinator: Any) -> dict[str, str]:
 def _ports(config: Config) -> tuple[int, int]:
     """Returns the ports to listen on. They are bound here once, so that a port in use is an error of the caller and not
     of an actor that restarts again and again; free ports are chosen here, so that a restarted coordinator keeps
-    them."""
+    them. A free port is none that the configuration gives to something else."""
     server = config.server
-    with (
-        bound_socket(server.host, server.port, "--port") as port,
-        bound_socket(server.host, server.report_port, "server.report_port") as report_port,
-    ):
-        return port.getsockname()[1], report_port.getsockname()[1]
+    for _ in range(_TRIES):
+        with (
+            bound_socket(server.host, server.port, "--port") as port,
+            bound_socket(server.host, server.report_port, "server.report_port") as report_port,
+        ):
+            chosen = port.getsockname()[1], report_port.getsockname()[1]
+        if overlapping(port_table(_listening(config, *chosen))) is None:
+            break
+    return chosen
+
+
+def _listening(config: Config, port: int, report_port: int) -> Config:
+    return replace(config, server=replace(config.server, port=port, report_port=report_port))

@@ -8,7 +8,10 @@ import pytest
 import ray
 
 from kvcluster.actors.addresses import announced_host, reachable_host
+from kvcluster.actors.cluster import check
+from kvcluster.config import load
 from kvcluster.errors import ConfigError
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize(
@@ -53,3 +56,9 @@ def test_a_coordinator_that_listens_everywhere_is_found_at_its_node(
 ) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "192.0.2.7")
     assert announced_host(host) == found_at
+
+
+def test_a_free_port_for_reports_is_none_of_the_shards() -> None:
+    """Many of the ports that the system gives away are the shards' here."""
+    config = load(overrides={"server": {"port": free_port(), "shard_ports": "32768-40000"}})
+    assert not any(32_768 <= check(config)[1] <= 40_000 for _ in range(20))

@@ -1,6 +1,6 @@
 """Clients keep to their oracle, and the fuzzer that says so finds what is planted.
 
-One run in CI; `make fuzz-clients` has more."""
+CI has 20,000 operations of another seed beside these tests: `make fuzz-quick`; `make fuzz-clients` has more."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from kvcluster.core import hashing
 from kvcluster.pages.copy_batch import CopyStatus
 from tests.fuzz.client.fuzzer import Finding, Tally, run, run_episode
 
-OPERATIONS = 5_000
-"""Of each of four seeds: 20,000 in all."""
+SEED, OPERATIONS = 0, 5_000
+"""So many operations of this seed meet all that the fuzzer is there for."""
 
 WITHIN = 2_000
 """Operations within which a planted fault is found."""
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_clients_find_what_was_stored_and_no_other_byte(seed: int) -> None:
-    tally = run(OPERATIONS, seed)
+def test_clients_find_what_was_stored_and_no_other_byte() -> None:
+    tally = run(OPERATIONS, SEED)
     assert tally.operations == OPERATIONS
     met = tally.events
     for event in (
@@ -40,7 +39,7 @@ def test_clients_find_what_was_stored_and_no_other_byte(seed: int) -> None:
         "threads",
         "tickets redeemed elsewhere",
     ):
-        assert met[event], f"seed {seed} never met: {event}"
+        assert met[event], f"never met: {event}"
 
 
 def test_the_same_seed_makes_the_same_calls() -> None:

@@ -1,5 +1,5 @@
-"""Scripts of every verb of sequences against plain tensors: 20,000 operations in CI, and nothing is found. The fuzzer
-itself is tried with faults that are planted."""
+"""Scripts of every verb of sequences against plain tensors, and nothing is found. The fuzzer itself is tried with faults
+that are planted. CI has 20,000 operations of another seed beside these tests: `make fuzz-quick`."""
 
 from __future__ import annotations
 
@@ -57,10 +57,9 @@ published+block cached+prefix coded+read lossy+from+here threads scant restarted
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_sequences_hold_what_plain_tensors_hold(seed: int) -> None:
+def test_sequences_hold_what_plain_tensors_hold() -> None:
     """Every verb is called, every operation made, and everything happens that the fuzzer is there for."""
-    tally = Fuzz(seed).run(5_000)
+    tally = Fuzz(0).run(5_000)
     assert [verb for verb in VERBS if not tally.verbs[verb]] == []
     assert [event for event in EVENTS if not tally.events[event.replace("+", " ")]] == []
     assert [name for name in OPERATIONS if not tally.events[f"operation {name}"]] == []
