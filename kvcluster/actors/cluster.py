@@ -14,7 +14,7 @@ from typing import Any
 
 from kvcluster.actors import settings
 from kvcluster.actors.reconciler import Reconciler, call
-from kvcluster.config import Config
+from kvcluster.config import Config, ServerConfig
 from kvcluster.config.ports import overlapping, port_table
 from kvcluster.core.ids import Epoch
 from kvcluster.core.shard_scheduler import Schedule
@@ -22,7 +22,6 @@ from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import publisher_of
 from kvcluster.transport.listening import bound_socket
-
 
 _TRIES = 100
 """How often free ports are chosen that may turn out to be a shard's."""
@@ -95,16 +94,20 @@ def _ports(config: Config) -> tuple[int, int]:
     """Returns the ports to listen on. They are bound here once, so that a port in use is an error of the caller and not
     of an actor that restarts again and again; free ports are chosen here, so that a restarted coordinator keeps
     them. A free port is none that the configuration gives to something else."""
-    server = config.server
-    for _ in range(_TRIES):
-        with (
-            bound_socket(server.host, server.port, "--port") as port,
-            bound_socket(server.host, server.report_port, "server.report_port") as report_port,
-        ):
-            chosen = port.getsockname()[1], report_port.getsockname()[1]
-        if overlapping(port_table(_listening(config, *chosen))) is None:
-            break
+    chosen = _bound(config.server)
+    tries = 1
+    while tries < _TRIES and overlapping(port_table(_listening(config, *chosen))) is not None:
+        chosen = _bound(config.server)
+        tries += 1
     return chosen
+
+
+def _bound(server: ServerConfig) -> tuple[int, int]:
+    with (
+        bound_socket(server.host, server.port, "--port") as port,
+        bound_socket(server.host, server.report_port, "server.report_port") as report_port,
+    ):
+        return port.getsockname()[1], report_port.getsockname()[1]
 
 
 def _listening(config: Config, port: int, report_port: int) -> Config:

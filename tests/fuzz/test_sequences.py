@@ -1,5 +1,5 @@
-"""Scripts of every verb of sequences against plain tensors, and nothing is found. The fuzzer itself is tried with faults
-that are planted. CI has 20,000 operations of another seed beside these tests: `make fuzz-quick`."""
+"""Scripts of every verb of sequences against plain tensors, and nothing is found. The fuzzer itself is tried with
+planted faults. CI has 20,000 operations of another seed beside these tests: `make fuzz-quick`."""
 
 from __future__ import annotations
 
