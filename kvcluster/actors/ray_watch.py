@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from kvcluster.transport.thread_start import start_thread
+
 _LOOK_S = 1.0
 
 
@@ -22,12 +24,12 @@ def ends_with_ray(
     runs: Callable[[], bool], end: Callable[[], object], why: str, *, patience_s: float = 10.0
 ) -> Iterator[None]:
     """Within the block, if Ray does not run for `patience_s` at a stretch, `runs` returning False: prints `why`, calls
-    `end`, and ends the process with status 1."""
+    `end`, and ends the process with status 1. Raises KVClusterError if there is no room for a thread."""
     over = threading.Event()
     thread = threading.Thread(
         target=_watch, args=(runs, end, why, patience_s, over), name="kvcluster-ray-watch", daemon=True
     )
-    thread.start()
+    start_thread(thread)
     try:
         yield
     finally:

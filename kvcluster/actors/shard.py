@@ -24,6 +24,7 @@ from kvcluster.config.ports import port_text, shard_metrics_ports, shard_ports
 from kvcluster.config_hash import config_hash
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Leave, ListeningPort, PagesSaved, ProcessFacts, ShardAddress
+from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import memory_limit_bytes
 from kvcluster.release import __version__
 from kvcluster.runtime.auth import Authenticator, authenticator
@@ -43,6 +44,7 @@ from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.here import here
 from kvcluster.transport.listening import first_free
 from kvcluster.transport.rpc import RpcHandler
+from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire.methods import SHARD
 
 log = logging.getLogger(__name__)
@@ -156,7 +158,12 @@ class ShardActor:
         if not leave.for_good:
             end_process(leave)
         # Called under the driver's lock, where nothing may block.
-        threading.Thread(target=self._leave_for_good, args=(leave,), name="kvcluster-leave", daemon=True).start()
+        thread = threading.Thread(target=self._leave_for_good, args=(leave,), name="kvcluster-leave", daemon=True)
+        try:
+            start_thread(thread)
+        except KVClusterError as error:  # Ray starts it again, and the coordinator drains that one again
+            log.warning("this shard leaves without saving its pages: %s", error)
+            end_process(leave)
 
     def _leave_for_good(self, leave: Leave) -> None:
         """Ends this actor by `ray.kill`: Ray restarts an actor whose process exits, but not one that was killed like

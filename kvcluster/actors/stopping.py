@@ -21,6 +21,8 @@ from typing import Any
 import ray
 
 from kvcluster.config import Config, ShardConfig
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.thread_start import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -71,16 +73,25 @@ def end_shards(pids: Iterable[int], stop_ms: int) -> None:
 
 
 def on_sigterm(stop: Callable[[], object]) -> None:
-    """Has SIGTERM call `stop` in a thread of its own, once: later ones change nothing. Must be called in the main
+    """Has SIGTERM call `stop` in a thread of its own, once: later ones change nothing. Without room for a thread, the
+    main thread calls it. Must be called in the main
     thread; elsewhere Python takes no handler, and SIGTERM does what it did before."""
     if threading.current_thread() is not threading.main_thread():
         log.warning("this actor does not run in its process's main thread: SIGTERM ends it without saving its pages")
         return
     thread = threading.Thread(target=stop, name="kvcluster-stop", daemon=True)
+    called = False
 
     def handle(number: int, frame: object) -> None:
-        if thread.ident is None:
-            thread.start()
+        nonlocal called
+        if called:
+            return
+        called = True
+        try:
+            start_thread(thread)
+        except KVClusterError as error:
+            log.warning("the main thread saves the pages of this shard: %s", error)
+            stop()
 
     signal.signal(signal.SIGTERM, handle)
 

@@ -10,6 +10,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.thread_start import start_thread
+
 _RETRY_S = 1.0
 
 
@@ -36,12 +39,21 @@ class Hosts:
             if self._reading or time.monotonic() < self._read_at + _RETRY_S:
                 return
             self._reading = True
-        threading.Thread(target=self._run, name="kvcluster-hosts", daemon=True).start()
+        try:
+            start_thread(threading.Thread(target=self._run, name="kvcluster-hosts", daemon=True))
+        except KVClusterError as error:
+            self._ended(error)
 
     def _run(self) -> None:
         try:
             self._names = dict(self._read())
         except Exception as error:  # a thread must not die silently
+            self._ended(error)
+        else:
+            self._ended()
+
+    def _ended(self, error: Exception | None = None) -> None:
+        if error is not None:
             self._log(f"cannot find out on which hosts replicas run: {type(error).__name__}: {error}")
         with self._lock:
             self._read_at = time.monotonic()

@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 from kvcluster.engines.ray_serve.prompts import RequestPrompt
 from kvcluster.errors import KVClusterError
+from kvcluster.transport.thread_start import start_thread
 
 _CHARACTERS_A_TOKEN = 8
 """Characters taken per token: more than a token has on average in any language."""
@@ -37,8 +38,12 @@ class PromptTokenizer:
         self._why = "the tokenizer is being loaded" if tokenizer else "the router was given no tokenizer"
 
     def start(self) -> None:
-        if self._name:
-            threading.Thread(target=self._load, name="kvcluster-tokenizer", daemon=True).start()
+        if not self._name:
+            return
+        try:
+            start_thread(threading.Thread(target=self._load, name="kvcluster-tokenizer", daemon=True))
+        except KVClusterError as error:
+            self._not_loaded(str(error))
 
     @property
     def ready(self) -> bool:
@@ -64,8 +69,11 @@ class PromptTokenizer:
 
             self._loaded = cast(_Tokenizer, AutoTokenizer.from_pretrained(self._name))
         except Exception as error:  # a thread must not die silently
-            self._why = f"no tokenizer from {self._name}: {type(error).__name__}: {error}"
-            self._log(f"text prompts are not located: {self._why}")
+            self._not_loaded(f"{type(error).__name__}: {error}")
+
+    def _not_loaded(self, error: str) -> None:
+        self._why = f"no tokenizer from {self._name}: {error}"
+        self._log(f"text prompts are not located: {self._why}")
 
 
 def _rendered(tokenizer: _Tokenizer, prompt: RequestPrompt) -> str:
