@@ -203,12 +203,12 @@ def cluster() -> Iterator[MemoryCluster]:
 
 
 @pytest.fixture(scope="module")
-def stored(cluster: MemoryCluster) -> Text:
+def stored(cluster: MemoryCluster) -> Iterator[Text]:
     """A long text that the shards have."""
-    client = cluster.client(SPEC)
-    one = text(client, LONG)
-    assert one.sequence.flush()
-    return one
+    one = text(cluster.client(SPEC), LONG)
+    with one.sequence:
+        assert one.sequence.flush()
+        yield one
 
 
 def test_a_context_many_times_the_resident_set_is_attended_to_where_it_lies(
