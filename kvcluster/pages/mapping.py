@@ -5,6 +5,10 @@ It lives as long as something refers to it or to a view of it, and keeps no desc
 the last view. A view stays readable as long as it exists, even if the other process has ended; whether its content is
 still that of the page depends on the lease.
 
+Nothing of it is in this process's page tables at first. Before a range is written, `populate` adds it by a few calls of
+the kernel: otherwise each page of the system costs a fault, and a copy into it takes six times as long. Reading needs
+no such call: a fault of a read adds sixteen pages at once.
+
 A forked child does not inherit the mapping: only the process that was granted a page may write it. The child must not
 touch views that it inherits.
 """
@@ -15,18 +19,17 @@ import ctypes
 import fcntl
 import mmap
 import os
-import time
 import weakref
+from collections.abc import Sequence
 
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.region import HostRegion, RegionKind
 
-_POPULATE_S = 0.25
-"""Time limit for populating a mapping: enough for some GiB. The rest is populated by the first access, which is
-slower."""
+_CHUNK_BITS = 21
+_CHUNK_BYTES = 1 << _CHUNK_BITS
+"""What is populated at once: what one page of the kernel's tables covers, some .2 ms."""
 
-_SLICE_BYTES = 64 * 2**20
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; Python does not name them
+_MADV_POPULATE_READ = 22  # Linux 5.14; Python does not name it
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -47,9 +50,26 @@ class Mapping(HostRegion):
         weakref.finalize(memory, _unmap, address, nbytes, os.getpid()).atexit = False
         if _LIBC.madvise(address, nbytes, mmap.MADV_DONTFORK):
             raise _error("an arena cannot be kept from forked children")
-        _populate(address, nbytes, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
         whole = memoryview(memory).cast("B")
         super().__init__(whole if writable else whole.toreadonly(), address, RegionKind.SHARED)
+        self._populated = bytearray(-(-nbytes // _CHUNK_BYTES))  # 1 for each chunk that is; threads may repeat a call
+
+    def populate(self, offsets: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Has the kernel add these ranges, which are about to be written, to this process's page tables, if it can and
+        has not yet. The memory of an arena is resident already, so a mapping for reading is enough: it allows writes,
+        and costs a third of a mapping for writing."""
+        done = self._populated
+        if not offsets:
+            return
+        first, last = min(offsets) >> _CHUNK_BITS, (max(offsets) + max(nbytes) - 1) >> _CHUNK_BITS
+        if done.find(0, first, last + 1) < 0:
+            return  # as most often: so are all of them, and what is between them
+        for offset, size in zip(offsets, nbytes, strict=True):
+            for chunk in range(offset >> _CHUNK_BITS, ((offset + size - 1) >> _CHUNK_BITS) + 1):
+                if not done[chunk]:
+                    at = chunk << _CHUNK_BITS
+                    _LIBC.madvise(self.address + at, min(_CHUNK_BYTES, self.nbytes - at), _MADV_POPULATE_READ)
+                    done[chunk] = 1
 
 
 def _check_file(fd: int, nbytes: int) -> None:
@@ -62,16 +82,6 @@ def _check_file(fd: int, nbytes: int) -> None:
         raise ProtocolError("the received arena is not sealed against shrinking")
     if not 0 < nbytes <= size:
         raise ProtocolError(f"the shard announced an arena of {nbytes} bytes, and sent a memory file of {size}")
-
-
-def _populate(address: int, nbytes: int, advice: int) -> None:
-    """Has the kernel add the memory's pages, which are resident already, to this process's page tables: as many as time
-    allows, if the kernel supports it."""
-    enough = time.monotonic() + _POPULATE_S
-    for at in range(0, nbytes, _SLICE_BYTES):
-        failed = _LIBC.madvise(address + at, min(_SLICE_BYTES, nbytes - at), advice)
-        if failed or time.monotonic() > enough:
-            return
 
 
 def _unmap(address: int, nbytes: int, owner: int) -> None:

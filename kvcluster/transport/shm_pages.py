@@ -188,6 +188,7 @@ def _store(
     begin = 0  # the first record that is not reported to the shard yet
     for start, stop in records.slices(WRITTEN_BYTES):
         deadline.check()
+        arena.populate(records.offsets[start:stop], records.nbytes[start:stop])
         with control.unbroken:
             control.check_open()
             copies.run(start, stop)

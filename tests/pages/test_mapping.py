@@ -15,6 +15,7 @@ from kvcluster.pages.arena import FILE_NAME, Arena
 from kvcluster.pages.mapping import Mapping
 
 NBYTES = 3 * 4_096 + 5
+CHUNK = mapping._CHUNK_BYTES
 
 
 def mapped(memory: Arena, *, writable: bool) -> Mapping:
@@ -92,12 +93,38 @@ def test_no_descriptor_is_kept() -> None:
         assert reading.nbytes == writing.nbytes == NBYTES
 
 
-def test_time_that_is_over_leaves_the_rest_to_be_populated_by_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "_POPULATE_S", 0.0)
-    monkeypatch.setattr(mapping, "_SLICE_BYTES", 4_096)
+def resident(memory: Mapping) -> int:
+    """Returns the bytes of a mapping that are in this process's page tables."""
+    lines = iter(Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines())
+    for line in lines:
+        if line.startswith(f"{memory.address:x}-"):
+            return next(int(of.split()[1]) << 10 for of in lines if of.startswith("Rss:"))
+    raise AssertionError("it is not mapped")
+
+
+@pytest.mark.parametrize(
+    "ranges", [[], [(0, 1)], [(3 * CHUNK - 1, 2)], [(CHUNK, 3 * CHUNK), (8 * CHUNK + 9, CHUNK - 9)]]
+)
+def test_what_is_to_be_written_is_populated_and_nothing_else(ranges: list[tuple[int, int]]) -> None:
+    chunks = {at for offset, nbytes in ranges for at in range(offset // CHUNK, (offset + nbytes - 1) // CHUNK + 1)}
+    with Arena(9 * CHUNK) as memory:
+        there = mapped(memory, writable=True)
+        assert resident(there) == 0
+        for _ in range(2):
+            there.populate([offset for offset, _ in ranges], [nbytes for _, nbytes in ranges])
+            # the kernel may add some pages around
+            assert len(chunks) * CHUNK <= resident(there) <= len(chunks) * (CHUNK + 2**17)
+        there.view(0, 1)[:] = b"x"
+        assert bytes(memory.view(0, 1)) == b"x"
+
+
+def test_a_kernel_that_cannot_populate_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_MADV_POPULATE_READ", 99)
     with Arena(NBYTES) as memory:
-        memory.view(NBYTES - 4, 4)[:] = b"last"
-        assert bytes(mapped(memory, writable=False).view(NBYTES - 4, 4)) == b"last"
+        there = mapped(memory, writable=True)
+        there.populate([0], [NBYTES])
+        there.view(NBYTES - 4, 4)[:] = b"last"
+        assert bytes(memory.view(NBYTES - 4, 4)) == b"last"
 
 
 def test_what_is_no_arena_of_that_size_is_refused(tmp_path: Path) -> None:
