@@ -51,9 +51,8 @@ class PlanExecutor(Protocol[Event, Effect_contra]):
 
 
 class PlanRunner(Generic[Event, Effect]):
-    """Runs one plan. `lock` is the client's, and reentrant. `executor` must be set before an event is delivered."""
-
-    executor: PlanExecutor[Event, Effect]
+    """Runs one plan. `lock` is the client's, and reentrant. `executor_of` makes the executor of its effects, which may
+    deliver events to this runner."""
 
     def __init__(
         self,
@@ -61,12 +60,14 @@ class PlanRunner(Generic[Event, Effect]):
         pool: WorkerPool,
         lock: threading.RLock,
         timer: Timer,
+        executor_of: Callable[[PlanRunner[Event, Effect]], PlanExecutor[Event, Effect]],
     ) -> None:
         self._plan = plan
         self._pool = pool
         self._lock = lock
         self._timer = timer
         self._armed_ns: int | None = None
+        self._executor: PlanExecutor[Event, Effect] | None = executor_of(self)
 
     def begin(self) -> None:
         """Lets the plan use the network. Returns at once."""
@@ -103,11 +104,12 @@ class PlanRunner(Generic[Event, Effect]):
             events = deque([event])
             while events:
                 for effect in self._plan.step(events.popleft(), time.monotonic_ns()):
-                    follows = self.executor.perform(effect, jobs)
+                    assert self._executor is not None, "a plan that has ended has no effects"
+                    follows = self._executor.perform(effect, jobs)
                     if follows is not None:
                         events.append(follows)
-            if self._plan.ended and hasattr(self, "executor"):
-                del self.executor  # it refers to the caller's memory and to this runner
+            if self._plan.ended:
+                self._executor = None  # it refers to the caller's memory and to this runner
             self._arm()
         return jobs
 

@@ -137,29 +137,30 @@ class TransferQueue:
         pieces = plan_pieces(body, spec, parts, first)
         progress = LoadProgress(body, spec, pieces, first)
         plan = LoadPlan(
-            body,
-            spec,
-            parts,
-            pieces,
-            progress,
-            self._policy,
+            *(body, spec, parts, pieces, progress, self._policy),
             streams=self._shards.streams,
             next_attempt=self._next_attempt,
             deadline_ns=deadline.at_ns,
         )
-        runner: PlanRunner[LoadEvent, LoadEffect] = PlanRunner(plan, self._readers, self._lock, self._timer)
-        transfer: Transfer[Loaded] = Transfer(deadline, runner.cancel, progress.layer_left, self._layers(spec))
-        runner.executor = LoadExecutor(
-            self._control,
-            self._shards,
-            spec,
-            body.namespace,
-            bound,
-            progress,
-            deadline,
-            layer_came=transfer.layer_came,
-            finish=lambda loaded, error: self._load_ended(transfer, runner, loaded, error),
-        )
+
+        def executor_of(runner: PlanRunner[LoadEvent, LoadEffect]) -> LoadExecutor:
+            return LoadExecutor(
+                self._control,
+                self._shards,
+                spec,
+                body.namespace,
+                bound,
+                progress,
+                deadline,
+                layer_came=transfer.layer_came,
+                finish=lambda loaded, error: self._load_ended(transfer, runner, loaded, error),
+            )
+
+        def cancel(why: Miss) -> None:
+            runner.cancel(why)
+
+        transfer: Transfer[Loaded] = Transfer(deadline, cancel, progress.layer_left, self._layers(spec))
+        runner = PlanRunner(plan, self._readers, self._lock, self._timer, executor_of)
         with self._lock:
             check_open(self._closed)
             unable = self._why_no_thread(self._readers)
@@ -188,25 +189,28 @@ class TransferQueue:
         terms = StoreTerms(hashes, first, parts, loss, self._next_attempt(), self._store_wait_ns, start)
         progress = StoreProgress()
         plan = StorePlan(
-            terms,
-            spec,
-            progress,
-            self._policy,
+            *(terms, spec, progress, self._policy),
             streams=self._shards.streams,
             next_attempt=self._next_attempt,
             deadline_ns=deadline.at_ns,
         )
-        runner: PlanRunner[StoreEvent, StoreEffect] = PlanRunner(plan, self._writers, self._lock, self._timer)
-        transfer: Transfer[Stored] = Transfer(deadline, runner.cancel)
         of_store = self._control, self._shards, spec, terms, tokens, bound, deadline
-        runner.executor = StoreExecutor(
-            *of_store,
-            deliver=runner.deliver,
-            drained=transfer.drained,
-            finish=lambda stored, error: self._store_ended(transfer, stored, error),
-            over=lambda: self._store_over(transfer, runner),
-            next_attempt=self._next_attempt,
-        )
+
+        def executor_of(runner: PlanRunner[StoreEvent, StoreEffect]) -> StoreExecutor:
+            return StoreExecutor(
+                *of_store,
+                deliver=runner.deliver,
+                drained=transfer.drained,
+                finish=lambda stored, error: self._store_ended(transfer, stored, error),
+                over=lambda: self._store_over(transfer, runner),
+                next_attempt=self._next_attempt,
+            )
+
+        def cancel(why: Miss) -> None:
+            runner.cancel(why)
+
+        transfer: Transfer[Stored] = Transfer(deadline, cancel)
+        runner = PlanRunner(plan, self._writers, self._lock, self._timer, executor_of)
         nbytes = self.nbytes(len(terms.new), spec)
         with self._lock:
             check_open(self._closed)

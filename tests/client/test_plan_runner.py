@@ -84,9 +84,7 @@ class Bench:
         self.lock = threading.RLock()
 
     def runner(self, plan: Scripted, executor: Executor) -> PlanRunner[Say, Say]:
-        runner: PlanRunner[Say, Say] = PlanRunner(plan, self.pool, self.lock, self.timer)
-        runner.executor = executor
-        return runner
+        return PlanRunner(plan, self.pool, self.lock, self.timer, lambda runner: executor)
 
 
 @pytest.fixture
@@ -229,8 +227,13 @@ class Counted:
 
 def test_the_timer_is_asked_once_for_one_moment_and_again_after_it_has_called(bench: Bench) -> None:
     plan, executor, timer = Scripted({}, due_ns=50), Executor(), Counted()
-    runner: PlanRunner[Say, Say] = PlanRunner(plan, bench.pool, bench.lock, timer)  # type: ignore[arg-type]
-    runner.executor = executor
+    runner: PlanRunner[Say, Say] = PlanRunner(
+        plan,
+        bench.pool,
+        bench.lock,
+        timer,  # type: ignore[arg-type]
+        lambda runner: executor,
+    )
     for due_ns in (50, 50, 70, 40):
         plan.due_ns = due_ns
         runner.deliver(Say("event"))
@@ -245,7 +248,7 @@ def test_the_executor_of_a_plan_that_has_ended_is_let_go(bench: Bench) -> None:
     plan, executor = Scripted({"Begin": ["effect"], "last": ["tell"], "late": []}, last="last"), Executor()
     runner, gone = bench.runner(plan, executor), weakref.ref(executor)
     runner.begin()
-    assert hasattr(runner, "executor")
+    assert runner._executor is executor
     runner.deliver(Say("last"))
     assert executor.performed == ["effect", "tell"], "the last effects are carried out"
     del executor
