@@ -73,9 +73,9 @@ def end_shards(pids: Iterable[int], stop_ms: int) -> None:
 
 
 def on_sigterm(stop: Callable[[], object]) -> None:
-    """Has SIGTERM call `stop` in a thread of its own, once: later ones change nothing. Without room for a thread, the
-    main thread calls it. Must be called in the main
-    thread; elsewhere Python takes no handler, and SIGTERM does what it did before."""
+    """Has SIGTERM call `stop` in a thread of its own, or in the main thread where there is no room for one; and once:
+    later ones change nothing. Must be called in the main thread; elsewhere Python takes no handler, and SIGTERM does
+    what it did before."""
     if threading.current_thread() is not threading.main_thread():
         log.warning("this actor does not run in its process's main thread: SIGTERM ends it without saving its pages")
         return
