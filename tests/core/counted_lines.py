@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -11,7 +12,8 @@ T = TypeVar("T")
 
 
 def counted(call: Callable[[], T]) -> tuple[T, int]:
-    """What the call returns, and the lines that were executed for it."""
+    """What the call returns, and the lines that were executed for it: not those of finalizers, if what other tests left
+    is collected meanwhile."""
     lines = 0
 
     def count(frame: FrameType, event: str, arg: Any) -> Any:
@@ -19,10 +21,13 @@ def counted(call: Callable[[], T]) -> tuple[T, int]:
         lines += event == "line"
         return count
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(count)
     try:
         returned = call()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return returned, lines
