@@ -142,8 +142,8 @@ class InProcessHosts:
         """Called under the lock of that shard's driver, when it has ended by itself. Does nothing here."""
 
     def wait_until_up(self, timeout_s: float = 10.0) -> None:
-        """Waits until the coordinator knows the current incarnation of every running shard, and each shard has heard
-        that it does: before, it takes no writes. Raises TimeoutError."""
+        """Waits until the coordinator has answered a report of the current incarnation of every running shard, and the
+        shard has received the answer: it takes no writes before. Raises TimeoutError."""
         self.wait_until(self._all_up, timeout_s)
 
     def wait_until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -16,14 +16,13 @@ from kvcluster.actors.ray_watch import ends_with_ray
 from kvcluster.actors.stopping import on_sigterm
 from kvcluster.core.messages import Leave
 from kvcluster.errors import KVClusterError
+from tests.no_threads import no_room_for_threads
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", none)
+def full() -> Iterator[None]:
+    with no_room_for_threads():
+        yield
 
 
 @pytest.fixture

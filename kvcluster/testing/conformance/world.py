@@ -264,7 +264,8 @@ class World:
         core = self.host.core
 
         def unleased() -> bool:
-            """In one look, since the shard may begin to move pages at any time, as the coordinator has told it to."""
+            """Checks only while there is no lease, and in the same look: on an order of the coordinator the shard may
+            begin to move pages right after it, and these pages have leases."""
             if len(core.leases):
                 return False
             check_shard(core)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from kvcluster.engines.ray_serve import hosts
 from kvcluster.engines.ray_serve.hosts import Hosts
 from kvcluster.engines.ray_serve.prompts import RequestPrompt
 from kvcluster.engines.ray_serve.tokens import NoTokens, PromptTokenizer
+from tests.no_threads import no_room_for_threads
 from tests.waiting import eventually
 
 
-def none(thread: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
-
-
-def test_text_has_no_tokens_and_it_is_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_has_no_tokens_and_it_is_said_why() -> None:
     said: list[str] = []
     tokens = PromptTokenizer("a model", said.append)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", none)
+    with no_room_for_threads():
         tokens.start()
     assert "no tokenizer from a model: this process has no room for another thread" in said[0]
     with pytest.raises(NoTokens, match="no room for another thread"):
@@ -31,8 +25,7 @@ def test_text_has_no_tokens_and_it_is_said_why(monkeypatch: pytest.MonkeyPatch) 
 def test_hosts_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     found = Hosts(lambda: {"node": "host"}, said.append)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", none)
+    with no_room_for_threads():
         assert found.of("node") == ""
     assert "no room for another thread" in said[0]
     monkeypatch.setattr(hosts, "_RETRY_S", 0.0)
