@@ -12,11 +12,12 @@ from unittest.mock import Mock
 
 import pytest
 import ray
+from ray._private import services
 
 import kvcluster
 from kvcluster.actors import cluster
 from kvcluster.errors import KVClusterError
-from tests.actors.processes import said, session, start_worker
+from tests.actors.processes import descendants, outcome, said, session, start_worker
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.cluster
@@ -47,15 +48,30 @@ def test_a_long_name_of_the_folder_for_temporary_files_keeps_no_cluster_from_sta
     assert not started[0].parent.exists()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ray waits for none of its processes
-def test_a_ray_that_does_not_start_says_what_is_in_its_logs_before_they_are_removed(
+def test_a_ray_that_does_not_start_says_what_is_in_its_logs_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_gcs_storage", "nonsense")
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "2")
+    before = set(descendants(os.getpid()))
     with pytest.raises(KVClusterError, match=r"Ray did not start: .*\ngcs_server: .*storage type: nonsense"):
         kvcluster.local()
+    assert set(descendants(os.getpid())) <= before
+
+
+@pytest.mark.parametrize("hanging", [1, 2])
+def test_a_server_of_ray_that_hangs_is_started_once_more(hanging: int, tmp_path: Path) -> None:
+    count, server = tmp_path / "starts", tmp_path / "gcs_server"
+    server.write_text(
+        f"#!/bin/sh\necho >>{count}\n[ $(wc -l <{count}) -gt {hanging} ] || exec sleep 1000\n"
+        f'exec {services.GCS_SERVER_EXECUTABLE} "$@"\n'
+    )
+    server.chmod(0o700)
+    answer = outcome(start_worker("gcs", server, 8 if hanging == 1 else 1))
+    assert answer["error"].startswith("Ray did not start") == (hanging == 2)
+    assert answer["left"] == [], "processes of a node that did not start, or that has ended"
+    assert len(count.read_text().splitlines()) == 2
 
 
 @pytest.mark.slow

@@ -17,14 +17,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from ray._private import services
 
 import kvcluster
 from kvcluster.client import batch_copies
 from kvcluster.config import ClientConfig
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
+from kvcluster.errors import KVClusterError
 from kvcluster.pages import checksum
-from tests.actors.processes import session
+from tests.actors.processes import session, title
 from tests.waiting import eventually
 
 SPEC = KVSpec.uniform(
@@ -127,5 +129,17 @@ def notebook() -> None:
     say(blocks=stored.blocks, shown=repr(first).endswith(", closed>"), pids=second.pids())
 
 
+def gcs(program: str, patience_s: str) -> None:
+    """An embedded cluster that uses a program in place of the server of Ray's control store."""
+    os.environ.update(RAY_gcs_server_port_wait_time_s=patience_s)
+    services.GCS_SERVER_EXECUTABLE = program
+    error = ""
+    try:
+        kvcluster.local(device_bytes="16MiB").close()
+    except KVClusterError as failed:
+        error = str(failed)
+    say(error=error, left=[title(pid) for pid in session(os.getsid(0)) if pid != os.getpid()])
+
+
 if __name__ == "__main__":
-    {job.__name__: job for job in (load, redeem, store, embed, notebook)}[sys.argv[1]](*sys.argv[2:])
+    {job.__name__: job for job in (load, redeem, store, embed, notebook, gcs)}[sys.argv[1]](*sys.argv[2:])
