@@ -31,6 +31,7 @@ from tests.attacks.verdict import Outcome, Sample, table
 from tests.ports import free_port
 
 TURNS = 3
+_SHARDS = 2
 _SETTLE_S = 2.0
 _MEMORY_S = 60.0
 _BEGIN_S = 60.0
@@ -43,10 +44,10 @@ _ROOT = Path(__file__).parents[2]
 class Honest:
     """The honest tenant's process, and the samples that it has sent so far."""
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, metrics: tuple[str, ...], token: str) -> None:
         self.samples: list[Sample] = []
         self._first = threading.Event()
-        command = [sys.executable, "-m", "tests.attacks.honest", address]
+        command = [sys.executable, "-m", "tests.attacks.honest", address, *metrics]
         env = os.environ | {"KVCLUSTER_TOKEN": token}
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=env)
         self._reading = threading.Thread(target=self._read, daemon=True)
@@ -85,7 +86,8 @@ class Stage:
         `memory_s`, or never."""
         attack, pause = ATTACKS[name], threading.Event()
         outcome = Outcome(name, attack.what)
-        before = peak = self._memory()
+        before = self._memory()
+        peaks = [before]
         for _ in range(turns):
             facts = {**self._target, "token": self._target["token"] if attack.by_tenant else None}
             attacker = _start("tests.attacks.attackers", name)
@@ -96,7 +98,7 @@ class Stage:
             start, burnt = time.monotonic(), _cpu_s(attacker.pid)
             while time.monotonic() < start + seconds / turns:
                 pause.wait(min(1.0, seconds / turns))
-                peak = max(peak, self._memory())
+                peaks.append(self._memory())
             stop, burnt = time.monotonic(), _cpu_s(attacker.pid) - burnt
             said = json.loads(_end(attacker) or "{}")
             outcome.seconds += stop - start
@@ -107,9 +109,11 @@ class Stage:
             outcome.attacked += self._honest.between(start, stop)
             outcome.control += self._beside(burnt / (stop - start), max(_CONTROL_S, seconds / turns / 6))
         give_up = time.monotonic() + memory_s
-        while (after := self._memory()) > 1.05 * before and time.monotonic() < give_up:
+        while sum(after := self._memory()) > 1.05 * sum(before) and time.monotonic() < give_up:
             pause.wait(1.0)
-        outcome.memory = before, peak, after
+        outcome.memory = sum(before), max(map(sum, peaks)), sum(after)
+        most = [max(column) - first for first, column in zip(before, zip(*peaks, strict=True), strict=True)]
+        outcome.growth = max(zip(most, ("coordinator", *("shard" for _ in most[1:])), strict=True))
         return outcome
 
     def _beside(self, cores: float, seconds: float) -> list[Sample]:
@@ -129,10 +133,10 @@ class Stage:
         pause.wait(_SETTLE_S)
         return self._honest.between(start, stop)
 
-    def _memory(self) -> int:
-        """Returns the resident bytes of the coordinator and the shards."""
+    def _memory(self) -> list[int]:
+        """Returns the resident bytes of the coordinator and of each shard."""
         pages = [int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) for pid in self._cluster.pids()]
-        return sum(pages) * os.sysconf("SC_PAGESIZE")
+        return [count * os.sysconf("SC_PAGESIZE") for count in pages]
 
 
 @contextmanager
@@ -142,13 +146,18 @@ def stage() -> Iterator[Stage]:
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
         file = Path(folder, "tokens")
         file.write_text("".join(token_line(token, tenant) + "\n" for tenant, token in tokens.items()), encoding="utf-8")
-        events = f"tcp://127.0.0.1:{free_port()}"
-        config = {"server": {"token_file": str(file), "transports": ["tcp", "grpc"]}, "events": {"endpoint": events}}
-        with kvcluster.local(shards=2, device_bytes="64MiB", config=config) as cluster:
-            honest = Honest(cluster.address, tokens["honest"])
+        events, port = f"tcp://127.0.0.1:{free_port()}", free_port()
+        config = {
+            "server": {"token_file": str(file), "transports": ["tcp", "grpc"]},
+            "events": {"endpoint": events},
+            "metrics": {"port": port},
+        }
+        metrics = tuple(f"127.0.0.1:{port + at}" for at in range(1 + _SHARDS))
+        with kvcluster.local(shards=_SHARDS, device_bytes="64MiB", config=config) as cluster:
+            honest = Honest(cluster.address, metrics, tokens["honest"])
             try:
                 honest.wait()
-                yield Stage(cluster, honest, asdict(look(cluster.address, tokens["attacker"], events)))
+                yield Stage(cluster, honest, asdict(look(cluster.address, tokens["attacker"], events, metrics)))
             finally:
                 honest.end()
 

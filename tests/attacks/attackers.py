@@ -58,6 +58,7 @@ from kvcluster.wire import frames, zmtp
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.versions import METADATA
 from tests.attacks.attend_attackers import long_computes, long_questions, long_registrations, made_up_spans
+from tests.attacks.http_attackers import drips, scrapes
 from tests.attacks.setting import LONG, SPEC, TINY, kv, prompt
 
 MOST = 50_000_000
@@ -88,6 +89,7 @@ class Target:
     events: str
     shards: tuple[str, ...]
     sockets: tuple[str, ...]  # those of the tcp transport
+    metrics: tuple[str, ...]
     token: str | None
 
     @property
@@ -105,12 +107,12 @@ class Attack:
     by_tenant: bool = False
 
 
-def look(address: str, token: str, events: str) -> Target:
+def look(address: str, token: str, events: str, metrics: tuple[str, ...]) -> Target:
     """Returns the target as a tenant finds it: strangers know the ports, too, since ports can be tried."""
     shards = tuple(shard.address for shard in _attach(address, token).shards)
     offers = [ask(shard, token, SHARD["GetOffers"], GetOffers(), Offers).offers for shard in shards]
     sockets = tuple(offer.address for made in offers for offer in made if offer.transport == "tcp")
-    return Target(address, events, shards, sockets, token)
+    return Target(address, events, shards, sockets, metrics, token)
 
 
 # ------------------------------------------------------------------------------------------ strangers
@@ -449,6 +451,8 @@ ATTACKS: Mapping[str, Attack] = {
     "subscriptions": Attack("subscriptions of 16 MiB", _subscriptions),
     "topics": Attack("10,000 topics of 4,000 bytes a connection", _topics),
     "endless": Attack("messages to the port of KV events without an end", _endless_messages),
+    "drips": Attack("requests for metrics that come byte by byte", drips),
+    "scrapes": Attack("24 scrapers of metrics without a pause", scrapes),
     "huge-tenant": Attack("messages of 64 MiB", _huge_messages, by_tenant=True),
     "tiny": Attack("the shortest messages", _tiny_messages, by_tenant=True),
     "holders": Attack("workers that do not exist", partial(_prepares, blocks=1), by_tenant=True),
@@ -559,7 +563,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     torch.set_num_threads(1)
     facts = json.loads(sys.stdin.readline())
-    target = Target(**{**facts, "shards": tuple(facts["shards"]), "sockets": tuple(facts["sockets"])})
+    facts |= {name: tuple(fact) for name, fact in facts.items() if isinstance(fact, list)}
+    target = Target(**facts)
     done = refused = 0
     with suppress(KeyboardInterrupt), ATTACKS[sys.argv[1]].begin(target) as act:
         while not stop.is_set() and done + refused < MOST:

@@ -1,8 +1,10 @@
 """The honest tenant: a worker that loads prompts that it has stored, and stores a new one now and then.
 
-`python -m tests.attacks.honest ADDRESS`, with the token in KVCLUSTER_TOKEN. It makes REQUESTS_PER_S requests a second,
-whatever becomes of them, and writes a line of JSON for each: when it began by the monotonic clock, its milliseconds,
-and of how many blocks how many were loaded or stored. A prompt that is lost is stored again, as an engine does.
+`python -m tests.attacks.honest ADDRESS METRICS...`, with the token in KVCLUSTER_TOKEN. It makes REQUESTS_PER_S requests
+a second, whatever becomes of them, and writes a line of JSON for each: when it began by the monotonic clock, its
+milliseconds, and of how many blocks how many were loaded or stored. A prompt that is lost is stored again, as an engine
+does. Now and then it probes the liveness of a process at one of the addresses of METRICS in turn, as Kubernetes does,
+and writes whether it is alive in place of blocks.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from itertools import count
 
 import torch
@@ -23,7 +28,8 @@ from tests.attacks.setting import BLOCKS, SPEC, kv, prompt
 
 REQUESTS_PER_S = 20
 PROMPTS = 16
-_STORE_EVERY = 20
+_STORE_EVERY = _PROBE_EVERY = 20
+_PROBE_S = 1.0  # Kubernetes' own default
 _CONFIG = ClientConfig(connect_ms=60_000, deadline_ms=10_000)
 
 
@@ -31,7 +37,8 @@ def main() -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     torch.set_num_threads(1)
-    with kvcluster.connect(sys.argv[1], SPEC, token=os.environ["KVCLUSTER_TOKEN"], config=_CONFIG) as client:
+    address, *metrics = sys.argv[1:]
+    with kvcluster.connect(address, SPEC, token=os.environ["KVCLUSTER_TOKEN"], config=_CONFIG) as client:
         values = [kv(number) for number in range(PROMPTS)]
         for number in range(PROMPTS):
             client.store(prompt(number), values[number])
@@ -48,14 +55,31 @@ def main() -> None:
                 blocks = client.load(prompt(which), out) // SPEC.block_tokens
             took_ms = (time.monotonic() - began) * 1e3
             kind = "store" if storing else "load"
-            print(json.dumps({"at": began, "kind": kind, "ms": took_ms, "blocks": blocks, "of": BLOCKS}), flush=True)
+            _say(began, kind, took_ms, blocks, BLOCKS)
             if not storing:
                 assert torch.equal(out[:blocks], values[which][:blocks]), "a wrong byte"
                 if blocks < BLOCKS:
                     client.store(prompt(which), values[which])
+            if number % _PROBE_EVERY == 1:
+                _probe(metrics[number // _PROBE_EVERY % len(metrics)])
             due = max(due + 1 / REQUESTS_PER_S, time.monotonic())
             if stop.wait(due - time.monotonic()):
                 return
+
+
+def _probe(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    connection, alive = HTTPConnection(host, int(port), timeout=_PROBE_S), False
+    began = time.monotonic()
+    with suppress(OSError, HTTPException):
+        connection.request("GET", "/healthz")
+        alive = connection.getresponse().status == HTTPStatus.OK
+    connection.close()
+    _say(began, "probe", (time.monotonic() - began) * 1e3, int(alive), 1)
+
+
+def _say(at: float, kind: str, ms: float, blocks: int, of: int) -> None:
+    print(json.dumps({"at": at, "kind": kind, "ms": ms, "blocks": blocks, "of": of}), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 P99_RATIO = 3.0
 HIT_POINTS = 2.0
 MEMORY_RATIO = 1.10
+GROWTH_BYTES = 64 * 2**20
+
+KINDS = ("load", "store", "probe")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request of the honest tenant: `blocks` of the blocks `of` were loaded or stored."""
+    """One request of the honest tenant: `blocks` of the blocks `of` were loaded or stored. A probe is 1 of 1 if the
+    process is alive."""
 
     at: float
     kind: str
@@ -26,7 +30,8 @@ class Sample:
 
 @dataclass(slots=True)
 class Outcome:
-    """One attack. `done` and `refused` count its acts; `cores` is the CPU that it burnt, in cores; memory in bytes."""
+    """One attack. `done` and `refused` count its acts; `cores` is the CPU that it burnt, in cores; memory in bytes
+    of all processes of the cluster, and `growth` of the one that grew the most, which is named."""
 
     name: str
     what: str
@@ -37,6 +42,7 @@ class Outcome:
     attacked: list[Sample] = field(default_factory=list)
     control: list[Sample] = field(default_factory=list)
     memory: tuple[int, int, int] = (0, 0, 0)  # before, the most, afterwards
+    growth: tuple[int, str] = (0, "")
 
     def failures(self) -> list[str]:
         """Returns each bound that the attack broke, in words; none if it did nothing to the honest tenant."""
@@ -48,13 +54,16 @@ class Outcome:
         p99, bound = percentile(self.attacked, 99), P99_RATIO * percentile(self.control, 99)
         if p99 > bound:
             found.append(f"p99 {p99:.1f} ms exceeds {bound:.1f} ms")
-        for kind in ("load", "store"):
+        for kind in KINDS:
             during, beside = rate(self.attacked, kind), rate(self.control, kind)
             if during < beside - HIT_POINTS:
-                found.append(f"blocks of a {kind}: {during:.1f} % beside {beside:.1f} %")
+                found.append(f"done of what each {kind} wanted: {during:.1f} % beside {beside:.1f} %")
         before, _, after = self.memory
         if after > MEMORY_RATIO * before:
             found.append(f"memory {_mib(after)} MiB exceeds {MEMORY_RATIO:.2f} times {_mib(before)} MiB")
+        grown, process = self.growth
+        if grown > GROWTH_BYTES:
+            found.append(f"growth of the {process} by {_mib(grown)} MiB exceeds {_mib(GROWTH_BYTES)} MiB")
         return found
 
 
@@ -74,17 +83,20 @@ def rate(samples: Iterable[Sample], kind: str) -> float:
 def table(outcomes: Sequence[Outcome]) -> str:
     """Returns the outcomes as a table in Markdown, and a line for each bound that was broken."""
     rows = [
-        "| attack | acts a second | refused | cores | p50 | p99 | ratio of p99 | hits | stored | MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| attack | acts a second | refused | cores | p50 | p99 | ratio of p99 | longest | hits | stored | alive | MiB "
+        "| a process grew by |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in outcomes:
         p50, p99 = ([percentile(samples, percent) for samples in (each.attacked, each.control)] for percent in (50, 99))
-        rates = [f"{rate(each.attacked, kind):.1f} / {rate(each.control, kind):.1f} %" for kind in ("load", "store")]
+        longest = " / ".join(f"{percentile(samples, 100):.0f}" for samples in (each.attacked, each.control))
+        rates = " | ".join(f"{rate(each.attacked, kind):.1f} / {rate(each.control, kind):.1f} %" for kind in KINDS)
+        grown, process = each.growth
         memory = " / ".join(map(_mib, each.memory))
         rows.append(
             f"| {each.what} | {each.done / each.seconds:,.1f} | {each.refused / each.seconds:,.1f} | {each.cores:.2f} "
             f"| {p50[0]:.1f} / {p50[1]:.1f} ms | {p99[0]:.1f} / {p99[1]:.1f} ms | {p99[0] / p99[1]:.2f} "
-            f"| {rates[0]} | {rates[1]} | {memory} |"
+            f"| {longest} ms | {rates} | {memory} | {_mib(grown)} MiB: {process} |"
         )
     broken = [f"{each.name}: {failure}" for each in outcomes for failure in each.failures()]
     return "\n".join([*rows, "", *broken])
