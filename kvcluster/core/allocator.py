@@ -73,13 +73,12 @@ class _SizeClass:
 
 class PageAllocator:
     """Allocates ranges of an arena of `capacity_bytes`, in extents of `extent_bytes` (0: a default by capacity).
-    `start` is the offset in the arena at which this allocator's part of it begins.
 
     A remainder smaller than an extent is unused and is not part of the capacity. Raises ConfigError if not even one
     extent fits, if there are too many extents, or if their size is no multiple of ALIGN_BYTES.
     """
 
-    def __init__(self, capacity_bytes: int, extent_bytes: int = 0, *, start: int = 0) -> None:
+    def __init__(self, capacity_bytes: int, extent_bytes: int = 0) -> None:
         extent_bytes = extent_bytes or default_extent_bytes(capacity_bytes)
         if extent_bytes < 0 or extent_bytes % ALIGN_BYTES:
             raise ConfigError(f"extent_bytes={extent_bytes} must be a multiple of {ALIGN_BYTES}, or 0 for a default")
@@ -94,7 +93,6 @@ class PageAllocator:
                 f"extents of {extent_bytes} bytes cut a pool of {capacity_bytes} into {extents} pieces, more than "
                 f"{MAX_EXTENTS}; raise extent_bytes, or set it to 0 for a default"
             )
-        self.start = start
         self.extent_bytes = extent_bytes
         self.capacity_bytes = extents * extent_bytes
         self.used_bytes = 0  # reserved bytes, rounded up to size classes
@@ -138,12 +136,11 @@ class PageAllocator:
         held.free_slots -= 1
         self._slot_bytes -= size
         self.used_bytes += size
-        return self.start + span.start + slot * size
+        return span.start + slot * size
 
     def free(self, offset: int, nbytes: int) -> None:
         """Frees the range that `reserve(nbytes)` returned."""
         size = nbytes + -nbytes % ALIGN_BYTES
-        offset -= self.start
         span = self._spans[offset // self.extent_bytes]
         assert span is not None and span.size == size, "nothing of this size was reserved there"
         held = self._classes[size]

@@ -15,7 +15,7 @@ from kvcluster.core.leases import LeaseKind
 from kvcluster.core.messages import EvictOrder, MoveOrder, Tier
 from kvcluster.core.page import PageState
 from kvcluster.core.shard import Shard
-from kvcluster.core.tiers import FASTEST, Takes
+from kvcluster.core.tiers import Takes
 
 
 def check_shard(shard: Shard) -> None:
@@ -31,19 +31,17 @@ def check_shard(shard: Shard) -> None:
                 continue
             counted = pins if lease.kind is LeaseKind.READ else writing
             counted[page.generation] = counted.get(page.generation, 0) + 1
-    end = {FASTEST: 0, **dict.fromkeys(pool.stores, 0)}  # the addressable tiers are ranges of one arena
+    end = dict.fromkeys(pool.tiers, 0)
     for page in sorted(pool.everything(), key=lambda page: page.offset):
-        where = FASTEST if page.tier.spec.addressable else page.tier
-        assert page.offset >= end[where], f"page {page.generation} lies on another"
-        end[where] = page.offset + page.nbytes
+        assert page.offset >= end[page.tier], f"page {page.generation} lies on another"
+        end[page.tier] = page.offset + page.nbytes
         assert page.pins == pins.pop(page.generation, 0), f"page {page.generation} has pins without a lease"
         writers = writing.pop(page.generation, 0)
         assert (page.state is PageState.WRITING) == (writers == 1), f"page {page.generation} and its writers disagree"
         assert page.state is not PageState.FREE
         assert bool(page.sums) == (page.state is not PageState.WRITING), "READY means summed"
-    assert end[FASTEST] <= pool.arena_bytes, "a page lies beyond the arena"
-    for tier, allocator in pool.stores.items():
-        assert end[tier] <= allocator.capacity_bytes, "a page lies beyond the end of its store"
+    for tier, allocator in pool.allocators.items():
+        assert end[tier] <= allocator.capacity_bytes, "a page lies beyond the end of its tier"
     for page in pool.ready():
         assert pool.below_of(page) is not None or not page.decoded, "a decoded page has no twin in a tier below"
         assert page.tier.spec.takes is not Takes.RAW or page.codec is Codec.RAW, "an encoded page in a raw tier"

@@ -55,16 +55,14 @@ class PagePool:
 
     @classmethod
     def of(cls, config: ShardConfig, found: Mapping[Tier, RecoveredPages] | None = None) -> PagePool:
-        """Builds the pool of the configured addressable tiers, one behind the other in one arena, and of the tiers
-        whose stores could be opened, if there is a staging tier to read them through."""
+        """Builds the pool of the configured addressable tiers, and of the tiers whose stores could be opened, if there
+        is a staging tier to read them through."""
         first = PageAllocator(FASTEST.spec.nbytes(config), config.extent_bytes)
         below: dict[Tier, PageAllocator] = {}
         stores: dict[Tier, StoreAllocator] = {}
-        end = first.capacity_bytes
         for tier in ADDRESSABLE[1:]:
             if nbytes := tier.spec.nbytes(config):
-                below[tier] = PageAllocator(nbytes, config.extent_bytes, start=end)
-                end += below[tier].capacity_bytes
+                below[tier] = PageAllocator(nbytes, config.extent_bytes)
         for tier, there in (found or {}).items():
             if there.capacity_bytes and STAGING in below:
                 assert tier.spec.allocator is not None, "a store of an addressable tier"
@@ -92,9 +90,9 @@ class PagePool:
         )
 
     @property
-    def arena_bytes(self) -> int:
-        """Bytes of the arena that all addressable tiers share."""
-        return sum(allocator.capacity_bytes for allocator in self.memory.values())
+    def memory_bytes(self) -> dict[Tier, int]:
+        """The bytes of each addressable tier, whose pages lie in a region of its own."""
+        return {tier: allocator.capacity_bytes for tier, allocator in self.memory.items()}
 
     def parts(self, space: NamespaceId) -> Collection[tuple[int, Part]]:
         """Returns the (group, part) pairs of this namespace that have pages in this pool."""

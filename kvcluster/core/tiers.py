@@ -1,6 +1,7 @@
 """The tiers of a shard, the fastest first, one row each. No other module names a tier.
 
-A tier is *addressable* if readers read its pages in place; such tiers share the shard's arena, one behind the other.
+A tier is *addressable* if readers read its pages in place, in a region of memory that is the tier's own: a page lies
+where its tier and its offset say.
 The pages of any other tier lie in a store (runtime/tier_store.py): a reader gets a copy of them in the staging tier,
 and only demotions write there. A tier is *durable* if its pages survive a restart: they are recovered when the shard
 starts, and a purge erases them from the store too.

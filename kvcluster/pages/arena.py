@@ -1,4 +1,5 @@
-"""Arena: the region of memory that a shard's pages lie in. It owns the bytes and knows nothing of pages.
+"""Arena: the memory of a shard's addressable tiers, each of which has a region of it. It owns the bytes and knows
+nothing of pages.
 
 One mapping, made once and populated at once if the platform supports it: copying into unpopulated memory is several
 times slower, and a pool that does not fit should fail at the start, not under load. It begins at a page boundary of
@@ -15,11 +16,16 @@ import contextlib
 import fcntl
 import mmap
 import os
+from collections.abc import Mapping
+from itertools import accumulate
 from types import TracebackType
+from typing import TypeVar
 
 from kvcluster.errors import ConfigError
 from kvcluster.pages.cgroups import memory_limits
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
+
+Key = TypeVar("Key")
 
 FILE_NAME = "kvcluster-arena"
 """The name that /proc shows in the mappings of a process."""
@@ -48,6 +54,14 @@ class Arena(HostRegion):
             raise ConfigError(_refusal(nbytes, error.strerror or str(error))) from error
         whole = memoryview(self._map)
         super().__init__(whole, address_of(whole), RegionKind.HOST if self._file is None else RegionKind.SHARED)
+
+    def regions(self, sizes: Mapping[Key, int]) -> dict[Key, HostRegion]:
+        """Returns regions of these sizes, one behind the other from the start. Each is closed by its own `close`."""
+        starts = accumulate(sizes.values(), initial=0)
+        return {
+            key: HostRegion(self.view(start, nbytes), self.address + start, self.kind)
+            for start, (key, nbytes) in zip(starts, sizes.items(), strict=False)
+        }
 
     def open(self, *, writable: bool) -> int:
         """Returns a new descriptor by which another process can map this memory; the caller closes it.

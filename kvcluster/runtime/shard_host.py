@@ -113,8 +113,10 @@ class ShardHost:
             process=ProcessInfo(node, release, config_hash),
             found=found,
         )
-        self._arena = Arena(self.core.pool.arena_bytes)
-        self._stores = TierStores(self._arena, stores)
+        self._arena = Arena(sum(self.core.pool.memory_bytes.values()))
+        regions = self._arena.regions(self.core.pool.memory_bytes)
+        self.region_starts = {tier: region.address - self._arena.address for tier, region in regions.items()}
+        self._stores = TierStores(regions, stores)
         self._shard, self._tell, self._on_end, self._probe = shard, tell, on_end, probe
         self._report_ms = config.membership_ttl_ms
         self._codec = Codec[config.coordinator.host_codec.upper()]
@@ -173,6 +175,7 @@ class ShardHost:
         for thread in dict.fromkeys(self._threads.values()):
             thread.close()
         self._stores.close()
+        self._arena.close()
 
     def samples(self) -> list[Sample | Histogram]:
         """Returns the series of SHARD_METRICS."""

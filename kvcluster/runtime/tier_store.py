@@ -2,8 +2,8 @@
 on.
 
 The core decides which page goes where (core/tiers.py, core/pool.py): it reserves and frees ranges. A `TierStore` moves
-bytes to and from such a range and knows nothing of leases. All addressable tiers lie in one region, the shard's arena;
-each other tier has a store of its own, which is opened before the core begins, and returns the pages it recovered.
+bytes to and from such a range and knows nothing of leases. Each addressable tier has a region of its own; each other
+tier has a store, which is opened before the core begins, and returns the pages it recovered.
 
 The invariant: a durable store returns from `erase` only when no later shard finds what was purged, or else it does not
 keep the tombstones, so that the coordinator sends them again.
@@ -20,7 +20,7 @@ from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Erase, PageMove, PageSlot, Tier
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.tiers import ADDRESSABLE, STORED
+from kvcluster.core.tiers import STORED
 from kvcluster.pages.region import Region
 from kvcluster.transport.base import Unavailable
 
@@ -65,7 +65,7 @@ OpenStore = Callable[[ShardConfig, ShardId], tuple[TierStore | None, RecoveredPa
 be used: `trouble` then gives the reason, and the shard runs without that tier."""
 
 
-class ArenaStore:
+class RegionStore:
     """Pages in a region that this process addresses. They end with the process, so there is nothing to erase."""
 
     def __init__(self, region: Region) -> None:
@@ -93,11 +93,10 @@ class ArenaStore:
 class TierStores:
     """The stores of all tiers of one shard."""
 
-    def __init__(self, region: Region, opened: Mapping[Tier, TierStore]) -> None:
-        """`region` holds the addressable tiers; `opened` are the stores of the others."""
-        arena = ArenaStore(region)
-        self._by_tier: dict[Tier, TierStore] = {**dict.fromkeys(ADDRESSABLE, arena), **opened}
-        self._all: list[TierStore] = [arena, *opened.values()]
+    def __init__(self, regions: Mapping[Tier, Region], opened: Mapping[Tier, TierStore]) -> None:
+        """`regions` hold the addressable tiers; `opened` are the stores of the others."""
+        regional = {tier: RegionStore(region) for tier, region in regions.items()}
+        self._by_tier: dict[Tier, TierStore] = {**regional, **opened}
 
     def view(self, slot: PageSlot) -> memoryview | None:
         """As TierStore.view, for the tier of the page."""
@@ -112,11 +111,11 @@ class TierStores:
         self._by_tier[move.target.tier].write(move, data)
 
     def erase(self, order: Erase) -> None:
-        for store in self._all:
+        for store in self._by_tier.values():
             store.erase(order)
 
     def close(self) -> None:
-        for store in self._all:
+        for store in self._by_tier.values():
             store.close()
 
 

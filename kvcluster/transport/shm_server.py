@@ -18,11 +18,12 @@ import contextlib
 import os
 import secrets
 import socket
+from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
 from kvcluster.core.ids import Tenant
-from kvcluster.core.messages import WriteRequest
+from kvcluster.core.messages import Tier, WriteRequest
 from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
 from kvcluster.transport.attend_frames import serve_attend_frames
 from kvcluster.transport.base import Deadline, PageHost, Unavailable, decoded
@@ -45,6 +46,10 @@ class ShmHost(PageHost, Protocol):
 
     @property
     def arena_bytes(self) -> int: ...
+
+    @property
+    def region_starts(self) -> Mapping[Tier, int]:
+        """Where the region of each addressable tier begins in that arena."""
 
     @property
     def lease_ttl_ns(self) -> int:
@@ -103,7 +108,9 @@ class ShmServer:
     def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_read, body)
         with ReadSession(self._host, tenant, request, stop=link.shutdown_read, path=NAME) as session:
-            grant = shm_frames.encode_read_grant(request.wants, session.outcome, session.granted)
+            grant = shm_frames.encode_read_grant(
+                request.wants, session.outcome, session.granted, self._host.region_starts
+            )
             try:
                 link.send(FrameKind.GRANT, grant, bounded(remaining_ns))
                 while True:
@@ -122,7 +129,7 @@ class ShmServer:
         deadline = bounded(remaining_ns)
         with WriteSession(self._host, tenant, request, deadline=deadline, path=NAME) as session:
             try:
-                grant = shm_frames.encode_write_grant(session.outcome, session.granted)
+                grant = shm_frames.encode_write_grant(session.outcome, session.granted, self._host.region_starts)
                 if first:
                     self._send_arena(link, FrameKind.GRANT, grant, deadline, writable=True)
                 else:

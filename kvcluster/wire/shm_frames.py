@@ -24,7 +24,7 @@ from typing import NamedTuple, TypeVar
 
 from kvcluster.core import limits
 from kvcluster.core.ids import SUM_BYTES
-from kvcluster.core.messages import NewPage, NewPages, PageSlot, PageWant, PageWants, Written
+from kvcluster.core.messages import NewPage, NewPages, PageSlot, PageWant, PageWants, Tier, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.wire import shard
@@ -76,15 +76,19 @@ def decode_welcome(body: bytes) -> Welcome:
 
 
 def encode_read_grant(
-    wants: Sequence[PageWant], outcome: Sequence[Miss | None], granted: Mapping[int, PageSlot]
+    wants: Sequence[PageWant],
+    outcome: Sequence[Miss | None],
+    granted: Mapping[int, PageSlot],
+    starts: Mapping[Tier, int],
 ) -> bytes:
-    """Encodes where each page lies that is not a miss; `granted` is in the order of the wants. Raises LimitError if
-    that does not fit a frame."""
+    """Encodes where each page lies that is not a miss; `granted` is in the order of the wants. `starts`: where the
+    region of each tier begins in the arena, from whose start offsets count here. Raises LimitError if that does not fit
+    a frame."""
     columns = PageWants.of(wants)
     spans = [slice(SUM_BYTES * kind.layer_start, SUM_BYTES * kind.layer_stop) for kind in columns.kinds]
     sums = [slot.sums[spans[columns.kind_of[item]]] for item, slot in granted.items()]
     codecs = struct.pack(f"<{len(granted)}Q", *[slot.codec for slot in granted.values()])
-    return _grant(shard.encode_read_head(outcome), granted.values(), [codecs, *sums])
+    return _grant(shard.encode_read_head(outcome), granted.values(), starts, [codecs, *sums])
 
 
 def decode_read_grant(body: bytes, wants: Sequence[PageWant], arena_bytes: int) -> tuple[list[Miss | None], Places]:
@@ -103,9 +107,11 @@ def decode_read_grant(body: bytes, wants: Sequence[PageWant], arena_bytes: int) 
     return outcome, Places(items, offsets, layer_bytes, codecs, sums)
 
 
-def encode_write_grant(outcome: Sequence[Written | None], granted: Mapping[int, PageSlot]) -> bytes:
-    """Encodes where each page without an outcome is to be written. Raises as `encode_read_grant`."""
-    return _grant(shard.encode_write_head(outcome), granted.values(), ())
+def encode_write_grant(
+    outcome: Sequence[Written | None], granted: Mapping[int, PageSlot], starts: Mapping[Tier, int]
+) -> bytes:
+    """Encodes where each page without an outcome is to be written. Offsets and errors are as of `encode_read_grant`."""
+    return _grant(shard.encode_write_head(outcome), granted.values(), starts, ())
 
 
 def decode_write_grant(body: bytes, pages: Sequence[NewPage], arena_bytes: int) -> tuple[list[Written | None], Places]:
@@ -120,8 +126,8 @@ def decode_write_grant(body: bytes, pages: Sequence[NewPage], arena_bytes: int) 
     return outcome, Places(items, offsets, layer_bytes)
 
 
-def _grant(head: bytes, slots: Iterable[PageSlot], sums: Iterable[bytes]) -> bytes:
-    offsets, sizes = [slot.offset for slot in slots], [slot.nbytes for slot in slots]
+def _grant(head: bytes, slots: Iterable[PageSlot], starts: Mapping[Tier, int], sums: Iterable[bytes]) -> bytes:
+    offsets, sizes = [starts[slot.tier] + slot.offset for slot in slots], [slot.nbytes for slot in slots]
     arrays = struct.pack(f"<{2 * len(offsets)}Q", *offsets, *sizes)
     body = b"".join([_COUNT.pack(len(head)), head, arrays, *sums])
     if len(body) > limits.MESSAGE_BYTES:

@@ -357,7 +357,7 @@ TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 def tiers_of(pages: int = 2, below: int = 2, slots: int = 2) -> PagePool:
     """All three of them, with room for so many small pages; on disk in one file."""
     device = PageAllocator(pages * ALIGN_BYTES, ALIGN_BYTES)
-    host = PageAllocator(below * ALIGN_BYTES, ALIGN_BYTES, start=device.capacity_bytes)
+    host = PageAllocator(below * ALIGN_BYTES, ALIGN_BYTES)
     file_bytes = FIRST + slots * SECTOR_BYTES
     return PagePool(device, {Tier.HOST: host}, {Tier.DISK: FileAllocator(file_bytes, file_bytes)})
 
@@ -403,27 +403,27 @@ def taken(pool: PagePool, loss: Loss, into: Tier = FASTEST) -> Written | None:
     return pool.taken(pool.there(SPACE, key(0)), loss, into)
 
 
-def test_the_tiers_lie_one_behind_the_other_in_one_arena() -> None:
+def test_each_tier_in_memory_has_a_region_of_its_own() -> None:
     pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES))
     assert list(pool.allocators) == [Tier.DEVICE, Tier.HOST]
-    assert pool.arena_bytes == 3_072
+    assert pool.memory_bytes == {Tier.DEVICE: 1_024, Tier.HOST: 2_048}
     above, below = written_in(pool, Tier.DEVICE), written_in(pool, Tier.HOST)
-    assert above.offset + above.nbytes <= 1_024 <= below.offset
+    assert above.offset == below.offset == 0
     assert pool.below() == (TierUse(Tier.HOST, 2_048, 2_048 - ALIGN_BYTES, 1, writing_bytes=ALIGN_BYTES),)
     assert (pool.count(Tier.DEVICE), pool.count(Tier.HOST), len(pool)) == (1, 1, 2)
 
 
 def test_without_host_bytes_there_is_one_tier() -> None:
     pool = PagePool.of(ShardConfig(device_bytes=1_024, extent_bytes=ALIGN_BYTES))
-    assert (list(pool.allocators), pool.below(), pool.arena_bytes) == ([Tier.DEVICE], (), 1_024)
+    assert (list(pool.allocators), pool.below(), pool.memory_bytes) == ([Tier.DEVICE], (), {Tier.DEVICE: 1_024})
 
 
-def test_the_disk_tier_lies_below_all_others_and_outside_their_arena() -> None:
+def test_the_disk_tier_lies_below_all_others_and_not_in_memory() -> None:
     file_bytes = FIRST + 2 * SECTOR_BYTES
     found = RecoveredPages(capacity_bytes=3 * file_bytes, file_bytes=file_bytes)
     pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES), {Tier.DISK: found})
     assert list(pool.allocators) == list(TIERS) and list(pool.memory) == [Tier.DEVICE, Tier.HOST]
-    assert pool.arena_bytes == 3_072
+    assert list(pool.memory_bytes) == [Tier.DEVICE, Tier.HOST]
     below = written_in(pool, Tier.DISK)
     assert below.offset == FIRST, "an offset of its own kind"
     assert pool.below() == (
@@ -815,9 +815,8 @@ class TwinsAgainstLists(RuleBasedStateMachine):
 
     @invariant()
     def no_byte_belongs_to_two_pages(self) -> None:
-        for on_disk in (False, True):
-            here = [page for page in self.pages() if (page.tier is Tier.DISK) is on_disk]
-            ranges = sorted((page.offset, page.offset + page.nbytes) for page in here)
+        for tier in TIERS:
+            ranges = sorted((page.offset, page.offset + page.nbytes) for page in self.pages() if page.tier is tier)
             assert all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
 
     @invariant()

@@ -13,7 +13,7 @@ from typing import cast
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, BlockHash
-from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Written
+from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Tier, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import LimitError, ProtocolError, SpecError
 from kvcluster.pages import checksum
@@ -24,6 +24,7 @@ from tests.fuzz.trees import Kind, Node, Tree, fields, message
 
 _ERRORS = (ProtocolError, LimitError, SpecError)
 _ARENA_BYTES = 2**20
+_STARTS = {Tier.DEVICE: 0}
 _LAYERS = (4, 1, 8)
 _KEYS = [
     PageKey(BlockHash(bytes([item]) * HASH_BYTES), item, Part(item, item + layers, 0, 1))
@@ -86,7 +87,7 @@ def _read_grant(data: bytes) -> ReadGrant:
 
 def _write_read_grant(read: ReadGrant) -> bytes:
     outcome, places = read
-    return shm_frames.encode_read_grant(_WANTS, outcome, _slots(places))
+    return shm_frames.encode_read_grant(_WANTS, outcome, _slots(places), _STARTS)
 
 
 def _write_grant(data: bytes) -> WriteGrant:
@@ -95,7 +96,7 @@ def _write_grant(data: bytes) -> WriteGrant:
 
 def _write_write_grant(read: WriteGrant) -> bytes:
     outcome, places = read
-    return shm_frames.encode_write_grant(outcome, _slots(places))
+    return shm_frames.encode_write_grant(outcome, _slots(places), _STARTS)
 
 
 # ----------------------------------------------------------------------------------------------------- valid inputs

@@ -18,6 +18,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import ADDRESSABLE, STORED
 from kvcluster.pages.arena import Arena
+from kvcluster.pages.region import HostRegion
 from kvcluster.runtime.tier_store import TierStores, bytes_of, open_stores
 from kvcluster.transport.base import Unavailable
 
@@ -36,10 +37,14 @@ def config(tmp_path: Path) -> ShardConfig:
     return ShardConfig(disk_bytes=2 * FILE_BYTES, disk_file_bytes=FILE_BYTES, disk_dir=str(tmp_path))
 
 
+def regions() -> dict[Tier, HostRegion]:
+    return Arena(2 * ARENA_BYTES).regions(dict.fromkeys(ADDRESSABLE, ARENA_BYTES))
+
+
 @pytest.fixture
 def stores(config: ShardConfig) -> Iterator[TierStores]:
     opened, _ = open_stores(config, SHARD)
-    stores = TierStores(Arena(ARENA_BYTES), opened)
+    stores = TierStores(regions(), opened)
     yield stores
     stores.close()
 
@@ -94,7 +99,7 @@ def test_what_is_not_in_its_store_cannot_be_read(stores: TierStores) -> None:
 
 
 def test_nothing_is_shown_once_they_are_closed() -> None:
-    stores = TierStores(Arena(ARENA_BYTES), {})
+    stores = TierStores(regions(), {})
     stores.close()
     with pytest.raises(Unavailable, match="ending"):
         stores.view(slot_in(Tier.HOST, 0))
@@ -104,7 +109,7 @@ def test_what_was_written_is_found_by_the_next_and_what_was_purged_is_not(config
     target, stone = place_in(Tier.DISK, config), Tombstone(3, TENANT)
     for purged in (False, True):
         opened, _ = open_stores(config, SHARD)
-        stores = TierStores(Arena(ARENA_BYTES), opened)
+        stores = TierStores(regions(), opened)
         stores.write(to(target), memoryview(data()))
         if purged:
             stores.erase(Erase((stone,), (stone,)))

@@ -393,8 +393,8 @@ def test_an_arena_that_is_none_or_smaller_than_it_says_is_refused(tmp_path: Path
 
 
 CONTENT = unserved(2, 3, 8)
-HEAD = shm_frames.encode_read_grant([], [None] * 2, {})[4:]
-WRITE_HEAD = shm_frames.encode_write_grant([None] * 2, {})[4:]
+HEAD = shm_frames.encode_read_grant([], [None] * 2, {}, {})[4:]
+WRITE_HEAD = shm_frames.encode_write_grant([None] * 2, {}, {})[4:]
 
 
 def grant(*numbers: int, head: bytes = HEAD) -> bytes:

@@ -15,7 +15,7 @@ from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, Written
+from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, Tier, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import LimitError, ProtocolError
 from kvcluster.pages.checksum import pack_sums, unpack_sums
@@ -24,14 +24,17 @@ from kvcluster.wire.shm_frames import NO_PROCESSOR, Progress, Welcome
 from tests.wire import strategies as of
 
 ARENA_BYTES = 2**30
+STARTS = {Tier.DEVICE: 0, Tier.HOST: 2**29}
 
 
 def slot(draw: st.DrawFn, key: PageKey) -> PageSlot:
     layers = key.part.layers
     nbytes = layers * draw(st.integers(1, 4_096))
-    offset = draw(st.integers(0, ARENA_BYTES - nbytes))
+    offset = draw(st.integers(0, ARENA_BYTES // 2 - nbytes))
     sums = pack_sums(sums_of(offset, layers))
-    return PageSlot(key, offset, nbytes, 1, Loss.EXACT, sums, draw(st.sampled_from(Codec)))
+    return PageSlot(
+        *(key, offset, nbytes, 1, Loss.EXACT, sums), draw(st.sampled_from(Codec)), draw(st.sampled_from(list(STARTS)))
+    )
 
 
 def sums_of(seed: int, layers: int) -> tuple[int, ...]:
@@ -43,14 +46,18 @@ def sums_of(seed: int, layers: int) -> tuple[int, ...]:
 def test_what_a_reader_was_granted_is_read_as_it_was_meant(data: st.DataObject, request: ReadRequest) -> None:
     outcome = [data.draw(st.none() | of.misses) for _ in request.wants]
     granted = {item: slot(data.draw, want.key) for item, want in enumerate(request.wants) if outcome[item] is None}
-    body = shm_frames.encode_read_grant(request.wants, outcome, granted)
+    body = shm_frames.encode_read_grant(request.wants, outcome, granted, STARTS)
     read, places = shm_frames.decode_read_grant(body, request.wants, ARENA_BYTES)
     assert read == outcome
     assert list(places.items) == list(granted)
     sums = iter(places.sums)
     for item, offset, layer_bytes, codec in zip(*places[:4], strict=True):
         want, page = request.wants[item], granted[item]
-        assert (offset, layer_bytes * want.key.part.layers, codec) == (page.offset, page.nbytes, page.codec)
+        assert (offset, layer_bytes * want.key.part.layers, codec) == (
+            STARTS[page.tier] + page.offset,
+            page.nbytes,
+            page.codec,
+        )
         own = list(itertools.islice(sums, want.layer_stop - want.layer_start))
         assert pack_sums(own) == page.sums[8 * want.layer_start : 8 * want.layer_stop]
 
@@ -61,10 +68,11 @@ def test_what_a_writer_was_granted_and_says_to_have_written_likewise(
 ) -> None:
     outcome = [data.draw(st.none() | st.sampled_from(Written)) for _ in pages]
     granted = {item: slot(data.draw, page.key) for item, page in enumerate(pages) if outcome[item] is None}
-    read, places = shm_frames.decode_write_grant(shm_frames.encode_write_grant(outcome, granted), pages, ARENA_BYTES)
+    body = shm_frames.encode_write_grant(outcome, granted, STARTS)
+    read, places = shm_frames.decode_write_grant(body, pages, ARENA_BYTES)
     assert read == outcome
     assert list(places.items) == list(granted)
-    assert list(places.offsets) == [page.offset for page in granted.values()]
+    assert list(places.offsets) == [STARTS[page.tier] + page.offset for page in granted.values()]
     assert list(places.layer_bytes) == [page.nbytes // page.key.part.layers for page in granted.values()]
     sums = [layer_sum for item in granted for layer_sum in sums_of(item, pages[item].key.part.layers)]
     progress = Progress(tuple(granted), tuple(sums), data.draw(st.integers(0, NO_PROCESSOR)))
@@ -84,8 +92,8 @@ GONE = Miss(MissReason.EVICTED)
 
 def test_the_layout_is_the_one_that_is_documented() -> None:
     page = PageSlot(KEY, 0x0102, 24, 1, Loss.EXACT, pack_sums((1, 2, 3)), Codec.Q8)
-    head = shm_frames.encode_read_grant(WANTS, [None], {})[4:]
-    assert shm_frames.encode_read_grant(WANTS, [None], {0: page}) == (
+    head = shm_frames.encode_read_grant(WANTS, [None], {}, STARTS)[4:]
+    assert shm_frames.encode_read_grant(WANTS, [None], {0: page}, STARTS) == (
         struct.pack("<I", len(head)) + head + struct.pack("<5Q", 0x0102, 24, Codec.Q8, 2, 3)
     )
     assert shm_frames.encode_written(Progress([7], [1, 2**64 - 1], 5)) == struct.pack(
@@ -96,7 +104,7 @@ def test_the_layout_is_the_one_that_is_documented() -> None:
 
 
 def grant(*numbers: int, outcome: list[Miss | None] | None = None) -> bytes:
-    head = shm_frames.encode_read_grant(WANTS, [None] if outcome is None else outcome, {})
+    head = shm_frames.encode_read_grant(WANTS, [None] if outcome is None else outcome, {}, STARTS)
     return head + struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
@@ -158,7 +166,7 @@ def test_a_welcome_has_one_length(body: bytes) -> None:
 
 def test_a_grant_is_no_larger_than_a_frame_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     page = PageSlot(KEY, 0, 24, 1, Loss.EXACT, pack_sums((1, 2, 3)), Codec.Q8)
-    nbytes = len(shm_frames.encode_read_grant(WANTS, [None], {0: page}))
+    nbytes = len(shm_frames.encode_read_grant(WANTS, [None], {0: page}, STARTS))
     monkeypatch.setattr(limits, "MESSAGE_BYTES", nbytes - 1)
     with pytest.raises(LimitError, match="ask for fewer"):
-        shm_frames.encode_read_grant(WANTS, [None], {0: page})
+        shm_frames.encode_read_grant(WANTS, [None], {0: page}, STARTS)

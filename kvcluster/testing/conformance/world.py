@@ -11,7 +11,7 @@ import itertools
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeVar
@@ -28,6 +28,7 @@ from kvcluster.core.messages import (
     Reply,
     Request,
     ShardQuestion,
+    Tier,
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page, PageState
@@ -107,6 +108,10 @@ class WatchedHost:
 
     def view(self, slot: PageSlot) -> memoryview:
         return self._host.view(slot)
+
+    @property
+    def region_starts(self) -> Mapping[Tier, int]:
+        return self._host.region_starts
 
     @property
     def arena_bytes(self) -> int:

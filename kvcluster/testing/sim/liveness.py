@@ -230,4 +230,7 @@ def _is_too_much(world: SimulatedWorld, hashes: tuple[BlockHash, ...]) -> bool:
 
 def _rotten(world: SimulatedWorld) -> bool:
     living = [shard for shard in world.incarnations.values() if not shard.dead]
-    return any(shard.memory.rotten or any(disk.has_rotten for disk in shard.disks.values()) for shard in living)
+    return any(
+        any(memory.rotten for memory in shard.memory.values()) or any(disk.has_rotten for disk in shard.disks.values())
+        for shard in living
+    )

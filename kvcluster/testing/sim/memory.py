@@ -15,7 +15,8 @@ UNIT_BYTES = 64
 
 
 class Memory:
-    """An arena of `nbytes`. `rotten` are the bytes that a fault changed and that were not rewritten since."""
+    """The memory of one tier, of `nbytes`. `rotten` are the bytes that a fault changed and that were not rewritten
+    since."""
 
     def __init__(self, nbytes: int) -> None:
         self._bytes = bytearray(nbytes)

@@ -32,6 +32,7 @@ from kvcluster.core.messages import (
     Stalled,
     Suspect,
     Tick,
+    Tier,
     Verified,
     WriteGrant,
     Written,
@@ -213,7 +214,9 @@ class Oracle:
             right = content.content(session.namespace, slot.key, slot.codec, slot.loss).data
             private = content.private_holder(slot.key.hash) is not None
             require(private == content.BY_SPACE[session.namespace].spec.private, "a private block is stored as public")
-            require(shard.memory.view(slot) == right, f"wrong bytes of {slot.key.hash.hex()[:6]} are committed")
+            require(
+                shard.memory[slot.tier].view(slot) == right, f"wrong bytes of {slot.key.hash.hex()[:6]} are committed"
+            )
             name = session.namespace, slot.key
             stored_at = session.stored_at.get(slot.key, self._kernel.now)
             shard.ready[session.namespace, slot.key, slot.tier] = (slot, stored_at)
@@ -303,7 +306,7 @@ class Oracle:
             ready == shard.ready.keys(), f"{shard.name} holds pages that were not committed, or lost some by itself"
         )
         for (space, key, tier), (slot, _) in shard.ready.items():
-            data = shard.memory.view(slot) if tier.spec.addressable else shard.storage.bytes_of(slot)
+            data = shard.memory[tier].view(slot) if tier.spec.addressable else shard.storage.bytes_of(slot)
             if data != content.content(space, key, slot.codec, slot.loss).data:
                 require(shard.storage.is_rotten(slot), f"{shard.name} holds wrong bytes of {key.hash.hex()[:6]}")
 
@@ -324,11 +327,11 @@ def namespace_of(request: Request[Any]) -> NamespaceId:
     return request.namespace
 
 
-def _units(slots: Iterable[PageSlot]) -> dict[int, None]:
-    units: dict[int, None] = {}
+def _units(slots: Iterable[PageSlot]) -> dict[tuple[Tier, int], None]:
+    units: dict[tuple[Tier, int], None] = {}
     for slot in slots:
         for unit in range(slot.offset // UNIT_BYTES, -(-(slot.offset + slot.nbytes) // UNIT_BYTES)):
-            units[unit] = None
+            units[slot.tier, unit] = None
     return units
 
 

@@ -116,7 +116,7 @@ class ShardProcess(SimulatedCore):
         )
         super().__init__(world, str(shard), node, clock, core)
         self.shard = shard
-        self.memory = Memory(core.pool.arena_bytes)
+        self.memory = {tier: Memory(nbytes) for tier, nbytes in core.pool.memory_bytes.items()}
         self.storage = ShardStorage(world, self.memory, self.disks)
         self.sessions: dict[Attempt, Session] = {}
         self.coordinator: CoordinatorProcess | None = None  # the one whose epoch it has adopted
@@ -185,7 +185,7 @@ class ShardProcess(SimulatedCore):
         if not pages:
             return False
         page = self.world.rng.choice(pages)
-        self.memory.flip(self.world.rng, page.offset, page.nbytes)
+        self.memory[page.tier].flip(self.world.rng, page.offset, page.nbytes)
         return True
 
     # -------------------------------------------------------------------------------------------- effects

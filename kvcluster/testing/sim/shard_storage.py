@@ -25,7 +25,7 @@ from kvcluster.testing.sim.violation import require
 class ShardStorage:
     """The memory and the disks of one shard process, by the slots of pages."""
 
-    def __init__(self, world: Surroundings, memory: Memory, disks: Mapping[Tier, Disk]) -> None:
+    def __init__(self, world: Surroundings, memory: Mapping[Tier, Memory], disks: Mapping[Tier, Disk]) -> None:
         self._world = world
         self._memory = memory
         self._disks = disks
@@ -35,8 +35,8 @@ class ShardStorage:
         """Returns what a reader is sent: the bytes of the layer, and the checksum that was committed with them."""
         nbytes = slot.nbytes // slot.key.part.layers
         offset = slot.offset + layer * nbytes
-        data = self._memory.read(offset, nbytes)
-        sound = not self._memory.is_rotten(offset, nbytes)
+        memory = self._memory[slot.tier]
+        data, sound = memory.read(offset, nbytes), not memory.is_rotten(offset, nbytes)
         if self._world.wire_flips():
             data, sound = flipped(self._world.rng, data), False
         total = checksum.unpack_sums(slot.sums)[layer]
@@ -46,14 +46,14 @@ class ShardStorage:
         """Writes a layer that a writer sent straight into its page."""
         nbytes = slot.nbytes // slot.key.part.layers
         offset = slot.offset + layer.layer * nbytes
-        self._memory.write(offset, layer.data)
+        self._memory[slot.tier].write(offset, layer.data)
         if not layer.sound:
-            self._memory.spoil(offset, nbytes)
+            self._memory[slot.tier].spoil(offset, nbytes)
 
     def verify(self, namespace: NamespaceId, slot: PageSlot, sums: list[int]) -> bytes | None:
         """Returns the packed sums if the page matches them; None if it does not."""
         identity = content.identity(namespace, slot.key, slot.codec)
-        if checksum.first_mismatch(identity, 0, sums, self._memory.view(slot)) is not None:
+        if checksum.first_mismatch(identity, 0, sums, self._memory[slot.tier].view(slot)) is not None:
             return None
         return checksum.pack_sums(sums)
 
@@ -83,13 +83,14 @@ class ShardStorage:
 
     def bytes_of(self, slot: PageSlot) -> bytes | None:
         """Returns the bytes of a page, in memory or in a store; None if the store ends before it."""
-        return bytes(self._memory.view(slot)) if slot.tier.spec.addressable else self._disks[slot.tier].read(slot)
+        tier = slot.tier
+        return bytes(self._memory[tier].view(slot)) if tier.spec.addressable else self._disks[tier].read(slot)
 
     def is_rotten(self, slot: PageSlot) -> bool:
         """Whether a fault has changed any byte of the page."""
         if not slot.tier.spec.addressable:
             return self._disks[slot.tier].is_rotten(slot.offset)
-        return self._memory.is_rotten(slot.offset, slot.nbytes)
+        return self._memory[slot.tier].is_rotten(slot.offset, slot.nbytes)
 
     def matches(self, namespace: NamespaceId, slot: PageSlot, data: bytes | None) -> bool:
         """Whether these are the bytes that were committed in this slot."""
@@ -104,7 +105,7 @@ class ShardStorage:
         if encoded is None:
             return None
         data, sums = encoded
-        self._memory.write(page.target.offset, data)
+        self._memory[page.target.tier].write(page.target.offset, data)
         return sums
 
     def encoded(self, page: PageMove, before: bytes | None) -> tuple[bytes, bytes] | None:

@@ -25,7 +25,7 @@ TierPlace = tuple[NamespaceId, PageKey, Tier]
 class TieredShard(SessionBook, Protocol):
     """The shard process whose tiers these are. `ready`: the slots of its READY pages, and when each was stored."""
 
-    memory: Memory
+    memory: dict[Tier, Memory]
     storage: ShardStorage
     disks: dict[Tier, Disk]
     ready: dict[TierPlace, tuple[PageSlot, int]]
@@ -72,7 +72,7 @@ class SimulatedTierIO:
             yield None, world.rng.randrange(4 * MS)
             data = shard.disks[page.source.tier].read(page.source)
             if data is not None:
-                shard.memory.write(page.target.offset, data)
+                shard.memory[page.target.tier].write(page.target.offset, data)
             if not shard.storage.matches(page.namespace, page.source, data):
                 corrupt.append(index)
             world.count("stage", "corrupt" if index in corrupt else "read")

@@ -154,7 +154,7 @@ def condemned_by_word(original: Any, self: WorkerHandler, request: Any, space: A
 def wrong_page_served(original: Any, self: ShardStorage, item: int, slot: Any, layer: int) -> Any:
     """For some pages the bytes of the next page are sent."""
     beyond = slot._replace(offset=slot.offset + slot.nbytes)
-    if slot.generation % 16 == 0 and len(self._memory.view(beyond)) == slot.nbytes:
+    if slot.generation % 16 == 0 and len(self._memory[slot.tier].view(beyond)) == slot.nbytes:
         slot = beyond
     return original(self, item, slot, layer)
 
