@@ -93,6 +93,7 @@ NB_MODULE(_native, m) {
     m.def("copy_sums", &copy_sums, nb::arg("into"), nb::arg("data"), nb::arg("layers"), nb::arg("seed"), nb::arg("step"));
     m.def("choose", &choose, nb::arg("name"));
     m.def("chosen", [] { return kernels().name; });
+    kvc::bind_arrays(m);
     kvc::bind_attention(m);
     kvc::bind_codecs(m);
     kvc::bind_copies(m);

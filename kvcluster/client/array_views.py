@@ -19,6 +19,7 @@ from typing import Any
 
 from kvcluster.core.groups import dtype_name
 from kvcluster.errors import CallerError
+from kvcluster.pages import native
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,81 +74,37 @@ def _of_interface(value: object, interface: Mapping[str, Any], name: str) -> Arr
 # ----------------------------------------------------------------------------------------------------- DLPack
 
 
-class _DLTensor(ctypes.Structure):
-    """DLTensor of dlpack.h."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
-
-
-class _Versioned(ctypes.Structure):
-    """DLManagedTensorVersioned, up to and with its tensor."""
-
-    _fields_ = (
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
-        ("tensor", _DLTensor),
-    )
-
-
-_UNVERSIONED, _VERSIONED = b"dltensor", b"dltensor_versioned"
 _DLPACK_VERSION = (1, 1)
-_READONLY_FLAG = 1
 _HOST_DEVICES = (1, 3, 13)
 """kDLCPU, and memory of the host that CUDA has pinned or manages."""
 
 _CODES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 6: "bool", 10: "float8_e4m3fn", 12: "float8_e5m2"}
 
-_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", ctypes.pythonapi)
-)
-_has_name = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
-
 
 def _of_dlpack(value: Any, name: str) -> ArrayView:
-    """Reads the description in a DLPack capsule, which is kept: while it lives, so does the memory."""
+    """Reads the description in a DLPack capsule."""
     device = int(value.__dlpack_device__()[0])
     if device not in _HOST_DEVICES:
         raise CallerError(
             f"{name} lies on a device (DLPack device type {device}); expected memory of the CPU, "
             "the only kind supported so far: copy it there"
         )
-    capsule = _capsule(value, name)
-    readonly, start = False, 0
-    if _has_name(capsule, _VERSIONED):
-        start = _pointer_of(capsule, _VERSIONED) or 0
-        versioned = _Versioned.from_address(start)
-        if versioned.major != _DLPACK_VERSION[0]:
-            raise CallerError(f"{name} speaks DLPack {versioned.major}; expected version {_DLPACK_VERSION[0]}")
-        tensor, readonly = versioned.tensor, bool(versioned.flags & _READONLY_FLAG)
-    elif _has_name(capsule, _UNVERSIONED):
-        tensor = _DLTensor.from_address(_pointer_of(capsule, _UNVERSIONED) or 0)
-    else:
-        raise CallerError(f"{name} gives no DLPack capsule; pass a torch tensor or a numpy array")
-    if tensor.lanes != 1 or tensor.bits % 8:
-        raise CallerError(f"{name} has elements of {tensor.bits} bits in {tensor.lanes} lanes; expected whole bytes")
-    itemsize = tensor.bits // 8
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    strides = tuple(tensor.strides[i] * itemsize for i in range(tensor.ndim)) if tensor.strides else None
-    code = _CODES.get(tensor.code, f"code{tensor.code}_")
-    dtype = code if code.startswith("float8") or code == "bool" else f"{code}{tensor.bits}"
-    address = (tensor.data or 0) + tensor.byte_offset
-    return ArrayView(
-        address, shape, strides or packed_strides(shape, itemsize), itemsize, dtype, readonly, (value, capsule)
-    )
+    if native.KERNELS is None:
+        raise CallerError(
+            f"{name} has DLPack alone, which takes kvcluster's native core, and this installation has none: pass a "
+            "numpy array or a torch tensor over the same memory"
+        )
+    try:
+        described = native.KERNELS.dlpack_view(_capsule(value, name))
+    except ValueError as refused:
+        raise CallerError(f"{name} cannot be passed by DLPack: {refused}") from None
+    address, shape, steps, code, bits, lanes, readonly, keeps = described
+    if lanes != 1 or bits % 8:
+        raise CallerError(f"{name} has elements of {bits} bits in {lanes} lanes; expected whole bytes")
+    named = _CODES.get(code, f"code{code}_")
+    dtype = named if named.startswith("float8") or named == "bool" else f"{named}{bits}"
+    strides = tuple(step * (bits // 8) for step in steps)
+    return ArrayView(address, shape, strides, bits // 8, dtype, readonly, (value, keeps))
 
 
 def _capsule(value: Any, name: str) -> object:

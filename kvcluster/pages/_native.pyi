@@ -112,3 +112,8 @@ def attend(
 def merge_results(out: int, lse: int, pairs: list[tuple[int, int]], results: int, rows: int, width: int) -> None:
     """Merges results of later positions, the second of each pair, into those of earlier ones, the first: float32
     `[results, rows, width]` and `[results, rows]`, by address."""
+
+def dlpack_view(capsule: object) -> tuple[int, tuple[int, ...], tuple[int, ...], int, int, int, bool, object]:
+    """What a capsule of DLPack describes, which it then no longer does: the address of the first element, the shape,
+    the strides in elements, the code, bits and lanes of the dtype, whether it is read-only, and what keeps the memory
+    alive. A capsule of before DLPack 1.0 is never read-only. ValueError where it is no capsule, or was used."""

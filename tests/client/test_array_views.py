@@ -15,6 +15,7 @@ from kvcluster.client.array_views import array_view
 from kvcluster.client.memory import bind
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
+from kvcluster.pages import native
 from kvcluster.pages.staging import Staging
 from kvcluster.testing import MemoryCluster
 from tests.client.build import BLOCK, SPEC, kv, prompt, room, same, shape_of, spec_of
@@ -92,6 +93,13 @@ def test_an_export_is_asked_not_to_be_a_copy_and_one_of_old_as_it_can_be() -> No
 def test_an_export_that_fails_is_refused_by_name(made: Any) -> None:
     with pytest.raises(CallerError, match=r"the source .*DLPack"):
         bind(Exported(made), SPEC, (SPEC.whole(0),), BLOCKS, writable=False)
+
+
+def test_without_the_native_core_an_array_with_dlpack_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "KERNELS", None)
+    with pytest.raises(CallerError, match="it has DLPack alone, which takes kvcluster's native core"):
+        array_view(Exported(lambda **_: torch.zeros(3).__dlpack__()), "it")
+    assert array_view(np.zeros(3), "it") is not None
 
 
 @pytest.mark.parametrize(
