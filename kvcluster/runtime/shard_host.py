@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ from kvcluster.core.messages import (
     ShardQuestion,
     Stage,
     Staged,
+    Tier,
     TryPeers,
     Verify,
 )
@@ -114,9 +115,7 @@ class ShardHost:
             found=found,
         )
         self._arena = Arena(sum(self.core.pool.memory_bytes.values()))
-        regions = self._arena.regions(self.core.pool.memory_bytes)
-        self.region_starts = {tier: region.address - self._arena.address for tier, region in regions.items()}
-        self._stores = TierStores(regions, stores)
+        self._stores = TierStores(self._arena.regions(self.core.pool.memory_bytes), stores)
         self._shard, self._tell, self._on_end, self._probe = shard, tell, on_end, probe
         self._report_ms = config.membership_ttl_ms
         self._codec = Codec[config.coordinator.host_codec.upper()]
@@ -212,6 +211,10 @@ class ShardHost:
     @property
     def arena_bytes(self) -> int:
         return self._arena.nbytes
+
+    @property
+    def region_starts(self) -> Mapping[Tier, int]:
+        return {tier: region.address - self._arena.address for tier, region in self._stores.regions.items()}
 
     @property
     def lease_ttl_ns(self) -> int:

@@ -95,6 +95,7 @@ class TierStores:
 
     def __init__(self, regions: Mapping[Tier, Region], opened: Mapping[Tier, TierStore]) -> None:
         """`regions` hold the addressable tiers; `opened` are the stores of the others."""
+        self.regions = regions
         regional = {tier: RegionStore(region) for tier, region in regions.items()}
         self._by_tier: dict[Tier, TierStore] = {**regional, **opened}
 
