@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.deadlines import OTHER_MS
@@ -83,9 +84,10 @@ def sequence_resources(
     except ModuleNotFoundError:
         raise CallerError("sequences are kept in torch tensors: install torch") from None
     memory = ResidentMemory(spec, part, _capacity(config.resident_bytes, spec.page_bytes(0, part)))
-    pages, run_blocks = resident_pages(memory), control.attach(spec, now).run_blocks
-    machine = SequenceMachine(
-        pages, _random_id, block_tokens=spec.block_tokens, layers=part.layers, run_blocks=run_blocks
+    machine = _machine(memory, spec, part, control.attach(spec, now).run_blocks)
+    remote = RemoteAttention(spec, part, accept, counter, shards=shards, control=control, next_attempt=next_attempt)
+    loads_of = partial(
+        SequenceLoads, spec, parts, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept
     )
     runner = SequenceRunner(
         *(spec, parts, machine, TableKeeper(next_attempt().holder, interval_ns=_SYNC_INTERVAL_NS), memory),
@@ -93,19 +95,25 @@ def sequence_resources(
         transfers=transfers,
         flush_shards=shards.flush,
         store_ms=config.deadline_ms or OTHER_MS,
+        loads_of=loads_of,
+        sweep=remote.sweep,
     )
-    loads = SequenceLoads(spec, parts, runner, tickets=tickets, transfers=transfers, borrower=borrower, accept=accept)
-    remote = RemoteAttention(spec, part, accept, counter, shards=shards, control=control, next_attempt=next_attempt)
     search = MissingTokens(spec, part, accept, runner, control=control, shards=shards, next_attempt=next_attempt)
-    runner.sweeps, runner.settle = (loads.sweep, remote.sweep), loads.settle
-    rows = RowOperations(runner, loads)
-    return SequenceResources(runner, rows, loads, remote, search, spec.groups[0], part, deadline)
+    loads = cast("SequenceLoads", runner.loads)
+    return SequenceResources(
+        runner, RowOperations(runner, loads), loads, remote, search, spec.groups[0], part, deadline
+    )
 
 
 def resident_pages(memory: ResidentMemory) -> ResidentPages:
     """Returns the numbers of the pages and slots of this memory."""
     sizes: dict[Codec, int] = {codec: nbytes for codec, nbytes in memory.stride_bytes.items() if codec is not Codec.RAW}
     return ResidentPages(memory.capacity, memory.stride_bytes[Codec.RAW], sizes, memory.unback)
+
+
+def _machine(memory: ResidentMemory, spec: KVSpec, part: Part, run_blocks: int) -> SequenceMachine:
+    sizes = {"block_tokens": spec.block_tokens, "layers": part.layers, "run_blocks": run_blocks}
+    return SequenceMachine(resident_pages(memory), _random_id, **sizes)
 
 
 def unused_set(spec: KVSpec, parts: tuple[Part | None, ...], resident_bytes: int | str) -> ResidentUse:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.memory import bind
@@ -47,6 +47,17 @@ _SYNC_MS = 2_000
 """The deadline of one synchronisation. It is repeated, so none of its callers waits longer for `close`."""
 
 
+class RunnerLoads(Protocol):
+    """The loads of these sequences."""
+
+    def settle(self) -> bool:
+        """Puts what has been loaded into the resident set. Returns whether a load had ended. Called in the lock, while
+        nothing reads."""
+
+    def sweep(self) -> None:
+        """Returns loans that are not used any more, and ends loads that have ended. Called by the thread."""
+
+
 class SequenceRunner:
     """The thread of one client's sequences."""
 
@@ -62,7 +73,11 @@ class SequenceRunner:
         transfers: TransferQueue,
         flush_shards: Callable[[Deadline], bool],
         store_ms: int,
+        loads_of: Callable[[SequenceRunner], RunnerLoads],
+        sweep: Callable[[], None],
     ) -> None:
+        """`loads_of` makes the loads of these sequences. `sweep` is called by the thread after each synchronisation,
+        without the lock."""
         self.machine = machine
         self.keeper = keeper
         self.memory = memory
@@ -76,11 +91,6 @@ class SequenceRunner:
         self._store_ms = store_ms
         self.readers: dict[int, None] = {}
         """The threads whose calls of attention read the resident set now."""
-        self.sweeps: tuple[Callable[[], None], ...] = ()
-        """Called by the thread after each synchronisation, without the lock."""
-        self.settle: Callable[[], bool] = lambda: False
-        """Called in the lock, while nothing reads, when the resident set is full: ends loads, whose pages may be used
-        for others then. Returns whether there was one."""
         self._turn = StepTurn(self.lock, "another thread brings blocks into the resident set, and others wait for that")
         self._evicting = 0  # threads that wait until nothing reads
         self._storing = 0
@@ -88,6 +98,8 @@ class SequenceRunner:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._abandoned: deque[SequenceState] = deque()
+        self._sweep = sweep
+        self.loads = loads_of(self)
 
     # ------------------------------------------------------------------------------------------ called in the lock
 
@@ -153,7 +165,7 @@ class SequenceRunner:
                     if self.lock.holds_by(lambda: not self.machine.pages.holding, deadline):
                         continue
                     raise
-                if self.settle():
+                if self.loads.settle():  # their pages may be used for others now
                     continue
                 for state in self.machine.seal_all():
                     self.keeper.sealed(state)
@@ -279,8 +291,8 @@ class SequenceRunner:
                     continue
             if sync is not None:
                 self._sync(sync)
-                for sweep in self.sweeps:
-                    sweep()
+                self.loads.sweep()
+                self._sweep()
             if batch is not None:
                 self._store(batch)
         while not self.lock.broken:
