@@ -37,7 +37,8 @@ def move(order: MovePages, places: PageBytes) -> Moved:
         try:
             source = bytes_of(places, page.source)
             target = places.view(page.target)
-            if target is None and page.source.codec is not page.target.codec:
+            recodes = page.source.codec is not page.target.codec
+            if target is None and recodes:
                 sound, made = _encoded_and_written(page, source, places)
             elif target is None:
                 sound = matches(page.namespace, page.source, source)
@@ -46,7 +47,10 @@ def move(order: MovePages, places: PageBytes) -> Moved:
                 made = _moved(page, source, target)
                 if page.sampled and made is not None:
                     errors.append((index, _lost(page, source, target)))
-                sound = matches(page.namespace, page.source, source)  # verified afterwards: sound now means sound then
+                if recodes:
+                    sound = matches(page.namespace, page.source, source)  # afterwards: sound now means sound then
+                else:
+                    sound = made == page.source.sums
             if not sound:
                 corrupt.append(index)
         except OSError as error:
@@ -103,17 +107,15 @@ def _written(page: PageMove, source: memoryview, places: PageBytes) -> bytes | N
 def _moved(page: PageMove, source: memoryview, target: memoryview) -> bytes | None:
     """Fills the target and returns its packed checksums; None if the page cannot be encoded."""
     key, before, after = page.source.key, page.source.codec, page.target.codec
-    layers = key.part.layers
+    layers, identity = key.part.layers, checksum.identity(page.namespace, page.source.key, after)
     if before is after:
-        target[:] = source
-    else:
-        encodes = before is Codec.RAW
-        coder = _coder(page, after if encodes else before)
-        if not encodes:
-            coder.decode(source, target, layers)
-        elif not coder.encode(source, target, layers):
-            return None
-    identity = checksum.identity(page.namespace, key, after)
+        return checksum.pack_sums(checksum.copy_sums(identity, 0, layers, target, source))
+    encodes = before is Codec.RAW
+    coder = _coder(page, after if encodes else before)
+    if not encodes:
+        coder.decode(source, target, layers)
+    elif not coder.encode(source, target, layers):
+        return None
     return checksum.pack_sums(checksum.layer_sums(identity, 0, layers, target))
 
 
