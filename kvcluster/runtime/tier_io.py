@@ -47,10 +47,8 @@ def move(order: MovePages, places: PageBytes) -> Moved:
                 made = _moved(page, source, target)
                 if page.sampled and made is not None:
                     errors.append((index, _lost(page, source, target)))
-                if recodes:
-                    sound = matches(page.namespace, page.source, source)  # afterwards: sound now means sound then
-                else:
-                    sound = made == page.source.sums
+                # Verified afterwards: sound now means sound then.
+                sound = matches(page.namespace, page.source, source) if recodes else made == page.source.sums
             if not sound:
                 corrupt.append(index)
         except OSError as error:
