@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,10 +94,18 @@ class DiskFolder:
         os.close(self._lock)
         os.close(self._opened_folder)
 
-    def view(self, slot: PageSlot) -> None:
-        """Returns None: a page in a file is not addressable memory."""
+    def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:
+        """As PageBytes: a copy."""
+        last = slot.nbytes if stop is None else stop
+        into = memoryview(bytearray(last - start))
+        self.read_into(slot._replace(offset=slot.offset + start), into)
+        return into
 
-    def read(self, slot: PageSlot, into: memoryview) -> None:
+    def fill(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> AbstractContextManager[memoryview]:
+        """Never called: pages of an addressable tier alone are filled."""
+        raise AssertionError("a page in a file is written as a whole")
+
+    def read_into(self, slot: PageSlot, into: memoryview) -> None:
         """Copies the bytes of a page as they are in the file, correct or not. Raises OSError if the file is too
         short."""
         number, at = divmod(slot.offset, self._file_bytes)

@@ -71,7 +71,7 @@ class ReplicaPuller:
     def fetch(self, order: Fetch) -> None:
         """Carries out one order, and ends its lease."""
         began, why = time.monotonic(), ""
-        arrivals = PageWriter(order.namespace, dict(enumerate(order.slots)), self._host.view)
+        arrivals = PageWriter(order.namespace, dict(enumerate(order.slots)), self._host)
         try:
             self._bring(order, arrivals)
         except (Unavailable, RefusedByShard, KVClusterError) as error:

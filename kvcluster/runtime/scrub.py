@@ -8,11 +8,11 @@ page, and releases Python's lock while it hashes.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 from kvcluster.core.ids import SUM_BYTES, NamespaceId
 from kvcluster.core.messages import PageSlot, Verified, Verify
 from kvcluster.pages import checksum
+from kvcluster.pages.page_bytes import PageBytes
 from kvcluster.transport.base import Unavailable
 
 NICENESS = 5
@@ -20,12 +20,12 @@ NICENESS = 5
 driver's lock to report what it found."""
 
 
-def verify(order: Verify, view: Callable[[PageSlot], memoryview]) -> Verified:
+def verify(order: Verify, pages: PageBytes) -> Verified:
     """Verifies the pages that `order` names and returns which are corrupt. In a shard that is ending it stops early."""
     corrupt: list[int] = []
     for index, (namespace, slot) in enumerate(zip(order.namespaces, order.slots, strict=True)):
         try:
-            sound = matches(namespace, slot, view(slot))
+            sound = matches(namespace, slot, pages.read(slot))
         except OSError:  # it is on disk and cannot be read
             sound = False
         except Unavailable:

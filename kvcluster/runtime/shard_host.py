@@ -64,7 +64,7 @@ from kvcluster.runtime.replica_pull import OpenSource, ReplicaPuller
 from kvcluster.runtime.scrub import NICENESS, verify
 from kvcluster.runtime.shard_metrics import ShardMetrics
 from kvcluster.runtime.threads import JobThread
-from kvcluster.runtime.tier_store import TierStores, bytes_of, open_stores
+from kvcluster.runtime.tier_store import TierStores, open_stores
 from kvcluster.transport.attend_session import import_attention
 from kvcluster.transport.attending import ATTEND_PATHS
 from kvcluster.transport.base import ComputeTurn, Deadline, RefusedByShard, Unavailable
@@ -203,10 +203,11 @@ class ShardHost:
     def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
         return self._driver.decoding(tenant, wait_s)
 
-    def view(self, slot: PageSlot) -> memoryview:
-        view = self._stores.view(slot)
-        assert view is not None, "only a page of an addressable tier has a view"
-        return view
+    def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:
+        return self._stores.read(slot, start, stop)
+
+    def fill(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> AbstractContextManager[memoryview]:
+        return self._stores.fill(slot, start, stop)
 
     @property
     def arena_bytes(self) -> int:
@@ -263,9 +264,6 @@ class ShardHost:
         else:
             self._threads[type(effect)].submit(effect)
 
-    def _bytes_of(self, slot: PageSlot) -> memoryview:
-        return bytes_of(self._stores, slot)
-
     def _jobs(self, shard: ShardId, on_failure: Callable[[BaseException], None]) -> dict[type[Effect], JobThread[Any]]:
         """Returns the thread that carries out each kind of effect."""
 
@@ -280,7 +278,7 @@ class ShardHost:
             Send: job("reporter", lambda send: self._report(send.message)),
             Verify: job(
                 "verifier",
-                lambda order: self._driver.tell(verify(order, self._bytes_of)),
+                lambda order: self._driver.tell(verify(order, self._stores)),
                 niceness=NICENESS,
             ),
             MovePages: moves,

@@ -17,7 +17,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import Moved, MovePages, PageMove, Stage, Staged
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.scrub import matches
-from kvcluster.runtime.tier_store import PageBytes, bytes_of
+from kvcluster.runtime.tier_store import TierBytes
 from kvcluster.transport.base import Unavailable
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ NICENESS = 12
 room leaves its own CPU time to this thread."""
 
 
-def move(order: MovePages, places: PageBytes) -> Moved:
+def move(order: MovePages, places: TierBytes) -> Moved:
     """Moves the pages that `order` names. In a shard that is ending nothing is moved any more."""
     sums: list[bytes | None] = []
     corrupt: list[int] = []
@@ -35,20 +35,20 @@ def move(order: MovePages, places: PageBytes) -> Moved:
     for index, page in enumerate(order.pages):
         made: bytes | None = None
         try:
-            source = bytes_of(places, page.source)
-            target = places.view(page.target)
+            source = places.read(page.source)
             recodes = page.source.codec is not page.target.codec
-            if target is None and recodes:
-                sound, made = _encoded_and_written(page, source, places)
-            elif target is None:
-                sound = matches(page.namespace, page.source, source)
-                made = _written(page, source, places) if sound else None
-            else:
-                made = _moved(page, source, target)
-                if page.sampled and made is not None:
-                    errors.append((index, _lost(page, source, target)))
+            if page.target.tier.spec.addressable:
+                with places.fill(page.target) as target:
+                    made = _moved(page, source, target)
+                    if page.sampled and made is not None:
+                        errors.append((index, _lost(page, source, target)))
                 # Verified afterwards: sound now means sound then.
                 sound = matches(page.namespace, page.source, source) if recodes else made == page.source.sums
+            elif recodes:
+                sound, made = _encoded_and_written(page, source, places)
+            else:
+                sound = matches(page.namespace, page.source, source)
+                made = _written(page, source, places) if sound else None
             if not sound:
                 corrupt.append(index)
         except OSError as error:
@@ -61,15 +61,15 @@ def move(order: MovePages, places: PageBytes) -> Moved:
     return Moved(order.attempt, tuple(sums), tuple(corrupt), tuple(errors))
 
 
-def stage(order: Stage, places: PageBytes) -> Staged:
+def stage(order: Stage, places: TierBytes) -> Staged:
     """Reads the pages that `order` names from stores. Every page afterwards holds what was committed, or is named as
     corrupt."""
     corrupt: list[int] = []
     for index, page in enumerate(order.pages):
         try:
-            target = bytes_of(places, page.target)
-            places.read(page.source, target)
-            sound = matches(page.namespace, page.source, target)
+            with places.fill(page.target) as target:
+                places.read_into(page.source, target)
+                sound = matches(page.namespace, page.source, target)
         except OSError as error:
             log.warning("a page of the %s tier cannot be read: %s", page.source.tier.name.lower(), error)
             sound = False
@@ -80,7 +80,7 @@ def stage(order: Stage, places: PageBytes) -> Staged:
     return Staged(order.attempt, tuple(corrupt))
 
 
-def _encoded_and_written(page: PageMove, source: memoryview, places: PageBytes) -> tuple[bool, bytes | None]:
+def _encoded_and_written(page: PageMove, source: memoryview, places: TierBytes) -> tuple[bool, bytes | None]:
     """Writes a page to its store in the codec of its target. Returns whether the source is sound, and the packed
     checksums of the encoded page; None if it cannot be encoded or written."""
     encoded = memoryview(bytearray(page.target.nbytes))
@@ -92,7 +92,7 @@ def _encoded_and_written(page: PageMove, source: memoryview, places: PageBytes) 
     return True, _written(page._replace(source=page.source._replace(sums=sums)), encoded, places)
 
 
-def _written(page: PageMove, source: memoryview, places: PageBytes) -> bytes | None:
+def _written(page: PageMove, source: memoryview, places: TierBytes) -> bytes | None:
     """Writes a page to its store and returns its packed checksums; None if it could not be written."""
     try:
         places.write(page, source)

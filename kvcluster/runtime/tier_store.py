@@ -12,6 +12,7 @@ keep the tombstones, so that the coordinator sends them again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
 from typing import Protocol
 
@@ -21,43 +22,30 @@ from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Erase, PageMove, PageSlot, Tier
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.tiers import STORED
+from kvcluster.pages.page_bytes import PageBytes
 from kvcluster.pages.region import Region
 from kvcluster.transport.base import Unavailable
 
 
-class PageBytes(Protocol):
+class TierBytes(PageBytes, Protocol):
     """The bytes of pages, of one tier or of several."""
 
-    def view(self, slot: PageSlot) -> memoryview | None:
-        """Returns the memory of the page; None if the tier is not addressable. Raises Unavailable once the store is
-        closed."""
-
-    def read(self, slot: PageSlot, into: memoryview) -> None:
-        """Copies the bytes of a page as they are stored, correct or not. Raises OSError if there are too few."""
+    def read_into(self, slot: PageSlot, into: memoryview) -> None:
+        """Copies the bytes of a page as they are stored, correct or not. Raises as `read`."""
 
     def write(self, move: PageMove, data: memoryview) -> None:
         """Writes a page to the move's target, with the checksums of the move's source. If it raises OSError, the page
         is not found at the target."""
 
 
-class TierStore(PageBytes, Protocol):
-    """The bytes of one tier. Writes and erasures come from one thread; views and reads may come from any thread."""
+class TierStore(TierBytes, Protocol):
+    """The bytes of one tier. Writes and erasures come from one thread; all else may come from any thread."""
 
     def erase(self, order: Erase) -> None:
         """Makes sure that what was purged does not come back. What it could not erase, it tries again with the next
         order."""
 
     def close(self) -> None: ...
-
-
-def bytes_of(pages: PageBytes, slot: PageSlot) -> memoryview:
-    """Returns the memory of a page, or a copy of it. Raises Unavailable in a shard that is ending, OSError if the store
-    cannot be read."""
-    view = pages.view(slot)
-    if view is None:
-        view = memoryview(bytearray(slot.nbytes))
-        pages.read(slot, view)
-    return view
 
 
 OpenStore = Callable[[ShardConfig, ShardId], tuple[TierStore | None, RecoveredPages]]
@@ -71,17 +59,21 @@ class RegionStore:
     def __init__(self, region: Region) -> None:
         self._region = region
 
-    def view(self, slot: PageSlot) -> memoryview:
+    def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:
+        last = slot.nbytes if stop is None else stop
         try:
-            return self._region.view(slot.offset, slot.nbytes)
+            return self._region.view(slot.offset + start, last - start)
         except ValueError:
             raise Unavailable(Miss(MissReason.SHARD_LOST, "the shard is ending")) from None
 
-    def read(self, slot: PageSlot, into: memoryview) -> None:
-        into[:] = self.view(slot)
+    def read_into(self, slot: PageSlot, into: memoryview) -> None:
+        into[:] = self.read(slot)
+
+    def fill(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> AbstractContextManager[memoryview]:
+        return nullcontext(self.read(slot, start, stop))
 
     def write(self, move: PageMove, data: memoryview) -> None:
-        self.view(move.target)[:] = data
+        self.read(move.target)[:] = data
 
     def erase(self, order: Erase) -> None:
         pass
@@ -99,16 +91,20 @@ class TierStores:
         regional = {tier: RegionStore(region) for tier, region in regions.items()}
         self._by_tier: dict[Tier, TierStore] = {**regional, **opened}
 
-    def view(self, slot: PageSlot) -> memoryview | None:
-        """As TierStore.view, for the tier of the page."""
-        return self._by_tier[slot.tier].view(slot)
+    def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:
+        """As PageBytes, for the tier of the page."""
+        return self._by_tier[slot.tier].read(slot, start, stop)
 
-    def read(self, slot: PageSlot, into: memoryview) -> None:
-        """As TierStore.read, for the tier of the page."""
-        self._by_tier[slot.tier].read(slot, into)
+    def read_into(self, slot: PageSlot, into: memoryview) -> None:
+        """As TierBytes, for the tier of the page."""
+        self._by_tier[slot.tier].read_into(slot, into)
+
+    def fill(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> AbstractContextManager[memoryview]:
+        """As PageBytes, for the tier of the page."""
+        return self._by_tier[slot.tier].fill(slot, start, stop)
 
     def write(self, move: PageMove, data: memoryview) -> None:
-        """As TierStore.write, for the tier of the target."""
+        """As TierBytes, for the tier of the target."""
         self._by_tier[move.target.tier].write(move, data)
 
     def erase(self, order: Erase) -> None:

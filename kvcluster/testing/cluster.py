@@ -28,6 +28,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import ADDRESSABLE
 from kvcluster.in_process.hosts import InProcessHosts
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing.rot import flip_bit
 
 
 class MemoryCluster(InProcessHosts):
@@ -100,8 +101,7 @@ class MemoryCluster(InProcessHosts):
         def flip() -> PageKey:
             for page in host.core.pool.ready():
                 if block in (None, page.key.hash) and page.tier in ADDRESSABLE:
-                    at, within = divmod(bit % (8 * page.nbytes), 8)
-                    host.view(page.slot())[at] ^= 1 << within
+                    flip_bit(host, page.slot(), bit % (8 * page.nbytes))
                     return page.key
             raise LookupError(f"{shard} holds no such page")
 

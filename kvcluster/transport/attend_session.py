@@ -114,11 +114,11 @@ def _attend(
             turn.give_way(keep)
             keep()
 
-        session.exclude(corrupt_pages(request.layer, session.spans.values(), host.view, between))
+        session.exclude(corrupt_pages(request.layer, session.spans.values(), host.read, between))
         if session.lacking:
             return SpanResults(SpansLacking(tuple(session.lacking.items())), _NOTHING)
         try:
-            data = attend_spans(request, query, session.spans, host.view, between=between, deadline_ns=deadline.at_ns)
+            data = attend_spans(request, query, session.spans, host.read, between=between, deadline_ns=deadline.at_ns)
             session.alive()
         except TimeoutError:
             raise Unavailable(Miss(MissReason.DEADLINE, _LATE)) from None

@@ -18,7 +18,6 @@ from kvcluster.core.ids import Attempt, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttachedShard,
     PageKey,
-    PageSlot,
     ReadRequest,
     Refused,
     Reply,
@@ -30,6 +29,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.pages.page_bytes import PageBytes
 from kvcluster.transport.exchange_summary import ExchangeSummary
 
 R = TypeVar("R")
@@ -244,7 +244,7 @@ class ComputeTurn(Protocol):
         Raises Unavailable if the shard is ending."""
 
 
-class PageHost(Protocol):
+class PageHost(PageBytes, Protocol):
     """What the server half of a transport needs from its shard."""
 
     def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
@@ -254,10 +254,6 @@ class PageHost(Protocol):
     def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
         """Within the context, a message of the tenant is decoded in its turn. Raises Unavailable(DEADLINE) if that does
         not come within `wait_s`."""
-
-    def view(self, slot: PageSlot) -> memoryview:
-        """Returns the bytes of a leased page in the arena, writable. Raises Unavailable(SHARD_LOST) once the arena is
-        closed."""
 
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         """Within the context, `stop()` is called (from any thread) when the lease of `attempt` is revoked.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack
 
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId, Tenant
@@ -49,7 +50,7 @@ class MemoryTransport(ShardQuestions):
     ) -> Generator[None, None, list[Miss | None]]:
         deadline.check()
         with ReadSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
-            views = {item: self._host.view(slot) for item, slot in session.granted.items()}
+            views = {item: self._host.read(slot) for item, slot in session.granted.items()}
             records = granted_records(request.wants, _places(session.granted, views, request.wants))
             copies = open_load(sink, records, HostMemory(), views)
             for start, stop in records.slices(limits.FRAME_BYTES):
@@ -62,13 +63,14 @@ class MemoryTransport(ShardQuestions):
     def write(self, request: WriteRequest, source: PageSource, deadline: Deadline) -> list[Written]:
         deadline.check()
         with WriteSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
-            views = {item: self._host.view(slot) for item, slot in session.granted.items()}
-            records = reserved_records(request.pages, _places(session.granted, views))
-            copies = open_store(source, records, HostMemory(), views)
-            for start, stop in records.slices(limits.FRAME_BYTES):
-                deadline.check()
-                session.alive()
-                copies.run(start, stop)
+            with ExitStack() as house:
+                views = {item: house.enter_context(self._host.fill(slot)) for item, slot in session.granted.items()}
+                records = reserved_records(request.pages, _places(session.granted, views))
+                copies = open_store(source, records, HostMemory(), views)
+                for start, stop in records.slices(limits.FRAME_BYTES):
+                    deadline.check()
+                    session.alive()
+                    copies.run(start, stop)
             session.written(*records.ended_items(0, len(records)))
             source.drained()
             deadline.check()

@@ -7,23 +7,24 @@ identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageKey, PageSlot
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum
+from kvcluster.pages.page_bytes import PageBytes
 from kvcluster.transport.base import Payload, read_whole
 
 
 class _Page:
     """One arriving page: its place, and the layers received so far."""
 
-    __slots__ = ("codec", "identity", "layer_bytes", "layers", "place", "sums", "wrong")
+    __slots__ = ("codec", "identity", "layer_bytes", "layers", "slot", "sums", "wrong")
 
-    def __init__(self, namespace: NamespaceId, slot: PageSlot, place: memoryview) -> None:
-        self.place = place
+    def __init__(self, namespace: NamespaceId, slot: PageSlot) -> None:
+        self.slot = slot
         self.layers = slot.key.part.layers
         self.layer_bytes = slot.nbytes // self.layers
         self.codec = slot.codec
@@ -41,12 +42,10 @@ class _Page:
 class PageWriter:
     """A PageSink over reserved slots, by item. The layers of an item arrive in order."""
 
-    def __init__(
-        self, namespace: NamespaceId, slots: Mapping[int, PageSlot], view: Callable[[PageSlot], memoryview]
-    ) -> None:
+    def __init__(self, namespace: NamespaceId, slots: Mapping[int, PageSlot], pages: PageBytes) -> None:
         self._namespace = namespace
         self._slots = slots
-        self._view = view
+        self._bytes = pages
         self._pages: dict[int, _Page] = {}  # those with at least one layer received
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
@@ -59,28 +58,29 @@ class PageWriter:
             raise ProtocolError(f"page {item} has {page.layers} layers of {layer_bytes} bytes; other bytes arrived")
         present = data.present
         if present is not None:
-            place = page.place[layer * layer_bytes : stop * layer_bytes]
-            page.count(sums, checksum.copy_sums(page.identity, layer, len(sums), place, present))
+            with self._bytes.fill(page.slot, layer * layer_bytes, stop * layer_bytes) as place:
+                page.count(sums, checksum.copy_sums(page.identity, layer, len(sums), place, present))
             return
         step = max(1, limits.CHUNK_BYTES // layer_bytes)
         for at in range(0, len(sums), step):
             these = sums[at : at + step]
-            chunk = page.place[(layer + at) * layer_bytes : (layer + at + len(these)) * layer_bytes]
-            read_whole(data, chunk)
-            page.count(these, checksum.layer_sums(page.identity, layer + at, len(these), chunk))
+            start = (layer + at) * layer_bytes
+            with self._bytes.fill(page.slot, start, start + len(these) * layer_bytes) as chunk:
+                read_whole(data, chunk)
+                page.count(these, checksum.layer_sums(page.identity, layer + at, len(these), chunk))
 
     def written(self, item: int, sums: Sequence[int]) -> None:
         """The worker has written the whole page into its slot, and will not write it again: verifies it."""
         page = self._pages.get(item) or self._page(item)
         if page.sums or len(sums) != page.layers:
             raise ProtocolError(f"page {item} must be written once, with {page.layers} checksums; {len(sums)} arrived")
-        page.count(sums, checksum.layer_sums(page.identity, 0, page.layers, page.place))
+        page.count(sums, checksum.layer_sums(page.identity, 0, page.layers, self._bytes.read(page.slot)))
 
     def _page(self, item: int) -> _Page:
         slot = self._slots.get(item)
         if slot is None:
             raise ProtocolError(f"page {item} arrived, but was not requested")
-        page = self._pages[item] = _Page(self._namespace, slot, self._view(slot))
+        page = self._pages[item] = _Page(self._namespace, slot)
         return page
 
     def missing(self) -> int | None:

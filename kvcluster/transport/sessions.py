@@ -218,7 +218,7 @@ class ReadSession(ExchangeSession[ReadRequest]):
                     self.alive()
                     yield batch
                     batch, room = [], nbytes
-                data = self._host.view(slot)[layer * each : (layer + count) * each]
+                data = self._host.read(slot, layer * each, (layer + count) * each)
                 batch.append(Record(item, layer, slot.codec, sums[item][layer : layer + count], data))
                 room -= size
         if batch:
@@ -242,13 +242,13 @@ class WriteSession(ExchangeSession[WriteRequest]):
         if deadline is not None:  # waiting for room longer than the worker would keep a thread busy for nothing
             request = replace(request, wait_ns=min(request.wait_ns, deadline.remaining_ns()))
         super().__init__(host, tenant, request, stop, deadline, path=path)
-        self._arrivals = PageWriter(request.namespace, {}, host.view)
+        self._arrivals = PageWriter(request.namespace, {}, host)
         self._left = False
         self._written: list[Written] | None = None  # once all is committed
 
     def __enter__(self) -> WriteSession:
         self._open()
-        self._arrivals = PageWriter(self._request.namespace, self.granted, self._host.view)
+        self._arrivals = PageWriter(self._request.namespace, self.granted, self._host)
         return self
 
     def __exit__(

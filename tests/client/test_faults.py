@@ -67,7 +67,7 @@ def spoil(cluster: MemoryCluster, block: BlockHash, byte: int = 0) -> None:
     for host in cluster.shards.values():
         for page in host.core.pool.ready():
             if page.key.hash == block:
-                host.view(page.slot())[byte] ^= 0x10
+                host.read(page.slot())[byte] ^= 0x10
 
 
 # ----------------------------------------------------------------------------------------- no coordinator

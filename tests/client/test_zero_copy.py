@@ -225,7 +225,7 @@ def test_nothing_is_copied_what_changes_in_the_arena_shows(desk: Desk) -> None:
         view, borrowed = blocks.page(1), tensor(blocks, 1)
         assert view is not None
         before = view[9]
-        desk.host.view(desk.page(1).slot())[9] ^= 0xFF
+        desk.host.read(desk.page(1).slot())[9] ^= 0xFF
         assert view[9] == before ^ 0xFF
         assert bits(borrowed)[9] == before ^ 0xFF
 
@@ -525,7 +525,7 @@ def test_what_a_shard_has_lost_or_spoiled_misses_and_the_rest_is_there(desk: Des
     ticket = desk.ticket()
     pool, (evicted, spoiled) = desk.host.core.pool, (desk.page(1), desk.page(2))
     desk.host.inspect(lambda: pool.condemn(evicted))
-    desk.host.view(spoiled.slot())[PAGE_BYTES // 2] ^= 1
+    desk.host.read(spoiled.slot())[PAGE_BYTES // 2] ^= 1
     with desk.client.borrow(ticket) as blocks:
         reasons = [miss and miss.reason for miss in map(blocks.why, range(4))]
         assert reasons == [None, MissReason.EVICTED, MissReason.CORRUPT, None]

@@ -74,7 +74,7 @@ def spoil(host: ShardHost, page: Page, rng: Random) -> None:
     if rng.random() < 0.25:
         page.sums = flipped(page.sums, rng.randrange(8 * len(page.sums)))
     else:
-        view = host.view(page.slot())
+        view = host.read(page.slot())
         view[:] = flipped(view, rng.randrange(8 * page.nbytes))
 
 

@@ -15,6 +15,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.replica_pull import OpenSource
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing.rot import flip_bit
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.memory import MemoryTransport
 
@@ -151,7 +152,7 @@ def held(host: ShardHost) -> dict[int, bytes]:
 
     def look() -> dict[int, bytes]:
         return {
-            int.from_bytes(page.key.hash, "big"): bytes(host.view(page.slot()))
+            int.from_bytes(page.key.hash, "big"): bytes(host.read(page.slot()))
             for page in host.core.pool.ready()
             if page.space == SPACE
         }
@@ -167,7 +168,7 @@ def flip(host: ShardHost, number: int, bit: int = 0) -> None:
     def spoil() -> None:
         page = host.core.pool.get(SPACE, new_page(number).key)
         assert page is not None
-        host.view(page.slot())[bit // 8] ^= 1 << bit % 8
+        flip_bit(host, page.slot(), bit)
 
     host.inspect(spoil)
 

@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -128,7 +129,7 @@ class Drive:
 
     def read(self, page: RecoveredPage) -> bytes:
         into = bytearray(page.nbytes)
-        self.folder.read(slot_of(page), memoryview(into))
+        self.folder.read_into(slot_of(page), memoryview(into))
         return bytes(into)
 
     def stage(self, *pages: RecoveredPage) -> Staged:
@@ -143,12 +144,12 @@ class Places:
     """Where pages lie: in memory that is as large as they are, and in the folder."""
 
     def __init__(self, folder: DiskFolder) -> None:
-        self.read = folder.read
+        self.read, self.read_into = folder.read, folder.read_into
         self.write = folder.write
 
-    def view(self, slot: PageSlot) -> memoryview:
+    def fill(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> AbstractContextManager[memoryview]:
         assert slot.tier is Tier.HOST
-        return memoryview(bytearray(slot.nbytes))
+        return nullcontext(memoryview(bytearray(slot.nbytes)))
 
 
 def slot_of(page: RecoveredPage) -> PageSlot:

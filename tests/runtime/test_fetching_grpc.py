@@ -48,11 +48,14 @@ class Hanging:
     def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
         return self._host.ask(build, wait_s)
 
-    def view(self, slot: PageSlot) -> memoryview:
+    def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:
         if slot.key.hash == (new_page(self.hang_at).key.hash if self.hang_at is not None else None):
             self.hangs.set()
             assert self.released.wait(BOUND_S)
-        return self._host.view(slot)
+        return self._host.read(slot, start, stop)
+
+    def fill(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> AbstractContextManager[memoryview]:
+        return self._host.fill(slot, start, stop)
 
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         return self._host.on_revoke(attempt, stop)

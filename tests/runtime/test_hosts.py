@@ -188,9 +188,9 @@ def test_a_page_of_a_shard_that_was_closed_is_lost() -> None:
     with shard(coordinator) as host:
         coordinator.wait_for(3)
         slot = granted(host)
-        host.view(slot)[:] = bytes(slot.nbytes)
+        host.read(slot)[:] = bytes(slot.nbytes)
     with pytest.raises(Unavailable) as trouble:
-        host.view(slot)
+        host.read(slot)
     assert trouble.value.miss.reason is MissReason.SHARD_LOST
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def mixed() -> KVSpec:
 
 class Arena:
     """Memory in which pages are laid side by side, a drive beside it, and the order that moves them. Where `ends_at`
-    views of memory have been taken it is closed. `files` is what lies on the drive, by its offset there."""
+    pages in memory have been read or filled it is closed. `files` is what lies on the drive, by its offset there."""
 
     def __init__(self, spec: KVSpec, ends_at: int | None = None) -> None:
         self.spec = spec
@@ -58,13 +59,20 @@ class Arena:
         self._views = 0
         self._ends_at = ends_at
 
-    def view(self, slot: PageSlot) -> memoryview | None:
+    def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:
+        assert not start and stop is None
         if slot.tier is Tier.DISK:
-            return None
+            into = memoryview(bytearray(slot.nbytes))
+            self.read_into(slot, into)
+            return into
         self._views += 1
         if self._ends_at is not None and self._views > self._ends_at:
             raise Unavailable(Miss(MissReason.SHARD_LOST, "the shard is ending"))
         return memoryview(self._bytes)[slot.offset : slot.offset + slot.nbytes]
+
+    def fill(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> AbstractContextManager[memoryview]:
+        assert slot.tier is not Tier.DISK
+        return nullcontext(self.read(slot, start, stop))
 
     def write(self, move: PageMove, data: memoryview) -> None:
         if self.full:
@@ -72,7 +80,7 @@ class Arena:
         self.written.append(move)
         self.files[move.target.offset] = bytearray(data)
 
-    def read(self, slot: PageSlot, into: memoryview) -> None:
+    def read_into(self, slot: PageSlot, into: memoryview) -> None:
         if slot.offset not in self.files:
             raise OSError(errno.EIO, "the drive is gone")
         into[:] = self.files[slot.offset]

@@ -19,7 +19,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import ADDRESSABLE, STORED
 from kvcluster.pages.arena import Arena
 from kvcluster.pages.region import HostRegion
-from kvcluster.runtime.tier_store import TierStores, bytes_of, open_stores
+from kvcluster.runtime.tier_store import TierStores, open_stores
 from kvcluster.transport.base import Unavailable
 
 SHARD, TENANT = ShardId("shard-0"), Tenant("t")
@@ -76,8 +76,8 @@ def data(seed: int = 7) -> bytes:
 def test_what_is_written_to_a_tier_is_read_there(tier: Tier, stores: TierStores, config: ShardConfig) -> None:
     target, into = place_in(tier, config), memoryview(bytearray(NBYTES))
     stores.write(to(target), memoryview(data()))
-    stores.read(target, into)
-    assert bytes(into) == data() == bytes(bytes_of(stores, target))
+    stores.read_into(target, into)
+    assert bytes(into) == data() == bytes(stores.read(target))
 
 
 @pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST, Tier.DISK])
@@ -86,23 +86,37 @@ def test_a_page_is_shown_where_it_lies_in_addressable_tiers_alone(
 ) -> None:
     target = place_in(tier, config)
     stores.write(to(target), memoryview(data()))
-    view, copy = stores.view(target), bytes_of(stores, target)
+    read = stores.read(target)
     stores.write(to(target), memoryview(data(8)))
-    assert (view is not None) == (tier in ADDRESSABLE)
-    assert view is None or bytes(view) == data(8) == bytes(copy)
-    assert view is not None or bytes(copy) == data(), "a reader has a copy of a page that is not addressable"
+    assert bytes(read) == data(8 if tier in ADDRESSABLE else 7), "of a page in a file there is a copy"
+
+
+@pytest.mark.parametrize("tier", ADDRESSABLE)
+def test_what_is_filled_is_read_and_nothing_beside_it(tier: Tier, stores: TierStores, config: ShardConfig) -> None:
+    target = place_in(tier, config)
+    stores.write(to(target), memoryview(data()))
+    with stores.fill(target, 5, 9) as room:
+        room[:] = b"abcd"
+    assert bytes(stores.read(target)) == data()[:5] + b"abcd" + data()[9:]
+    assert bytes(stores.read(target, 4, 10)) == data()[4:5] + b"abcd" + data()[9:10]
+
+
+def test_a_part_of_a_page_on_disk_is_read(stores: TierStores, config: ShardConfig) -> None:
+    target = place_in(Tier.DISK, config)
+    stores.write(to(target), memoryview(data()))
+    assert bytes(stores.read(target, 3, 700)) == data()[3:700]
 
 
 def test_what_is_not_in_its_store_cannot_be_read(stores: TierStores) -> None:
     with pytest.raises(OSError, match="truncated"):
-        bytes_of(stores, slot_in(Tier.DISK, 2 * FILE_BYTES - SECTOR_BYTES // 2))
+        stores.read(slot_in(Tier.DISK, 2 * FILE_BYTES - SECTOR_BYTES // 2))
 
 
 def test_nothing_is_shown_once_they_are_closed() -> None:
     stores = TierStores(regions(), {})
     stores.close()
     with pytest.raises(Unavailable, match="ending"):
-        stores.view(slot_in(Tier.HOST, 0))
+        stores.read(slot_in(Tier.HOST, 0))
 
 
 def test_what_was_written_is_found_by_the_next_and_what_was_purged_is_not(config: ShardConfig) -> None:

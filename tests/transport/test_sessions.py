@@ -44,8 +44,11 @@ class RecordingHost:
     def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def view(self, slot: object) -> memoryview:
+    def read(self, slot: object, start: int = 0, stop: int | None = None) -> memoryview:
         return memoryview(bytearray(64))
+
+    def fill(self, slot: object, start: int = 0, stop: int | None = None) -> AbstractContextManager[memoryview]:
+        return nullcontext(memoryview(bytearray(64)))
 
     def exchange_ended(self, summary: ExchangeSummary) -> None:
         """Counts nothing."""

@@ -50,7 +50,7 @@ def test_what_is_borrowed_is_read_where_it_lies_and_cannot_be_written(world: Wor
         assert [bytes(view or b"") for view in borrowed.views] == [page_of(content, item) for item in range(3)]
         view = borrowed.views[0]
         assert view is not None and view.readonly
-        world.memory(content.namespace, content.keys[0])[7] ^= 1
+        world.spoil(content.namespace, content.keys[0], 7)
         assert view[7] == page_of(content, 0)[7] ^ 1, "it is the arena itself"
         assert borrowed.valid(soon())
     with pytest.raises(ValueError, match="released"):
@@ -67,7 +67,7 @@ def test_any_range_of_layers_can_be_borrowed(world: World, way: ShmPages) -> Non
 
 def test_what_misses_and_what_does_not_verify_is_not_handed_out(world: World, way: ShmPages) -> None:
     content, never = stored(world), Content.of(world, 1, 4, 1_000, first=10)
-    world.memory(content.namespace, content.keys[1])[2_500] ^= 1
+    world.spoil(content.namespace, content.keys[1], 2_500)
     with way.borrow(content.read_request([*content.wants(), *never.wants()]), soon()) as borrowed:
         reasons = [miss and miss.reason for miss in borrowed.outcome]
         assert reasons == [None, MissReason.CORRUPT, None, MissReason.EVICTED]

@@ -90,14 +90,14 @@ class AskingClaims:
         content = Content.of(world, 1, 1, 8)
         transport, stranger = world.open(), world.second_tenant()
         store(transport, content)
-        world.memory(content.namespace, content.keys[0])[0] ^= 1
+        world.spoil(content.namespace, content.keys[0], 0)
         stranger.attach(content.spec, soon())
         with refused(RefusedKind.UNKNOWN_NAMESPACE):
             stranger.suspect(content.namespace, world.epoch, content.keys, soon())
         transport.suspect(content.namespace, Epoch(world.epoch - 1), content.keys, soon())
         other = Content.of(world, 1, 1, 8, first=5)
         store(transport, other)
-        world.memory(other.namespace, other.keys[0])[0] ^= 1
+        world.spoil(other.namespace, other.keys[0], 0)
         transport.suspect(other.namespace, world.epoch, other.keys, soon())
         world.cluster.wait_until(lambda: world.page(other.namespace, other.keys[0]) is None)
         assert world.page(content.namespace, content.keys[0]) is not None, "though it is corrupt as well"
@@ -116,7 +116,7 @@ class AskingClaims:
         transport, content = stored(world, Content.of(world, 4, 3, 1_000))
         rotten, sound = content.keys[:2], content.keys[2:]
         for key in rotten:
-            world.memory(content.namespace, key)[1_500] ^= 1
+            world.spoil(content.namespace, key, 1_500)
         transport.suspect(content.namespace, world.epoch, [*sound, rotten[0]], soon())
         world.cluster.wait_until(lambda: world.page(content.namespace, rotten[0]) is None)
         outcome = load(transport, content, [PageWant(key, 0, 1) for key in (rotten[0], *sound)])

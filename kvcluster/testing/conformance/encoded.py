@@ -144,8 +144,8 @@ class EncodedClaims:
         self, world: World
     ) -> None:
         content = demoted(world, Codec.Q4, 3)
-        memory = world.memory(content.namespace, content.keys[1])
-        memory[len(memory) // 2] ^= 1  # of the second of three layers
+        middle = len(world.memory(content.namespace, content.keys[1])) // 2
+        world.spoil(content.namespace, content.keys[1], middle)  # of the second of three layers
         reading = read(world.open(), content, accept=Loss.Q4)
         assert reading.finish() == [None] * 3
         assert reading.sink.corrupt == [(1, 1)]

@@ -221,15 +221,18 @@ class MovingClaims:
 
     def test_a_byte_that_rots_reaches_the_reader_as_a_checksum_that_fails(self, world: World) -> None:
         transport, content = stored(world, Content.of(world, 3, 4, 1_000))
-        world.memory(content.namespace, content.keys[1])[2_500] ^= 1
+        world.spoil(content.namespace, content.keys[1], 2_500)
         reading = read(transport, content)
         assert reading.finish() == [None] * 3
         assert reading.sink.corrupt == [(1, 2)], "that layer, and no other"
 
     def test_a_page_of_another_block_does_not_verify(self, world: World) -> None:
         transport, content = stored(world, Content.of(world, 2, 1, 1_000))
-        one, other = (world.memory(content.namespace, key) for key in content.keys)
-        one[:] = other
+        one, other = (world.page(content.namespace, key) for key in content.keys)
+        assert one is not None
+        assert other is not None
+        with world.host.fill(one.slot()) as room:
+            room[:] = world.host.read(other.slot())
         reading = read(transport, content)
         assert reading.finish() == [None] * 2
         assert reading.sink.corrupt == [(0, 0)]

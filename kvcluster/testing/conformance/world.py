@@ -37,6 +37,7 @@ from kvcluster.errors import KVClusterError
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import MemoryCluster
 from kvcluster.testing.core_stepper import build_request
+from kvcluster.testing.rot import flip_bit
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeSummary
 
@@ -106,8 +107,11 @@ class WatchedHost:
     def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
         return self._host.decoding(tenant, wait_s)
 
-    def view(self, slot: PageSlot) -> memoryview:
-        return self._host.view(slot)
+    def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:
+        return self._host.read(slot, start, stop)
+
+    def fill(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> AbstractContextManager[memoryview]:
+        return self._host.fill(slot, start, stop)
 
     @property
     def region_starts(self) -> Mapping[Tier, int]:
@@ -214,10 +218,17 @@ class World:
         return self.host.core.pool.get(namespace, key)
 
     def memory(self, namespace: NamespaceId, key: PageKey) -> memoryview:
-        """Returns the bytes of a page in the arena, for a test to corrupt."""
+        """Returns the bytes of a page of an addressable tier."""
+        return self.host.read(self._slot(namespace, key))
+
+    def spoil(self, namespace: NamespaceId, key: PageKey, at: int) -> None:
+        """Flips a bit of that byte of a page."""
+        flip_bit(self.host, self._slot(namespace, key), 8 * at)
+
+    def _slot(self, namespace: NamespaceId, key: PageKey) -> PageSlot:
         page = self.page(namespace, key)
         assert page is not None, "the shard does not hold this page"
-        return self.host.view(page.slot())
+        return page.slot()
 
     def demote(self, namespace: NamespaceId, keys: Sequence[PageKey], codec: Codec) -> None:
         """Has the coordinator order these pages down, and waits until they are in the host tier, encoded with

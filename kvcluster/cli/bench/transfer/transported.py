@@ -20,8 +20,10 @@ from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRe
 from kvcluster.core.miss import Loss
 from kvcluster.errors import KVClusterError
 from kvcluster.pages import checksum, codec
+from kvcluster.pages.region import HostRegion, address_of
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import GrpcServer, unary_handlers
+from kvcluster.runtime.tier_store import RegionStore
 from kvcluster.testing.cluster import MemoryCluster
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import DataPath, Deadline, run_to_completion
@@ -132,7 +134,7 @@ class _Transported(Path):
             item: PageSlot(self._keys[number], number * page_bytes, page_bytes, 0, Loss.EXACT)
             for item, number in enumerate(share)
         }
-        sink = PageWriter(self._namespace, slots, lambda slot: into[slot.offset : slot.offset + slot.nbytes])
+        sink = PageWriter(self._namespace, slots, RegionStore(HostRegion(into, address_of(into))))
         wants = self._wants[share.start : share.stop]
         request = ReadRequest(self._namespace, self._next_attempt(), self._epoch, wants)
         run_to_completion(self._path.read(request, sink, Deadline.after_ms(CALL_MS)))
