@@ -6,22 +6,26 @@ to drivers. They take a third of the CPU time in which a Ray starts, and each wa
 against some of them, and not for every way to start it. So the methods of Ray's node that start them do nothing here. A
 method that another release of Ray does not have is left out, and its process then runs as before.
 
-Rarely, on a busy machine, the server of Ray's control store (GCS) neither listens nor says why. It is then started once
-more. What a node had started when it fails to start is ended, which Ray does not do.
+Ray gives its control store (GCS) and its node's manager (raylet) 30 s each to start. Rarely, on a busy machine, one of
+them takes longer, or hangs, and logs no error. The node is then started once more. A node that fails to start ends what
+it has started, which Ray leaves running.
 
 As a program, `python -m kvcluster.actors.lean_ray start ...`, this is Ray's command line without these processes.
 """
 
 from __future__ import annotations
 
-import signal
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from ray._private.node import Node
-from ray._private.ray_constants import PROCESS_TYPE_GCS_SERVER
+from ray._private.parameter import RayParams
+
+from kvcluster.actors.ray_logs import errors_in_logs
 
 _Method: TypeAlias = Callable[..., None]
 
@@ -33,9 +37,7 @@ def lean_ray() -> Iterator[None]:
     """Within the block, a node of Ray that this process starts has the processes that run actors, and no others."""
     ours: dict[str, Callable[[_Method], _Method]] = {
         **dict.fromkeys(_UNUSED, lambda _: _start_nothing),
-        "start_gcs_server": _twice,
-        "start_head_processes": _or_end,
-        "start_ray_processes": _or_end,
+        "__init__": _twice,
     }
     before = {name: vars(Node)[name] for name in ours if name in vars(Node)}
     for name, method in before.items():
@@ -51,36 +53,36 @@ def _start_nothing(node: Node, **options: object) -> None:
     """Takes the place of a method that starts a process."""
 
 
-def _twice(start_gcs_server: _Method) -> _Method:
-    """Returns the method that starts the control store's server, and starts another one if the first neither listens in
-    time nor has ended by itself."""
+def _twice(start_node: _Method) -> _Method:
+    """Returns the constructor of a node, which starts its processes. If that fails it ends them, and starts others once
+    unless their logs say why it failed."""
 
-    @wraps(start_gcs_server)
-    def start(node: Node) -> None:
+    @wraps(start_node)
+    def start(node: Node, ray_params: RayParams, *arguments: Any, **options: Any) -> None:
+        given = copy.deepcopy(vars(ray_params))  # the constructor sets the ports that were chosen
         try:
-            start_gcs_server(node)
-        except Exception:  # Ray has no type of its own for "it does not listen"
-            servers = node.all_processes.get(PROCESS_TYPE_GCS_SERVER)
-            if not servers or servers[0].process.poll() not in (None, -signal.SIGKILL):
+            start_node(node, ray_params, *arguments, **options)
+        except Exception:  # Ray has no type of its own for "it does not answer"
+            began = _ended(node)
+            if not began or errors_in_logs(Path(node.get_temp_dir_path())):
                 raise
-            node.kill_gcs_server(check_alive=False)
-            start_gcs_server(node)
+            vars(ray_params).update(given)
+            vars(node).clear()
+            try:
+                start_node(node, ray_params, *arguments, **options)
+            except Exception:
+                _ended(node)
+                raise
 
     return start
 
 
-def _or_end(start_processes: _Method) -> _Method:
-    """Returns the method that starts processes of a node, and ends all that the node has if one of them fails."""
-
-    @wraps(start_processes)
-    def start(node: Node) -> None:
-        try:
-            start_processes(node)
-        except BaseException:
-            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
-            raise
-
-    return start
+def _ended(node: Node) -> bool:
+    """Ends the processes that a node has started. Returns whether there were any."""
+    began = bool(vars(node).get("all_processes"))
+    if began:
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+    return began
 
 
 if __name__ == "__main__":

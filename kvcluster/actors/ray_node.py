@@ -31,7 +31,7 @@ from kvcluster.transport.listening import bound_socket
 
 _PARENT = Path("/tmp")  # Linux takes paths of sockets up to 107 bytes
 _PREFIX = "kvcluster-node-"
-START_S = 90.0  # more than the two tries of actors/lean_ray.py
+START_S = 150.0  # two tries of actors/lean_ray.py, each of twice 30 s, and more
 _GRACE_S = 1.0
 _STOP_S = 20.0
 _ENDING = (signal.SIGINT, signal.SIGTERM)
