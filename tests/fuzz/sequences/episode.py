@@ -260,7 +260,7 @@ class Episode:
             return False
         block = self.block
         need = [
-            -(-(each.text.length + max(each.text.reserved, len(each.text.step.ids) if each.text.step else 0)) // block)
+            -(-(each.text.length + max(each.text.held, len(each.text.step.ids) if each.text.step else 0)) // block)
             for each in self.live
             if each.client == live.client
         ]

@@ -234,7 +234,7 @@ def reserve_for(ep: Episode, rng: Random, live: Live) -> None:
     )
     if done:
         ep.note_dropped(live, before, tokens)
-        text.reserved = max(text.reserved, tokens)
+        text.reserved, text.held = max(text.reserved, tokens), max(text.held, tokens)
     ep.check_numbers(live)
 
 
@@ -532,7 +532,7 @@ def verb_of_batch(ep: Episode, rng: Random) -> None:
         for row, tokens, dropped in zip(rows, counts, before, strict=True):
             if done:
                 ep.note_dropped(row, dropped, tokens)
-                row.text.reserved = max(row.text.reserved, tokens)
+                row.text.reserved, row.text.held = max(row.text.reserved, tokens), max(row.text.held, tokens)
     elif verb == "load":
         done, _ = ep.attempt(
             "batch.load", f"{name}.load({starts}, {counts})", lambda: batch.load(starts, counts), may=may

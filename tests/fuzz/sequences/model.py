@@ -98,7 +98,8 @@ class Text:
     public: int = 0
     dropped: range = range(0)
     step: Step | None = None
-    reserved: int = 0
+    reserved: int = 0  # tokens that are appended without a page more
+    held: int = 0  # tokens whose pages may be held ahead: as many, or more after a fork
     doubtful: Tensor | None = None
     bound: Tensor | None = None
     encoded: Tensor | None = None
@@ -118,7 +119,7 @@ class Text:
         return self.names[-1] if self.names else self.origin
 
     def fork(self) -> Text:
-        child = replace(self, ids=self.ids[:], names=self.names[:], under=self.under[:], step=None, reserved=0)
+        child = replace(self, ids=self.ids[:], names=self.names[:], under=self.under[:], step=None, reserved=0, held=0)
         if self.doubtful is not None:
             assert self.bound is not None and self.encoded is not None
             child.doubtful, child.bound = self.doubtful.clone(), self.bound.clone()
@@ -152,6 +153,7 @@ class Text:
         if self.bound is not None:
             self.bound = torch.cat([self.bound, torch.zeros(step.kv.shape, dtype=torch.float64)], 2)
         self.step, self.reserved = None, max(0, self.reserved - len(step.ids))
+        self.held = max(0, self.held - len(step.ids))
         if self.window.codec != "raw":
             self._may_encode()
 
@@ -169,7 +171,7 @@ class Text:
         self.raw_blocks = min(self.raw_blocks, tokens // self.block)
         if self.lossy_from is not None and tokens < self.lossy_from:
             self.lossy_from = None
-        self.step, self.reserved = None, 0
+        self.step, self.reserved, self.held = None, 0, 0
 
     def write(self, layer: int, position: int, values: Tensor) -> None:
         self.kv = self.kv.clone()
