@@ -187,6 +187,10 @@ class Text:
         if self.window.codec == "raw":
             left = max(0, self.length - max(window.tail, self.window.tail)) // self.block
             self.raw_blocks = max(self.raw_blocks, left)
+        elif self.encoded is not None and window.codec != self.window.codec:
+            # A batch that is not full was not encoded yet, and will be in the new codec.
+            due = 0 if self.windows else max(0, self.length - self.window.tail - self.window.batch)
+            self.encoded[due // self.block * self.block :] = False
         self.window, self.windows = window, True
 
     # ------------------------------------------------------------------------------------------- what is encoded
