@@ -51,10 +51,11 @@ def _wrong_block(ep: Episode, text: Text, layer: int, start: int, found: Tensor)
         return ""
     within = slice(start - depth * ep.block, stop - depth * ep.block)
     for version in ep.versions(text, depth):
-        there = version[layer, :, within]
-        if torch.equal(found, there) or (doubtful and _may_encode(ep, version, layer, within, found)):
+        is_it = torch.equal(found, version[layer, :, within])
+        if is_it or (doubtful and _may_encode(ep, version, layer, within, found)):
             ep.tally.events["another version read"] += 1
-            text.take(layer, start, found)
+            for each in range(len(version)) if is_it else (layer,):  # a page has all layers of one version
+                text.take(each, start, version[each, :, within] if is_it else found)
             return ""
     return wrong
 
