@@ -265,13 +265,12 @@ class SequenceMachine:
         for _ in range(state.sealable(extent)):
             depth = state.sealed
             block = state.blocks[depth]
-            self._seal_next(state)
-            sealed[state] = None
-            for other in block.family:
-                if depth < len(other.blocks) and other.blocks[depth] is block and other.sealed <= depth:
-                    sealed[other] = None
-                    while other.sealed <= depth:  # more than one where it has dropped some
-                        self._seal_next(other)
+            sharing = [state, *(other for other in block.family if other is not state and other.shares(block, depth))]
+            # One that has dropped nothing names the block first: it was made before another dropped anything.
+            for one in sorted(sharing, key=lambda one: bool(one.dropped)):
+                while one.sealed <= depth:  # more than one where another has dropped some
+                    self._seal_next(one)
+                    sealed[one] = None
         return [*sealed]
 
     def _seal_next(self, state: SequenceState) -> None:

@@ -117,6 +117,10 @@ class SequenceState:
             return True
         return len(self.tokens) < self.block_tokens
 
+    def shares(self, block: SequenceBlock, depth: int) -> bool:
+        """Whether this block, at that depth, is one of this sequence's own."""
+        return depth < len(self.blocks) and self.blocks[depth] is block
+
     def blocks_for(self, tokens: int) -> int:
         """Returns the number of blocks that this many tokens need."""
         return -(-tokens // self.block_tokens)

@@ -582,6 +582,19 @@ def test_a_row_of_a_batch_takes_the_page_that_a_later_row_drops() -> None:
     worker.machine.pages.check()
 
 
+def test_a_fork_that_has_dropped_tokens_makes_no_block_private_that_was_made_before() -> None:
+    worker = Worker(policy=WindowPolicy(tail_tokens=100, migration_tokens=100), max_tokens=4 * BLOCK)
+    one = worker.open(drop_oldest=True)
+    worker.append(one, [*range(3 * BLOCK)])
+    fork = worker.machine.fork(one, worker.name())
+    worker.append(fork, [*range(50, 50 + 2 * BLOCK)])
+    assert fork.dropped and not one.dropped
+    worker.machine.seal(fork, SealExtent.ALL)
+    assert [block.name for block in one.blocks[: one.sealed]] == hashing.chain(ROOT, list(range(3 * BLOCK)), BLOCK)
+    assert [block.private for block in fork.blocks] == [False] * 3 + [True] * 2
+    worker.machine.check()
+
+
 def fill(worker: Worker) -> list[int]:
     """Takes slots until every byte is in use. Returns them."""
     free_bytes = worker.pages.capacity * worker.pages.page_bytes - worker.pages.used_bytes
