@@ -53,7 +53,7 @@ def pages(cluster: MemoryCluster, shard: ShardId) -> list[Page]:
 def spoil(cluster: MemoryCluster, shard: ShardId, block: BlockHash) -> None:
     """Turns one bit of the middle of that block's page."""
     (page,) = [page for page in pages(cluster, shard) if page.key.hash == block]
-    cluster.shards[shard].view(page.slot())[PAGE_BYTES // 2] ^= 1
+    cluster.shards[shard].read(page.slot())[PAGE_BYTES // 2] ^= 1
 
 
 def forget(cluster: MemoryCluster, shard: ShardId, *blocks: BlockHash) -> None:
@@ -372,7 +372,7 @@ def test_a_shard_is_not_convicted_by_what_its_reader_says(
     """Bytes that change on their way: the reader goes elsewhere, and the shard finds its page sound."""
     with Bench(doubled) as bench:
         page = next(page for page in pages(doubled, bench.first) if page.key.hash == bench.hashes[0])
-        view = doubled.shards[bench.first].view(page.slot())
+        view = doubled.shards[bench.first].read(page.slot())
         view[0] ^= 1
         bench.steps[bench.first].suspect = lambda: view.__setitem__(0, view[0] ^ 1)
         assert bench.load() == WHOLE

@@ -105,8 +105,8 @@ def held(cluster: MemoryCluster, shard: ShardId) -> dict[BlockHash, tuple[Codec,
 
     def look() -> dict[BlockHash, tuple[Codec, Loss, bytes, bytes]]:
         found = [page for page in pages(cluster, shard) if page.tier is Tier.HOST]
-        view = cluster.shards[shard].view
-        return {page.key.hash: (page.codec, page.loss, page.sums, bytes(view(page.slot()))) for page in found}
+        read = cluster.shards[shard].read
+        return {page.key.hash: (page.codec, page.loss, page.sums, bytes(read(page.slot()))) for page in found}
 
     answer = cluster.shards[shard].inspect(look)
     assert isinstance(answer, dict)

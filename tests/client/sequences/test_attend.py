@@ -132,9 +132,11 @@ def test_pages_that_are_taken_away_are_borrowed_again(start: Start) -> None:
 def test_what_was_borrowed_of_a_block_is_not_read_once_the_block_was_written_again(
     desk: Desk, planner: kvcluster.ShipAbsent | None, change: str
 ) -> None:
-    with desk.connect(SPEC, resident_bytes=16 * PAGE) as client:
+    with desk.connect(SPEC, resident_bytes=16 * PAGE) as client, pytest.MonkeyPatch.context() as patched:
         one, other = grown(client, TOKENS[:8]), grown(client, list(range(100, 164)))
-        sweeps, one.sequence.resources.runner.sweeps = one.sequence.resources.runner.sweeps, ()  # as if none came yet
+        runner = one.sequence.resources.runner
+        patched.setattr(runner, "_sweep", lambda: None)  # as if none came yet
+        patched.setattr(runner.loads, "sweep", lambda: None)
         assert one.sequence.flush() and other.sequence.flush()
         other.check()
         assert one.sequence.statistics().resident == 0
@@ -156,7 +158,6 @@ def test_what_was_borrowed_of_a_block_is_not_read_once_the_block_was_written_aga
             query = asked(1, layer)
             assert torch.equal(one.sequence.attend(layer, query, planner=planner), expected(one, layer, query))
         one.check()
-        one.sequence.resources.runner.sweeps = sweeps
 
 
 def test_pages_that_the_cluster_has_lost_are_named_by_their_position(start: Start) -> None:
