@@ -10,9 +10,10 @@ renews the lease first. If the core revokes the lease, the session interrupts th
                      `--no answer--> ENDING: a lease that was granted too late for its answer is returned as well
 
 A store commits the pages that matched their writer's checksums, and nothing if any page is incomplete: the end of a
-stream cannot always be told from a broken one. If a shard grants a store no page, the session returns the lease, if
-there is one, and tells the worker for each page why not, without a renewal and a commit. The shells are sessions.py and
-the simulator's.
+stream cannot always be told from a broken one. A shard may grant a store no page. The session then tells the worker for
+each page why, and returns the lease, if there is one; it neither renews it nor commits.
+
+The shells are sessions.py and the simulator's.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ from kvcluster.wire import frames, zmtp
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.versions import METADATA
 from tests.attacks.attend_attackers import long_computes, long_questions, long_registrations, made_up_spans
-from tests.attacks.http_attackers import drips, scrapes
+from tests.attacks.http_attackers import dialled, drips, scrapes
 from tests.attacks.setting import LONG, SPEC, TINY, kv, prompt
 
 MOST = 50_000_000
@@ -542,11 +542,6 @@ def new_attempt() -> Attempt:
 
 def random_hash() -> BlockHash:
     return BlockHash(os.urandom(HASH_BYTES))
-
-
-def dialled(address: str, timeout_s: float = 10.0) -> socket.socket:
-    host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=timeout_s)
 
 
 def _is_open(link: socket.socket) -> bool:

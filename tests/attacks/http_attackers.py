@@ -32,7 +32,7 @@ def drips(target: WithMetrics) -> Iterator[Act]:
 
     def act() -> int:
         if len(links) < _DRIPPING:
-            links.append((0.0, _dialled(target.metrics[len(links) % len(target.metrics)])))
+            links.append((0.0, dialled(target.metrics[len(links) % len(target.metrics)])))
             return 1
         due, link = links[0]
         if due > time.monotonic():
@@ -60,7 +60,7 @@ def scrapes(target: WithMetrics) -> Iterator[Act]:
 
     def act() -> int:
         while len(links) < _SCRAPERS:
-            link = _dialled(target.metrics[int.from_bytes(os.urandom(1), "big") % len(target.metrics)])
+            link = dialled(target.metrics[int.from_bytes(os.urandom(1), "big") % len(target.metrics)])
             links.append(link)
             link.sendall(_SCRAPE)
         with links.popleft() as oldest:
@@ -75,6 +75,6 @@ def scrapes(target: WithMetrics) -> Iterator[Act]:
             link.close()
 
 
-def _dialled(address: str) -> socket.socket:
+def dialled(address: str, timeout_s: float = 10.0) -> socket.socket:
     host, _, port = address.rpartition(":")
-    return socket.create_connection((host, int(port)), timeout=10.0)
+    return socket.create_connection((host, int(port)), timeout=timeout_s)

@@ -72,7 +72,8 @@ from kvcluster.wire import frames, socket_frames, spans, zmtp
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from kvcluster.wire.socket_frames import FrameKind
 from kvcluster.wire.versions import METADATA
-from tests.attacks.attackers import dialled, new_attempt, random_hash
+from tests.attacks.attackers import new_attempt, random_hash
+from tests.attacks.http_attackers import dialled
 from tests.attacks.setting import TINY
 from tests.bounds.filler import fills
 

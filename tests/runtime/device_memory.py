@@ -1,5 +1,5 @@
-"""A tier whose memory no thread but one of its own may touch, as the memory of a device: it is PROT_NONE unless that
-thread reads or writes it. Whoever touches it elsewhere ends this process."""
+"""A tier whose memory stands for that of a device: one thread of its own reads and writes it. At all other times the
+memory is PROT_NONE, so that code which touches it by itself ends this process with SIGSEGV."""
 
 from __future__ import annotations
 
