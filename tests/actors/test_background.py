@@ -218,6 +218,7 @@ def test_its_actors_come_back_although_no_process_watches_them(running: Running)
         for pid in before:
             os.kill(pid, signal.SIGKILL)
         eventually(lambda: client.store(tokens(2), kv(2)).blocks == 8)
+        eventually(lambda: [shard["state"] for shard in client.status()["shards"]] == ["up", "up"])
         assert not actors() & before
 
 
