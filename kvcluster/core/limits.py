@@ -50,7 +50,7 @@ LEASES_PER_HOLDER = 1_024
 """One lease per transfer and shard. A holder has up to TICKETS_PER_HOLDER transfers, each on a few shards."""
 
 TICKET_PAGES = 524_288
-"""Blocks and pages that tickets name, some 250 bytes each, of which a tenant alone may have half: those of 512 requests
+"""Blocks and pages that tickets name, some 150 bytes each, of which a tenant alone may have half: those of 512 requests
 of 512 blocks that are on their way at once. Beyond that loads get no ticket, and stores are refused."""
 
 HOLDERS = 8_192

@@ -42,7 +42,7 @@ from kvcluster.core.namespaces import CoordinatorNamespace
 from kvcluster.core.need_planner import NeedPlanner
 from kvcluster.core.placement import run_start
 from kvcluster.core.replicator import Replicator
-from kvcluster.core.tickets import IssuedTicket, Writing
+from kvcluster.core.tickets import IssuedTicket
 from kvcluster.core.tiering import Tiering
 
 _Fate: TypeAlias = tuple[Decision, ShardAddress | None, Miss | None]
@@ -120,7 +120,7 @@ class PrepareHandler:
         member = partial(place_run, tenant=space.tenant, host=m.host, page_bytes=page_bytes, purged=space.purged)
         placed = cache(_placed)  # so that blocks with one fate share one object, which is quick to compare
         place = cache(lambda run: placed(member(run) or self._why_nowhere(space)))
-        writes: list[Writing] = []
+        writes: list[BlockHash] = []
         fates = [self._decide(space, m, askings, at, place, writes) for at in range(len(m.hashes))]
         runs = [StoreRun(len(list(alike)), *fate) for fate, alike in groupby(fates)]
         for run in runs:
@@ -129,7 +129,8 @@ class PrepareHandler:
         if writes:
             expires_at = now + state.tickets.ttl_ns
             name, known = (space.tenant, m.attempt), self._known(space)
-            state.tickets.add(IssuedTicket(*name, space.id, grant, expires_at, writes=tuple(writes), known=known))
+            ticket = IssuedTicket(*name, space.id, grant, expires_at, writes=tuple(writes), places=m.parts, known=known)
+            state.tickets.add(ticket)
         return [Answer(request.call, grant)]
 
     def explain(self, request: Request[Explain], space: CoordinatorNamespace, now: int) -> list[Effect]:
@@ -172,7 +173,7 @@ class PrepareHandler:
         """Returns the reason why there is no record of this block."""
         if self._state.rebuilding:
             return _REBUILDING
-        if self._state.tickets.writing(space.id, block):
+        if self._state.tickets.writers.writing(space.id, block):
             return _BEING_WRITTEN
         return self._state.evicted.why(space.id, block, now) or _NEVER_SEEN
 
@@ -213,20 +214,20 @@ class PrepareHandler:
         askings: Sequence[NeedPlanner],
         at: int,
         place: Callable[[BlockHash], _Fate],
-        writes: list[Writing],
+        writes: list[BlockHash],
     ) -> _Fate:
-        """Returns the decision for one block of a store. Adds the pages that the attempt may write to `writes`."""
+        """Returns the decision for one block of a store. Adds it to `writes` if the attempt may write it."""
         block = m.hashes[at]
         record = space.index.get(block)
         if record is not None and all(asking.complete(record.copies) for asking in askings):
             return _COMMITTED
-        pages: list[Writing] = [(space.id, block, group, part) for group, part in m.parts]
-        if None not in map(self._state.tickets.writer, pages):
+        writer = self._state.tickets.writers.writer
+        if all(writer(space.id, block, place) is not None for place in m.parts):
             return _PENDING
         start = run_start(m.first + at, self._run_blocks) - m.first
         fate = place(m.run if start <= 0 else m.hashes[start])
         if fate[0] is Decision.WRITE:
-            writes += pages
+            writes.append(block)
         return fate
 
     def _why_nowhere(self, space: CoordinatorNamespace) -> Miss:

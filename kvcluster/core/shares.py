@@ -40,11 +40,15 @@ class Shares:
         return max(0, int(free * self._alone - held * (1 - self._alone)))
 
     def add(self, tenant: Tenant, amount: int = 1) -> None:
-        self._held[tenant] = self.held(tenant) + amount
-        self.total += amount
+        """Takes this amount, which may be 0."""
+        if amount:
+            self._held[tenant] = self.held(tenant) + amount
+            self.total += amount
 
     def remove(self, tenant: Tenant, amount: int = 1) -> None:
         """Gives back what `add` took."""
+        if not amount:
+            return
         left = self._held[tenant] - amount
         self.total -= amount
         if left:

@@ -12,20 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcluster.core import limits
-from kvcluster.core.groups import Part
 from kvcluster.core.holds import HeldBlocks
 from kvcluster.core.ids import Attempt, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import LoadGrant, StoreGrant
+from kvcluster.core.page_writers import PageWriters, Place
 from kvcluster.core.shares import HolderShares, Owner, Shares
 
-Writing = tuple[NamespaceId, BlockHash, int, Part]
 TicketName = tuple[Tenant, Attempt]
 """Attempts are drawn by workers, so one of a tenant names no ticket of another."""
 
 
 @dataclass(slots=True)
 class IssuedTicket:
-    """A promise. `hashes` are held (load), or `writes` are this attempt's to write (store).
+    """A promise. `hashes` are held (load), or the parts `places` of the blocks `writes` are this attempt's to write
+    (store).
 
     `known` is the state that the answer was based on: the answer may be repeated while that is unchanged.
     `block_bytes` is what each of `hashes` takes, unencoded.
@@ -37,7 +37,8 @@ class IssuedTicket:
     answer: LoadGrant | StoreGrant
     expires_at: int
     hashes: tuple[BlockHash, ...] = ()
-    writes: tuple[Writing, ...] = ()
+    writes: tuple[BlockHash, ...] = ()
+    places: tuple[Place, ...] = ()
     known: tuple[int, int] = (0, 0)
     block_bytes: int = 0
 
@@ -48,11 +49,11 @@ class IssuedTicket:
     @property
     def named(self) -> int:
         """How many blocks and pages it names."""
-        return len(self.hashes) + len(self.writes)
+        return len(self.hashes) + len(self.writes) * len(self.places)
 
 
 class TicketBook:
-    """Running tickets, in order of expiry, and the attempt that writes each page."""
+    """Running tickets, in order of expiry. `writers`: the attempt that may write each page."""
 
     def __init__(self, ttl_ns: int) -> None:
         self.ttl_ns = ttl_ns
@@ -60,8 +61,7 @@ class TicketBook:
         self._shares = HolderShares(limits.TICKETS_PER_HOLDER, limits.TICKETS)
         self._named = Shares(limits.TICKET_PAGES)
         self.holds = HeldBlocks()
-        self._writing: dict[Writing, Attempt] = {}
-        self._blocks_written: dict[tuple[NamespaceId, BlockHash], int] = {}
+        self.writers = PageWriters()
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -92,11 +92,7 @@ class TicketBook:
         self._shares.add((ticket.tenant, ticket.attempt.holder))
         self._named.add(ticket.tenant, ticket.named)
         self.holds.add(ticket.space, ticket.tenant, ticket.hashes, block_bytes=ticket.block_bytes)
-        for write in ticket.writes:
-            if write not in self._writing:  # the writer of another part may have been recorded for this page
-                block = write[:2]
-                self._blocks_written[block] = self._blocks_written.get(block, 0) + 1
-            self._writing[write] = ticket.attempt
+        self.writers.begin(ticket.space, ticket.writes, ticket.places, ticket.attempt)
 
     def renew(self, name: TicketName, now: int) -> IssuedTicket | None:
         """Restarts the time of a ticket and returns it; None if it has ended."""
@@ -113,9 +109,7 @@ class TicketBook:
         self._shares.remove((ticket.tenant, ticket.attempt.holder))
         self._named.remove(ticket.tenant, ticket.named)
         self.holds.remove(ticket.space, ticket.hashes)
-        for write in ticket.writes:
-            if self._writing.get(write) == ticket.attempt:
-                self.written(write)
+        self.writers.end(ticket.space, ticket.writes, ticket.attempt)
         return ticket
 
     def end_expired(self, now: int) -> list[IssuedTicket]:
@@ -135,24 +129,3 @@ class TicketBook:
         """Extends all tickets by the time for which this process was stalled, since it could not receive renewals."""
         for ticket in self._tickets.values():
             ticket.expires_at += late_ns
-
-    def writer(self, write: Writing) -> Attempt | None:
-        """Returns the attempt that may write this page now; None if there is none."""
-        return self._writing.get(write)
-
-    def writing(self, space: NamespaceId, block: BlockHash) -> bool:
-        """Whether any page of this block is being written."""
-        return (space, block) in self._blocks_written
-
-    def written(self, write: Writing) -> None:
-        """Forgets the writer of a page, because the page is READY or the writer has given up."""
-        if self._writing.pop(write, None) is None:
-            return
-        if not self._writing:  # a dict keeps its size
-            self._writing, self._blocks_written = {}, {}
-            return
-        left = self._blocks_written[write[:2]] - 1
-        if left:
-            self._blocks_written[write[:2]] = left
-        else:
-            del self._blocks_written[write[:2]]

@@ -1,28 +1,41 @@
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Sequence
+from itertools import product
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcluster.core import limits
-from kvcluster.core.ids import HASH_BYTES, Attempt, NamespaceId
+from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import LoadGrant, StoreGrant
-from kvcluster.core.tickets import IssuedTicket, TicketBook, TicketName, Writing
+from kvcluster.core.page_writers import Place
+from kvcluster.core.tickets import IssuedTicket, TicketBook, TicketName
 from tests.core.build import SPACE, WHOLE, attempt, block, chain, holder, owner, tenant
 
 TTL = 10
 OTHER_SPACE = NamespaceId(b"o" * HASH_BYTES)
-PAGES: list[Writing] = [
-    (space, block(number), group, WHOLE) for space in (SPACE, OTHER_SPACE) for number in range(2) for group in range(2)
-]
+BLOCKS = [block(number) for number in range(2)]
+PLACES: list[Place] = [(group, WHOLE) for group in range(2)]
+Page = tuple[NamespaceId, BlockHash, Place]
+PAGES: list[Page] = list(product((SPACE, OTHER_SPACE), BLOCKS, PLACES))
 
 
 def named(of: Attempt) -> TicketName:
     return tenant(of.holder[-1]), of
 
 
-def store(of: Attempt, *writes: Writing, expires_at: int = TTL) -> IssuedTicket:
-    return IssuedTicket(*named(of), SPACE, StoreGrant(()), expires_at, writes=writes)
+def store(
+    of: Attempt,
+    blocks: Sequence[BlockHash] = (),
+    places: Sequence[Place] = PLACES,
+    *,
+    space: NamespaceId = SPACE,
+    expires_at: int = TTL,
+) -> IssuedTicket:
+    return IssuedTicket(*named(of), space, StoreGrant(()), expires_at, writes=tuple(blocks), places=tuple(places))
 
 
 class TicketsAgainstTwoDicts(RuleBasedStateMachine):
@@ -36,7 +49,7 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
         self.book = TicketBook(TTL)
         self.tickets: dict[Attempt, IssuedTicket] = {}
         self.ends: dict[Attempt, int] = {}
-        self.writers: dict[Writing, Attempt] = {}
+        self.writers: dict[Page, Attempt] = {}
         self.now = 0
         self.counter = 0
 
@@ -52,16 +65,21 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
         del self.tickets[ended], self.ends[ended]
         self.writers = {page: writer for page, writer in self.writers.items() if writer != ended}
 
-    @rule(of=st.integers(0, 3), writes=st.lists(st.sampled_from(PAGES), max_size=4))
-    def add(self, of: int, writes: list[Writing]) -> None:
+    @rule(
+        of=st.integers(0, 3),
+        space=st.sampled_from([SPACE, OTHER_SPACE]),
+        blocks=st.lists(st.sampled_from(BLOCKS), max_size=3),
+        places=st.lists(st.sampled_from(PLACES), max_size=3),
+    )
+    def add(self, of: int, space: NamespaceId, blocks: list[BlockHash], places: list[Place]) -> None:
         if self.book.full(owner(of), 1):
             return
         self.counter += 1
-        ticket = store(attempt(self.counter, of), *writes, expires_at=self.now + TTL)
+        ticket = store(attempt(self.counter, of), blocks, places, space=space, expires_at=self.now + TTL)
         self.book.add(ticket)
         self.tickets[ticket.attempt] = ticket
         self.ends[ticket.attempt] = self.now + TTL
-        self.writers |= dict.fromkeys(writes, ticket.attempt)
+        self.writers |= dict.fromkeys(product((space,), blocks, places), ticket.attempt)
 
     @rule(data=st.data())
     def renew(self, data: st.DataObject) -> None:
@@ -78,8 +96,8 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
             self.forget(some)
 
     @rule(page=st.sampled_from(PAGES))
-    def page_is_written(self, page: Writing) -> None:
-        self.book.written(page)
+    def page_is_written(self, page: Page) -> None:
+        self.book.writers.written(*page)
         self.writers.pop(page, None)
 
     @rule(later=st.integers(0, TTL))
@@ -109,8 +127,8 @@ class TicketsAgainstTwoDicts(RuleBasedStateMachine):
     @invariant()
     def each_page_has_the_writer_that_was_told_last(self) -> None:
         for page in PAGES:
-            assert self.book.writer(page) == self.writers.get(page)
-            assert self.book.writing(page[0], page[1]) == any(other[:2] == page[:2] for other in self.writers)
+            assert self.book.writers.writer(*page) == self.writers.get(page)
+            assert self.book.writers.writing(*page[:2]) == any(other[:2] == page[:2] for other in self.writers)
 
     @invariant()
     def no_holder_has_more_than_its_share_and_no_more_come_than_may(self) -> None:
@@ -137,48 +155,48 @@ def test_a_repeated_prepare_finds_the_answer_of_its_first() -> None:
 
 def test_a_page_has_one_writer_until_that_ticket_ends() -> None:
     book = TicketBook(TTL)
-    book.add(store(attempt(1), PAGES[0], PAGES[1]))
-    assert book.writer(PAGES[0]) == attempt(1) and book.writer(PAGES[2]) is None
-    assert book.writing(SPACE, block(0)) and not book.writing(SPACE, block(1))
+    book.add(store(attempt(1), BLOCKS[:1]))
+    assert book.writers.writer(*PAGES[0]) == attempt(1) and book.writers.writer(*PAGES[2]) is None
+    assert book.writers.writing(SPACE, block(0)) and not book.writers.writing(SPACE, block(1))
     book.end(named(attempt(1)))
-    assert book.writer(PAGES[0]) is None and not book.writing(SPACE, block(0))
+    assert book.writers.writer(*PAGES[0]) is None and not book.writers.writing(SPACE, block(0))
 
 
 def test_a_block_is_being_written_until_the_last_of_its_pages_is() -> None:
     book = TicketBook(TTL)
-    book.add(store(attempt(1), PAGES[0], PAGES[1]))
-    book.written(PAGES[0])
-    assert book.writing(SPACE, block(0)) and book.writer(PAGES[0]) is None
-    book.written(PAGES[1])
-    assert not book.writing(SPACE, block(0))
+    book.add(store(attempt(1), BLOCKS[:1]))
+    book.writers.written(*PAGES[0])
+    assert book.writers.writing(SPACE, block(0)) and book.writers.writer(*PAGES[0]) is None
+    book.writers.written(*PAGES[1])
+    assert not book.writers.writing(SPACE, block(0))
 
 
 def test_writers_of_one_tenant_are_none_of_another() -> None:
     book = TicketBook(TTL)
-    book.add(store(attempt(1), PAGES[0]))
-    assert not book.writing(OTHER_SPACE, block(0))
+    book.add(store(attempt(1), BLOCKS[:1], PLACES[:1]))
+    assert not book.writers.writing(OTHER_SPACE, block(0))
 
 
 def test_the_end_of_an_old_ticket_takes_nothing_from_the_writer_that_came_after_it() -> None:
     book = TicketBook(TTL)
-    book.add(store(attempt(1), PAGES[0], PAGES[1]))
-    book.add(store(attempt(2), PAGES[1]))
+    book.add(store(attempt(1), BLOCKS[:1]))
+    book.add(store(attempt(2), BLOCKS[:1], PLACES[1:]))
     book.end(named(attempt(1)))
-    assert book.writer(PAGES[0]) is None and book.writer(PAGES[1]) == attempt(2)
-    assert book.writing(SPACE, block(0))
+    assert book.writers.writer(*PAGES[0]) is None and book.writers.writer(*PAGES[1]) == attempt(2)
+    assert book.writers.writing(SPACE, block(0))
 
 
 def test_an_expired_ticket_lets_others_write() -> None:
     book = TicketBook(TTL)
-    book.add(store(attempt(1), PAGES[0]))
-    assert book.end_expired(TTL - 1) == [] and book.writer(PAGES[0]) == attempt(1)
+    book.add(store(attempt(1), BLOCKS[:1], PLACES[:1]))
+    assert book.end_expired(TTL - 1) == [] and book.writers.writer(*PAGES[0]) == attempt(1)
     assert [ticket.attempt for ticket in book.end_expired(TTL)] == [attempt(1)]
-    assert book.writer(PAGES[0]) is None and book.next_expiry is None
+    assert book.writers.writer(*PAGES[0]) is None and book.next_expiry is None
 
 
 def test_renewal_begins_the_time_again_and_comes_too_late_after_the_end() -> None:
     book = TicketBook(TTL)
-    book.add(store(attempt(1), PAGES[0]))
+    book.add(store(attempt(1), BLOCKS[:1], PLACES[:1]))
     assert book.renew(named(attempt(1)), TTL - 1) is not None
     assert book.end_expired(2 * TTL - 2) == []
     assert len(book.end_expired(2 * TTL - 1)) == 1
@@ -208,7 +226,7 @@ def test_tickets_name_a_bounded_number_of_pages_of_which_a_tenant_alone_has_half
 ) -> None:
     monkeypatch.setattr(limits, "TICKET_PAGES", 8)
     book = TicketBook(TTL)
-    book.add(store(attempt(1), *((SPACE, block(number), 0, WHOLE) for number in range(3))))
+    book.add(store(attempt(1), chain(3), PLACES[:1]))
     assert not book.full(owner(0), 1) and book.full(owner(0), 2)
     assert not book.full(owner(1), 2), "a share for another tenant"
     book.end(named(attempt(1)))
@@ -219,5 +237,19 @@ def test_tickets_that_run_out_together_end_in_several_steps(monkeypatch: pytest.
     monkeypatch.setattr(limits, "PAGES_PER_CALL", 3)
     book = TicketBook(TTL)
     for counter in range(3):
-        book.add(store(attempt(counter), (SPACE, block(counter), 0, WHOLE)))
+        book.add(store(attempt(counter), [block(counter)], PLACES[:1]))
     assert [len(book.end_expired(TTL)) for _ in range(3)] == [2, 1, 0]
+
+
+def test_what_a_store_may_write_takes_under_160_bytes_a_page_with_its_hash() -> None:
+    book, pages = TicketBook(TTL), 20_000
+    tracemalloc.start()
+    try:
+        for counter in range(pages // 200):
+            hashes = [BlockHash(counter.to_bytes(16, "big") + at.to_bytes(16, "big")) for at in range(200)]
+            book.add(store(attempt(counter), hashes, PLACES[:1]))
+        assert tracemalloc.get_traced_memory()[0] < 160 * pages
+    finally:
+        tracemalloc.stop()
+    for counter in range(pages // 200):
+        book.end(named(attempt(counter)))

@@ -17,6 +17,7 @@ from kvcluster.core.messages import Persist, Tick
 from kvcluster.core.namespaces import NamespaceTable
 from kvcluster.core.order_executor import OrderExecutor
 from kvcluster.core.order_stream import OrderStream
+from kvcluster.core.page_writers import PageWriters
 from kvcluster.core.prepare_handler import PrepareHandler
 from kvcluster.core.record_sweeper import RecordSweeper
 from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable
@@ -24,7 +25,6 @@ from kvcluster.core.replicator import Replicator
 from kvcluster.core.report_handler import ReportHandler
 from kvcluster.core.report_stream import ReportCursor
 from kvcluster.core.tenant_floors import TenantFloors
-from kvcluster.core.tickets import TicketBook
 from kvcluster.core.tiering import Tiering
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.eviction.lru import DEPTH_BITS, LRU
@@ -153,8 +153,8 @@ def repeat_treated_as_new(original: Any, self: PrepareHandler, attempt: Any, spa
         self._release(ticket)
 
 
-@planted(TicketBook, "written")
-def writer_not_forgotten(original: Any, self: TicketBook, write: Any) -> None:
+@planted(PageWriters, "_keep")
+def writer_not_forgotten(original: Any, self: PageWriters, space: Any, block: Any, writers: Any) -> None:
     """The writer of a page is remembered though it has written it, or given up."""
 
 
