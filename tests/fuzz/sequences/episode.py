@@ -417,8 +417,34 @@ class Episode:
     # -------------------------------------------------------------------------------------------- bookkeeping
 
     def versions(self, text: Text, depth: int) -> list[torch.Tensor]:
-        """Returns the values, `[layers, 2, block_tokens, heads, dim]`, that blocks have under the name of this one."""
-        return self.published[text.under[depth]].versions if depth < len(text.under) else []
+        """Returns the values, `[layers, 2, block_tokens, heads, dim]`, that blocks have under the name of this one, or
+        had when it had one."""
+        if depth < len(text.under):
+            return self.published[text.under[depth]].versions
+        return text.others.get(depth, [])
+
+    def lose_names(self, text: Text, depth: int) -> None:
+        """Blocks from this depth on are about to lose their names: they may go on to hold what is known under these."""
+        for at in range(depth, len(text.under)):
+            first = at * self.block
+            own = text.kv[:, :, first : first + self.block]
+            others = [version for version in self.versions(text, at) if not torch.equal(version, own)]
+            if others:
+                text.others[at] = others
+
+    def know_end(self, live: Live) -> None:
+        """Reads what is left of a block that was cut, if it may be another version: it may soon have a name again.
+        Closes the sequence if there is no room to read it."""
+        text = live.text
+        depth = text.length // self.block
+        if depth not in text.others:
+            return
+        first = depth * self.block
+        if all(self.read(live, layer, first, text.length - first) for layer in range(self.profile.layers)):
+            text.others.pop(depth, None)
+        else:
+            self.forget(live)
+            self.attempt("close", f"{live.name}.close()", live.sequence.close)
 
     def may_publish(self, text: Text) -> None:
         """The step is about to be advanced under its ids: blocks that it makes full may be read by others at once."""

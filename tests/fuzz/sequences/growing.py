@@ -498,6 +498,7 @@ def verb_of_batch(ep: Episode, rng: Random) -> None:
         )
         for row, start, each in zip(rows, starts, values, strict=True):
             if done and each.shape[1]:
+                ep.lose_names(row.text, start // ep.block)
                 row.text.write(layer, start, each)
     elif verb in ("truncate", "reset"):
         cuts = starts if verb == "truncate" else [0] * len(rows)
@@ -509,6 +510,7 @@ def verb_of_batch(ep: Episode, rng: Random) -> None:
         )
         for row, to in zip(rows, cuts, strict=True):
             if done:
+                ep.lose_names(row.text, to // ep.block)
                 row.text.truncate(to)
     elif verb == "fork":
         if len(ep.live) + len(rows) > MOST_OPEN + 2:
@@ -541,6 +543,8 @@ def verb_of_batch(ep: Episode, rng: Random) -> None:
         done, result = ep.attempt("batch.flush", f"{name}.flush()", batch.flush)
     for row in rows:
         ep.check_numbers(row) if done else ep.unchanged(row, rng)
+    for row in rows:
+        ep.know_end(row)
 
 
 @operation(5)

@@ -56,6 +56,8 @@ def _wrong_block(ep: Episode, text: Text, layer: int, start: int, found: Tensor)
             ep.tally.events["another version read"] += 1
             for each in range(len(version)) if is_it else (layer,):  # a page has all layers of one version
                 text.take(each, start, version[each, :, within] if is_it else found)
+            if is_it and found.shape[1] == ep.block:
+                text.others.pop(depth, None)
             return ""
     return wrong
 
@@ -97,7 +99,7 @@ class Readings:
         self._own = text.layer(layer)
         self._others: list[tuple[slice, list[Tensor]]] = []
         self.all, count = True, 1
-        for depth in range(len(text.under)):
+        for depth in sorted({*range(len(text.under)), *text.others}):
             at = slice(depth * ep.block, (depth + 1) * ep.block)
             if at.start in text.dropped:
                 continue

@@ -83,6 +83,7 @@ class Text:
     encoded since their values were last read are `doubtful`, each number to within `bound`. `encoded` ones are encoded
     now, and will not be once more. Tokens from `lossy_from` on were appended after attention has read encoded ones.
     `under` are the blocks that have a name which others may have made, too: the name of the last token of each.
+    `others` are the values, beside those of `kv`, that blocks may hold since they had such a name, by depth.
     """
 
     origin: int
@@ -109,6 +110,7 @@ class Text:
     exact: bool = True  # nothing of it was ever encoded or computed from what was
     windows: bool = False  # its policy was changed
     under: list[int] = field(default_factory=list)
+    others: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -120,6 +122,7 @@ class Text:
 
     def fork(self) -> Text:
         child = replace(self, ids=self.ids[:], names=self.names[:], under=self.under[:], step=None, reserved=0, held=0)
+        child.others = dict(self.others)
         if self.doubtful is not None:
             assert self.bound is not None and self.encoded is not None
             child.doubtful, child.bound = self.doubtful.clone(), self.bound.clone()
@@ -160,6 +163,7 @@ class Text:
     def truncate(self, tokens: int) -> None:
         self.kv = self.kv[:, :, :tokens]
         del self.ids[tokens:], self.names[tokens:], self.under[tokens // self.block :]
+        self.others = {depth: each for depth, each in self.others.items() if depth * self.block < tokens}
         self.pure, self.public = min(self.pure, tokens), min(self.public, tokens)
         if tokens <= self.dropped.start:
             self.dropped = range(0)
@@ -174,8 +178,14 @@ class Text:
         self.step, self.reserved, self.held = None, 0, 0
 
     def write(self, layer: int, position: int, values: Tensor) -> None:
-        self.kv = self.kv.clone()
-        self.kv[layer, :, position : position + values.shape[1]] = values
+        self.take(layer, position, values)
+        for depth, versions in self.others.items():
+            first = depth * self.block
+            start, stop = max(first, position), min(first + self.block, position + values.shape[1])
+            if start < stop:
+                self.others[depth] = versions = [version.clone() for version in versions]
+                for version in versions:
+                    version[layer, :, start - first : stop - first] = values[:, start - position : stop - position]
         del self.under[position // self.block :]
         self.pure, self.public = min(self.pure, position), min(self.public, position // self.block * self.block)
         self.raw_blocks = min(self.raw_blocks, position // self.block)

@@ -136,8 +136,10 @@ def cut_to(ep: Episode, rng: Random, live: Live, to: int) -> None:
         must=CallerError if within else None,
     )
     if done:
+        ep.lose_names(text, to // ep.block)
         text.truncate(to)
         ep.check_numbers(live)
+        ep.know_end(live)
     else:
         ep.unchanged(live, rng)
 
@@ -183,6 +185,7 @@ def overwrite(ep: Episode, rng: Random, live: Live, first: int, stop: int) -> No
             ep.unchanged(live, rng)
             return
         if stop > first:
+            ep.lose_names(text, first // ep.block)
             text.write(layer, first, values)
     ep.check_numbers(live)
 
