@@ -140,7 +140,7 @@ def test_what_lies_on_a_shard_that_has_ended_is_asked_for_elsewhere_in_several_m
         client.store(prompt(blocks), kv(blocks))
         client.flush()
         client.pin(prompt(blocks), 60, replicas=2)
-        cluster.wait_until(lambda: all(len(host.core.pool) == blocks for host in cluster.shards.values()))
+        cluster.wait_until(lambda: all(sum(1 for _ in host.core.pool.ready()) == blocks for host in cluster.shards.values()))
         client.flush()
         with client.prepare_load(client.hashes(prompt(blocks))) as ticket:
             (named,) = {source.shard.shard for run in ticket.body.runs for source in run.plan[0] or ()}

@@ -584,6 +584,7 @@ def test_with_two_replicas_a_lost_shard_is_not_noticed(start: Start) -> None:
             return sum(host.core.info().pages for host in cluster.shards.values()) >= 2 * len(tokens) // BLOCK
 
         cluster.wait_until(copied, 60.0)
+        assert writer.client.flush()
         one = reader.open(first, tokens)
         one.check(ShipAbsent())
         shard = reader.wire.attends[0][0]
