@@ -581,7 +581,8 @@ def test_with_two_replicas_a_lost_shard_is_not_noticed(start: Start) -> None:
         assert writer.client.pin(tokens, 600.0, replicas=2).tokens == len(tokens)
 
         def copied() -> bool:
-            return sum(host.core.info().pages for host in cluster.shards.values()) >= 2 * len(tokens) // BLOCK
+            ready = sum(1 for host in cluster.shards.values() for _ in host.core.pool.ready())
+            return ready >= 2 * len(tokens) // BLOCK
 
         cluster.wait_until(copied, 60.0)
         assert writer.client.flush()
