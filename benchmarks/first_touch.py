@@ -136,7 +136,7 @@ def main() -> None:
         print(json.dumps(child(asked.child[0], int(asked.child[1]))))
         return
     found: dict[str, dict[str, list[float]]] = {pages: defaultdict(list) for pages in asked.pages}
-    with kvcluster.local(device_bytes=asked.pool) as cluster:
+    with kvcluster.local(ram_bytes=asked.pool) as cluster:
         for number in range(asked.rounds):
             for pages in asked.pages:
                 progress(f"round {number + 1} of {asked.rounds}: pages of {pages}")

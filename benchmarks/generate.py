@@ -5,7 +5,7 @@
 Each run is a process of its own with one thread, and a random Llama in float32. "in memory" is `model.generate`; the
 others are `generate(offload=True)` over a cluster of two shards in other processes, with `--times` less resident memory
 than the KV of the context takes: streamed over tcp, or borrowed from shared memory, with shards that keep pages raw or,
-below a small device tier, in q8 or q4; or over tcp as the planner chooses, which may attend at the shards. It prints
+below a small RAM tier, in q8 or q4; or over tcp as the planner chooses, which may attend at the shards. It prints
 how far each process's own memory grew above what it had after a warm-up of the same kind, at most, prefill included;
 the seconds to the first token, and the median of the others; how many of the new ids are those in memory; and the
 greatest difference of their logits, as a part of the greatest logit, up to the first id that differs.
@@ -188,7 +188,7 @@ def measure(run: Run, spec: kvcluster.KVSpec, options: argparse.Namespace) -> Ou
         config["coordinator"] = {"host_codec": run.codec, "hold_ms": 0, **EAGER}
     device = room if run.codec == "raw" else room // 4
     host = 0 if run.codec == "raw" else room
-    with kvcluster.local(shards=2, device_bytes=device, host_bytes=host, config=config) as cluster:
+    with kvcluster.local(shards=2, ram_bytes=device, host_bytes=host, config=config) as cluster:
         return measured(run, cluster.address, spec, options)
 
 

@@ -201,8 +201,8 @@ class Children(NamedTuple):
 def running(options: argparse.Namespace) -> Iterator[Children]:
     """Starts a shard, the loading process, those that attend, and those that burn."""
     children: list[Child] = []
-    device_bytes = (PAGES + 2 * options.tokens // BLOCK_TOKENS) * PAGE_BYTES * 2
-    with kvcluster.local(shards=1, device_bytes=device_bytes) as cluster:
+    ram_bytes = (PAGES + 2 * options.tokens // BLOCK_TOKENS) * PAGE_BYTES * 2
+    with kvcluster.local(shards=1, ram_bytes=ram_bytes) as cluster:
         try:
             children += [Child("attend", cluster.address, "tcp", at + 1, options.tokens) for at in range(2)]
             children += [Child("burn", cluster.address, "tcp") for _ in range(2)]

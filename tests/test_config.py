@@ -29,12 +29,12 @@ def test_nothing_given_is_the_defaults_and_they_pass_the_checks() -> None:
 
 
 def test_a_file_sets_what_it_names_and_nothing_else(tmp_path: Path) -> None:
-    path = written(tmp_path, 'shards = 3\n[shard]\ndevice_bytes = "2 GiB"\n[coordinator]\nlow_free = 0\n')
+    path = written(tmp_path, 'shards = 3\n[shard]\nram_bytes = "2 GiB"\n[coordinator]\nlow_free = 0\n')
     loaded = config.load(path)
-    assert (loaded.shards, loaded.shard.device_bytes, loaded.coordinator.low_free) == (3, 2**31, 0.0)
+    assert (loaded.shards, loaded.shard.ram_bytes, loaded.coordinator.low_free) == (3, 2**31, 0.0)
     assert isinstance(loaded.coordinator.low_free, float)
     assert loaded.client == Config().client
-    assert dataclasses.replace(loaded.shard, device_bytes=2**30) == Config().shard
+    assert dataclasses.replace(loaded.shard, ram_bytes=2**30) == Config().shard
     assert config.load(str(path)) == loaded
 
 
@@ -64,7 +64,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"shard": {"device_byte": 1}}, r"unknown setting shard\.device_byte; known here: device_bytes, host_bytes"),
+        ({"shard": {"ram_byte": 1}}, r"unknown setting shard\.ram_byte; known here: ram_bytes, host_bytes"),
         ({"lease_ttl_ms": 1}, "unknown setting lease_ttl_ms; known here: name, shards, volume_wait_ms"),
         ({"client": {"deadline": 1}}, r"unknown setting client\.deadline"),
     ],
@@ -91,8 +91,8 @@ def test_an_unknown_setting_is_refused_by_name(values: dict[str, Any], named: st
             r"client\.transports must be a list of texts, such as \['shm'",
         ),
         ({"client": {"transports": [1]}}, r"client\.transports must be a list of texts"),
-        ({"shard": {"device_bytes": "much"}}, r"shard\.device_bytes: 'much' is no size"),
-        ({"shard": {"device_bytes": True}}, r"shard\.device_bytes: True is no size"),
+        ({"shard": {"ram_bytes": "much"}}, r"shard\.ram_bytes: 'much' is no size"),
+        ({"shard": {"ram_bytes": True}}, r"shard\.ram_bytes: True is no size"),
     ],
 )
 def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], named: str) -> None:
@@ -165,7 +165,7 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("coordinator", "q4_error_budget", float("inf"), "coordinator.q4_error_budget must be a number of at least 0"),
         ("coordinator", "q4_error_budget", float("nan"), "coordinator.q4_error_budget must be a number of at least 0"),
         ("coordinator", "hold_ms", -1, "coordinator.hold_ms must not be negative"),
-        ("shard", "device_bytes", 4_095, "shard.device_bytes must be at least 4KiB"),
+        ("shard", "ram_bytes", 4_095, "shard.ram_bytes must be at least 4KiB"),
         ("shard", "disk_bytes", "1GiB", "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"),
         (
             "shard",
@@ -242,7 +242,7 @@ def test_a_disk_tier_that_cannot_be_is_refused_with_what_it_lacks(changed: dict[
         ("coordinator", "run_blocks", 8_192),
         ("coordinator", "hold_ms", 0),
         ("client", "deadline_ms", 1),
-        ("shard", "device_bytes", 4_096),
+        ("shard", "ram_bytes", 4_096),
         ("shard", "lease_ttl_ms", 100),
         ("shard", "report_interval_ms", 2_499),
         ("client", "store_wait_ms", 0),
@@ -321,7 +321,7 @@ def test_what_is_no_size_is_refused_by_name(text: Any) -> None:
 
 
 def test_without_groups_all_shards_are_one_group() -> None:
-    loaded = config.load(overrides={"shards": 3, "shard": {"device_bytes": "64MiB"}})
+    loaded = config.load(overrides={"shards": 3, "shard": {"ram_bytes": "64MiB"}})
     assert list(loaded.shard_groups) == ["shard"]
     group = loaded.shard_groups["shard"]
     assert (group.shards, group.per_node, group.shard) == (3, False, loaded.shard)
@@ -336,10 +336,10 @@ def test_how_many_shards_there_are_in_all_is_known_unless_nodes_bring_their_own(
 
 
 def test_a_group_has_the_settings_of_all_shards_but_for_its_own() -> None:
-    gpu = {"per_node": True, "resources": {"kvcluster_gpu": 1}, "shard": {"device_bytes": "2GiB"}}
-    shard = {"lease_ttl_ms": 500, "device_bytes": "1GiB"}
+    gpu = {"per_node": True, "resources": {"kvcluster_gpu": 1}, "shard": {"ram_bytes": "2GiB"}}
+    shard = {"lease_ttl_ms": 500, "ram_bytes": "1GiB"}
     loaded = config.load(overrides={"shard": shard, "groups": {"gpu": gpu, "cpu": {"shards": 2}}})
-    assert loaded.of_group("gpu").shard == dataclasses.replace(loaded.shard, device_bytes=2**31)
+    assert loaded.of_group("gpu").shard == dataclasses.replace(loaded.shard, ram_bytes=2**31)
     assert loaded.shard_groups["cpu"].shard == loaded.shard
     assert loaded.shard_groups["gpu"].resources == {"kvcluster_gpu": 1.0}
     assert loaded.shard_groups["cpu"].resources == {config.SHARD_RESOURCE: 1.0}

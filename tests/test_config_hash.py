@@ -15,7 +15,7 @@ def test_the_same_settings_have_the_same_hash_wherever_they_come_from() -> None:
 
 
 def test_each_setting_changes_the_hash() -> None:
-    changed = [{"shards": 7}, {"shard": {"device_bytes": 2**31}}, {"server": {"transports": ["grpc"]}}]
+    changed = [{"shards": 7}, {"shard": {"ram_bytes": 2**31}}, {"server": {"transports": ["grpc"]}}]
     assert len({config_hash(load(overrides=settings)) for settings in [{}, *changed]}) == 1 + len(changed)
 
 

@@ -105,7 +105,7 @@ def examples(name: str) -> list[str]:
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names that examples use, over a cluster within this process."""
     config = {"client": {"resident_bytes": "16MiB"}}
-    with MemoryCluster(device_bytes="4MiB", config=config) as cluster, ExitStack() as stack:
+    with MemoryCluster(ram_bytes="4MiB", config=config) as cluster, ExitStack() as stack:
 
         def connect(address: str, spec: kvcluster.KVSpec, **settings: Any) -> Client:
             assert (address, spec) == ("127.0.0.1:7070", SPEC)

@@ -194,7 +194,7 @@ def test_a_path_that_is_none_is_refused(value: Any) -> None:
         kvcluster.local(ray=False, disk_bytes="1MiB", host_bytes="1MiB", disk_dir=value or 7)
 
 
-@pytest.mark.parametrize("argument", ["shards", "device_bytes", "host_bytes", "disk_bytes", "port", "ray"])
+@pytest.mark.parametrize("argument", ["shards", "ram_bytes", "host_bytes", "disk_bytes", "port", "ray"])
 @settings(max_examples=15)
 @given(value=anything.filter(lambda value: not isinstance(value, (int, str))))
 def test_a_local_cluster_names_the_argument_that_is_wrong(argument: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from kvcluster.config import CODECS, LOG_FORMATS, LOSSES, TRANSPORTS, Config, ShardConfig
+from kvcluster.config import CODECS, LOG_FORMATS, LOSSES, TRANSPORTS, Config, ShardConfig, old_names
 from kvcluster.config.sections import OF
 from kvcluster.eviction import POLICIES
 
@@ -138,7 +138,8 @@ def schema(values: Mapping[str, Any]) -> Schema:
 
 def settings(kind: type[Any], prefix: str = "") -> Schema:
     """Returns the schema of a section of the configuration."""
-    return _closed({each.name: _setting(each, prefix) for each in fields(kind)})
+    named = {each.name: _setting(each, prefix) for each in fields(kind)}
+    return _closed(named | {old: named[new] for old, new in old_names.SETTINGS.items() if new in named})
 
 
 def text(values: Path = CHART / "values.yaml") -> str:

@@ -66,7 +66,7 @@ def main() -> None:
     sys.setprofile(rooms)
     prompt, values = list(range(BLOCKS * SPEC.block_tokens)), torch.randn(BLOCKS, 4, 2, 16, 2, 64).half()
     out = torch.empty_like(values)
-    with MemoryCluster(device_bytes="16MiB", config={"shard": {"scrub_bytes": 0}}) as cluster:
+    with MemoryCluster(ram_bytes="16MiB", config={"shard": {"scrub_bytes": 0}}) as cluster:
         client = cluster.client(SPEC)
         client.store(prompt, values)
         client.flush()

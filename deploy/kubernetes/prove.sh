@@ -366,14 +366,14 @@ upgrades() {
   second=$(uid_of pod "${shards##* }")
   of_head=$(uid_of pod "$head")
   before=$(hits)
-  with_release upgrade --set "config.shard.device_bytes=$upgraded_bytes"
+  with_release upgrade --set "config.shard.ram_bytes=$upgraded_bytes"
   roll_out
   for each in "${shards%% *}=$first" "${shards##* }=$second"; do
     [[ $(uid_of pod "${each%=*}") != "${each#*=}" ]] || fail "${each%=*} was not replaced"
   done
   [[ $(uid_of pod "$head") = "$of_head" ]] || fail "the head was replaced, too"
   ratio=$(kept "$before")
-  note "device tier 64MiB to $upgraded_bytes: $ratio"
+  note "RAM tier 64MiB to $upgraded_bytes: $ratio"
 }
 
 uninstalls() {

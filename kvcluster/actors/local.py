@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from hashlib import sha256
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 from kvcluster.actors.node_memory import check_pools_in_process
 from kvcluster.client import Client, connect
 from kvcluster.client.unpicklable import Unpicklable
-from kvcluster.config import Config, load
+from kvcluster.config import Config, load, old_names
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ConfigError
@@ -43,7 +44,7 @@ class LocalCluster(Unpicklable):
     """A running embedded cluster. Made by `kvcluster.local`; a context manager. Other processes of this machine connect
     to `address`, unless it was started with `ray=False`.
 
-        cluster = kvcluster.local(shards=2, device_bytes="64MiB")
+        cluster = kvcluster.local(shards=2, ram_bytes="64MiB")
         client = cluster.client(spec)
         cluster.close()
 
@@ -109,17 +110,18 @@ def local(
     *,
     ray: bool = True,
     shards: int = 1,
-    device_bytes: str | int = "1GiB",
+    ram_bytes: str | int = "1GiB",
     host_bytes: str | int = 0,
     disk_bytes: str | int = 0,
     disk_dir: str | Path = "",
     port: int = 0,
     config: Mapping[str, Any] | None = None,
+    device_bytes: str | int | None = None,
 ) -> LocalCluster:
-    """Starts an embedded cluster: a coordinator, and `shards` shards, each with `device_bytes` of memory, `host_bytes`
+    """Starts an embedded cluster: a coordinator, and `shards` shards, each with `ram_bytes` of memory, `host_bytes`
     below that for encoded pages, and `disk_bytes` of files in `disk_dir` below that, which outlive the cluster.
 
-        with kvcluster.local(ray=False, device_bytes="64MiB") as cluster:
+        with kvcluster.local(ray=False, ram_bytes="64MiB") as cluster:
             client = cluster.client(spec)
 
     For one process, `ray=False`: the cluster runs on threads of this process, starts in a moment, and needs no extra;
@@ -134,15 +136,20 @@ def local(
     within `shard.stop_ms`. With `ray=True` it uses the Ray that this process is connected to, if there is one;
     otherwise it starts one, which ends with the last cluster that uses it.
 
+    `device_bytes` is the old name of `ram_bytes`, until release 0.4.
+
     Raises ConfigError if a setting cannot be used, and KVClusterError if `ray` is True and the extra `cluster` is not
     installed.
     """
     _check_types(ray, disk_dir, config)
     # One Ray can hold many. One with a disk tier has the same name again, by which it knows its volumes.
     mark = sha256(os.fsencode(Path(disk_dir).absolute())).hexdigest()[:8] if disk_dir else secrets.token_hex(4)
-    below = {"name": f"local-{mark}", **(config or {})}
+    below = {"name": f"local-{mark}", **old_names.renamed(config or {})}
     below["shards"] = shards
-    tiers = {"device_bytes": device_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+    if device_bytes is not None:
+        warnings.warn("device_bytes is called ram_bytes now", DeprecationWarning, stacklevel=2)
+        ram_bytes = device_bytes
+    tiers = {"ram_bytes": ram_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
     below["shard"] = {**below.get("shard", {}), **tiers, "disk_dir": str(Path(disk_dir).absolute()) if disk_dir else ""}
     below["server"] = {"port": port, **below.get("server", {})}
     settings = load(overrides=below)

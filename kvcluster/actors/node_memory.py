@@ -44,7 +44,7 @@ def check_fits_beside(config: Config, taken: int, room: int) -> None:
     if taken + pools > room:
         raise ConfigError(
             f"{size_text(pools, 4)} of pools do not fit beside the clusters that this process runs already, which have "
-            f"{size_text(taken, 4)} of the {size_text(room, 4)} for pools: close one, or give smaller device_bytes and "
+            f"{size_text(taken, 4)} of the {size_text(room, 4)} for pools: close one, or give smaller ram_bytes and "
             "host_bytes"
         )
 
@@ -57,7 +57,7 @@ def check_pools_in_process(config: Config, limit: int | None = None) -> None:
     if pools > room:
         raise ConfigError(
             f"{size_text(pools, 4)} of pools do not fit into this process: of the {size_text(limit, 4)} that this "
-            f"machine or container has, {size_text(room, 4)} are for pools. Give fewer shards, or smaller device_bytes "
+            f"machine or container has, {size_text(room, 4)} are for pools. Give fewer shards, or smaller ram_bytes "
             "and host_bytes"
         )
 
@@ -73,6 +73,6 @@ def checked_bytes_for_pools(config: Config, limit: int | None = None) -> int:
         raise ConfigError(
             f"{shards} shard(s) with {size_text(pools, 4)} of pools in all do not fit: of the {size_text(limit, 4)} "
             f"that this machine or container has, {size_text(room, 4)} are for pools (all but a tenth, less what the "
-            "processes take). Give fewer shards, or smaller device_bytes and host_bytes"
+            "processes take). Give fewer shards, or smaller ram_bytes and host_bytes"
         )
     return room

@@ -141,7 +141,7 @@ class ShardActor:
         if self._metrics is not None:
             allowed = port_text(shard_metrics_ports(config.metrics.port))
             ports.append(ListeningPort("metrics", self._metrics.port, allowed))
-        pools = config.shard.device_bytes + config.shard.host_bytes
+        pools = config.shard.ram_bytes + config.shard.host_bytes
         return ProcessFacts(pools, memory_limit_bytes(), tuple(ports))
 
     def _save_and_end(self) -> None:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from kvcluster.cli.command_parser import OldOption
 from kvcluster.cli.coordinator_args import DEFAULT_PORT
 from kvcluster.cli.status import StatusExit
 from kvcluster.config import SHARD_RESOURCE, Config, load, size
@@ -19,9 +20,9 @@ _UP = """
 Starts a cluster in the background and returns: Ray on loopback, a coordinator and the shards. `kvcluster down` stops
 it. If it runs already, `up` starts the shards that are missing, such as one that was drained, and changes nothing else.
 
-Each shard has up to three tiers, and takes the memory of the first two at once. Pages are stored in the device tier;
-the coldest go down to the next tier instead of away. The device tier is named after what it is on a GPU: in this
-release it is RAM, on every machine.
+Each shard has up to three tiers, and takes the memory of the first two at once. Pages are stored in the RAM tier;
+the coldest go down to the next tier instead of away. This release keeps no pages on a GPU, also where a machine has
+one.
 
 exit status:
   0  up, as configured
@@ -78,8 +79,8 @@ def _add_up(commands: Any) -> None:
         help="start a cluster that keeps running",
         description=_UP,
         examples=[
-            "kvcluster up --shards 2 --device-bytes 1GiB",
-            "kvcluster up --device-bytes 1GiB --host-bytes 4GiB --disk-bytes 100GiB \\\n      --disk-dir /mnt/nvme/kv",
+            "kvcluster up --shards 2 --ram-bytes 1GiB",
+            "kvcluster up --ram-bytes 1GiB --host-bytes 4GiB --disk-bytes 100GiB \\\n      --disk-dir /mnt/nvme/kv",
             "kvcluster up --foreground --config cluster.toml  # several hosts, systemd",
         ],
     )
@@ -99,10 +100,11 @@ def _add_up(commands: Any) -> None:
 def _add_tiers(up: Any) -> None:
     up.add_argument("--shards", type=int, metavar="N", help="number of shards (default 1)")
     up.add_argument(
-        "--device-bytes",
+        "--ram-bytes",
         metavar="SIZE",
-        help="RAM of each shard for pages as engines store them, the device tier, such as 1GiB (default 1GiB)",
+        help="RAM of each shard for pages as engines store them, such as 1GiB (default 1GiB)",
     )
+    up.add_argument("--device-bytes", dest="ram_bytes", action=OldOption, now="--ram-bytes", help=argparse.SUPPRESS)
     up.add_argument(
         "--host-bytes",
         metavar="SIZE",
@@ -270,7 +272,7 @@ def _settings(options: argparse.Namespace) -> Config:
     given = {name: value for name, value in vars(options).items() if value is not None}
     settings: dict[str, Any] = {
         "server": {name: given[name] for name in ("port", "host", "token_file", "insecure") if name in given},
-        "shard": {name: given[name] for name in ("device_bytes", "host_bytes", "disk_bytes") if name in given},
+        "shard": {name: given[name] for name in ("ram_bytes", "host_bytes", "disk_bytes") if name in given},
     }
     if "shards" in given:
         settings["shards"] = given["shards"]

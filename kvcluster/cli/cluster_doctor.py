@@ -220,7 +220,7 @@ def _memory(living: Sequence[Mapping[str, Any]], found: Mapping[Any, Findings]) 
             names = ", ".join(s["shard"] for s in shards)
             share = f"{size_text(pools, 4)} of {size_text(limit, 4)} of memory"
             what = f"the pools of {names} on {name_of(shards[0]['host'])} take {share}"
-            advice = "lower shard.device_bytes or host_bytes: a machine that runs out of memory kills a process"
+            advice = "lower shard.ram_bytes or host_bytes: a machine that runs out of memory kills a process"
             problems.append(_problem(what, advice, severe=False))
     return problems
 

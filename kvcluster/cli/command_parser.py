@@ -12,6 +12,8 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from kvcluster.config import old_names
+
 _INDENT = "  "
 _INSTEAD = {
     "restart": "; `kvcluster down` and then `kvcluster up` start it anew",
@@ -19,6 +21,24 @@ _INSTEAD = {
     "stop": "; did you mean 'down'?",
 }
 """What to do in place of commands of other programs, to follow other words."""
+
+
+class OldOption(argparse.Action):
+    """An option by the name that it had up to release 0.2: sets the same value, and warns. `now`: its name of today."""
+
+    def __init__(self, *, now: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._now = now
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        old_names.warn(str(option_string), self._now)
+        setattr(namespace, self.dest, values)
 
 
 class CommandParser(argparse.ArgumentParser):

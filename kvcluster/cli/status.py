@@ -29,8 +29,8 @@ and warnings with what to do. Figures that are 0 are left out; --json has all of
 
 "up" is the time since the coordinator started; counters, and the restarts of shards, are those since then.
 
-The tiers are named as in the configuration: device (pages as engines store them; in this release in RAM, also where
-the machine has a GPU), host (encoded pages in RAM) and disk (encoded pages in files).
+The tiers are named as in the configuration: ram (pages as engines store them), host (encoded pages, in RAM, too)
+and disk (encoded pages in files).
 
 exit status:
   0  the cluster serves as it is configured

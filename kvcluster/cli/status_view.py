@@ -30,8 +30,8 @@ _WEIGHTS_SHOWN = 24
 """Characters of a fingerprint: enough to tell two apart."""
 
 _TIERS = {
-    "device": "device: pages as engines store them, in RAM",
-    "host": "host: encoded pages, in RAM",
+    "ram": "ram: pages as engines store them",
+    "host": "host: encoded pages, in RAM, too",
     "disk": "disk: encoded pages, in files",
 }
 """What the tiers are in this release, whose shards keep no pages on a GPU."""
@@ -201,7 +201,7 @@ def _add_shards(page: TextPage, shards: Sequence[dict[str, Any]], *, whole: bool
             page.say("; ".join(said), label=f"{shard['shard']}: ")
     if not whole:
         return
-    tiers = dict.fromkeys(["device", *(use["tier"] for shard in shards for use in shard["below"])])
+    tiers = dict.fromkeys(["ram", *(use["tier"] for shard in shards for use in shard["below"])])
     page.say("; ".join(_TIERS[tier] for tier in tiers if tier in _TIERS))
 
 
@@ -232,7 +232,7 @@ def _rows(shard: dict[str, Any], whole: bool) -> Iterator[list[str | TableCell]]
     if state == "lost" or not whole:
         yield [shard["shard"], TableCell(state, tone), *[""] * 5, shard["address"]]
         return
-    yield [shard["shard"], TableCell(state, tone), *_use({"tier": "device", **shard}), shard["address"]]
+    yield [shard["shard"], TableCell(state, tone), *_use({"tier": "ram", **shard}), shard["address"]]
     for below in shard["below"]:
         yield ["", "", *_use(below), ""]
 

@@ -126,7 +126,7 @@ class BlockExplanation:
     """One block of an `explain`: where it is, or why it cannot be loaded. `block` counts from the prompt's start;
     `tier` and `shard` are set for a hit, `reason` and `detail` for a miss. As text it is one line.
 
-        print(*client.explain(token_ids), sep="\\n")         # block 0: hit (device, shard-1)
+        print(*client.explain(token_ids), sep="\\n")         # block 0: hit (ram, shard-1)
     """
 
     block: int

@@ -15,6 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from kvcluster.config.old_names import renamed
 from kvcluster.config.rules import check
 from kvcluster.config.sections import OF, ClientConfig, Config, GroupConfig
 from kvcluster.errors import ConfigError
@@ -42,7 +43,8 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    config: Config = _build(Config, _inherited(_merged(values, overrides or {})), "")
+    merged = _merged(renamed(values), renamed(overrides or {}))
+    config: Config = _build(Config, _inherited(merged), "")
     check(config)
     return config
 

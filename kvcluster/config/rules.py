@@ -111,7 +111,7 @@ def _coordinator_rules(c: CoordinatorConfig) -> Iterator[_Rule]:
 def _shard_rules(s: ShardConfig, at: str) -> Iterator[_Rule]:
     yield 0 <= s.q4_sampled <= 1, f"{at}.q4_sampled must be between 0 and 1"
     least = "must be at least 4KiB, and hold many pages: one of 16 tokens of an 8B model takes 2 MiB"
-    yield s.device_bytes >= 4_096, f"{at}.device_bytes {least}"
+    yield s.ram_bytes >= 4_096, f"{at}.ram_bytes {least}"
     yield not s.host_bytes or s.host_bytes >= 4_096, f"{at}.host_bytes {least}; 0 for no host tier"
     yield not s.disk_bytes or bool(s.disk_dir), f"{at}.disk_bytes needs {at}.disk_dir: a folder on a local drive"
     yield (

@@ -77,7 +77,7 @@ class CoordinatorConfig:
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
-    """`device_bytes`: size of the device tier, of raw pages: RAM in this release, on every machine.
+    """`ram_bytes`: size of the RAM tier, of raw pages; up to release 0.2 it was called `device_bytes`.
     `host_bytes`: size of the host tier below it, of encoded pages; 0 for none.
     `disk_bytes`: size of the disk tier below that, of files in a folder of this shard's own within `disk_dir`; 0 for
     none.
@@ -88,7 +88,7 @@ class ShardConfig:
     `attend_threads`: threads that compute attention for workers, 0 for half of the processors.
     `stop_ms`: how long a shard with a disk tier that is told to stop may save pages there; 0 to save none."""
 
-    device_bytes: int = 2**30
+    ram_bytes: int = 2**30
     host_bytes: int = 0
     disk_bytes: int = 0
     disk_dir: str = ""

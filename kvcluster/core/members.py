@@ -169,7 +169,7 @@ class Membership:
 
     @property
     def largest_bytes(self) -> int:
-        """The capacity of the largest device tier, in which a page has to fit to be written; 0 without shards."""
+        """The capacity of the largest RAM tier, in which a page has to fit to be written; 0 without shards."""
         return max((member.info.capacity_bytes for member in self._members.values()), default=0)
 
     def place(self, run: BlockHash, tenant: Tenant, host: str, *, page_bytes: int, purged: int) -> Member | None:

@@ -285,7 +285,7 @@ def _never_fits(page_bytes: int, largest_bytes: int) -> Refused:
     return Refused(
         RefusedKind.BAD,
         f"a page of {page_bytes} bytes never fits a shard: the largest has {largest_bytes}; "
-        "raise device_bytes or lower block_tokens",
+        "raise ram_bytes or lower block_tokens",
     )
 
 

@@ -98,7 +98,7 @@ class ShardNamespace:
                 return Refused(
                     RefusedKind.BAD,
                     f"a page of {nbytes} bytes never fits this shard's {pool.allocator.capacity_bytes}; "
-                    "raise device_bytes or lower block_tokens",
+                    "raise ram_bytes or lower block_tokens",
                 )
         return None
 

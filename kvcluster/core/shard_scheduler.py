@@ -110,7 +110,7 @@ def expected(plan: Schedule, running: Iterable[RunningShard], absent: Collection
 
 def pool_bytes(group: GroupConfig) -> int:
     """Returns the memory that a shard of this group claims: its tiers in memory."""
-    return group.shard.device_bytes + group.shard.host_bytes
+    return group.shard.ram_bytes + group.shard.host_bytes
 
 
 def group_of(shard: ShardId) -> str:

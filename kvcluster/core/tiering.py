@@ -250,5 +250,5 @@ class Tiering:
 
 
 def _only_below(record: BlockRecord) -> list[int]:
-    """Returns the slots of the shards that have the block in a lower tier, and not in the device tier."""
+    """Returns the slots of the shards that have the block in a lower tier, and not in the RAM tier."""
     return [slot for slot in record.copies.slots if not record.copies.on(slot, FASTEST)]

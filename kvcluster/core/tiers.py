@@ -105,7 +105,7 @@ class Tier(IntEnum):
         tier.spec = spec
         return tier
 
-    DEVICE = 0, TierSpec(Takes.RAW, "GPU", lambda config: config.device_bytes, addressable=True)
+    RAM = 0, TierSpec(Takes.RAW, "GPU", lambda config: config.ram_bytes, addressable=True)
     HOST = 1, TierSpec(Takes.ENCODED, "CPU", lambda config: config.host_bytes, addressable=True)
     DISK = (
         2,
@@ -118,7 +118,7 @@ class Tier(IntEnum):
     )
 
 
-FASTEST = Tier.DEVICE
+FASTEST = Tier.RAM
 """The tier that workers write into. Every shard has it, and its pages are raw."""
 
 ADDRESSABLE = tuple(tier for tier in Tier if tier.spec.addressable)

@@ -41,7 +41,7 @@ class Arena(HostRegion):
 
     def __init__(self, nbytes: int) -> None:
         if nbytes < 1:
-            raise ConfigError(f"an arena of {nbytes} bytes cannot hold a page; give device_bytes a size, such as 1GiB")
+            raise ConfigError(f"an arena of {nbytes} bytes cannot hold a page; give ram_bytes a size, such as 1GiB")
         # Checked before mapping, because populating beyond a container's limit kills the process without an error.
         limit = memory_limit_bytes()
         if nbytes > limit:
@@ -123,4 +123,4 @@ def memory_limit_bytes() -> int:
 
 
 def _refusal(nbytes: int, why: str) -> str:
-    return f"an arena of {nbytes >> 20} MiB cannot be allocated ({why}); lower device_bytes, or provide more memory"
+    return f"an arena of {nbytes >> 20} MiB cannot be allocated ({why}); lower ram_bytes, or provide more memory"

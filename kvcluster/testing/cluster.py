@@ -1,6 +1,6 @@
 """A whole cluster within one process: the real cores, drivers, arenas and sessions; no Ray, no sockets.
 
-    with MemoryCluster(shards=2, device_bytes="64MiB") as cluster:
+    with MemoryCluster(shards=2, ram_bytes="64MiB") as cluster:
         client = cluster.client(spec)
 
 It is the cluster of `kvcluster.local(ray=False)` (in_process/hosts.py). Shards and the coordinator can be stopped and
@@ -9,6 +9,7 @@ started, and bits of resident pages flipped, to see how an engine reacts.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.coordinator_client import CoordinatorPort
 from kvcluster.client.deadlines import OTHER_MS
 from kvcluster.client.shard_connections import OpenTransport
-from kvcluster.config import load
+from kvcluster.config import load, old_names
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Caller, ShardId, Tenant
@@ -35,12 +36,21 @@ class MemoryCluster(InProcessHosts):
     """A coordinator and shards. `config` are overrides as in config.load; sizes may be text."""
 
     def __init__(
-        self, *, shards: int = 1, device_bytes: str | int = "64MiB", config: Mapping[str, Any] | None = None
+        self,
+        *,
+        shards: int = 1,
+        ram_bytes: str | int = "64MiB",
+        config: Mapping[str, Any] | None = None,
+        device_bytes: str | int | None = None,
     ) -> None:
-        below = dict(config or {})
+        """`device_bytes` is the old name of `ram_bytes`, until release 0.4."""
+        if device_bytes is not None:
+            warnings.warn("device_bytes is called ram_bytes now", DeprecationWarning, stacklevel=2)
+            ram_bytes = device_bytes
+        below = dict(old_names.renamed(config or {}))
         below["shards"] = shards
         below["shard"] = {"report_interval_ms": 50, "report_retry_ms": 20, **below.get("shard", {})}
-        below["shard"]["device_bytes"] = device_bytes
+        below["shard"]["ram_bytes"] = ram_bytes
         # A machine that runs tests has much else to do, and a test's verdict must not depend on it.
         below["client"] = {"deadline_ms": OTHER_MS, **below.get("client", {})}
         super().__init__(load(overrides=below), place="memory")

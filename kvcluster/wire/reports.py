@@ -161,7 +161,7 @@ _TIERS = Columns(
 def _check_tiers(info: ShardInfo) -> None:
     tiers = [use.tier for use in info.below]
     if any(lower <= upper for upper, lower in zip([FASTEST, *tiers], tiers, strict=False)):
-        raise ProtocolError("each tier below the device tier must be listed once, the fastest first")
+        raise ProtocolError("each tier below the RAM tier must be listed once, the fastest first")
 
 
 def _config_hash(value: str) -> str:

@@ -31,7 +31,7 @@ class SharedRay:
     def cluster(self) -> LocalCluster:
         """The cluster of two shards; the Ray runs as long as it does."""
         if self._cluster is None:
-            self._cluster = self._stack.enter_context(kvcluster.local(shards=2, device_bytes="64MiB", config=QUICK))
+            self._cluster = self._stack.enter_context(kvcluster.local(shards=2, ram_bytes="64MiB", config=QUICK))
         return self._cluster
 
     def stop(self) -> None:
@@ -57,7 +57,7 @@ def shared_cluster(shared_ray: None) -> LocalCluster:
 @pytest.fixture(scope="module")
 def own_cluster(shared_ray: None) -> Iterator[LocalCluster]:
     """Two shards for the tests of one module, which may kill and drain what they like."""
-    with kvcluster.local(shards=2, device_bytes="64MiB", config=QUICK) as running:
+    with kvcluster.local(shards=2, ram_bytes="64MiB", config=QUICK) as running:
         yield running
 
 

@@ -116,7 +116,7 @@ class Generation:
 def cluster(shared_ray: None) -> Iterator[LocalCluster]:
     """Three shards, on which each cut is placed by itself."""
     config = {**QUICK, "coordinator": {"run_blocks": CUT_TOKENS // BLOCK}}
-    with kvcluster.local(shards=3, device_bytes="16MiB", config=config) as running:
+    with kvcluster.local(shards=3, ram_bytes="16MiB", config=config) as running:
         yield running
 
 

@@ -33,7 +33,7 @@ from tests.waiting import eventually
 
 
 def config_of(port: int) -> Config:
-    return load(overrides={"shards": 2, "shard": {"device_bytes": "64MiB"}, "server": {"port": port}})
+    return load(overrides={"shards": 2, "shard": {"ram_bytes": "64MiB"}, "server": {"port": port}})
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_up_starts_again_what_was_drained(running: Running, capsys: pytest.Captu
         assert main(["drain", shard, "--yes", *port]) == 0
     assert main(["status", *port]) == 1, "there is no shard"
     capsys.readouterr()
-    assert main(["up", "--shards", "2", "--device-bytes", "64MiB", *port]) == 0
+    assert main(["up", "--shards", "2", "--ram-bytes", "64MiB", *port]) == 0
     said = capsys.readouterr().out.splitlines()[0]
     assert said == f"already up at {running.address}: 2 shard(s), started again: shard-0, shard-1"
     assert main(["status", *port]) == 0
@@ -243,7 +243,7 @@ def test_a_shard_without_its_disk_tier_is_told_by_up_status_and_doctor_and_by_th
 ) -> None:
     (tmp_path / "shard-0" / "0000.pages").mkdir(parents=True)
     port = ["--port", str(free_port())]
-    up = ["up", "--device-bytes", "64MiB", "--host-bytes", "64MiB", "--disk-bytes", "256MiB", "--disk-dir"]
+    up = ["up", "--ram-bytes", "64MiB", "--host-bytes", "64MiB", "--disk-bytes", "256MiB", "--disk-dir"]
     try:
         assert main([*up, str(tmp_path), *port]) == 3
         trouble = "shard-0 is degraded: the shard runs without its disk tier: "

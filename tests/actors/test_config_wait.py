@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from kvcluster.actors.config_wait import wait_for_config
 from kvcluster.config import as_values, load
 
-OLD = load(overrides={"shard": {"device_bytes": "1GiB"}})
-NEW = load(overrides={"shard": {"device_bytes": "2GiB"}, "groups": {"a": {"per_node": True}}})
+OLD = load(overrides={"shard": {"ram_bytes": "1GiB"}})
+NEW = load(overrides={"shard": {"ram_bytes": "2GiB"}, "groups": {"a": {"per_node": True}}})
 
 
 class Head:

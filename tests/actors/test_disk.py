@@ -12,7 +12,7 @@ import torch
 import kvcluster
 from tests.client.build import BLOCK, prompt, room, shape_of
 from tests.client.test_disk import FILE_BYTES, HOST_BYTES
-from tests.client.test_tiers import DEVICE_BYTES, EAGER, FURTHEST, NUMBERS, far
+from tests.client.test_tiers import EAGER, FURTHEST, NUMBERS, RAM_BYTES, far
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("shared_ray")]
@@ -28,7 +28,7 @@ def test_a_shard_that_was_killed_serves_from_its_disk_as_soon_as_it_is_back(tmp_
     }
     values = torch.randn(shape_of(BLOCKS, NUMBERS), generator=torch.Generator().manual_seed(1))
     with kvcluster.local(
-        device_bytes=DEVICE_BYTES,
+        ram_bytes=RAM_BYTES,
         host_bytes=HOST_BYTES,
         disk_bytes=64 * FILE_BYTES,
         disk_dir=tmp_path,

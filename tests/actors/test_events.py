@@ -35,7 +35,7 @@ def cluster(shared_ray: None, endpoints: tuple[str, str]) -> Iterator[LocalClust
     """With a buffer of two batches, so that who comes late has missed some."""
     events = {"endpoint": endpoints[0], "replay": endpoints[1], "buffer_batches": 2}
     config = {"shard": {"report_interval_ms": 100}, "events": events}
-    with kvcluster.local(device_bytes="16MiB", config=config) as running:
+    with kvcluster.local(ram_bytes="16MiB", config=config) as running:
         yield running
 
 
@@ -70,7 +70,7 @@ def test_an_endpoint_in_use_is_said_before_anything_is_started(endpoints: tuple[
     with (
         socket.create_server(("127.0.0.1", port)),
         pytest.raises(ConfigError, match="another process listens there"),
-        kvcluster.local(device_bytes="16MiB", config={"events": {"endpoint": endpoints[0]}}),
+        kvcluster.local(ram_bytes="16MiB", config={"events": {"endpoint": endpoints[0]}}),
     ):
         raise AssertionError("it started")
 

@@ -40,7 +40,7 @@ class Foreground:
         self._port = GrpcPort(Connection(f"127.0.0.1:{self.port}", None))
 
     def configure(self, shards: int) -> None:
-        text = f'shards = {shards}\n[server]\nport = {self.port}\n[shard]\ndevice_bytes = "64MiB"\n'
+        text = f'shards = {shards}\n[server]\nport = {self.port}\n[shard]\nram_bytes = "64MiB"\n'
         self.settings.write_text(text, encoding="utf-8")
 
     def said(self) -> str:

@@ -27,7 +27,7 @@ def logged(events: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 def test_a_cluster_logs_its_decisions_as_json(shared_ray: None) -> None:
     config = {"log": {"format": "json"}, **QUICK}
-    with kvcluster.local(shards=1, device_bytes="16MiB", config=config) as cluster:
+    with kvcluster.local(shards=1, ram_bytes="16MiB", config=config) as cluster:
         client = cluster.client(SPEC)
         assert client.store(tokens(8), kv(8)).blocks == 8 and client.flush()
         assert client.lookup(tokens(8)).blocks == 8

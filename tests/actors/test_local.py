@@ -134,7 +134,7 @@ def test_ray_has_no_process_that_nothing_uses(shared_cluster: LocalCluster) -> N
 def test_each_process_serves_its_metrics_at_a_port_of_its_own(shared_ray: None) -> None:
     port = free_port()
     config = {"metrics": {"port": port}, **QUICK}
-    with kvcluster.local(shards=1, device_bytes="16MiB", config=config) as cluster:
+    with kvcluster.local(shards=1, ram_bytes="16MiB", config=config) as cluster:
         store(cluster.client(SPEC), 7)
         found = {at: scraped(at) for at in (port, port + 1)}
     assert float(found[port]['kvcluster_store_blocks_total{decision="write"}']) == 8
@@ -186,13 +186,13 @@ def test_a_port_of_metrics_in_use_is_refused_before_anything_starts(shared_clust
 
 def test_a_second_cluster_on_the_same_ray_is_another_cluster(client: Client) -> None:
     store(client, 3)
-    with kvcluster.local(device_bytes="16MiB") as second:
+    with kvcluster.local(ram_bytes="16MiB") as second:
         assert second.client(SPEC).lookup(tokens(3)).blocks == 0
     assert client.lookup(tokens(3)).blocks == 8
 
 
 def test_a_cluster_is_an_object_with_and_without_a_block(shared_ray: None) -> None:
-    cluster = kvcluster.local(device_bytes="16MiB", config=QUICK)
+    cluster = kvcluster.local(ram_bytes="16MiB", config=QUICK)
     client = cluster.client(SPEC)
     assert repr(cluster) == f"<LocalCluster at {cluster.address}>"
     assert client.store(tokens(4), kv(4)).blocks == 8
@@ -216,7 +216,7 @@ def test_a_cluster_that_does_not_fit_beside_another_says_so_before_anything_star
     with pytest.raises(
         ConfigError, match=r"do not fit beside the clusters that this process runs already.*: close one"
     ):
-        kvcluster.local(device_bytes="16MiB")
+        kvcluster.local(ram_bytes="16MiB")
     assert embedded._RAY._users == users
 
 

@@ -17,14 +17,14 @@ def config(shards: int, **shard: object) -> Config:
 
 def test_a_hundred_pools_of_a_gib_do_not_fit_in_24() -> None:
     with pytest.raises(ConfigError, match=r"100 shard\(s\) with 100 GiB of pools in all do not fit: of the 24 GiB"):
-        checked_bytes_for_pools(config(100, device_bytes=GIB), 24 * GIB)
+        checked_bytes_for_pools(config(100, ram_bytes=GIB), 24 * GIB)
 
 
 def test_every_tier_in_memory_and_every_group_counts() -> None:
-    assert checked_bytes_for_pools(config(2, device_bytes=8 * GIB), 24 * GIB) >= 16 * GIB
+    assert checked_bytes_for_pools(config(2, ram_bytes=8 * GIB), 24 * GIB) >= 16 * GIB
     with pytest.raises(ConfigError, match="2 shard"):
-        checked_bytes_for_pools(config(2, device_bytes=8 * GIB, host_bytes=4 * GIB), 24 * GIB)
-    groups = {"a": {"shard": {"device_bytes": 12 * GIB}}, "b": {"shard": {"device_bytes": 12 * GIB}}}
+        checked_bytes_for_pools(config(2, ram_bytes=8 * GIB, host_bytes=4 * GIB), 24 * GIB)
+    groups = {"a": {"shard": {"ram_bytes": 12 * GIB}}, "b": {"shard": {"ram_bytes": 12 * GIB}}}
     with pytest.raises(ConfigError, match="2 shard"):
         checked_bytes_for_pools(load(overrides={"groups": groups}), 24 * GIB)
 

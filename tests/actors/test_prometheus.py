@@ -84,7 +84,7 @@ def test_prometheus_scrapes_every_process_and_fires_an_alert(shared_ray: None, t
     port = free_port()
     config = {"metrics": {"port": port, "tenants": True}, **QUICK}
     with (
-        kvcluster.local(shards=2, device_bytes="16MiB", config=config) as cluster,
+        kvcluster.local(shards=2, ram_bytes="16MiB", config=config) as cluster,
         scraping(prometheus, tmp_path, [port, port + 1, port + 2]) as server,
     ):
         eventually(lambda: server.values('sum(up{job="kvcluster"})') == [3.0])

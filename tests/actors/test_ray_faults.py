@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def without_a_raylet() -> None:
     """Stores and loads before and after the raylet of a local cluster is killed."""
-    with kvcluster.local(shards=1, device_bytes="32MiB", config=QUICK) as cluster, cluster.client(SPEC) as client:
+    with kvcluster.local(shards=1, ram_bytes="32MiB", config=QUICK) as cluster, cluster.client(SPEC) as client:
         assert client.store(tokens(1), kv(1)).blocks == 8 and client.flush()
         for pid in descendants(os.getpid()):
             if "raylet/raylet" in title(pid):
@@ -40,7 +40,7 @@ def without_dev_shm() -> None:
     """Stores and loads where Ray's own store finds no room in /dev/shm."""
     with pytest.raises(OSError, match="No space left"):
         Path("/dev/shm/full").write_bytes(bytes(2**20))
-    with kvcluster.local(shards=1, device_bytes="32MiB", config=QUICK) as cluster, cluster.client(SPEC) as client:
+    with kvcluster.local(shards=1, ram_bytes="32MiB", config=QUICK) as cluster, cluster.client(SPEC) as client:
         assert client.store(tokens(1), kv(1)).blocks == 8 and client.flush()
         out = kv(2)
         assert client.load(tokens(1), out) == 128 and digest(out) == digest(kv(1))

@@ -27,7 +27,7 @@ from tests.waiting import eventually
 
 BLOCKS, PROMPTS = 6, 8
 TOKENS = [prompt(BLOCKS, 100 * number) for number in range(PROMPTS)]
-SIZES = {"device_bytes": "16MiB", "host_bytes": "2MiB", "disk_bytes": 64 * FILE_BYTES}
+SIZES = {"ram_bytes": "16MiB", "host_bytes": "2MiB", "disk_bytes": 64 * FILE_BYTES}
 CONFIG: dict[str, Any] = {
     "coordinator": {"hold_ms": 0, "host_codec": "raw"},
     "shard": {"scrub_bytes": 0, "disk_file_bytes": FILE_BYTES, "report_interval_ms": 50, "report_retry_ms": 20},

@@ -102,16 +102,16 @@ def embed() -> None:
         eventually(lambda: not left())
         say(**words, settings=sorted(name for name in os.environ if name.startswith("RAY_AUTH")))
 
-    with kvcluster.local(shards=2, device_bytes="16MiB") as cluster:
+    with kvcluster.local(shards=2, ram_bytes="16MiB") as cluster:
         ours = set(cluster.pids()) <= set(left())
     said_when_gone(ours=ours)
     try:
-        with kvcluster.local(device_bytes="16MiB"):
+        with kvcluster.local(ram_bytes="16MiB"):
             say(started=len(left()))
             threading.Event().wait()
     except KeyboardInterrupt:
         said_when_gone(interrupted=True)
-    with kvcluster.local(device_bytes="16MiB") as cluster:
+    with kvcluster.local(ram_bytes="16MiB") as cluster:
         say(pids=cluster.pids())
         threading.Event().wait()
 
@@ -120,8 +120,8 @@ def notebook() -> None:
     """Two embedded clusters without a `with` block, as in a notebook. The one that has started Ray is closed first, and
     the other is left to the end of the process."""
     sys.stderr = sys.stdout  # what is told of them shows as a line that is no JSON
-    first = kvcluster.local(device_bytes="16MiB")
-    second = kvcluster.local(device_bytes="16MiB")
+    first = kvcluster.local(ram_bytes="16MiB")
+    second = kvcluster.local(ram_bytes="16MiB")
     client = second.client(SPEC)
     first.close()
     first.close()
@@ -135,7 +135,7 @@ def gcs(program: str, patience_s: str) -> None:
     services.GCS_SERVER_EXECUTABLE = program
     error = ""
     try:
-        kvcluster.local(device_bytes="16MiB").close()
+        kvcluster.local(ram_bytes="16MiB").close()
     except KVClusterError as failed:
         error = str(failed)
     say(error=error, left=[title(pid) for pid in session(os.getsid(0)) if pid != os.getpid()])

@@ -153,7 +153,7 @@ def stage() -> Iterator[Stage]:
             "metrics": {"port": port},
         }
         metrics = tuple(f"127.0.0.1:{port + at}" for at in range(1 + _SHARDS))
-        with kvcluster.local(shards=_SHARDS, device_bytes="64MiB", config=config) as cluster:
+        with kvcluster.local(shards=_SHARDS, ram_bytes="64MiB", config=config) as cluster:
             honest = Honest(cluster.address, metrics, tokens["honest"])
             try:
                 honest.wait()

@@ -96,7 +96,7 @@ def bench() -> Iterator[Bench]:
             "events": {"endpoint": events},
             "metrics": {"port": metrics},
         }
-        with kvcluster.local(shards=1, device_bytes="64MiB", config=config) as cluster:
+        with kvcluster.local(shards=1, ram_bytes="64MiB", config=config) as cluster:
             honest = Honest(cluster.address, tokens["honest"])
             place = None
             try:

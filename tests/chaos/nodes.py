@@ -180,7 +180,7 @@ class Nodes:
         if node in _HEADS:
             command += ["up", "--foreground", f"--node-ip={self._network.addresses[node]}"]
         else:
-            command += ["join", _ADDRESS, f"--memory={2 * (shard.device_bytes + shard.host_bytes)}"]
+            command += ["join", _ADDRESS, f"--memory={2 * (shard.ram_bytes + shard.host_bytes)}"]
         self._spawn(node, [*command, f"--config={self._folder}/cluster.toml", f"--offer={SHARD_RESOURCE}=2"])
         self._begun[node] = self._begun.get(node, 0) + 1
         set_niceness(self._running[node].pid, NODE)

@@ -40,7 +40,7 @@ POOL_BYTES = 64 * 2**20
 BELOW_BYTES = {"host_bytes": 32 * 2**20, "disk_bytes": 128 * 2**20}
 SETTINGS: dict[str, Any] = {
     "shards": SHARDS,
-    "shard": {"device_bytes": POOL_BYTES, **BELOW_BYTES, "disk_file_bytes": 4 * 2**20},
+    "shard": {"ram_bytes": POOL_BYTES, **BELOW_BYTES, "disk_file_bytes": 4 * 2**20},
     # What a killed worker leaves is to be gone before the checks. Pages go down as they are: which bytes are right
     # follows from a block's hash.
     # A context of a sequence lies on several shards.

@@ -28,7 +28,7 @@ def cluster() -> Iterator[MemoryCluster]:
         "coordinator": {"run_blocks": 8},
         "client": {**SEQUENCE_CONFIG, "deadline_ms": 10_000},
     }
-    with MemoryCluster(shards=3, device_bytes="32MiB", config=config) as cluster:
+    with MemoryCluster(shards=3, ram_bytes="32MiB", config=config) as cluster:
         yield cluster
 
 

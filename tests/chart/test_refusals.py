@@ -28,7 +28,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
         ("config.shardz", {}),
         ("config.shard.deviceBytes", "1GiB"),
         ("config.coordinator.low_fre", 0.1),
-        ("shards.shard.device_byte", "1GiB"),
+        ("shards.shard.ram_byte", "1GiB"),
         ("groups.gpu.replica", 2),
         ("groups.gpu.shard.hostBytes", "1GiB"),
         ("redis.enable", True),

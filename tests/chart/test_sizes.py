@@ -44,14 +44,14 @@ def limit_of(values: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize("text", [*_TEXTS, 1_234_567_890, 2**34])
 def test_a_size_is_read_as_the_program_reads_it(text: str | int) -> None:
-    limit, pools = limit_of({"config": {"shard": {"device_bytes": text}}}), size(text)
+    limit, pools = limit_of({"config": {"shard": {"ram_bytes": text}}}), size(text)
     assert bytes_for_pools(limit) >= pools > bytes_for_pools(limit - 3 * _MIB)
 
 
 @pytest.mark.parametrize("text", ["20 gigs", "1.5", "GiB", "-1GiB", "1e9", "4TB", "20Gi", "", True])
 def test_what_is_no_size_is_refused_by_its_name(text: object) -> None:
-    with pytest.raises(RenderError, match="device_bytes"):
-        render({"config": {"shard": {"device_bytes": text}}})
+    with pytest.raises(RenderError, match="ram_bytes"):
+        render({"config": {"shard": {"ram_bytes": text}}})
     if text != "1.5":  # the program reads it as a byte, and the chart asks for a unit
         with pytest.raises(ConfigError):
             size(text)  # type: ignore[arg-type]
@@ -61,13 +61,13 @@ def test_what_is_no_size_is_refused_by_its_name(text: object) -> None:
 def test_limits_of_memory_are_the_least_that_the_program_takes(seed: int) -> None:
     draw = random.Random(seed)
     shards, device, host = draw.randint(1, 8), draw.randint(4_096, 2**37), draw.choice([0, draw.randint(4_096, 2**38)])
-    values = {"shards": {"perPod": shards, "shard": {"device_bytes": device, "host_bytes": host}}}
+    values = {"shards": {"perPod": shards, "shard": {"ram_bytes": device, "host_bytes": host}}}
     limit, pools = limit_of(values), shards * (device + host)
     assert bytes_for_pools(limit, shards=shards) >= pools > bytes_for_pools(limit - 3 * _MIB, shards=shards)
 
 
 def test_a_larger_limit_is_taken_and_a_smaller_one_names_what_is_needed() -> None:
-    pools = {"shards": {"shard": {"device_bytes": "8GiB"}}}
+    pools = {"shards": {"shard": {"ram_bytes": "8GiB"}}}
     least = limit_of(pools)
     for given, taken in (
         (f"{least // _MIB}Mi", True),
@@ -84,6 +84,6 @@ def test_a_larger_limit_is_taken_and_a_smaller_one_names_what_is_needed() -> Non
 
 
 def test_the_documented_limit_is_the_computed_one() -> None:
-    limit = limit_of({"config": {"shard": {"device_bytes": "20GiB"}}})
+    limit = limit_of({"config": {"shard": {"ram_bytes": "20GiB"}}})
     document = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     assert f"One shard of 20 GiB: {limit // _MIB:,} MiB" in document

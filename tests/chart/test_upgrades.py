@@ -12,7 +12,7 @@ from tests.chart.api_server import ApiServer
 from tests.chart.helm import CHART, Helm, HelmError
 from tests.chart.rendering import values_of
 
-_GROUPS = {"groups": {"big": {"shard": {"device_bytes": "2GiB"}}, "small": {}}}
+_GROUPS = {"groups": {"big": {"shard": {"ram_bytes": "2GiB"}}, "small": {}}}
 _DISK = {"shards": {"shard": {"host_bytes": "1GiB", "disk_bytes": "10GiB"}}}
 _REDIS = {"redis": {"enabled": True}}
 ALL = {"head", "big", "small"}
@@ -52,8 +52,8 @@ def templates(server: ApiServer) -> dict[str, str]:
     [
         ({"image": {"tag": "next"}}, ALL),
         ({"auth": {"revision": "2"}}, ALL),
-        ({"groups": {"big": {"shard": {"device_bytes": "3GiB"}}}}, {"big"}),
-        ({"config": {"shard": {"device_bytes": "512MiB"}}}, {"small"}),
+        ({"groups": {"big": {"shard": {"ram_bytes": "3GiB"}}}}, {"big"}),
+        ({"config": {"shard": {"ram_bytes": "512MiB"}}}, {"small"}),
         ({"config": {"shard": {"lease_ttl_ms": 9000}}}, {"big", "small"}),
         ({"groups": {"big": {"replicas": 5}}}, set()),
         ({"groups": {"new": {}}}, set()),
@@ -121,16 +121,16 @@ def test_what_kubernetes_lets_nobody_change_is_refused_here_too() -> None:
 @pytest.mark.parametrize(
     ("values", "pages", "leave_s", "stop_ms", "grace_s"),
     [
-        ({"config": {"shard": {"device_bytes": "100GiB"}}}, "drain", 205, 20_000, 250),
+        ({"config": {"shard": {"ram_bytes": "100GiB"}}}, "drain", 205, 20_000, 250),
         (
-            {"config": {"shard": {"device_bytes": "100GiB"}}, "shards": {"stop": {"maxSeconds": 60}}},
+            {"config": {"shard": {"ram_bytes": "100GiB"}}, "shards": {"stop": {"maxSeconds": 60}}},
             "drain",
             60,
             20_000,
             105,
         ),
         (
-            {"config": {"shard": {"device_bytes": "100GiB"}}, "shards": {"stop": {"noticeSeconds": 30}}},
+            {"config": {"shard": {"ram_bytes": "100GiB"}}, "shards": {"stop": {"noticeSeconds": 30}}},
             "drain",
             20,
             20_000,

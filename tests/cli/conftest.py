@@ -23,7 +23,7 @@ def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(admin, "_POLL_S", 0.001)
-    with MemoryCluster(shards=2, device_bytes="4MiB") as cluster:
+    with MemoryCluster(shards=2, ram_bytes="4MiB") as cluster:
         served = Served(cluster)
         try:
             yield served

@@ -197,7 +197,7 @@ NO_LOOKUP = Lookup(0, 0, None, Miss(MissReason.NAMESPACE, "weights, extra.engine
 def explained() -> list[BlockExplanation]:
     """Of 1,604 tokens: hits in two tiers, misses of several kinds, and a rest."""
     return [
-        *(BlockExplanation(block, True, "device", "shard-0") for block in range(60)),
+        *(BlockExplanation(block, True, "ram", "shard-0") for block in range(60)),
         *(BlockExplanation(block, True, "disk", "shard-0, shard-1") for block in range(60, 64)),
         BlockExplanation(64, False, reason=MissReason.EVICTED, detail="3 min ago"),
         *(BlockExplanation(block, False, reason=MissReason.NEVER_SEEN) for block in range(65, 100)),

@@ -34,7 +34,7 @@ class Served:
     """A context manager. Everybody is the tenant `default`; `coordinator` and `shard` are addresses."""
 
     def __init__(self, host: str, *, shard_at: str = "", **shard: Any) -> None:
-        quick = {"device_bytes": "32MiB", "report_interval_ms": 20, "report_retry_ms": 5, "scrub_bytes": 0, **shard}
+        quick = {"ram_bytes": "32MiB", "report_interval_ms": 20, "report_retry_ms": 5, "scrub_bytes": 0, **shard}
         config = load(overrides={"shards": 1, "shard": quick})
         authenticator = Authenticator(None, "between the actors")
         self._coordinator = CoordinatorHost(Epoch(time.time_ns()), config, on_end=lambda leave: None)

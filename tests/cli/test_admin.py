@@ -182,7 +182,7 @@ def test_without_a_terminal_the_last_shard_is_not_drained_unless_yes_is_said(
 def test_the_last_shard_is_not_drained_unasked_when_it_is_empty(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with MemoryCluster(shards=1, device_bytes="4MiB") as cluster, closing(Served(cluster)) as served:
+    with MemoryCluster(shards=1, ram_bytes="4MiB") as cluster, closing(Served(cluster)) as served:
         monkeypatch.setattr(sys, "stdin", Terminal("no\n"))
         assert served.run("drain", "shard-0", token="operator") == 1
         said = capsys.readouterr()
@@ -337,7 +337,7 @@ def test_status_shows_what_drains_what_is_lost_and_what_rotted() -> None:
     assert lost == "no reports from c: blocks held only there are misses"
     assert columns.split() == ["shard", "state", "tier", "used", "size", "pages", "address"]
     up, draining, gone = (row.split() for row in rows)
-    assert up[:3] == ["a", "up", "device"]
+    assert up[:3] == ["a", "up", "ram"]
     assert up[-2:] == ["7", "here:1"]
     assert draining[:2] == ["b", "draining"]
     assert gone == ["c", "lost", "here:1"]
@@ -404,11 +404,11 @@ def test_a_tenant_s_status_has_no_figures_of_the_cluster(
     assert served.run("status") == 0
     own = capsys.readouterr().out
     assert "80 blocks in 1 namespace" in own
-    assert "figures of tenant default" in own and "device" not in own
+    assert "figures of tenant default" in own and "ram" not in own
     assert served.run("status", token="other") == 0
     assert "nothing is cached" in capsys.readouterr().out
     assert served.run("status", token="operator") == 0
-    assert "device" in capsys.readouterr().out
+    assert "ram" in capsys.readouterr().out
 
 
 def test_status_shows_open_sequences_in_its_first_line_where_there_are_any() -> None:

@@ -47,7 +47,7 @@ def test_the_ways_compute_the_same(name: str) -> None:
     of, tokens = model(name), 96
     values = of.values(tokens)
     query = of.query(1)
-    with MemoryCluster(device_bytes="8MiB", config={"client": {"resident_bytes": "8MiB"}}) as cluster:
+    with MemoryCluster(ram_bytes="8MiB", config={"client": {"resident_bytes": "8MiB"}}) as cluster:
         client = cluster.client(of.spec)
         sequence = filled(client, of, "raw", values).sequence
         ours = sequence.attend(0, query, latent_values=of.latent_values).float()

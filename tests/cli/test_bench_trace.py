@@ -69,14 +69,14 @@ def test_with_room_for_everything_all_that_was_asked_before_is_found(shards: int
     assert (figures["requests"], figures["asked_blocks"], figures["distinct_blocks"]) == (30, 270, 121)
     for row in figures["rows"]:
         assert (row["hit_blocks"], row["hits_from_host"], row["hits_lossy"]) == (270 - 121, 0, 0)
-        assert (row["cached_blocks_end"], row["device_blocks_end"], row["host_blocks_end"]) == (121, 121, 0)
+        assert (row["cached_blocks_end"], row["ram_blocks_end"], row["host_blocks_end"]) == (121, 121, 0)
         assert (row["counters"]["commits"], row["counters"]["evicted"], row["counters"]["full"]) == (121, 0, 0)
     assert figures["reused_share"] == row["hit_rate"] == 149 / 270
 
 
 def test_an_encoded_host_tier_keeps_and_finds_more_blocks_in_the_same_bytes() -> None:
     rows = by_name(measured(conversations(), capacity=0.2, host=0.2))
-    alone, raw, q8, q4 = (rows[name] for name in ("device alone", "+ host raw", "+ host q8", "+ host q4"))
+    alone, raw, q8, q4 = (rows[name] for name in ("RAM alone", "+ host raw", "+ host q8", "+ host q4"))
     assert alone["host_blocks"] == alone["hits_from_host"] == 0
     assert alone["hit_blocks"] < raw["hit_blocks"] < q8["hit_blocks"] <= q4["hit_blocks"] <= 149
     assert raw["cached_blocks"] < q8["cached_blocks"] < q4["cached_blocks"]
@@ -107,7 +107,7 @@ def test_shards_divide_the_bytes_and_copies_that_cannot_come_end() -> None:
     # The shared block is hot within a minute, and another shard is to fetch it, which here brings nothing.
     lines = [line(100 * n, [0, 1 + n]) for n in range(200)]
     figures = measured(lines, capacity=0.5, host=0.2, shards=2)
-    assert figures["device_bytes"] == int(0.5 * 201 * PAGE) // 2 * 2
+    assert figures["ram_bytes"] == int(0.5 * 201 * PAGE) // 2 * 2
     for row in figures["rows"]:
         assert row["hit_blocks"] == 199, "only the shared block is found, and always"
         assert row["counters"]["aborted"] > 0
@@ -132,7 +132,7 @@ def test_a_policy_is_chosen_by_name_and_keeps_what_it_values() -> None:
 
 
 def small(pages: int, host_pages: int = 0, **client: Any) -> TraceCluster:
-    shard = {"device_bytes": pages * PAGE, "host_bytes": host_pages * PAGE, "scrub_bytes": 0}
+    shard = {"ram_bytes": pages * PAGE, "host_bytes": host_pages * PAGE, "scrub_bytes": 0}
     return TraceCluster(load(None, {"shard": shard, "client": client}), SPEC)
 
 
@@ -183,7 +183,7 @@ def test_what_is_demoted_is_found_below() -> None:
     cluster.advance(5_000 * MS)
     found = [cluster.load(chain(4, first=100 * number)) for number in range(4)]
     assert [grant.blocks for grant in found] == [4, 4, 4, 4]
-    assert [deepest(found[0]), deepest(found[3])] == [Tier.HOST, Tier.DEVICE]
+    assert [deepest(found[0]), deepest(found[3])] == [Tier.HOST, Tier.RAM]
     checked(cluster)
 
 

@@ -264,18 +264,18 @@ def test_the_prefill_rate_is_asked_for(model: str, arguments: list[str], capsys:
 
 
 @pytest.mark.parametrize(
-    ("device_bytes", "sentence"), [("2MiB", "no room for 4 blocks"), ("512KiB", "a page of 1048576 bytes never fits")]
+    ("ram_bytes", "sentence"), [("2MiB", "no room for 4 blocks"), ("512KiB", "a page of 1048576 bytes never fits")]
 )
 def test_a_cluster_without_room_says_so(
     tmp_path: Path,
-    device_bytes: str,
+    ram_bytes: str,
     sentence: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(breakeven, "_LONG_NS", 10**15)  # however slow this machine is, it goes on to larger loads
     large = {**TINY, "num_hidden_layers": 16, "head_dim": 512}
-    with Served("127.0.0.1", device_bytes=device_bytes) as small:
+    with Served("127.0.0.1", ram_bytes=ram_bytes) as small:
         arguments = ["--model", written(tmp_path, large), "--prefill", "1000", "--address", small.coordinator]
         assert main(["breakeven", *arguments]) == 1
     assert sentence in capsys.readouterr().err

@@ -88,9 +88,9 @@ def test_a_command_that_does_not_exist_gets_the_name_of_the_nearest(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--device-bytes", "1Gig"], "shard.device_bytes: '1Gig' is no size; write bytes, or a number with KiB, MiB"),
-        (["--device-bytes", "1KiB"], "shard.device_bytes must be at least 4KiB"),
-        (["--device-bytes", "1024TiB"], "1 shard(s) with 1024 TiB of pools in all do not fit"),
+        (["--ram-bytes", "1Gig"], "shard.ram_bytes: '1Gig' is no size; write bytes, or a number with KiB, MiB"),
+        (["--ram-bytes", "1KiB"], "shard.ram_bytes must be at least 4KiB"),
+        (["--ram-bytes", "1024TiB"], "1 shard(s) with 1024 TiB of pools in all do not fit"),
         (["--shards", "0"], "shards must be at least 1"),
         (["--port", "0"], "needs a fixed port, so that later commands find it: give --port"),
         (["--port", "70000"], "server.port must be between 0 and 65535"),
@@ -199,7 +199,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     token_file = tmp_path_factory.mktemp("credentials") / "tokens"
     token_file.write_text("# who may\n" + "".join(f"{t.line}\n" for t in tenants.values()), encoding="utf-8")
     port = str(free_port())
-    up = ["up", "--shards", "2", "--device-bytes", "64MiB", "--port", port, "--token-file", str(token_file)]
+    up = ["up", "--shards", "2", "--ram-bytes", "64MiB", "--port", port, "--token-file", str(token_file)]
     command = [sys.executable, "-m", "kvcluster.cli.main", *up]
     try:
         both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
@@ -307,7 +307,7 @@ def test_down_ends_it_and_keeps_its_logs(cluster: Up) -> None:
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_up_that_is_ended_half_way_leaves_nothing(end: signal.Signals) -> None:
     port = str(free_port())
-    command = [sys.executable, "-m", "kvcluster.cli.main", "up", "--port", port, "--device-bytes", "16MiB"]
+    command = [sys.executable, "-m", "kvcluster.cli.main", "up", "--port", port, "--ram-bytes", "16MiB"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as up:
         assert up.stderr is not None
         assert up.stderr.readline().startswith("starting Ray")

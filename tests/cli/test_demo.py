@@ -70,7 +70,7 @@ def in_tiers(*loaded: dict[str, Any]) -> dict[str, Any]:
         "totals": {"demoted": 12},
     }
     read = [document(nowhere=16), document(nowhere=16)]
-    return tiers.assess(read, list(loaded or (document(host=15), document(device=15))), status, 3 << 20)
+    return tiers.assess(read, list(loaded or (document(host=15), document(ram=15))), status, 3 << 20)
 
 
 def far(digest: str = "a", loaded: int = 900 << 20, shipped: int = 0) -> dict[str, Any]:
@@ -109,14 +109,14 @@ def test_the_fourth_act_fits_eighty_columns(of: dict[str, Any], capsys: pytest.C
 
 def test_a_working_set_that_comes_back_out_of_the_host_tier_is_a_success() -> None:
     figures = in_tiers()
-    assert figures["ok"] and figures["blocks"] == {"host": 15, "device": 15}
+    assert figures["ok"] and figures["blocks"] == {"host": 15, "ram": 15}
     assert (figures["same_next_token"], figures["demoted_pages"], figures["tokens_reused"]) == (2, 12, 480)
     assert in_tiers(document(8, 1.5, host=15), document(host=15))["logit_difference"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
     "loaded",
-    [(document(device=15), document(device=15)), (document(host=15), document(nowhere=15))],
+    [(document(ram=15), document(ram=15)), (document(host=15), document(nowhere=15))],
     ids=["nothing went down", "half of it is lost"],
 )
 def test_a_working_set_of_which_nothing_goes_down_or_too_little_comes_back_is_a_failure(
@@ -331,7 +331,7 @@ def test_the_demo_succeeds_with_a_given_model_and_leaves_nothing(own_model: Path
     figures = json.loads(done.stdout)
     assert figures["ok"] and figures["tokens_reused"] > 3 * 4096 - 48
     assert figures["other_weights"]["explanation"].startswith("block 0: miss, namespace (weights)")
-    assert figures["tiers"]["blocks"]["host"] > figures["tiers"]["blocks"]["device"] > 0
+    assert figures["tiers"]["blocks"]["host"] > figures["tiers"]["blocks"]["ram"] > 0
     assert not left
 
 

@@ -111,7 +111,7 @@ class Served:
 
 @contextmanager
 def serving(**config: object) -> Iterator[Served]:
-    with MemoryCluster(shards=2, device_bytes="4MiB", config=config) as cluster:
+    with MemoryCluster(shards=2, ram_bytes="4MiB", config=config) as cluster:
         served = Served(cluster)
         try:
             yield served
@@ -210,7 +210,7 @@ def test_a_tenant_is_told_that_it_takes_an_operator(served: Served) -> None:
 
 
 def test_a_coordinator_of_an_older_release_is_said_not_to_know() -> None:
-    with MemoryCluster(shards=2, device_bytes="4MiB") as cluster:
+    with MemoryCluster(shards=2, ram_bytes="4MiB") as cluster:
         served = Served(cluster, knows_probes=False)
         try:
             found = examine(served.address, "operator", openers={"tcp": open_path})

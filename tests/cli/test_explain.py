@@ -42,7 +42,7 @@ def test_explain_has_a_row_for_each_run_of_blocks(
     assert served.run("explain", "--prompt-file", str(file)) == 0
     _, _, *rows, total = capsys.readouterr().out.splitlines()
     assert [row.split()[0] for row in rows][-2:] == ["8", "9"]
-    assert rows[0].split()[2:] == ["hit", "device", "tier", "of", "shard-0"] or "shard-1" in rows[0]
+    assert rows[0].split()[2:] == ["hit", "ram", "tier", "of", "shard-0"] or "shard-1" in rows[0]
     assert "miss  never_seen: no engine has stored it" in rows[-2]
     assert f"miss  below_block (1 tokens fill no block of {BLOCK})" in rows[-1]
     assert total == "8 blocks of 10 can be loaded"
@@ -58,7 +58,7 @@ def test_for_machines_both_are_json(
     assert served.run("explain", "--prompt-file", str(file), "--json") == 0
     blocks = json.loads(capsys.readouterr().out)["blocks"]
     assert [block["hit"] for block in blocks] == [True] * 8 + [False] * 2
-    assert blocks[0]["tier"] == "device"
+    assert blocks[0]["tier"] == "ram"
     assert blocks[8] == {"block": 8, "hit": False, "reason": "never_seen", "detail": ""}
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcluster.cli.command_parser import CommandParser
+from kvcluster.cli.command_parser import CommandParser, OldOption
 from kvcluster.cli.main import GROUPS, main, parser
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_a_command_says_what_it_does_and_shows_it(name: str) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_an_option_is_a_phrase_that_tells_its_default(name: str) -> None:
     for action in ALL[name]._actions:
-        if isinstance(action, argparse._SubParsersAction):
+        if isinstance(action, (argparse._SubParsersAction, OldOption)):
             continue
         text = action.help or ""
         assert len(text.split()) >= 2 and not text.endswith("."), (action.dest, text)
@@ -106,9 +106,6 @@ def test_the_package_is_a_program() -> None:
     assert done.stdout.startswith("kvcluster ")
 
 
-def test_what_the_device_tier_is_in_this_release_is_said_where_it_is_asked_for() -> None:
+def test_that_no_tier_is_on_a_gpu_is_said_where_tiers_are_asked_for() -> None:
     told = " ".join(ALL["kvcluster up"].format_help().split())
-    assert "--device-bytes SIZE RAM of each shard" in told and "in this release it is RAM, on every machine" in told
-    assert "in this release in RAM, also where the machine has a GPU" in " ".join(
-        ALL["kvcluster status"].format_help().split()
-    )
+    assert "--ram-bytes SIZE RAM of each shard" in told and "keeps no pages on a GPU" in told

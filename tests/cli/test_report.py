@@ -152,11 +152,11 @@ def test_capacities_may_be_chosen(two: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_tiers_are_consecutive_parts_of_one_order_of_use(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    device, host = 10 * SPEC.block_bytes, 100 * SPEC.block_bytes
-    (group,) = report(capsys, str(two), "--tier", f"host={host}", "--tier", f"device={device}")["groups"]
+    ram, host = 10 * SPEC.block_bytes, 100 * SPEC.block_bytes
+    (group,) = report(capsys, str(two), "--tier", f"host={host}", "--tier", f"ram={ram}")["groups"]
     first, second = group["tiers"]
     assert [(row["tier"], row["codec"], row["bytes"]) for row in (first, second)] == [
-        ("device", "raw", device),
+        ("ram", "raw", ram),
         ("host", "q8", host),
     ]
     assert first["found_tokens"] == (10 + 10 + 0 + 5) * BLOCK

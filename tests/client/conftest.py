@@ -32,7 +32,7 @@ def start() -> Iterator[Start]:
 @pytest.fixture
 def cluster(start: Start) -> MemoryCluster:
     """Two shards and a coordinator."""
-    return start(shards=2, device_bytes="4MiB")
+    return start(shards=2, ram_bytes="4MiB")
 
 
 def settle(cluster: MemoryCluster) -> None:

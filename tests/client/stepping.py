@@ -67,7 +67,7 @@ def refused(kind: RefusedKind) -> RefusedByShard:
     return RefusedByShard(Refused(kind, "in these words"))
 
 
-def source(shard: ShardAddress, part: Part = WHOLE, *, loss: Loss = Loss.EXACT, tier: Tier = Tier.DEVICE) -> Source:
+def source(shard: ShardAddress, part: Part = WHOLE, *, loss: Loss = Loss.EXACT, tier: Tier = Tier.RAM) -> Source:
     """A page of the only group."""
     return Source(0, part, shard, tier, loss)
 

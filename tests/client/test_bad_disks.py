@@ -46,7 +46,7 @@ def serve(disk: str) -> None:
     """Stores and loads, in a mount namespace of its own whose /dev/shm is that disk, and prints what status says."""
     DISKS[disk]()
     sizes = {"host_bytes": 4 * MIB, "disk_bytes": 16 * MIB, "disk_dir": str(FOLDER)}
-    with MemoryCluster(device_bytes=4 * MIB, config={"shard": sizes}) as cluster:
+    with MemoryCluster(ram_bytes=4 * MIB, config={"shard": sizes}) as cluster:
         client = cluster.client(SPEC)
         assert client.store(prompt(8, 1), kv(8, 1)).blocks == 8 and client.flush()
         out = room(8)

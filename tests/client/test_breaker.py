@@ -166,7 +166,7 @@ def alone(start: Start) -> MemoryCluster:
     """One shard, which has TOKENS; an open breaker stays open for the length of a test."""
     cluster = start(
         shards=1,
-        device_bytes="1MiB",
+        ram_bytes="1MiB",
         config={"coordinator": {"rebuild_grace_ms": 100}, "client": {"breaker_ms": 60_000, "store_wait_ms": 50}},
     )
     client = cluster.client(SPEC)

@@ -37,7 +37,7 @@ def test_a_store_of_more_pages_than_one_exchange_may_have_takes_several(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "WRITE_PAGES", 2)
-    cluster = start(shards=1, device_bytes="1MiB")
+    cluster = start(shards=1, ram_bytes="1MiB")
     written: list[int] = []
     with watched_client(cluster, Steps(write=lambda: written.append(1))) as client:
         assert client.store(prompt(5), kv(5)).blocks == 5
@@ -52,7 +52,7 @@ def test_a_store_of_more_pages_than_one_exchange_may_have_takes_several(
 
 
 def test_explain_says_of_each_block_where_it_is_or_why_it_is_not(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="1MiB")
+    cluster = start(shards=1, ram_bytes="1MiB")
     client, hold = cluster.client(SPEC), Hold()
     client.store(TOKENS, kv(3))
     client.flush()
@@ -64,13 +64,13 @@ def test_explain_says_of_each_block_where_it_is_or_why_it_is_not(start: Start) -
         hold.let_go()
         assert transfer.result() == Stored(1, 3, 0, PAGE_BYTES)
     assert explained == [
-        *(BlockExplanation(block, True, "device", "shard-0") for block in range(3)),
+        *(BlockExplanation(block, True, "ram", "shard-0") for block in range(3)),
         BlockExplanation(3, False, reason=MissReason.PENDING),
         BlockExplanation(4, False, reason=MissReason.NEVER_SEEN),
         BlockExplanation(5, False, reason=MissReason.BELOW_BLOCK, detail=f"2 tokens fill no block of {BLOCK}"),
     ]
     assert [str(e) for e in explained[2:]] == [
-        "block 2: hit (device, shard-0)",
+        "block 2: hit (ram, shard-0)",
         "block 3: miss, pending",
         "block 4: miss, never_seen",
         "block 5: miss, below_block (2 tokens fill no block of 4)",
@@ -190,7 +190,7 @@ def test_a_client_leaves_no_thread_behind(cluster: MemoryCluster) -> None:
 
 
 def test_threads_that_store_yield_to_those_that_compute_where_the_caller_says_so(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="4MiB", config={"client": {"store_niceness": 7}})
+    cluster = start(shards=1, ram_bytes="4MiB", config={"client": {"store_niceness": 7}})
     before = set(threading.enumerate())
     client = cluster.client(SPEC)
     assert client.store(prompt(2), kv(2)).blocks == 2 and client.flush()
@@ -205,7 +205,7 @@ def test_threads_that_store_yield_to_those_that_compute_where_the_caller_says_so
 
 
 def test_ways_that_were_opened_before_are_there_when_pages_are_moved(start: Start) -> None:
-    cluster = start(shards=2, device_bytes="4MiB")
+    cluster = start(shards=2, ram_bytes="4MiB")
     client = cluster.client(SPEC)
     assert client.status()["transports"] == {}
     client.warm_up()

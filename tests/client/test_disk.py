@@ -17,7 +17,7 @@ from kvcluster.core.miss import Loss, MissReason
 from kvcluster.testing import MemoryCluster
 from tests.client.build import BLOCK, prompt, room, same
 from tests.client.conftest import Start
-from tests.client.test_tiers import DEVICE_BYTES, EAGER, FIRST, FURTHEST, NUMBERS, drain, far, numbers, stored, where
+from tests.client.test_tiers import EAGER, FIRST, FURTHEST, NUMBERS, RAM_BYTES, drain, far, numbers, stored, where
 
 TOKENS, BLOCKS = prompt(6), 6
 HOST_BYTES = 100_000
@@ -28,7 +28,7 @@ FILE_BYTES = HEAD_BYTES + 16 * SECTOR_BYTES
 
 def cluster_on(folder: Path, start: Start, *, codec: str = "q8", shards: int = 1, **shard: Any) -> MemoryCluster:
     """A cluster that demotes everything that is stored to files in that folder."""
-    return start(shards=shards, device_bytes=DEVICE_BYTES, config=settings(folder, codec=codec, **shard))
+    return start(shards=shards, ram_bytes=RAM_BYTES, config=settings(folder, codec=codec, **shard))
 
 
 def settings(folder: Path, *, codec: str = "q8", **shard: Any) -> dict[str, Any]:
@@ -92,10 +92,10 @@ def test_what_lies_on_disk_is_loaded_as_near_as_its_codec_and_stays_there(
     cluster.wait_until(lambda: counted(client, "staged") == BLOCKS)
 
 
-def test_what_is_loaded_from_disk_again_and_again_comes_up_to_the_device_tier(tmp_path: Path, start: Start) -> None:
+def test_what_is_loaded_from_disk_again_and_again_comes_up_to_the_ram_tier(tmp_path: Path, start: Start) -> None:
     config = settings(tmp_path, host_bytes=40_000)
     config["coordinator"] |= {"low_free": 0.5, "promote_loads": 2}
-    cluster = start(shards=1, device_bytes=DEVICE_BYTES, config=config)
+    cluster = start(shards=1, ram_bytes=RAM_BYTES, config=config)
     client = cluster.client(NUMBERS)
     stored(client, numbers())
     for number in range(1, 8):  # push it down
@@ -105,7 +105,7 @@ def test_what_is_loaded_from_disk_again_and_again_comes_up_to_the_device_tier(tm
 
     def has_come_up() -> bool:
         client.load(TOKENS, into)
-        return any(before == "disk" and now == "device" for before, now in zip(first, where(client), strict=True))
+        return any(before == "disk" and now == "ram" for before, now in zip(first, where(client), strict=True))
 
     cluster.wait_until(has_come_up)
     assert client.load(TOKENS, into) == BLOCKS * BLOCK
@@ -153,7 +153,7 @@ def test_a_shard_that_starts_with_a_warm_disk_serves_it_at_once(tmp_path: Path, 
 
 
 def test_another_cluster_finds_what_the_last_one_has_left(tmp_path: Path, start: Start) -> None:
-    first = MemoryCluster(shards=1, device_bytes=DEVICE_BYTES, config=settings(tmp_path))
+    first = MemoryCluster(shards=1, ram_bytes=RAM_BYTES, config=settings(tmp_path))
     with first:
         went_to_disk(first)
     client, into = cluster_on(tmp_path, start).client(NUMBERS), room(BLOCKS, NUMBERS)
@@ -171,7 +171,7 @@ def test_tenants_find_only_their_own_after_a_restart(tmp_path: Path, start: Star
 
 
 def test_without_a_disk_tier_a_restart_forgets_all(tmp_path: Path, start: Start) -> None:
-    cluster = start(shards=1, device_bytes=DEVICE_BYTES, config={"shard": {"host_bytes": HOST_BYTES}})
+    cluster = start(shards=1, ram_bytes=RAM_BYTES, config={"shard": {"host_bytes": HOST_BYTES}})
     client = cluster.client(NUMBERS)
     stored(client, numbers())
     restarted(cluster)
@@ -317,7 +317,7 @@ def test_a_shard_whose_folder_cannot_be_made_runs_without_and_says_so(tmp_path: 
 def test_what_a_drained_shard_has_on_disk_goes_where_there_is_room(tmp_path: Path, start: Start) -> None:
     config = settings(tmp_path, host_bytes=60_000)
     config["coordinator"]["low_free"] = 0.5  # so that the other takes half of what makes this one write to disk
-    cluster = start(shards=1, device_bytes=DEVICE_BYTES, config=config)
+    cluster = start(shards=1, ram_bytes=RAM_BYTES, config=config)
     client, tokens, values, into = cluster.client(NUMBERS), prompt(7), numbers(7), room(7, NUMBERS)
     stored(client, values, tokens)
     cluster.wait_until(lambda: where(client, tokens)[3:] == ["disk"] * 4)

@@ -344,7 +344,7 @@ def test_close_may_come_again_and_leaves_no_socket() -> None:
 
 
 def test_an_event_shows_itself_in_a_line() -> None:
-    many = BlocksStored(Tier.DEVICE, None, (BlockHash(bytes(32)),) * 5_000, tuple(range(80_000)))
+    many = BlocksStored(Tier.RAM, None, (BlockHash(bytes(32)),) * 5_000, tuple(range(80_000)))
     assert repr(Event("kv@0@m", "0", "m", many)) == "<Event BlocksStored of 5,000 blocks, kv@0@m>"
     cleared = Event("kv@0@m", "0", "m", AllBlocksCleared(), "missed 2 batches")
     assert repr(cleared) == "<Event AllBlocksCleared, kv@0@m: missed 2 batches>"

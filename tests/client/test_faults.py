@@ -49,7 +49,7 @@ def alone(start: Start) -> MemoryCluster:
     """A cluster of one shard, which may go away without a long wait for it."""
     return start(
         shards=1,
-        device_bytes="1MiB",
+        ram_bytes="1MiB",
         config={"coordinator": {"rebuild_grace_ms": 100}, "client": {"store_wait_ms": 50}},
     )
 
@@ -162,7 +162,7 @@ def test_a_ticket_outlives_the_coordinator_that_gave_it(alone: MemoryCluster) ->
 
 
 def test_a_coordinator_that_is_rebuilding_says_so_and_grants_no_store(start: Start) -> None:
-    cluster = start(shards=2, device_bytes="1MiB", config={"coordinator": {"rebuild_grace_ms": 60_000}})
+    cluster = start(shards=2, ram_bytes="1MiB", config={"coordinator": {"rebuild_grace_ms": 60_000}})
     client = storing(cluster)
     held = next(shard for shard, host in cluster.shards.items() if len(host.core.pool))
     other = next(shard for shard in cluster.shards if shard != held)
@@ -195,7 +195,7 @@ def test_a_shard_that_stopped_after_the_prepare_is_a_miss(alone: MemoryCluster) 
 
 
 def test_what_lies_on_other_shards_is_valid_as_far_as_the_prefix_goes(start: Start) -> None:
-    cluster = start(shards=2, device_bytes="1MiB", config={"coordinator": {"run_blocks": 1}})
+    cluster = start(shards=2, ram_bytes="1MiB", config={"coordinator": {"run_blocks": 1}})
     tokens, values = prompt(16), kv(16)
     client = cluster.client(SPEC)
     client.store(tokens, values)
@@ -368,7 +368,7 @@ def test_a_warm_up_ignores_a_shard_that_refuses_it(alone: MemoryCluster) -> None
 def test_of_what_was_lost_with_its_shard_explain_says_so(start: Start) -> None:
     cluster = start(
         shards=1,
-        device_bytes="1MiB",
+        ram_bytes="1MiB",
         config={"membership_ttl_ms": 600, "coordinator": {"rebuild_grace_ms": 100}},
     )
     client = storing(cluster)
@@ -379,7 +379,7 @@ def test_of_what_was_lost_with_its_shard_explain_says_so(start: Start) -> None:
 
 
 def test_a_shard_without_a_coordinator_for_its_term_serves_no_more(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="1MiB", config={"membership_ttl_ms": 600})
+    cluster = start(shards=1, ram_bytes="1MiB", config={"membership_ttl_ms": 600})
     client, into = storing(cluster), room(4)
     ticket = client.prepare_load(client.hashes(TOKENS))
     cluster.stop_coordinator()
@@ -460,7 +460,7 @@ def fits(cluster: MemoryCluster) -> int:
 
 
 def test_a_full_pool_makes_room_by_evicting_the_coldest(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="64KiB", config={"coordinator": {"hold_ms": 1}})
+    cluster = start(shards=1, ram_bytes="64KiB", config={"coordinator": {"hold_ms": 1}})
     client, count = cluster.client(SPEC), fits(cluster)
     prompts = [prompt(1, seed) for seed in range(3 * count)]
     for seed, tokens in enumerate(prompts):
@@ -478,7 +478,7 @@ def test_a_full_pool_makes_room_by_evicting_the_coldest(start: Start) -> None:
 
 
 def test_of_more_blocks_than_fit_the_first_are_stored(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="64KiB", config={"client": {"store_wait_ms": 50}})
+    cluster = start(shards=1, ram_bytes="64KiB", config={"client": {"store_wait_ms": 50}})
     client, count = cluster.client(SPEC), fits(cluster)
     tokens, values = prompt(2 * count), kv(2 * count)
     stored = client.store(tokens, values)
@@ -494,7 +494,7 @@ def test_of_more_blocks_than_fit_the_first_are_stored(start: Start) -> None:
 def test_a_store_waits_for_room_no_longer_than_it_has_time(start: Start) -> None:
     cluster = start(
         shards=1,
-        device_bytes="64KiB",
+        ram_bytes="64KiB",
         config={"client": {"store_wait_ms": 60_000}, "coordinator": {"low_free": 0.0, "high_free": 0.0}},
     )
     client, count = cluster.client(SPEC), fits(cluster)
@@ -509,10 +509,10 @@ def test_a_store_waits_for_room_no_longer_than_it_has_time(start: Start) -> None
 
 
 def test_a_page_larger_than_the_pool_says_what_to_do(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="64KiB")
+    cluster = start(shards=1, ram_bytes="64KiB")
     large = spec_of(num_kv_heads=64, head_dim=128)
     client = cluster.client(large)
-    with pytest.raises(CallerError, match=r"never fits.*raise device_bytes or lower block_tokens"):
+    with pytest.raises(CallerError, match=r"never fits.*raise ram_bytes or lower block_tokens"):
         client.store(prompt(1), kv(1, spec=large))
     assert client.lookup(prompt(1)).blocks == 0
     counters = client.status()["counters"]
@@ -520,7 +520,7 @@ def test_a_page_larger_than_the_pool_says_what_to_do(start: Start) -> None:
 
 
 def test_pinned_blocks_outlast_pressure_and_go_once_unpinned(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="64KiB", config={"coordinator": {"hold_ms": 1, "pinned_share": 0.5}})
+    cluster = start(shards=1, ram_bytes="64KiB", config={"coordinator": {"hold_ms": 1, "pinned_share": 0.5}})
     client, count = cluster.client(SPEC), fits(cluster)
 
     def press(first_seed: int) -> None:
@@ -539,7 +539,7 @@ def test_pinned_blocks_outlast_pressure_and_go_once_unpinned(start: Start) -> No
 
 
 def test_pins_take_their_share_and_no_more(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="64KiB", config={"coordinator": {"pinned_share": 0.25}})
+    cluster = start(shards=1, ram_bytes="64KiB", config={"coordinator": {"pinned_share": 0.25}})
     client = cluster.client(SPEC)
     share = int(0.25 * cluster.shard_core(SHARD).pool.allocator.capacity_bytes) // PAGE_BYTES
     client.store(prompt(2 * share), kv(2 * share))

@@ -32,7 +32,7 @@ SHAPE = (4, 32, 2, 16, 8, 128)
 @pytest.fixture
 def names(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names that examples use, over a cluster within this process."""
-    cluster = start(device_bytes="64MiB")
+    cluster = start(ram_bytes="64MiB")
 
     real = kvcluster.local
 

@@ -82,7 +82,7 @@ def works(client: Client, seed: int) -> None:
 @pytest.mark.filterwarnings("ignore:a ticket for", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_leaves_the_client_working_and_nothing_behind(start: Start, name: str) -> None:
-    cluster = start(shards=1, device_bytes="4MiB")
+    cluster = start(shards=1, ram_bytes="4MiB")
     client = cluster.client(SPEC)
     works(client, 0)
     client.store(TOKENS, kv(3))

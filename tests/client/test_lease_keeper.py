@@ -153,7 +153,7 @@ def test_a_keeper_of_nothing_closes(coordinator: Coordinator) -> None:
 
 
 def test_a_ticket_lives_on_beyond_its_time_while_its_client_keeps_it(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="1MiB", config={"coordinator": {"ticket_ttl_ms": 600, "hold_ms": 600}})
+    cluster = start(shards=1, ram_bytes="1MiB", config={"coordinator": {"ticket_ttl_ms": 600, "hold_ms": 600}})
     client, tokens = cluster.client(SPEC), prompt(2)
     client.store(tokens, kv(2))
     client.flush()
@@ -169,7 +169,7 @@ def test_a_ticket_lives_on_beyond_its_time_while_its_client_keeps_it(start: Star
 
 
 def test_a_renewal_that_is_not_heard_is_tried_again(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="1MiB", config={"coordinator": {"ticket_ttl_ms": 60_000, "hold_ms": 30}})
+    cluster = start(shards=1, ram_bytes="1MiB", config={"coordinator": {"ticket_ttl_ms": 60_000, "hold_ms": 30}})
     port, tokens = Port(cluster), prompt(2)
 
     def lose_two(message: object) -> None:
@@ -203,7 +203,7 @@ def test_beyond_as_many_tickets_as_one_may_hold_loads_go_on_without_a_promise(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "TICKETS_PER_HOLDER", 2)
-    cluster = start(shards=1, device_bytes="1MiB")
+    cluster = start(shards=1, ram_bytes="1MiB")
     client, tokens = cluster.client(SPEC), prompt(2)
     client.store(tokens, kv(2))
     client.flush()

@@ -75,7 +75,7 @@ def warned(drop: Callable[[], None], about: str) -> None:
 
 
 def test_a_cluster_keeps_no_client_that_was_closed() -> None:
-    with kvcluster.local(ray=False, device_bytes="1MiB") as cluster:
+    with kvcluster.local(ray=False, ram_bytes="1MiB") as cluster:
         client = cluster.client(SPEC)
         known = weakref.ref(client)
         client.close()
@@ -85,7 +85,7 @@ def test_a_cluster_keeps_no_client_that_was_closed() -> None:
 
 
 def test_a_cluster_closes_all_its_clients_if_one_of_them_raises() -> None:
-    cluster = kvcluster.local(ray=False, device_bytes="1MiB")
+    cluster = kvcluster.local(ray=False, ram_bytes="1MiB")
     clients = [cluster.client(SPEC) for _ in range(3)]
     for client in clients[:2]:
         client.on_close = _raising

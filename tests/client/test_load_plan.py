@@ -77,7 +77,7 @@ def test_each_shard_gets_one_exchange_with_all_its_pieces() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "tier", "exchanges"),
-    [(Loss.EXACT, Tier.DEVICE, 2), (Loss.Q4, Tier.DEVICE, 2), (Loss.Q8, Tier.HOST, 2), (Loss.Q4, Tier.HOST, 3)],
+    [(Loss.EXACT, Tier.RAM, 2), (Loss.Q4, Tier.RAM, 2), (Loss.Q8, Tier.HOST, 2), (Loss.Q4, Tier.HOST, 3)],
 )
 def test_a_shard_gets_as_many_exchanges_as_its_way_is_fastest_by(
     monkeypatch: pytest.MonkeyPatch, loss: Loss, tier: Tier, exchanges: int

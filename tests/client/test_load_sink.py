@@ -83,7 +83,7 @@ class Bench:
 
     def __init__(self, into: Any, values: torch.Tensor | None = None) -> None:
         self.hashes = tuple(BlockHash(bytes([block]) * 32) for block in range(BLOCKS))
-        plan = ((Source(0, WHOLE, SHARD, Tier.DEVICE, Loss.EXACT),),)
+        plan = ((Source(0, WHOLE, SHARD, Tier.RAM, Loss.EXACT),),)
         body = TicketBody(NAMESPACE, Attempt(Holder(b"h" * 16), 1), self.hashes, Need((WHOLE,)), (Run(BLOCKS, plan),))
         self.pieces = plan_pieces(body, SPEC, (WHOLE,))[SHARD]
         self.progress = LoadProgress(body, SPEC, {SHARD: self.pieces})

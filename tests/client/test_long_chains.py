@@ -67,7 +67,7 @@ def client_of(cluster: MemoryCluster, spec: KVSpec = SPEC, **counting: Any) -> t
 
 @pytest.mark.parametrize("blocks", LENGTHS)
 def test_a_prompt_is_stored_and_loaded_in_several_messages(lowered: None, start: Start, blocks: int) -> None:
-    client, port = client_of(start(shards=2, device_bytes="4MiB"))
+    client, port = client_of(start(shards=2, ram_bytes="4MiB"))
     messages = -(-blocks // STEP)
     with client:
         stored = client.store(prompt(blocks), kv(blocks))
@@ -84,7 +84,7 @@ def test_a_prompt_is_stored_and_loaded_in_several_messages(lowered: None, start:
 
 @pytest.mark.parametrize("cached", range(2 * STEP + 2))
 def test_a_cached_prefix_ends_anywhere_in_a_message(lowered: None, start: Start, cached: int) -> None:
-    client, _ = client_of(start(device_bytes="4MiB"))
+    client, _ = client_of(start(ram_bytes="4MiB"))
     tokens, blocks = prompt(2 * STEP + 2), 2 * STEP + 2
     with client:
         if cached:
@@ -99,7 +99,7 @@ def test_a_cached_prefix_ends_anywhere_in_a_message(lowered: None, start: Start,
 
 
 def test_a_ticket_for_no_block_says_whether_the_coordinator_answers(start: Start) -> None:
-    cluster = start(device_bytes="4MiB")
+    cluster = start(ram_bytes="4MiB")
     client, port = client_of(cluster)
     with client:
         with client.prepare_load([]) as ticket:
@@ -109,7 +109,7 @@ def test_a_ticket_for_no_block_says_whether_the_coordinator_answers(start: Start
 
 
 def test_one_ticket_holds_all_of_it_and_goes_to_another_process(lowered: None, start: Start) -> None:
-    cluster = start(device_bytes="4MiB")
+    cluster = start(ram_bytes="4MiB")
     client, _ = client_of(cluster)
     blocks = 3 * STEP + 1
     with client, cluster.client(SPEC, part=Part(1, 3, 0, 2)) as other:
@@ -133,14 +133,16 @@ def test_one_ticket_holds_all_of_it_and_goes_to_another_process(lowered: None, s
 def test_what_lies_on_a_shard_that_has_ended_is_asked_for_elsewhere_in_several_messages(
     lowered: None, start: Start
 ) -> None:
-    cluster = start(shards=2, device_bytes="4MiB", config={"coordinator": {"run_blocks": 64}})
+    cluster = start(shards=2, ram_bytes="4MiB", config={"coordinator": {"run_blocks": 64}})
     client, _ = client_of(cluster)
     blocks = 3 * STEP
     with client:
         client.store(prompt(blocks), kv(blocks))
         client.flush()
         client.pin(prompt(blocks), 60, replicas=2)
-        cluster.wait_until(lambda: all(sum(1 for _ in host.core.pool.ready()) == blocks for host in cluster.shards.values()))
+        cluster.wait_until(
+            lambda: all(sum(1 for _ in host.core.pool.ready()) == blocks for host in cluster.shards.values())
+        )
         client.flush()
         with client.prepare_load(client.hashes(prompt(blocks))) as ticket:
             (named,) = {source.shard.shard for run in ticket.body.runs for source in run.plan[0] or ()}
@@ -154,7 +156,7 @@ def test_what_lies_on_a_shard_that_has_ended_is_asked_for_elsewhere_in_several_m
 
 
 def test_what_is_known_of_a_chain_is_loaded_if_the_coordinator_stops_answering(lowered: None, start: Start) -> None:
-    cluster, blocks = start(device_bytes="4MiB"), 3 * STEP
+    cluster, blocks = start(ram_bytes="4MiB"), 3 * STEP
     with cluster.client(SPEC) as first:
         first.store(prompt(blocks), kv(blocks))
         first.flush()
@@ -166,7 +168,7 @@ def test_what_is_known_of_a_chain_is_loaded_if_the_coordinator_stops_answering(l
 
 
 def test_what_was_granted_of_a_store_is_stored_if_the_coordinator_stops_answering(lowered: None, start: Start) -> None:
-    cluster, blocks = start(device_bytes="4MiB"), 3 * STEP
+    cluster, blocks = start(ram_bytes="4MiB"), 3 * STEP
     client, _ = client_of(cluster, fails=lambda kind, at: kind is PrepareStore and at > 1)
     with client:
         stored = client.store(prompt(blocks), kv(blocks))
@@ -177,7 +179,7 @@ def test_what_was_granted_of_a_store_is_stored_if_the_coordinator_stops_answerin
 
 
 def test_a_store_of_which_nothing_is_granted_leaves_no_ticket(lowered: None, start: Start) -> None:
-    cluster, blocks = start(device_bytes="4MiB"), 3 * STEP
+    cluster, blocks = start(ram_bytes="4MiB"), 3 * STEP
     client, _ = client_of(cluster, fails=lambda kind, at: kind is PrepareStore)
     with client:
         assert client.store(prompt(blocks), kv(blocks)).miss == Miss(MissReason.DEADLINE, "no answer")
@@ -215,7 +217,7 @@ def test_a_message_names_as_many_blocks_as_their_token_ids_allow(
 def test_a_load_of_more_pages_than_an_exchange_may_name_takes_several(
     monkeypatch: pytest.MonkeyPatch, start: Start
 ) -> None:
-    cluster, named, pin = start(device_bytes="4MiB"), list[int](), PinHandler.pin
+    cluster, named, pin = start(ram_bytes="4MiB"), list[int](), PinHandler.pin
     client, _ = client_of(cluster)
     with client:
         assert client.store(prompt(8), kv(8)).blocks == 8 and client.flush()
@@ -246,7 +248,7 @@ def test_the_boundary_of_windows_is_that_of_one_message(
 ) -> None:
     rng = random.Random(seed)
     spec, blocks = mixed(rng.choice([2, 5, 9, 17, 33])), 3 * STEP + 2
-    cluster, tokens = start(shards=2, device_bytes="4MiB"), prompt(3 * STEP + 2, seed)
+    cluster, tokens = start(shards=2, ram_bytes="4MiB"), prompt(3 * STEP + 2, seed)
     sources = [bytearray(rng.randbytes(spec.page_bytes(group, spec.whole(group)) * blocks)) for group in range(3)]
     for group in range(3):  # each group lies there in parts, with gaps of its own
         with cluster.client(spec, part={group: spec.whole(group)}) as writer:
@@ -276,7 +278,7 @@ def test_the_boundary_of_windows_is_that_of_one_message(
 
 def test_a_prompt_beyond_the_limit_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
     monkeypatch.setattr(limits, "BLOCKS_PER_PROMPT", 9)
-    client, _ = client_of(start(device_bytes="4MiB"))
+    client, _ = client_of(start(ram_bytes="4MiB"))
     with client:
         client.store(prompt(9), kv(9))
         with pytest.raises(LimitError, match="a prompt of 10 blocks exceeds the limit of 9: give its leading 9 blocks"):
@@ -287,7 +289,7 @@ def test_a_prompt_beyond_the_limit_says_what_can_be_done(monkeypatch: pytest.Mon
 
 
 def test_sequences_begin_with_a_long_prefix(lowered: None, start: Start) -> None:
-    cluster, blocks = start(device_bytes="4MiB"), 3 * STEP + 1
+    cluster, blocks = start(ram_bytes="4MiB"), 3 * STEP + 1
     with cluster.client(SPEC) as client:
         client.store(prompt(blocks), kv(blocks))
         client.flush()

@@ -87,7 +87,7 @@ class Desk:
         self.pages = [bytearray(page_bytes) for _ in content.keys]
 
     def load(self, accept: Loss = Loss.EXACT) -> Loaded:
-        source = Source(0, self.part, self.shard, Tier.DEVICE, accept)
+        source = Source(0, self.part, self.shard, Tier.RAM, accept)
         hashes = tuple(key.hash for key in self.content.keys)
         body = TicketBody(
             self.content.namespace,

@@ -23,7 +23,7 @@ from kvcluster.client.metrics import watch
 from kvcluster.testing import MemoryCluster
 from tests.client.build import SPEC
 Counter("of_the_engine", "A counter of another's.").inc()
-with MemoryCluster(device_bytes="4MiB") as cluster:
+with MemoryCluster(ram_bytes="4MiB") as cluster:
     assert watch(cluster.client(SPEC))
     assert b"kvcluster_worker_breakers" in generate_latest(REGISTRY)
     registry = CollectorRegistry()
@@ -71,7 +71,7 @@ def test_clients_are_summed_and_of_those_that_are_gone_only_what_they_have_count
 
 
 def test_what_is_watched_is_in_the_default_registry_once_and_may_be_registered_again() -> None:
-    with MemoryCluster(shards=1, device_bytes="4MiB") as cluster:
+    with MemoryCluster(shards=1, ram_bytes="4MiB") as cluster:
         first, second = cluster.client(SPEC), cluster.client(SPEC)
         assert watch(first)
         assert watch(first)
@@ -84,7 +84,7 @@ def test_what_is_watched_is_in_the_default_registry_once_and_may_be_registered_a
 
 
 def test_without_prometheus_client_nothing_is_watched() -> None:
-    with MemoryCluster(device_bytes="4MiB") as cluster, patch.dict(sys.modules, {"prometheus_client": None}):
+    with MemoryCluster(ram_bytes="4MiB") as cluster, patch.dict(sys.modules, {"prometheus_client": None}):
         assert not watch(cluster.client(SPEC))
 
 

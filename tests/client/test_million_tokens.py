@@ -25,7 +25,7 @@ def test_a_million_tokens_go_through_every_call() -> None:
     values = rng.randbytes(BLOCKS * SPEC.block_bytes)
     config = kvcluster.ClientConfig(deadline_ms=120_000)
     with (
-        Served("127.0.0.1", device_bytes="512MiB") as served,
+        Served("127.0.0.1", ram_bytes="512MiB") as served,
         kvcluster.connect(served.coordinator, SPEC, config=config) as client,
     ):
         half = BLOCKS // 2 + 1

@@ -198,7 +198,7 @@ def test_a_cluster_of_this_process_that_gets_too_few_threads_leaves_none(monkeyp
 
         monkeypatch.setattr(threading.Thread, "start", limited)
         try:
-            kvcluster.local(ray=False, device_bytes="1MiB").close()
+            kvcluster.local(ray=False, ram_bytes="1MiB").close()
         except KVClusterError as error:
             assert "thread" in str(error)
             assert [thread for thread in threading.enumerate() if thread not in before] == []

@@ -52,7 +52,7 @@ def test_a_second_outage_has_its_own_beginning() -> None:
 
 
 def test_a_client_warns_when_its_cluster_is_lost_and_when_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
-    with MemoryCluster(shards=1, device_bytes="4MiB") as cluster, caplog.at_level(logging.WARNING, "kvcluster"):
+    with MemoryCluster(shards=1, ram_bytes="4MiB") as cluster, caplog.at_level(logging.WARNING, "kvcluster"):
         client = cluster.client(SPEC)
         assert client.store(prompt(2, 0), kv(2, 0)).blocks == 2
         assert caplog.messages == []

@@ -82,13 +82,13 @@ def pages_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def alone(start: Start) -> MemoryCluster:
     """One shard, which has TOKENS."""
-    return filled(start(shards=1, device_bytes="1MiB"))
+    return filled(start(shards=1, ram_bytes="1MiB"))
 
 
 @pytest.fixture
 def spread(start: Start) -> MemoryCluster:
     """Two shards, over which the blocks of TOKENS are spread singly."""
-    cluster = filled(start(shards=2, device_bytes="1MiB", config={"coordinator": {"run_blocks": 1}}))
+    cluster = filled(start(shards=2, ram_bytes="1MiB", config={"coordinator": {"run_blocks": 1}}))
     assert all(len(host.core.pool) for host in cluster.shards.values())
     return cluster
 
@@ -298,7 +298,7 @@ def test_streams_gather_from_a_strided_source_at_once(alone: MemoryCluster) -> N
 
 
 def test_a_block_of_several_pages_is_counted_once_whatever_its_streams(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="1MiB")
+    cluster = start(shards=1, ram_bytes="1MiB")
     planes = (Plane("k", HEADS, DIM, "float32"), Plane("v", HEADS, DIM, "float32"))
     spec = KVSpec(
         model="two", weights="sha256:1", block_tokens=BLOCK, groups=(Group((0, 2), planes), Group((1,), planes))

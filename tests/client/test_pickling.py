@@ -15,7 +15,7 @@ from tests.client.build import SPEC, kv, prompt, room
 
 @pytest.fixture
 def client() -> Iterator[kvcluster.Client]:
-    with kvcluster.local(ray=False, device_bytes="4MiB") as cluster:
+    with kvcluster.local(ray=False, ram_bytes="4MiB") as cluster:
         yield cluster.client(SPEC)
 
 

@@ -23,7 +23,7 @@ def piece(block: int, part: Part, layers: tuple[int, int], heads: tuple[int, int
 
 
 def source(part: Part, shard: ShardAddress) -> Source:
-    return Source(0, part, shard, Tier.DEVICE, Loss.EXACT)
+    return Source(0, part, shard, Tier.RAM, Loss.EXACT)
 
 
 def some(count: int) -> list[Piece]:

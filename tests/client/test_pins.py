@@ -25,7 +25,7 @@ ONE, OTHER = [*SYSTEM, *prompt(2, 1)], [*SYSTEM, *prompt(3, 2)]
 @pytest.fixture
 def client(start: Start) -> Client:
     """One that has stored a system prompt with two continuations."""
-    client = start(shards=1, device_bytes="1MiB").client(SPEC)
+    client = start(shards=1, ram_bytes="1MiB").client(SPEC)
     for tokens in (ONE, OTHER):
         client.store(tokens, kv(len(tokens) // BLOCK))
     assert client.flush()
@@ -84,7 +84,7 @@ def test_pins_are_listed_across_messages_up_to_a_limit(client: Client, monkeypat
 
 
 def test_pins_of_one_model_are_listed(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="1MiB")
+    cluster = start(shards=1, ram_bytes="1MiB")
     for model in ("tiny", "big"):
         client = cluster.client(spec_of(model=model))
         client.store(SYSTEM, kv(4))
@@ -113,7 +113,7 @@ def test_pins_can_be_awaited(client: Client) -> None:
 
 
 def test_without_a_coordinator_there_is_no_listing(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="1MiB")
+    cluster = start(shards=1, ram_bytes="1MiB")
     client = cluster.client(SPEC)
     client.store(ONE, kv(6))
     assert client.flush() and client.pin(ONE, 60.0)

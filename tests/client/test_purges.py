@@ -18,7 +18,7 @@ SPEC = spec_of()
 
 
 def test_a_store_right_after_a_clear_is_stored(start: Start) -> None:
-    cluster = start(shards=2, device_bytes="4MiB", config={"shard": {"report_interval_ms": 500}})
+    cluster = start(shards=2, ram_bytes="4MiB", config={"shard": {"report_interval_ms": 500}})
     client = cluster.client(SPEC)
     for round_ in range(3):
         assert client.store(prompt(8), kv(8, round_)).blocks == 8, "it waited for the shards"
@@ -44,7 +44,7 @@ def purging(cluster: MemoryCluster) -> tuple[Client, Callable[[], None]]:
 
 
 def test_a_store_waits_no_longer_than_it_may(start: Start) -> None:
-    cluster = start(device_bytes="4MiB", config={"client": {"store_wait_ms": 100}})
+    cluster = start(ram_bytes="4MiB", config={"client": {"store_wait_ms": 100}})
     client, hear = purging(cluster)
     assert client.store(prompt(2), kv(2)).miss == PURGING
     hear()
@@ -53,7 +53,7 @@ def test_a_store_waits_no_longer_than_it_may(start: Start) -> None:
 
 
 def test_a_store_that_waits_ends_with_its_client(start: Start) -> None:
-    cluster = start(device_bytes="4MiB", config={"client": {"store_wait_ms": 600_000, "deadline_ms": 600_000}})
+    cluster = start(ram_bytes="4MiB", config={"client": {"store_wait_ms": 600_000, "deadline_ms": 600_000}})
     client, hear = purging(cluster)
     transfer = client.begin_store(client.hashes(prompt(2)), kv(2))
     client.close()

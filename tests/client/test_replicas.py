@@ -66,7 +66,7 @@ def forget(cluster: MemoryCluster, shard: ShardId, *blocks: BlockHash) -> None:
 @pytest.fixture
 def single(start: Start) -> MemoryCluster:
     """Two shards, of which one has TOKENS."""
-    cluster = start(shards=2, device_bytes="1MiB", config={"coordinator": {"rebuild_grace_ms": 100}})
+    cluster = start(shards=2, ram_bytes="1MiB", config={"coordinator": {"rebuild_grace_ms": 100}})
     client = cluster.client(SPEC)
     assert client.store(TOKENS, kv(4)).blocks == 4
     assert client.flush()
@@ -310,7 +310,7 @@ def test_where_the_deadline_comes_first_what_has_come_is_told(single: MemoryClus
 
 
 def test_a_shard_that_hangs_does_not_delay_what_other_shards_have(start: Start) -> None:
-    cluster = start(shards=2, device_bytes="1MiB", config={"coordinator": {"run_blocks": 1}})
+    cluster = start(shards=2, ram_bytes="1MiB", config={"coordinator": {"run_blocks": 1}})
     tokens, hold = prompt(16), Hold()
     client = cluster.client(SPEC)
     assert client.store(tokens, kv(16)).blocks == 16

@@ -24,7 +24,7 @@ NEVER = Miss(MissReason.NEVER_SEEN)
 
 
 def source(shard: ShardAddress, part: Part = WHOLE, group: int = 0) -> Source:
-    return Source(group, part, shard, Tier.DEVICE, Loss.EXACT)
+    return Source(group, part, shard, Tier.RAM, Loss.EXACT)
 
 
 def piece(block: int, group: int = 0, part: Part = WHOLE, layers: tuple[int, int] | None = None) -> Piece:

@@ -25,13 +25,13 @@ ENOUGH_MS = 20_000
 
 
 def cluster_on(folder: Path, start: Start, *, codec: str = "raw", files: int = 64) -> MemoryCluster:
-    """A cluster whose device tier has room for everything, so that nothing goes down by itself."""
+    """A cluster whose RAM tier has room for everything, so that nothing goes down by itself."""
     drive = {"disk_bytes": files * FILE_BYTES, "disk_file_bytes": FILE_BYTES, "disk_dir": str(folder)}
     config = {
         "coordinator": {"hold_ms": 0, "host_codec": codec, "low_free": 0.0, "high_free": 0.0},
         "shard": {"host_bytes": "2MiB", "scrub_bytes": 0, **drive},
     }
-    return start(shards=1, device_bytes="16MiB", config=config)
+    return start(shards=1, ram_bytes="16MiB", config=config)
 
 
 def saved(cluster: MemoryCluster, *, stop_ms: int = ENOUGH_MS) -> PagesSaved:
@@ -115,7 +115,7 @@ def test_a_stopping_shard_is_shown_serves_loads_and_is_offered_no_stores(tmp_pat
     into = room(BLOCKS, NUMBERS)
     assert client.load(tokens, into) == BLOCKS * BLOCK
     assert same(into, kv)
-    assert where(client, tokens) == ["device"] * BLOCKS
+    assert where(client, tokens) == ["ram"] * BLOCKS
     assert client.store(prompt(BLOCKS, 500), kv).blocks == 0
 
 

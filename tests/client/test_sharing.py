@@ -334,7 +334,7 @@ def test_a_writer_finds_pending_what_another_is_writing(cluster: MemoryCluster) 
 
 
 def test_a_shard_knows_who_writes_though_the_coordinator_has_forgotten(start: Start) -> None:
-    cluster, hold = start(shards=1, device_bytes="1MiB"), Hold()
+    cluster, hold = start(shards=1, ram_bytes="1MiB"), Hold()
     tokens, values, other = prompt(4), kv(4), cluster.client(SPEC)
     with watched_client(cluster, Steps(send=hold)) as one:
         transfer = one.begin_store(one.hashes(tokens), values)

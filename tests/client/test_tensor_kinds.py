@@ -22,7 +22,7 @@ TOKENS = (BLOCK, HEADS, DIM)
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[kvcluster.Client]:
-    with MemoryCluster(shards=1, device_bytes="16MiB") as cluster, cluster.client(SPEC) as made:
+    with MemoryCluster(shards=1, ram_bytes="16MiB") as cluster, cluster.client(SPEC) as made:
         yield made
 
 

@@ -41,7 +41,7 @@ def went_down(start: Start) -> tuple[MemoryCluster, Client]:
 
 def come_up(cluster: MemoryCluster, client: Client) -> None:
     loaded(client, 5, PROMPT)
-    cluster.wait_until(lambda: where(client, PROMPT) == ["device"] * 5)
+    cluster.wait_until(lambda: where(client, PROMPT) == ["ram"] * 5)
 
 
 def came_up(start: Start) -> tuple[MemoryCluster, Client]:

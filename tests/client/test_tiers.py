@@ -1,4 +1,4 @@
-"""Pages that do not fit the device tier are demoted and encoded; their readers are told the loss and get no wrong
+"""Pages that do not fit the RAM tier are demoted and encoded; their readers are told the loss and get no wrong
 byte."""
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tests.client.conftest import Start
 from tests.client.test_zero_copy import Desk
 
 NUMBERS = spec_of(head_dim=32)
-"""A page of it is 12 KiB, and a device tier of DEVICE_BYTES has no room for one within the tenth that EAGER leaves."""
+"""A page of it is 12 KiB, and a RAM tier of RAM_BYTES has no room for one within the tenth that EAGER leaves."""
 
-DEVICE_BYTES = 120_000
+RAM_BYTES = 120_000
 EAGER = {"low_free": 0.9, "high_free": 0.9}
 """Everything goes down as soon as it is stored."""
 
@@ -50,7 +50,7 @@ def tiers(start: Start, codec: str = "q8", *, shards: int = 1, client: str = "q4
     """A cluster whose shards have a host tier, and verify no page unless a reader suspects it."""
     settings = {"hold_ms": 0, "host_codec": codec, **EAGER, **coordinator}
     config = {"coordinator": settings, "shard": {"host_bytes": "2MiB", "scrub_bytes": 0}, "client": {"accept": client}}
-    return start(shards=shards, device_bytes=DEVICE_BYTES, config=config)
+    return start(shards=shards, ram_bytes=RAM_BYTES, config=config)
 
 
 def numbers(blocks: int = BLOCKS, seed: int = 0, spec: KVSpec = NUMBERS, part: Part | None = None) -> torch.Tensor:
@@ -168,13 +168,13 @@ def test_so_many_first_blocks_stay_raw_as_are_to(start: Start, raw_blocks: int) 
 
 
 def test_what_does_not_fit_above_is_there_all_the_same(start: Start) -> None:
-    """Far more than the device tier holds, with nothing but those who wait for room to push the rest down."""
+    """Far more than the RAM tier holds, with nothing but those who wait for room to push the rest down."""
     cluster = tiers(start, low_free=0.0, high_free=0.0)
     client = cluster.client(NUMBERS)
     for seed in range(6):
         stored(client, numbers(seed=seed), prompt(BLOCKS, seed))
     found = [where(client, prompt(BLOCKS, seed)) for seed in range(6)]
-    assert {tier for of_prompt in found for tier in of_prompt} == {"device", "host"}
+    assert {tier for of_prompt in found for tier in of_prompt} == {"ram", "host"}
     for seed in range(6):
         errors = far(loaded(client, tokens=prompt(BLOCKS, seed)), numbers(seed=seed))
         assert errors[0] == 0 and all(error < FURTHEST["q8"] for error in errors)
@@ -305,7 +305,7 @@ def test_what_was_computed_over_a_lossy_prefix_is_stored_and_found_as_such(start
     cluster, values = tiers(start, low_free=0.0, high_free=0.0), numbers()
     client = cluster.client(NUMBERS)
     stored(client, values, loss=loss)
-    assert where(client) == ["device"] * BLOCKS
+    assert where(client) == ["ram"] * BLOCKS
     assert client.lookup(TOKENS).loss is loss
     miss = Miss(MissReason.LOSSY, f"only with {loss.name.lower()}")
     assert client.lookup(TOKENS, accept=Loss.EXACT).reason == miss
@@ -362,7 +362,7 @@ def test_what_is_loaded_often_comes_up_again_with_the_values_it_had_below(start:
     stored(client, numbers(3, seed=9), prompt(3, seed=9))
     wait_until_below(cluster, client, tokens)
     below = [loaded(client, 5, tokens) for _ in range(3)]
-    cluster.wait_until(lambda: where(client, tokens) == ["device"] * 5)
+    cluster.wait_until(lambda: where(client, tokens) == ["ram"] * 5)
     assert client.status()["totals"]["promoted"] == 5
     for came in (*below, loaded(client, 5, tokens)):
         assert same(came, below[0])
@@ -379,7 +379,7 @@ def test_what_came_up_goes_down_again_as_it_had_been_encoded(start: Start) -> No
     stored(client, numbers(3, seed=8), prompt(3, seed=8))
     wait_until_below(cluster, client, tokens)
     before, first = held(cluster, FIRST), loaded(client, 5, tokens)
-    cluster.wait_until(lambda: where(client, tokens) == ["device"] * 5)
+    cluster.wait_until(lambda: where(client, tokens) == ["ram"] * 5)
     stored(client, numbers(5, seed=9), others)
     wait_until_below(cluster, client, tokens)
     after = held(cluster, FIRST)
@@ -402,7 +402,7 @@ def test_a_new_coordinator_learns_of_both_tiers(start: Start) -> None:
     cluster.start_coordinator()
     cluster.wait_until_up()
     assert where(client, tokens) == ["host"] * 6
-    assert where(client, hot) == ["device"] * 2
+    assert where(client, hot) == ["ram"] * 2
     assert client.lookup(tokens).loss is Loss.Q8
     assert client.lookup(tokens, accept=Loss.EXACT).blocks == 1
     assert same(loaded(client, 6, tokens), before)

@@ -49,7 +49,7 @@ def cluster(start: Start, monkeypatch: pytest.MonkeyPatch) -> MemoryCluster:
     """One shard, which sends and takes a layer of a page a frame, and has TOKENS."""
     monkeypatch.setattr(limits, "FRAME_BYTES", 1)
     monkeypatch.setattr(limits, "RECORD_BYTES", 1)
-    running = start(shards=1, device_bytes="1MiB")
+    running = start(shards=1, ram_bytes="1MiB")
     with watched_client(running) as client:
         assert client.store(TOKENS, kv(3)).blocks == 3
         assert client.flush()
@@ -232,7 +232,7 @@ def test_a_source_is_not_free_before_its_last_byte_has_gone(cluster: MemoryClust
 
 
 def test_a_source_is_not_free_while_one_of_several_shards_has_not_taken_its_blocks(start: Start) -> None:
-    spread = start(shards=2, device_bytes="1MiB", config={"coordinator": {"run_blocks": 1}})
+    spread = start(shards=2, ram_bytes="1MiB", config={"coordinator": {"run_blocks": 1}})
     hold = Hold(at=2)
     with watched_client(spread, Steps(write=hold)) as client:
         transfer = client.begin_store(client.hashes(prompt(16)), kv(16))

@@ -132,7 +132,7 @@ def test_the_defaults_are_as_the_page_says() -> None:
         ("connect_ms", client.connect_ms, "`connect_ms` (5 s)"),
         ("breaker_failures", client.breaker_failures, "`breaker_failures` (3)"),
         ("breaker_ms", client.breaker_ms, "`breaker_ms` (0.5 s)"),
-        ("device_bytes", shard.device_bytes, "| `device_bytes` | 1 GiB a shard |"),
+        ("ram_bytes", shard.ram_bytes, "| `ram_bytes` | 1 GiB a shard |"),
         ("resident_bytes", client.resident_bytes, "| `resident_bytes` | 1 GiB a client |"),
         ("host_bytes", shard.host_bytes, "| `host_bytes` | 0 (off) |"),
         ("disk_bytes", shard.disk_bytes, "| `disk_bytes`, `disk_dir` | 0 (off) |"),

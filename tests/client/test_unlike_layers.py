@@ -51,7 +51,7 @@ class Shard:
 @pytest.fixture(scope="module")
 def shard() -> Iterator[Shard]:
     with ExitStack() as stack:
-        yield Shard(stack.enter_context(MemoryCluster(device_bytes="64MiB")), stack)
+        yield Shard(stack.enter_context(MemoryCluster(ram_bytes="64MiB")), stack)
 
 
 def drawn_spec(rng: Random) -> KVSpec:
@@ -131,7 +131,7 @@ def test_every_executor_moves_the_same_bytes_whatever_the_strides_of_each_layer(
 
 def test_what_is_stored_from_any_strides_is_borrowed_as_pages() -> None:
     with ExitStack() as stack:
-        cluster = stack.enter_context(MemoryCluster(device_bytes="64MiB"))
+        cluster = stack.enter_context(MemoryCluster(ram_bytes="64MiB"))
         desk = Desk(cluster, stack)
         for seed in range(12):
             rng = Random(f"borrowed/{seed}")

@@ -164,7 +164,7 @@ class Desk:
 def desk(start: Start) -> Iterator[Desk]:
     """One shard, which has TOKENS."""
     with ExitStack() as stack:
-        desk = Desk(start(device_bytes="1MiB"), stack)
+        desk = Desk(start(ram_bytes="1MiB"), stack)
         desk.store()
         yield desk
 
@@ -298,7 +298,7 @@ def test_a_client_of_some_heads_does_not_find_them_alone_in_whole_pages(desk: De
 
 def test_what_lies_in_several_pages_is_not_put_together(start: Start) -> None:
     with ExitStack() as stack:
-        desk = Desk(start(device_bytes="1MiB"), stack)
+        desk = Desk(start(ram_bytes="1MiB"), stack)
         for part in (Part(0, 1, 0, HEADS), Part(1, LAYERS, 0, HEADS)):
             desk.store(source=kv(4, part=part), client=desk.connect(part=part))
         with desk.borrow() as blocks:
@@ -312,7 +312,7 @@ def test_groups_of_several_kinds_are_borrowed_each_as_it_lies(start: Start) -> N
     groups = (Group(layers=(0, 1), planes=planes), Group(layers=(2,), planes=(Plane.opaque("state", 40),)))
     spec = KVSpec(model="mixed", weights="sha256:1", block_tokens=BLOCK, groups=groups)
     with ExitStack() as stack:
-        desk = Desk(start(device_bytes="1MiB"), stack)
+        desk = Desk(start(ram_bytes="1MiB"), stack)
         client = desk.connect(spec)
         dense, states = kv(2, part=Part(0, 2, 0, HEADS)), [bytes([i] * 40) for i in (1, 2)]
         desk.store(prompt(2), [dense, Buffers([bytearray(state) for state in states])], client=client)
@@ -334,7 +334,7 @@ def test_groups_of_several_kinds_are_borrowed_each_as_it_lies(start: Start) -> N
 
 def test_it_is_renewed_as_long_as_it_is_open(start: Start) -> None:
     with ExitStack() as stack:
-        desk = Desk(start(device_bytes="1MiB", config={"shard": {"lease_ttl_ms": 1_000}}), stack)
+        desk = Desk(start(ram_bytes="1MiB", config={"shard": {"lease_ttl_ms": 1_000}}), stack)
         desk.store()
         with desk.borrow() as blocks:
             (lease,) = desk.host.core.leases.all()
@@ -374,7 +374,7 @@ def test_once_the_shard_has_ended_the_lease_it_is_not_valid_any_more(desk: Desk)
 
 def test_of_several_shards_all_have_to_say_that_it_was_valid(start: Start) -> None:
     with ExitStack() as stack:
-        desk = Desk(start(shards=2, device_bytes="1MiB", config={"coordinator": {"run_blocks": 1}}), stack)
+        desk = Desk(start(shards=2, ram_bytes="1MiB", config={"coordinator": {"run_blocks": 1}}), stack)
         tokens, right = prompt(12, 3), kv(12, 3)
         desk.store(tokens, right)
         with desk.borrow(tokens) as blocks:
@@ -484,7 +484,7 @@ def test_a_transport_that_cannot_lend_at_all_is_such_a_one(desk: Desk) -> None:
 
 def test_where_one_shard_lends_and_another_does_not_each_block_is_told_of(start: Start) -> None:
     with ExitStack() as stack:
-        desk = Desk(start(shards=2, device_bytes="1MiB", config={"coordinator": {"run_blocks": 1}}), stack)
+        desk = Desk(start(shards=2, ram_bytes="1MiB", config={"coordinator": {"run_blocks": 1}}), stack)
         tokens, right = prompt(12, 3), kv(12, 3)
         desk.store(tokens, right)
         desk.servers["shard-1"].close()

@@ -57,7 +57,7 @@ def key(number: int, group: int = 0, part: Part = WHOLE) -> PageKey:
 
 
 def page(number: int, group: int = 0, part: Part = WHOLE, loss: Loss = Loss.EXACT) -> PageEvent:
-    return PageEvent(SPACE, key(number, group, part), parent(number), number, Tier.DEVICE, loss)
+    return PageEvent(SPACE, key(number, group, part), parent(number), number, Tier.RAM, loss)
 
 
 def gone(number: int, group: int = 0, part: Part = WHOLE) -> GoneEvent:

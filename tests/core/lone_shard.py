@@ -99,7 +99,7 @@ class LoneShard(CoreStepper):
             ShardId("a"),
             self.epoch,
             ShardConfig(
-                device_bytes=pages * page_bytes,
+                ram_bytes=pages * page_bytes,
                 disk_dir="",  # its shell has looked there, and tells what it has `found`
                 **({"host_bytes": host_pages * page_bytes, "extent_bytes": PAGE, "scrub_bytes": 0} | config),
             ),
@@ -219,7 +219,7 @@ class LoneShard(CoreStepper):
         self.ordered += 1
         return self.hear(orders=(make(self.ordered),), **said)
 
-    def evict(self, *blocks: BlockHash, tier: Tier = Tier.DEVICE) -> list[Effect]:
+    def evict(self, *blocks: BlockHash, tier: Tier = Tier.RAM) -> list[Effect]:
         """Lets the next heartbeat bring back the order to evict these."""
         named = tuple((self.space, block) for block in blocks)
         return self.order(lambda number: EvictOrder(number, named, tier))
@@ -231,7 +231,7 @@ class LoneShard(CoreStepper):
         return self.order(moves(*[Move(self.space, block, to, codec, keeps) for block in blocks]))
 
     def promote(self, *blocks: BlockHash) -> list[Effect]:
-        return self.order(moves(*[Move(self.space, block, Tier.DEVICE) for block in blocks]))
+        return self.order(moves(*[Move(self.space, block, Tier.RAM) for block in blocks]))
 
     def move(self, *, unfit: Sequence[int] = (), corrupt: Sequence[int] = ()) -> list[Effect]:
         """What was to move has moved, but for the pages at the indices `unfit`, which cannot be encoded or written;

@@ -34,7 +34,7 @@ def disk(files: int = 4, pages: int = 4) -> RecoveredPages:
 
 
 def holding(*blocks: BlockHash, loss: Loss = Loss.EXACT, found: RecoveredPages = NO_STORE, **config: int) -> LoneShard:
-    """A shard that holds these on its device tier."""
+    """A shard that holds these on its RAM tier."""
     shard = tiered(found=found, spec=CODED, **config)
     shard.store(attempt(1), *blocks, loss=loss)
     return shard
@@ -75,7 +75,7 @@ def lies(shard: LoneShard, block: BlockHash = A) -> list[tuple[Tier, Codec, Loss
     return [(page.tier, page.codec, page.loss) for page in found]
 
 
-def free(shard: LoneShard, tier: Tier = Tier.DEVICE) -> int:
+def free(shard: LoneShard, tier: Tier = Tier.RAM) -> int:
     return shard.core.pool.allocators[tier].free_bytes
 
 
@@ -119,7 +119,7 @@ def left(block: BlockHash, tier: Tier, *, corrupt: bool = False) -> GoneEvent:
     return GoneEvent(CODED.namespace(OURS), key(block), corrupt, tier)
 
 
-ON_DEVICE = (Tier.DEVICE, Codec.RAW, Loss.EXACT)
+IN_RAM = (Tier.RAM, Codec.RAW, Loss.EXACT)
 BELOW = (Tier.HOST, Codec.Q8, Loss.Q8)
 ON_DISK = (Tier.DISK, Codec.Q8, Loss.Q8)
-DECODED = (Tier.DEVICE, Codec.RAW, Loss.Q8)
+DECODED = (Tier.RAM, Codec.RAW, Loss.Q8)

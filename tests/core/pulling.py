@@ -30,7 +30,7 @@ def pull(voice: Voice, ack: Heard, *came: BlockHash) -> Heard:
     """The shard has done as it was told: these came, all of them where none is named. What it is told then."""
     assert ack.pull is not None
     codec = ack.pull.codec
-    tier = Tier.DEVICE if codec is Codec.RAW else Tier.HOST
+    tier = Tier.RAM if codec is Codec.RAW else Tier.HOST
     told = [
         PageEvent(ack.pull.spec.namespace(OURS), new.key, new.parent, new.depth, tier, new.loss, codec)
         for new in ack.pull.pages

@@ -98,7 +98,7 @@ def page(
     parent: BlockHash | None = None,
     depth: int = 0,
     loss: Loss | None = None,
-    tier: Tier = Tier.DEVICE,
+    tier: Tier = Tier.RAM,
     codec: Codec = Codec.RAW,
     spec: KVSpec = SPEC,
 ) -> PageEvent:
@@ -111,7 +111,7 @@ def pages(
     hashes: Sequence[BlockHash],
     part: Part = WHOLE,
     *,
-    tier: Tier = Tier.DEVICE,
+    tier: Tier = Tier.RAM,
     codec: Codec = Codec.RAW,
     loss: Loss | None = None,
     spec: KVSpec = SPEC,
@@ -129,7 +129,7 @@ def gone(
     part: Part = WHOLE,
     *,
     corrupt: bool = False,
-    tier: Tier = Tier.DEVICE,
+    tier: Tier = Tier.RAM,
     spec: KVSpec = SPEC,
 ) -> GoneEvent:
     return GoneEvent(spec.namespace(OURS), key(block, part), corrupt, tier)

@@ -56,12 +56,12 @@ class Syncing:
         return self.coordinator.core.state.tables.table((self.tenant, self.holder), sequence)
 
 
-def private_page(block: BlockHash, tier: Tier = Tier.DEVICE) -> PageEvent:
+def private_page(block: BlockHash, tier: Tier = Tier.RAM) -> PageEvent:
     """What a shard tells of a private page that became READY. Private pages form no chain here."""
     return PageEvent(PRIVATE, PageKey(block, 0, WHOLE), BlockHash(bytes(32)), 0, tier, Loss.EXACT)
 
 
-def private_gone(block: BlockHash, tier: Tier = Tier.DEVICE) -> GoneEvent:
+def private_gone(block: BlockHash, tier: Tier = Tier.RAM) -> GoneEvent:
     return GoneEvent(PRIVATE, PageKey(block, 0, WHOLE), False, tier)
 
 

@@ -51,7 +51,7 @@ def test_bytes_are_of_one_tier_of_one_shard_and_at_least_one() -> None:
     for slot in slots:
         space.index.add(event, slot, 0)
     [record] = space.index
-    here, below = (BlockFacts(spaces, slots[0], tier) for tier in (Tier.DEVICE, Tier.HOST))
+    here, below = (BlockFacts(spaces, slots[0], tier) for tier in (Tier.RAM, Tier.HOST))
     assert here.nbytes(record) == space.page_bytes(event.key.group, event.key.part)
     assert below.nbytes(record) == 1
     assert here.tenant(record) == "alice"

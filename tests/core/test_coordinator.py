@@ -163,7 +163,7 @@ def test_siblings_are_the_tenants_own_that_hold_something_the_most_alike_first()
     for tenant, spec in [(OURS, other), (OURS, alike), (OURS, bare), (THEIRS, SPEC)]:
         space = coordinator.ask(Attached, build_request(Attach(spec), tenant)).namespace
         if spec is not bare:
-            voice.report(PageEvent(space, key(A), root(), 0, Tier.DEVICE, Loss.EXACT))
+            voice.report(PageEvent(space, key(A), root(), 0, Tier.RAM, Loss.EXACT))
     siblings = coordinator.ask(SiblingSpecs, ours(Siblings(), coordinator.space))
     assert siblings.specs == (alike, other)
 

@@ -26,8 +26,8 @@ from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard, counters, is_do
 from tests.core.moving import (
     BELOW,
     DECODED,
+    IN_RAM,
     INTERRUPTIONS,
-    ON_DEVICE,
     ON_DISK,
     Q8,
     RAW,
@@ -122,7 +122,7 @@ def test_what_no_codec_encodes_goes_to_disk_raw_and_is_still_not_tried_again_whe
     shard.promote(A)
     shard.move()
     shard.evict(A, tier=Tier.DISK)
-    assert lies(shard) == [ON_DEVICE], "a page that was not decoded needs no twin"
+    assert lies(shard) == [IN_RAM], "a page that was not decoded needs no twin"
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is not None
     assert [page.target.codec for page in shard.moving.pages] == [Codec.RAW]
@@ -162,7 +162,7 @@ def test_what_cannot_be_written_to_disk_takes_what_was_decoded_from_it_along() -
     shard = doubled_over_disk(A)
     shard.demote(A, to=Tier.DISK)
     shard.move(unfit=[0])
-    assert shard.settle() == [left(A, Tier.HOST), left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.HOST), left(A, Tier.RAM)]
     assert free(shard, Tier.DISK) == disk().capacity_bytes
 
 
@@ -200,7 +200,7 @@ def test_a_shard_without_a_host_tier_has_no_disk_tier_either() -> None:
     for to in (Tier.DISK, Tier.HOST):
         shard.demote(A, to=to)
         assert shard.moving is None and running(shard) == ()
-    assert lies(shard) == [ON_DEVICE]
+    assert lies(shard) == [IN_RAM]
 
 
 def test_the_parts_of_a_block_go_to_disk_in_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_what_was_decoded_stays_when_its_encoded_page_goes_to_disk_and_goes_when
     assert shard.settle() == [arrived(A, *ON_DISK), left(A, Tier.HOST)]
     assert lies(shard) == [DECODED, ON_DISK]
     shard.evict(A, tier=Tier.DISK)
-    assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.RAM)]
     assert lies(shard) == []
     assert (free(shard), free(shard, Tier.DISK)) == (8 * RAW, disk().capacity_bytes)
 
@@ -282,7 +282,7 @@ def test_what_came_up_from_disk_goes_down_by_leaving_the_device() -> None:
     shard.settle()
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is None and is_done(shard)
-    assert shard.settle() == [left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.RAM)]
     assert lies(shard) == [ON_DISK]
     assert free(shard, Tier.HOST) == 8 * RAW
 
@@ -291,9 +291,9 @@ def test_what_is_raw_on_disk_stays_above_when_it_is_evicted_there() -> None:
     shard = on_disk(A, codec=Codec.RAW)
     shard.promote(A)
     shard.move()
-    assert lies(shard) == [ON_DEVICE, RAW_ON_DISK]
+    assert lies(shard) == [IN_RAM, RAW_ON_DISK]
     shard.evict(A, tier=Tier.DISK)
-    assert lies(shard) == [ON_DEVICE]
+    assert lies(shard) == [IN_RAM]
 
 
 def test_a_page_found_corrupt_on_its_way_up_from_disk_is_condemned_there() -> None:
@@ -310,7 +310,7 @@ def test_an_exact_store_takes_the_place_of_what_lies_on_disk_with_a_loss() -> No
     slots(shard.reserve(attempt(2), A))
     assert lies(shard) == [ON_DISK], "until there is a better one"
     shard.commit(attempt(2), 0)
-    assert shard.settle() == [arrived(A, *ON_DEVICE), left(A, Tier.DISK)]
+    assert shard.settle() == [arrived(A, *IN_RAM), left(A, Tier.DISK)]
 
 
 def test_what_lies_on_disk_is_read_by_no_round_of_the_verifier() -> None:
@@ -322,7 +322,7 @@ def test_what_lies_on_disk_is_read_by_no_round_of_the_verifier() -> None:
         shard.settle()
         shard.later(SECOND)
         if shard.reading is not None:
-            read += [slot.key.hash for slot in shard.reading.slots if slot.tier is not Tier.DEVICE]
+            read += [slot.key.hash for slot in shard.reading.slots if slot.tier is not Tier.RAM]
             shard.verdict()
     assert B in read and A not in read
 
@@ -348,7 +348,7 @@ def test_what_a_given_up_file_held_is_told_of_before_its_room_is_taken_with_what
     shard.move()
     shard.settle()
     shard.demote(B, to=Tier.DISK)
-    assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.RAM)]
     shard.move()
     assert shard.settle() == [arrived(B, *Q4_ON_DISK), left(B, Tier.HOST)]
 

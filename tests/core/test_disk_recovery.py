@@ -303,7 +303,7 @@ def test_what_was_found_is_not_written_again_but_with_less_loss() -> None:
     assert isinstance(page, PageSlot)
     shard.commit(attempt(2), 0)
     assert shard.settle() == [
-        PageEvent(shard.space, key(A), root(), 0, Tier.DEVICE, Loss.EXACT),
+        PageEvent(shard.space, key(A), root(), 0, Tier.RAM, Loss.EXACT),
         GoneEvent(shard.space, key(A), corrupt=False, tier=Tier.DISK),
     ]
     assert used(shard) == 0
@@ -312,11 +312,11 @@ def test_what_was_found_is_not_written_again_but_with_less_loss() -> None:
 def test_what_was_found_comes_up_like_what_went_down() -> None:
     [page] = lying(A)
     shard = DiskShard.knowing(found(page))
-    shard.order_moves(Tier.DEVICE, A)
+    shard.order_moves(Tier.RAM, A)
     shard.move()
-    assert shard.settle() == [PageEvent(*event(page)[:4], Tier.DEVICE, Loss.Q8)]
+    assert shard.settle() == [PageEvent(*event(page)[:4], Tier.RAM, Loss.Q8)]
     shard.evict(A, tier=Tier.DISK)
-    assert [gone.tier for gone in shard.settle() if isinstance(gone, GoneEvent)] == [Tier.DISK, Tier.DEVICE]
+    assert [gone.tier for gone in shard.settle() if isinstance(gone, GoneEvent)] == [Tier.DISK, Tier.RAM]
 
 
 def scrubs_nothing_but(shard: DiskShard, block: BlockHash) -> None:
@@ -444,7 +444,7 @@ def test_why_there_is_no_disk_tier_is_told_with_every_report() -> None:
     for _ in range(2):
         shard.later(SECOND)
         assert report(shard).info.trouble == "another process uses it"
-        assert report(shard).info.tiers == (Tier.DEVICE, Tier.HOST)
+        assert report(shard).info.tiers == (Tier.RAM, Tier.HOST)
         shard.settle()
 
 
@@ -461,4 +461,4 @@ def test_without_its_disk_tier_a_shard_serves_memory() -> None:
 def test_a_shard_with_a_folder_tells_of_no_trouble() -> None:
     shard = DiskShard.knowing(found())
     shard.later(SECOND)
-    assert (report(shard).info.trouble, report(shard).info.tiers) == ("", (Tier.DEVICE, Tier.HOST, Tier.DISK))
+    assert (report(shard).info.trouble, report(shard).info.tiers) == ("", (Tier.RAM, Tier.HOST, Tier.DISK))

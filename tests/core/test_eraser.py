@@ -96,7 +96,7 @@ def test_pages_are_erased_on_every_shard_and_in_every_tier() -> None:
     other.report(private_page(PAGES[0]))
     worker.closes(Q)
     first = voice.report()
-    assert first.evict is not None and (erased(first), first.evict.tier) == ([PAGES[0]], Tier.DEVICE)
+    assert first.evict is not None and (erased(first), first.evict.tier) == ([PAGES[0]], Tier.RAM)
     second = carries_out(voice, first.evict)
     assert second.evict is not None and (erased(second), second.evict.tier) == ([PAGES[0]], Tier.HOST)
     assert not erased(carries_out(voice, second.evict))

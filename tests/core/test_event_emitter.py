@@ -55,7 +55,7 @@ def published(*, strict: bool = True) -> tuple[LoneCoordinator, Voice, Outsider]
     return coordinator, voice, outsider
 
 
-def gone(block: BlockHash, tier: Tier = Tier.DEVICE) -> GoneEvent:
+def gone(block: BlockHash, tier: Tier = Tier.RAM) -> GoneEvent:
     return GoneEvent(SPEC.namespace(OURS), key(block), False, tier)
 
 
@@ -69,8 +69,8 @@ def test_a_chain_that_is_committed_is_one_event_and_names_its_parent() -> None:
     voice.report(*pages(CHAIN[:3]))
     voice.report(*pages(CHAIN)[3:])
     first, second = outsider.heard
-    assert first.events == (BlocksStored(Tier.DEVICE, None, CHAIN[:3]),)
-    assert second.events == (BlocksStored(Tier.DEVICE, CHAIN[2], CHAIN[3:]),)
+    assert first.events == (BlocksStored(Tier.RAM, None, CHAIN[:3]),)
+    assert second.events == (BlocksStored(Tier.RAM, CHAIN[2], CHAIN[3:]),)
     assert (first.stream.namespace, first.stream.model, first.stream.block_tokens) == (SPEC.namespace(OURS), "m", 2)
 
 
@@ -84,7 +84,7 @@ def test_a_second_copy_is_no_news_and_neither_is_its_loss() -> None:
     voice.report(gone(CHAIN[1]))
     assert len(outsider.heard) == told
     other.report(gone(CHAIN[1]))
-    assert outsider.heard[-1].events == (BlocksRemoved(Tier.DEVICE, (CHAIN[1],)),)
+    assert outsider.heard[-1].events == (BlocksRemoved(Tier.RAM, (CHAIN[1],)),)
 
 
 def test_a_block_that_moves_a_tier_down_is_stored_there_and_removed_above() -> None:
@@ -94,7 +94,7 @@ def test_a_block_that_moves_a_tier_down_is_stored_there_and_removed_above() -> N
     voice.report(page._replace(tier=Tier.HOST), gone(CHAIN[0]))
     assert outsider.heard[-1].events == (
         BlocksStored(Tier.HOST, None, CHAIN[:1]),
-        BlocksRemoved(Tier.DEVICE, CHAIN[:1]),
+        BlocksRemoved(Tier.RAM, CHAIN[:1]),
     )
 
 
@@ -106,7 +106,7 @@ def test_blocks_that_go_down_in_turns_are_two_events() -> None:
     voice.report(*turns)
     assert outsider.heard[-1].events == (
         BlocksStored(Tier.HOST, None, CHAIN[:3]),
-        BlocksRemoved(Tier.DEVICE, CHAIN[:3]),
+        BlocksRemoved(Tier.RAM, CHAIN[:3]),
     )
 
 
@@ -116,8 +116,8 @@ def test_a_block_that_goes_and_comes_back_in_one_step_is_told_in_that_order() ->
     voice.report(page)
     voice.report(gone(CHAIN[0]), page)
     assert outsider.heard[-1].events == (
-        BlocksRemoved(Tier.DEVICE, CHAIN[:1]),
-        BlocksStored(Tier.DEVICE, None, CHAIN[:1]),
+        BlocksRemoved(Tier.RAM, CHAIN[:1]),
+        BlocksStored(Tier.RAM, None, CHAIN[:1]),
     )
 
 
@@ -127,7 +127,7 @@ def test_blocks_that_a_lost_shard_held_alone_are_removed() -> None:
     coordinator.later(60_000_000_000)
     assert not coordinator.core.state.members.all()
     assert outsider.blocks == {}
-    assert outsider.heard[-1].events == (BlocksRemoved(Tier.DEVICE, CHAIN),)
+    assert outsider.heard[-1].events == (BlocksRemoved(Tier.RAM, CHAIN),)
 
 
 def test_a_purge_clears_the_stream() -> None:
@@ -144,11 +144,11 @@ def test_token_ids_that_a_store_told_come_with_its_commit_and_once() -> None:
     coordinator.ask(StoreGrant, prepare(CHAIN[:3], tokens))
     voice.report(*pages(CHAIN[:4]))
     told, untold = outsider.heard[-1].events
-    assert told == BlocksStored(Tier.DEVICE, None, CHAIN[:3], array("I", tokens))
-    assert untold == BlocksStored(Tier.DEVICE, CHAIN[2], CHAIN[3:4])
+    assert told == BlocksStored(Tier.RAM, None, CHAIN[:3], array("I", tokens))
+    assert untold == BlocksStored(Tier.RAM, CHAIN[2], CHAIN[3:4])
     voice.report(gone(CHAIN[2]))
     voice.report(*pages(CHAIN)[2:3])
-    assert outsider.heard[-1].events == (BlocksStored(Tier.DEVICE, CHAIN[1], CHAIN[2:3]),)
+    assert outsider.heard[-1].events == (BlocksStored(Tier.RAM, CHAIN[1], CHAIN[2:3]),)
 
 
 def test_token_ids_that_another_tenant_told_are_not_told_of_ours() -> None:
@@ -160,7 +160,7 @@ def test_token_ids_that_another_tenant_told_are_not_told_of_ours() -> None:
     second = PrepareStore(attempt(2), 0, root(), CHAIN[0], CHAIN[:3], ((0, WHOLE),), tokens=tuple(range(200, 206)))
     coordinator.ask(StoreGrant, ours(second, SPEC.namespace(OURS)))
     voice.report(*pages(CHAIN[:3]))
-    assert outsider.heard[-1].events == (BlocksStored(Tier.DEVICE, None, CHAIN[:3], array("I", range(200, 206))),)
+    assert outsider.heard[-1].events == (BlocksStored(Tier.RAM, None, CHAIN[:3], array("I", range(200, 206))),)
 
 
 def test_token_ids_of_other_blocks_than_the_stores_are_passed_over() -> None:

@@ -259,7 +259,7 @@ def test_what_is_stored_again_after_a_purge_goes_like_anything_else() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:4]), hold_ms=0)
     coordinator.ask(Purged, ours(Purge()))
     [member] = coordinator.core.state.members.all()
-    assert len(member.cold[Tier.DEVICE]) == 0
+    assert len(member.cold[Tier.RAM]) == 0
     voice.report(*map(gone, BLOCKS[:4]), PurgedEvent(coordinator.core.state.tombstones.all()[0].number))
     voice.report(*pages([A]))
     assert ordered(voice.report(pressure=9 * PAGE)) == [A]
@@ -271,7 +271,7 @@ def test_a_queue_forgets_what_went_without_an_order() -> None:
     voice.report(*pages(later))
     voice.report(*(gone(block, corrupt=True) for block in later))
     [member] = coordinator.core.state.members.all()
-    assert len(member.cold[Tier.DEVICE]) == 1
+    assert len(member.cold[Tier.RAM]) == 1
     assert ordered(voice.report(pressure=PAGE)) == [A]
 
 

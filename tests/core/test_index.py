@@ -410,9 +410,9 @@ def test_a_block_is_gone_with_its_last_page() -> None:
     _, index = index_of(PREFIX)
     index.add(page(0, part=HEADS_0), slot=1, now=0)
     index.add(page(0), slot=2, now=0)
-    assert not index.remove(block(0), 1, 0, HEADS_0, Tier.DEVICE)
-    assert index.remove(block(0), 2, 0, WHOLE, Tier.DEVICE)
-    assert index.get(block(0)) is None and not index.remove(block(0), 2, 0, WHOLE, Tier.DEVICE)
+    assert not index.remove(block(0), 1, 0, HEADS_0, Tier.RAM)
+    assert index.remove(block(0), 2, 0, WHOLE, Tier.RAM)
+    assert index.get(block(0)) is None and not index.remove(block(0), 2, 0, WHOLE, Tier.RAM)
 
 
 def test_a_release_ends_its_own_hold_and_not_a_later_one() -> None:

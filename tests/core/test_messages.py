@@ -37,7 +37,7 @@ NOTHING = [
         (),
         Loss.EXACT,
         Codec.RAW,
-        Tier.DEVICE,
+        Tier.RAM,
         orders.NO_ORDERS,
         probe.ProcessFacts(),
     )

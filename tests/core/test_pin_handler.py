@@ -115,7 +115,7 @@ def test_one_answer_tells_of_what_is_in_memory_and_of_what_was_read_each_in_its_
     slots = [slot for slot in (first, second, last) if isinstance(slot, PageSlot)]
     assert [(slot.key, slot.tier) for slot in slots] == [
         (key(A), Tier.HOST),
-        (key(B), Tier.DEVICE),
+        (key(B), Tier.RAM),
         (key(C), Tier.HOST),
     ]
     assert [slot.sums for slot in slots] == [b"sums of " + A, b"sums", b"sums of " + C]
@@ -125,10 +125,10 @@ def test_one_answer_tells_of_what_is_in_memory_and_of_what_was_read_each_in_its_
 
 def test_what_lies_in_memory_too_is_not_read_from_disk() -> None:
     shard = having(A)
-    shard.order_moves(Tier.DEVICE, A)
+    shard.order_moves(Tier.RAM, A)
     shard.move()
     [slot] = pinned(shard.pin(attempt(1), A, accept=Loss.Q8))
-    assert (slot.tier, shard.stages) == (Tier.DEVICE, [])
+    assert (slot.tier, shard.stages) == (Tier.RAM, [])
 
 
 def test_what_has_lost_more_than_the_reader_accepts_is_not_read() -> None:
@@ -139,7 +139,7 @@ def test_what_has_lost_more_than_the_reader_accepts_is_not_read() -> None:
 
 def test_another_shard_gets_the_encoded_twin_on_disk_of_what_was_decoded() -> None:
     shard = having(A)
-    shard.order_moves(Tier.DEVICE, A)
+    shard.order_moves(Tier.RAM, A)
     shard.move()
     shard.settle()
     call = shard.pinning(attempt(1), A, tenant=CLUSTER)
@@ -236,13 +236,13 @@ def test_a_page_that_two_readers_find_corrupt_is_told_of_once() -> None:
 
 def test_what_was_decoded_from_a_page_that_is_found_corrupt_goes_with_it() -> None:
     shard = having(A)
-    shard.order_moves(Tier.DEVICE, A)
+    shard.order_moves(Tier.RAM, A)
     shard.move()
     shard.settle()
     shard.pinning(attempt(1), A, tenant=CLUSTER)
     shard.read(0)
     told = [(gone.tier, gone.corrupt) for gone in shard.settle() if isinstance(gone, GoneEvent)]
-    assert told == [(Tier.DISK, True), (Tier.DEVICE, False)]
+    assert told == [(Tier.DISK, True), (Tier.RAM, False)]
     assert end(shard, attempt(1))
     assert nothing_is_left(shard)
 
@@ -501,11 +501,11 @@ def test_a_purge_while_a_reader_waits_for_room_is_a_miss() -> None:
 def test_a_page_that_comes_up_while_a_reader_waits_for_room_is_given_to_him_there() -> None:
     shard = crowded(A, B)
     call = shard.pinning(attempt(1), B)
-    shard.order_moves(Tier.DEVICE, B)
+    shard.order_moves(Tier.RAM, B)
     shard.move()
     shard.later(ROOM_NS)
     [slot] = pinned(shard.replies[call])
-    assert slot.tier is Tier.DEVICE
+    assert slot.tier is Tier.RAM
 
 
 def test_a_reader_who_waits_for_room_is_given_nothing_once_no_coordinator_is_there_any_more() -> None:
@@ -738,12 +738,12 @@ def test_a_reader_of_before_a_purge_whose_page_is_erased_under_him_gets_a_miss()
 def test_a_page_comes_up_while_readers_wait_for_it_and_each_gets_what_he_asked_for() -> None:
     shard = having(A)
     call = shard.pinning(attempt(1), A)
-    shard.order_moves(Tier.DEVICE, A)
+    shard.order_moves(Tier.RAM, A)
     shard.move()
     [above] = pinned(shard.pin(attempt(2), A, accept=Loss.Q8))
     shard.read()
     [copy] = pinned(shard.replies[call])
-    assert (above.tier, above.codec) == (Tier.DEVICE, Codec.RAW)
+    assert (above.tier, above.codec) == (Tier.RAM, Codec.RAW)
     assert (copy.tier, copy.codec) == (Tier.HOST, Codec.Q8)
     assert end(shard, attempt(1)) and end(shard, attempt(2))
     assert host_bytes(shard) == 0

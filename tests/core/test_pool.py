@@ -351,7 +351,7 @@ FIRST = HEAD_BYTES + SECTOR_BYTES
 """Where the slots of a file begin here."""
 
 
-TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+TIERS = (Tier.RAM, Tier.HOST, Tier.DISK)
 
 
 def tiers_of(pages: int = 2, below: int = 2, slots: int = 2) -> PagePool:
@@ -363,7 +363,7 @@ def tiers_of(pages: int = 2, below: int = 2, slots: int = 2) -> PagePool:
 
 
 def written_in(pool: PagePool, tier: Tier, number: int = 0, loss: Loss = Loss.EXACT) -> Page:
-    codec = Codec.Q8 if loss and tier is not Tier.DEVICE else Codec.RAW
+    codec = Codec.Q8 if loss and tier is not Tier.RAM else Codec.RAW
     page = pool.reserve(
         SPACE, key(number), ALIGN_BYTES, parent=parent(number), depth=number, loss=loss, tier=tier, codec=codec
     )
@@ -378,8 +378,8 @@ def ready_in(pool: PagePool, tier: Tier, number: int = 0, loss: Loss = Loss.EXAC
 
 
 def decoded_in(pool: PagePool, number: int = 0, loss: Loss = Loss.Q8) -> Page:
-    """In the device tier."""
-    page = ready_in(pool, Tier.DEVICE, number, loss)
+    """In the RAM tier."""
+    page = ready_in(pool, Tier.RAM, number, loss)
     page.decoded = True
     return page
 
@@ -404,26 +404,26 @@ def taken(pool: PagePool, loss: Loss, into: Tier = FASTEST) -> Written | None:
 
 
 def test_each_tier_in_memory_has_a_region_of_its_own() -> None:
-    pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES))
-    assert list(pool.allocators) == [Tier.DEVICE, Tier.HOST]
-    assert pool.memory_bytes == {Tier.DEVICE: 1_024, Tier.HOST: 2_048}
-    above, below = written_in(pool, Tier.DEVICE), written_in(pool, Tier.HOST)
+    pool = PagePool.of(ShardConfig(ram_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES))
+    assert list(pool.allocators) == [Tier.RAM, Tier.HOST]
+    assert pool.memory_bytes == {Tier.RAM: 1_024, Tier.HOST: 2_048}
+    above, below = written_in(pool, Tier.RAM), written_in(pool, Tier.HOST)
     assert above.offset == below.offset == 0
     assert pool.below() == (TierUse(Tier.HOST, 2_048, 2_048 - ALIGN_BYTES, 1, writing_bytes=ALIGN_BYTES),)
-    assert (pool.count(Tier.DEVICE), pool.count(Tier.HOST), len(pool)) == (1, 1, 2)
+    assert (pool.count(Tier.RAM), pool.count(Tier.HOST), len(pool)) == (1, 1, 2)
 
 
 def test_without_host_bytes_there_is_one_tier() -> None:
-    pool = PagePool.of(ShardConfig(device_bytes=1_024, extent_bytes=ALIGN_BYTES))
-    assert (list(pool.allocators), pool.below(), pool.memory_bytes) == ([Tier.DEVICE], (), {Tier.DEVICE: 1_024})
+    pool = PagePool.of(ShardConfig(ram_bytes=1_024, extent_bytes=ALIGN_BYTES))
+    assert (list(pool.allocators), pool.below(), pool.memory_bytes) == ([Tier.RAM], (), {Tier.RAM: 1_024})
 
 
 def test_the_disk_tier_lies_below_all_others_and_not_in_memory() -> None:
     file_bytes = FIRST + 2 * SECTOR_BYTES
     found = RecoveredPages(capacity_bytes=3 * file_bytes, file_bytes=file_bytes)
-    pool = PagePool.of(ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES), {Tier.DISK: found})
-    assert list(pool.allocators) == list(TIERS) and list(pool.memory) == [Tier.DEVICE, Tier.HOST]
-    assert list(pool.memory_bytes) == [Tier.DEVICE, Tier.HOST]
+    pool = PagePool.of(ShardConfig(ram_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES), {Tier.DISK: found})
+    assert list(pool.allocators) == list(TIERS) and list(pool.memory) == [Tier.RAM, Tier.HOST]
+    assert list(pool.memory_bytes) == [Tier.RAM, Tier.HOST]
     below = written_in(pool, Tier.DISK)
     assert below.offset == FIRST, "an offset of its own kind"
     assert pool.below() == (
@@ -434,13 +434,13 @@ def test_the_disk_tier_lies_below_all_others_and_not_in_memory() -> None:
 
 
 def test_without_room_found_on_disk_there_is_no_disk_tier() -> None:
-    config = ShardConfig(device_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES)
+    config = ShardConfig(ram_bytes=1_024, host_bytes=2_048, extent_bytes=ALIGN_BYTES)
     pool = PagePool.of(config, {Tier.DISK: RecoveredPages()})
-    assert list(pool.allocators) == [Tier.DEVICE, Tier.HOST] and not pool.stores
+    assert list(pool.allocators) == [Tier.RAM, Tier.HOST] and not pool.stores
     assert pool.on(Tier.DISK, SPACE, key(0)) is None
 
 
-TWINS = [(Tier.DEVICE, Tier.HOST), (Tier.DEVICE, Tier.DISK), (Tier.HOST, Tier.DISK)]
+TWINS = [(Tier.RAM, Tier.HOST), (Tier.RAM, Tier.DISK), (Tier.HOST, Tier.DISK)]
 
 
 @pytest.mark.parametrize(("upper", "lower"), TWINS)
@@ -488,7 +488,7 @@ def test_who_wants_it_encoded_gets_the_twin_from_which_it_was_decoded(lower: Tie
     above, below = decoded_in(pool), ready_in(pool, lower, loss=Loss.Q8)
     assert pool.find(SPACE, key(0), Loss.Q8, encoded=True) is below
     assert pool.find(SPACE, key(0), Loss.Q8) is above
-    raw = ready_in(pool, Tier.DEVICE, 1)
+    raw = ready_in(pool, Tier.RAM, 1)
     ready_in(pool, lower, 1)
     assert pool.find(SPACE, key(1), Loss.Q8, encoded=True) is raw, "it was not decoded"
 
@@ -538,7 +538,7 @@ def test_what_is_there_with_no_more_loss_is_not_written_again(tier: Tier, there:
 def test_a_better_page_that_is_being_written_beside_a_worse_one_is_pending_for_who_wants_it_better(tier: Tier) -> None:
     pool = tiers_of()
     ready_in(pool, tier, loss=Loss.Q8)
-    written_in(pool, Tier.DEVICE)
+    written_in(pool, Tier.RAM)
     assert taken(pool, Loss.EXACT) is Written.PENDING
     assert taken(pool, Loss.Q8) is Written.DUPLICATE
 
@@ -546,7 +546,7 @@ def test_a_better_page_that_is_being_written_beside_a_worse_one_is_pending_for_w
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
 def test_each_tier_has_room_of_its_own(tier: Tier) -> None:
     pool = tiers_of(1, 1, 1)
-    above, below = ready_in(pool, Tier.DEVICE), ready_in(pool, tier)
+    above, below = ready_in(pool, Tier.RAM), ready_in(pool, tier)
     at = tier - 1
     capacity = pool.below()[at].capacity_bytes
     assert pool.reserve(SPACE, key(1), 1, parent=parent(1), depth=1, loss=Loss.EXACT, tier=tier) is None
@@ -594,7 +594,7 @@ def test_what_is_adopted_is_ready_where_it_lay() -> None:
 def test_what_is_adopted_has_a_generation_of_its_own() -> None:
     pool = tiers_of()
     assert pool.adopt(Tier.DISK, found_page(0, slot=0)) and pool.adopt(Tier.DISK, found_page(1, slot=1))
-    generations = [page.generation for page in pool.ready()] + [ready_in(pool, Tier.DEVICE).generation]
+    generations = [page.generation for page in pool.ready()] + [ready_in(pool, Tier.RAM).generation]
     assert generations == sorted(set(generations))
 
 
@@ -715,7 +715,7 @@ class TwinsAgainstLists(RuleBasedStateMachine):
     @initialize(pages=st.integers(1, 3), below=st.integers(1, 3), slots=st.integers(1, 3))
     def begin(self, pages: int, below: int, slots: int) -> None:
         self.pool = tiers_of(pages, below, slots)
-        self.room = {Tier.DEVICE: pages, Tier.HOST: below, Tier.DISK: slots}
+        self.room = {Tier.RAM: pages, Tier.HOST: below, Tier.DISK: slots}
         self.live: dict[tuple[Tier, int], Page] = {}
         self.condemned: list[Page] = []
         self.copies: dict[Page, bool] = {}

@@ -80,7 +80,7 @@ from tests.core.samples import (
 def test_a_load_reaches_to_the_first_block_that_is_not_there() -> None:
     coordinator, voice = LoneCoordinator.serving(*pages(BLOCKS[:2]), *pages(BLOCKS)[3:5])
     grant = coordinator.load(attempt(1), BLOCKS)
-    source = Source(0, WHOLE, voice.address, Tier.DEVICE, Loss.EXACT)
+    source = Source(0, WHOLE, voice.address, Tier.RAM, Loss.EXACT)
     assert grant == LoadGrant(2, (Run(2, ((source,),)),), coordinator.config.hold_ms * MS, Miss(MissReason.NEVER_SEEN))
 
 
@@ -383,7 +383,7 @@ def test_every_group_of_a_block_is_to_be_stored() -> None:
     for group, part in parts:
         assert store(group) == [(1, Decision.WRITE)]
         end_ticket(coordinator, attempt(group))
-        voice.report(PageEvent(space, PageKey(A, group, part), root(HYBRID), 0, Tier.DEVICE, Loss.EXACT))
+        voice.report(PageEvent(space, PageKey(A, group, part), root(HYBRID), 0, Tier.RAM, Loss.EXACT))
     assert store(2) == [(1, Decision.COMMITTED)]
 
 
@@ -449,7 +449,7 @@ def test_a_store_whose_pages_fit_no_shard_is_refused_and_not_counted_as_written(
     coordinator, _ = LoneCoordinator.serving(capacity_pages=1)
     refused = store_large(coordinator, A, B)
     assert isinstance(refused, Refused) and refused.kind is RefusedKind.BAD
-    assert "never fits a shard" in refused.detail and "raise device_bytes or lower block_tokens" in refused.detail
+    assert "never fits a shard" in refused.detail and "raise ram_bytes or lower block_tokens" in refused.detail
     assert (coordinator.counter("write_blocks"), coordinator.counter("refused_blocks")) == (0, 2)
 
 

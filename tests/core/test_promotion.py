@@ -11,7 +11,7 @@ from tests.core.lone_shard import A, B, counters, end, granted, is_done, misses,
 from tests.core.moving import (
     BELOW,
     DECODED,
-    ON_DEVICE,
+    IN_RAM,
     Q8,
     RAW,
     arrived,
@@ -52,7 +52,7 @@ def test_a_promotion_without_room_above_leaves_all_as_it_is() -> None:
     shard.promote(A)
     assert shard.moving is None and is_done(shard)
     assert shard.settle() == []
-    assert (lies(shard, A), lies(shard, B)) == ([BELOW], [ON_DEVICE])
+    assert (lies(shard, A), lies(shard, B)) == ([BELOW], [IN_RAM])
     assert counters(shard)["evicted"] == 0
 
 
@@ -78,7 +78,7 @@ def test_what_loses_more_and_is_being_demoted_gives_way_to_a_better_store() -> N
     shard.move()
     assert shard.commit(attempt(2), 0) == (Written.COMMITTED,)
     shard.settle()
-    assert [(page.tier, page.loss) for page in shard.core.pool.ready()] == [(Tier.DEVICE, Loss.EXACT)]
+    assert [(page.tier, page.loss) for page in shard.core.pool.ready()] == [(Tier.RAM, Loss.EXACT)]
     assert shard.reserve(attempt(3), A, loss=Loss.Q8) == (Written.DUPLICATE,), "it may be read"
 
 
@@ -89,12 +89,12 @@ def test_what_loses_more_and_is_being_demoted_gives_way_to_a_better_store() -> N
 def test_an_exact_store_takes_the_place_of_copies_that_have_lost_something(where: str) -> None:
     shard = lowered(A) if where == "below" else doubled(A)
     assert slots(shard.reserve(attempt(2), A))
-    gone_first = [] if where == "below" else [left(A, Tier.DEVICE)]
+    gone_first = [] if where == "below" else [left(A, Tier.RAM)]
     assert shard.settle() == gone_first
     assert lies(shard) == [BELOW], "until there is a better one"
     assert shard.commit(attempt(2), 0) == (Written.COMMITTED,)
-    assert shard.settle() == [arrived(A, *ON_DEVICE), left(A, Tier.HOST)]
-    assert lies(shard) == [ON_DEVICE]
+    assert shard.settle() == [arrived(A, *IN_RAM), left(A, Tier.HOST)]
+    assert lies(shard) == [IN_RAM]
 
 
 def test_an_exact_store_that_is_broken_off_leaves_the_copy_below() -> None:
@@ -135,7 +135,7 @@ def test_a_page_that_is_stored_during_its_promotion_has_one_writer_and_one_twin(
     shard.promote(A)
     assert shard.moving is None, "a worker writes it there"
     shard.commit(attempt(2), 0)
-    assert lies(shard) == [ON_DEVICE]
+    assert lies(shard) == [IN_RAM]
 
 
 def test_an_encoded_page_is_pulled_into_the_tier_below_in_place_of_a_worse_one_and_what_was_decoded_from_it() -> None:
@@ -146,7 +146,7 @@ def test_an_encoded_page_is_pulled_into_the_tier_below_in_place_of_a_worse_one_a
     shard.order(one_page(NewPage(key(A), root(), 0, Loss.Q8), Codec.Q8, Tier.HOST))
     [fetch] = shard.fetching
     assert [(slot.tier, slot.codec, slot.nbytes, slot.loss) for slot in fetch.slots] == [(*BELOW[:2], Q8, Loss.Q8)]
-    assert shard.settle() == [left(A, Tier.HOST), left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.HOST), left(A, Tier.RAM)]
     shard.commit(fetch.attempt, 0)
     assert lies(shard) == [BELOW]
 

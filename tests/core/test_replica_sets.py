@@ -41,7 +41,7 @@ def held(book: ReplicaTable, *copies: Replica) -> ReplicaSet:
 
 
 def copy(slot: int, part: Part = WHOLE, loss: Loss = Loss.EXACT, group: int = 0) -> Replica:
-    return Replica(slot, group, part, Tier.DEVICE, loss)
+    return Replica(slot, group, part, Tier.RAM, loss)
 
 
 def book_of(slots: int) -> ReplicaTable:
@@ -129,7 +129,7 @@ def test_a_need_is_served_exactly_when_live_copies_of_little_enough_loss_tile_it
 def test_one_page_that_holds_all_of_it_serves_alone() -> None:
     book = book_of(2)
     served = book.serve(held(book, copy(2), copy(1, HEADS_0)), Need((HEADS_0,)))
-    assert served.plan == ((Source(0, HEADS_0, address(1), Tier.DEVICE, Loss.EXACT),),)
+    assert served.plan == ((Source(0, HEADS_0, address(1), Tier.RAM, Loss.EXACT),),)
     half_of_it_better = held(book, copy(1, HEADS_0), copy(2, loss=Loss.Q8))
     assert sources(book.serve(half_of_it_better, Need((WHOLE,), Loss.Q8))) == [("shard-2", WHOLE, Loss.Q8)]
 
@@ -352,8 +352,8 @@ def test_twins_in_two_tiers_are_two_copies_of_which_the_upper_one_serves() -> No
     twin = copy(1, loss=Loss.Q8)._replace(tier=Tier.HOST, codec=Codec.Q8)
     copies = held(book, twin, copy(1, loss=Loss.Q8))
     [source] = book.serve(copies, Need((WHOLE,), Loss.Q8)).plan[0] or ()
-    assert (len(copies.entries), source.tier) == (2, Tier.DEVICE)
-    [source] = book.serve(book.remove(copies, 1, 0, WHOLE, Tier.DEVICE), Need((WHOLE,), Loss.Q8)).plan[0] or ()
+    assert (len(copies.entries), source.tier) == (2, Tier.RAM)
+    [source] = book.serve(book.remove(copies, 1, 0, WHOLE, Tier.RAM), Need((WHOLE,), Loss.Q8)).plan[0] or ()
     assert source.tier is Tier.HOST
 
 
@@ -361,14 +361,14 @@ def test_removing_what_is_not_there_changes_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "INTERNED", 0)
     book = book_of(2)
     copies = held(book, copy(1))
-    assert book.remove(copies, 2, 0, WHOLE, Tier.DEVICE) is copies
+    assert book.remove(copies, 2, 0, WHOLE, Tier.RAM) is copies
     assert book.remaining(copies) is copies
 
 
 def test_blocks_that_lie_alike_share_one_set_whatever_the_order_of_events() -> None:
     book = book_of(2)
     assert held(book, copy(1), copy(2)) is held(book, copy(2), copy(1))
-    assert book.remove(held(book, copy(1), copy(2)), 2, 0, WHOLE, Tier.DEVICE) is held(book, copy(1))
+    assert book.remove(held(book, copy(1), copy(2)), 2, 0, WHOLE, Tier.RAM) is held(book, copy(1))
 
 
 def test_sets_that_name_lost_shards_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +378,7 @@ def test_sets_that_name_lost_shards_are_not_kept_for_ever(monkeypatch: pytest.Mo
     before = sets_in_memory()
     for number in range(2, 202):
         slot = book.open_slot(address(number))
-        book.remove(book.add(kept, copy(slot)), slot, 0, WHOLE, Tier.DEVICE)
+        book.remove(book.add(kept, copy(slot)), slot, 0, WHOLE, Tier.RAM)
         book.kill_slot(slot)
     assert sets_in_memory() - before < 20
 

@@ -474,13 +474,13 @@ def test_room_on_disk_is_none_for_a_replica() -> None:
     assert wanted(two.report()) == [A, B], "nor is any needed there"
 
 
-def test_encoded_pages_on_disk_are_pulled_only_into_host_tiers_and_raw_ones_into_the_device_tier() -> None:
+def test_encoded_pages_on_disk_are_pulled_only_into_host_tiers_and_raw_ones_into_the_ram_tier() -> None:
     coordinator, _ = tiered(*on_disk(A), *on_disk(A, B, codec=Codec.RAW)[1:])
     [two] = others(coordinator, "b")
     want(coordinator, 2, A, B)
     ack = two.report()
     assert wanted(ack) == [B]
-    assert ack.pull is not None and ack.pull.into is Tier.DEVICE
+    assert ack.pull is not None and ack.pull.into is Tier.RAM
     assert pull(two, ack).pull is None
 
 

@@ -135,7 +135,7 @@ def test_a_shard_that_lacks_one_byte_and_has_nothing_to_evict_is_full() -> None:
 def test_an_event_of_a_namespace_over_the_bound_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "NAMESPACES_PER_TENANT", 1)
     coordinator, voice = LoneCoordinator.serving(*pages([A]))
-    unknown = PageEvent(HYBRID.namespace(OURS), key(B), root(), 0, Tier.DEVICE, Loss.EXACT)
+    unknown = PageEvent(HYBRID.namespace(OURS), key(B), root(), 0, Tier.RAM, Loss.EXACT)
     assert voice.report(unknown, page(B, parent=A, depth=1)).acked == 2
     assert voice.report(GoneEvent(HYBRID.namespace(OURS), key(B), corrupt=False)).acked == 3
     assert coordinator.status().blocks == 2

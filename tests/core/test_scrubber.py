@@ -28,7 +28,7 @@ class Reader:
 
     def __init__(self, *, scrub_bytes: int = 64, pages: int = 16) -> None:
         state = ShardState(
-            *(ShardId("s"), Epoch(1), ShardConfig(device_bytes=pages * 64, host_bytes=0, extent_bytes=64), {}),
+            *(ShardId("s"), Epoch(1), ShardConfig(ram_bytes=pages * 64, host_bytes=0, extent_bytes=64), {}),
             membership_ttl_ms=10_000,
             uses=lambda namespace: True,
             everything=lambda: Inventoried([]),

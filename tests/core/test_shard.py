@@ -123,7 +123,7 @@ def test_a_page_is_told_with_its_place_in_the_chain_and_its_loss() -> None:
     new = NewPage(key(B, LEFT), A, 1, Loss.Q8)
     shard.call(ours(Reserve(attempt(1), shard.epoch, (new,)), shard.space))
     shard.commit(attempt(1), 0)
-    assert shard.settle() == [PageEvent(shard.space, key(B, LEFT), A, 1, Tier.DEVICE, Loss.Q8)]
+    assert shard.settle() == [PageEvent(shard.space, key(B, LEFT), A, 1, Tier.RAM, Loss.Q8)]
 
 
 def test_unpin_and_abort_end_an_attempt_once() -> None:

@@ -148,7 +148,7 @@ def offered(pool: PagePool, loss: Loss, codec: Codec = Codec.RAW, spec: KVSpec =
         NewPage(key(A), root(), 0, loss),
         withdrawing(pool),
         codec,
-        Tier.DEVICE if codec is Codec.RAW else Tier.HOST,
+        Tier.RAM if codec is Codec.RAW else Tier.HOST,
     )
 
 
@@ -185,7 +185,7 @@ def test_a_codec_that_makes_pages_longer_is_not_used() -> None:
 def test_an_encoded_page_is_offered_below_and_a_raw_one_above() -> None:
     pool = two_tiers()
     page = offered(pool, Loss.EXACT)
-    assert isinstance(page, Page) and (page.tier, page.codec, page.loss) == (Tier.DEVICE, Codec.RAW, Loss.EXACT)
+    assert isinstance(page, Page) and (page.tier, page.codec, page.loss) == (Tier.RAM, Codec.RAW, Loss.EXACT)
     pool = two_tiers()
     page = offered(pool, Loss.EXACT, Codec.Q4)
     assert isinstance(page, Page) and (page.tier, page.codec, page.loss) == (Tier.HOST, Codec.Q4, Loss.Q4)

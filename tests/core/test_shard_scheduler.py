@@ -29,7 +29,7 @@ GIB = 2**30
 
 
 def config(shards: int = 3, **shard: Any) -> Config:
-    return load(overrides={"shards": shards, "shard": {"device_bytes": GIB, **shard}})
+    return load(overrides={"shards": shards, "shard": {"ram_bytes": GIB, **shard}})
 
 
 def with_disk(shards: int = 2) -> Config:
@@ -67,7 +67,7 @@ def test_no_node_takes_more_than_its_memory_and_its_resource_allow() -> None:
 
 
 def test_a_pool_that_no_node_could_ever_hold_is_named() -> None:
-    found = schedule(config(1, device_bytes=64 * GIB).shard_groups, [node("a"), node("b", memory=9 * GIB)], [])
+    found = schedule(config(1, ram_bytes=64 * GIB).shard_groups, [node("a"), node("b", memory=9 * GIB)], [])
     assert not found.start
     (sentence,) = found.waiting
     assert "64 GiB of memory free: none is large enough; the largest has 9 GiB of memory for pools" in sentence
@@ -120,7 +120,7 @@ def test_the_shards_of_a_node_that_leaves_drain_beside_their_replacements() -> N
 
 
 def groups(**named: dict[str, Any]) -> dict[str, GroupConfig]:
-    return dict(load(overrides={"shard": {"device_bytes": GIB}, "groups": named}).shard_groups)
+    return dict(load(overrides={"shard": {"ram_bytes": GIB}, "groups": named}).shard_groups)
 
 
 def test_a_group_goes_to_the_nodes_with_its_resources_and_labels() -> None:

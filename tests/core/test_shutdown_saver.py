@@ -31,7 +31,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from tests.core.lone_shard import A, B, C, LoneShard, granted, inventory, pinned, report
-from tests.core.moving import BELOW, ON_DEVICE, ON_DISK, Q8, RAW, arrived, disk, holding, lies, lowered, on_disk, tiered
+from tests.core.moving import BELOW, IN_RAM, ON_DISK, Q8, RAW, arrived, disk, holding, lies, lowered, on_disk, tiered
 from tests.core.samples import CODED, MIXED, OURS, SECOND, SUMS, attempt, chain, key, ours, root
 
 FAR = 1_000 * SECOND
@@ -104,10 +104,10 @@ def use(shard: LoneShard, number: int, *blocks: BlockHash) -> None:
 def test_every_page_in_memory_is_saved_encoded_and_stays_readable_where_it_lies() -> None:
     shard = holding(A, B, found=disk())
     assert saved(shard) == PagesSaved(2, 2 * Q8, 0, 0)
-    assert lies(shard) == [ON_DEVICE, ON_DISK]
+    assert lies(shard) == [IN_RAM, ON_DISK]
     assert shard.settle() == [arrived(block, Tier.DISK, Codec.Q8, Loss.Q8) for block in (A, B)]
     [slot] = pinned(shard.pin(attempt(2), A))
-    assert slot.tier is Tier.DEVICE
+    assert slot.tier is Tier.RAM
 
 
 def test_pages_of_the_host_tier_are_saved_as_they_are() -> None:
@@ -135,7 +135,7 @@ def test_pages_are_encoded_as_was_last_ordered_for_their_namespace() -> None:
 def test_a_namespace_for_which_nothing_was_ordered_is_encoded_as_it_is_told() -> None:
     shard = holding(A, found=disk())
     assert saved(shard, codec=Codec.Q4).pages == 1
-    assert lies(shard) == [ON_DEVICE, (Tier.DISK, Codec.Q4, Loss.Q4)]
+    assert lies(shard) == [IN_RAM, (Tier.DISK, Codec.Q4, Loss.Q4)]
 
 
 def test_what_cannot_be_encoded_is_saved_raw() -> None:
@@ -145,7 +145,7 @@ def test_what_cannot_be_encoded_is_saved_raw() -> None:
     shard.move(unfit=[0])
     work(shard)
     assert result(shard, call) == PagesSaved(1, RAW, 0, 0)
-    assert lies(shard) == [ON_DEVICE, RAW_ON_DISK]
+    assert lies(shard) == [IN_RAM, RAW_ON_DISK]
 
 
 def test_what_lies_on_disk_already_is_not_written_again() -> None:
@@ -484,7 +484,7 @@ def test_a_stopping_shard_accepts_no_order_and_ends_the_move_under_way_first() -
     assert [batch.pages[0].target.tier for batch in work(shard)] == [Tier.DISK]
     assert result(shard, call) == PagesSaved(2, 2 * Q8, 0, 0)
     shard.evict(B)
-    assert lies(shard, B) == [ON_DEVICE, ON_DISK], "the order was not accepted"
+    assert lies(shard, B) == [IN_RAM, ON_DISK], "the order was not accepted"
 
 
 def test_a_new_coordinator_learns_that_it_stops() -> None:
@@ -499,7 +499,7 @@ def test_blocks_with_several_pages_are_saved_whole_or_not_at_all() -> None:
     spec = MIXED
     shard = LoneShard.joined(8, host_pages=8, found=disk(files=1, pages=4), spec=spec, extent_bytes=64)
     shard.store(attempt(1), key(A, spec.whole(0), 0), key(A, spec.whole(1), 1))
-    left = shard.core.pool.count(Tier.DEVICE)
+    left = shard.core.pool.count(Tier.RAM)
     answer = saved(shard)
     assert (answer.pages, answer.left_pages) == (0, left), "the second page needs a file of its own"
     assert on_drive(shard) == []

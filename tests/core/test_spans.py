@@ -296,9 +296,9 @@ def test_other_shards_register_nothing(shard: LoneShard) -> None:
 
 def test_registered_spans_pin_nothing_when_the_shard_is_drained(shard: LoneShard) -> None:
     register(shard, blocks(A, B, C))
-    assert shard.core.pool.count(Tier.DEVICE) == 3
+    assert shard.core.pool.count(Tier.RAM) == 3
     shard.evict(A, B, C)
-    assert shard.core.pool.count(Tier.DEVICE) == 0
+    assert shard.core.pool.count(Tier.RAM) == 0
 
 
 def test_spans_of_made_up_blocks_cost_a_lookup_each(shard: LoneShard, lookups: list[PageKey]) -> None:

@@ -54,7 +54,7 @@ def test_what_cannot_even_go_down_raw_stays() -> None:
     for _ in range(2):  # encoded, and as it is
         shard.move(unfit=[0])
     assert shard.moving is None
-    assert [tier for tier, *_ in lies(shard, A)] == [Tier.DEVICE]
+    assert [tier for tier, *_ in lies(shard, A)] == [Tier.RAM]
 
 
 def test_what_is_hot_on_a_shard_that_is_lost_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,4 +77,4 @@ def test_what_a_reader_suspects_is_read_again_in_every_tier() -> None:
     shard.move()
     shard.call(ours(Suspect(shard.epoch, (key(A),)), shard.space))
     assert shard.reading is not None
-    assert sorted(slot.tier for slot in shard.reading.slots) == [Tier.DEVICE, Tier.HOST]
+    assert sorted(slot.tier for slot in shard.reading.slots) == [Tier.RAM, Tier.HOST]

@@ -39,8 +39,8 @@ from tests.core.lone_shard import (
 )
 from tests.core.moving import (
     BELOW,
+    IN_RAM,
     INTERRUPTIONS,
-    ON_DEVICE,
     Q8,
     RAW,
     SOURCE,
@@ -67,12 +67,12 @@ def test_a_demoted_page_is_encoded_below_and_told_of_there_before_it_leaves_its_
     assert shard.moving is not None
     [(namespace, tenant, spec, parent, depth, source, target, _)] = shard.moving.pages
     assert (namespace, tenant, spec, parent, depth) == (shard.space, OURS, CODED, root(), 0)
-    assert (source.tier, source.codec, source.nbytes, source.loss) == (*ON_DEVICE[:2], RAW, Loss.EXACT)
+    assert (source.tier, source.codec, source.nbytes, source.loss) == (*IN_RAM[:2], RAW, Loss.EXACT)
     assert (target.tier, target.codec, target.nbytes, target.loss) == (*BELOW[:2], Q8, Loss.Q8)
     assert (source.key, target.key) == (key(A), key(A))
     assert shard.settle() == [], "nothing has happened yet"
     shard.move()
-    assert shard.settle() == [arrived(A, *BELOW), left(A, Tier.DEVICE)]
+    assert shard.settle() == [arrived(A, *BELOW), left(A, Tier.RAM)]
     assert lies(shard) == [BELOW]
     assert (free(shard), free(shard, Tier.HOST)) == (8 * RAW, 8 * RAW - Q8)
     assert (counters(shard)["demoted"], counters(shard)["evicted"]) == (1, 0)
@@ -92,7 +92,7 @@ def test_readers_of_before_and_during_a_demotion_read_on_and_those_after_it_read
     pinned(shard.pin(attempt(2), A))
     shard.demote(A)
     [during] = pinned(shard.pin(attempt(3), A))
-    assert (during.tier, during.codec) == (Tier.DEVICE, Codec.RAW)
+    assert (during.tier, during.codec) == (Tier.RAM, Codec.RAW)
     shard.move()
     [after] = pinned(shard.pin(attempt(4), A, accept=Loss.Q8))
     assert (after.tier, after.codec, after.loss) == BELOW
@@ -115,7 +115,7 @@ def test_what_cannot_be_encoded_goes_down_raw_by_the_next_batch_and_for_good() -
     shard = holding(A, B)
     shard.demote(A, B)
     shard.move(unfit=[0])
-    assert shard.settle() == [arrived(B, *BELOW), left(B, Tier.DEVICE)]
+    assert shard.settle() == [arrived(B, *BELOW), left(B, Tier.RAM)]
     assert shard.moving is not None
     [again] = shard.moving.pages
     assert (again.source.key, again.target.codec, again.target.nbytes) == (key(A), Codec.RAW, RAW)
@@ -126,7 +126,7 @@ def test_what_cannot_be_encoded_goes_down_raw_by_the_next_batch_and_for_good() -
     shard.promote(A)
     shard.move()
     shard.evict(A, tier=Tier.HOST)
-    assert lies(shard) == [ON_DEVICE], "a page that was not decoded needs no twin"
+    assert lies(shard) == [IN_RAM], "a page that was not decoded needs no twin"
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is not None
     assert [move.target.codec for move in shard.moving.pages] == [Codec.RAW], "it is not tried again"
@@ -138,7 +138,7 @@ def test_a_page_found_corrupt_on_its_way_down_is_condemned_and_comes_nowhere() -
     shard = holding(A, B)
     shard.demote(A, B)
     shard.move(corrupt=[0])
-    assert shard.settle() == [left(A, Tier.DEVICE, corrupt=True), arrived(B, *BELOW), left(B, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.RAM, corrupt=True), arrived(B, *BELOW), left(B, Tier.RAM)]
     assert lies(shard) == []
     assert (free(shard), free(shard, Tier.HOST)) == (8 * RAW, 8 * RAW - Q8)
     assert counters(shard)["corrupt"] == 1
@@ -149,7 +149,7 @@ def test_a_corrupt_page_that_cannot_be_encoded_either_is_not_tried_again() -> No
     shard = holding(A)
     shard.demote(A)
     shard.move(unfit=[0], corrupt=[0])
-    assert shard.settle() == [left(A, Tier.DEVICE, corrupt=True)]
+    assert shard.settle() == [left(A, Tier.RAM, corrupt=True)]
     assert shard.moving is None
 
 
@@ -158,7 +158,7 @@ def test_what_lies_below_already_is_not_encoded_again_but_leaves_its_tier() -> N
     shard.demote(A, codec=Codec.Q4)
     assert shard.moving is None
     assert is_done(shard), "it is said at once"
-    assert shard.settle() == [left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.RAM)]
     assert lies(shard) == [BELOW]
 
 
@@ -168,10 +168,10 @@ def test_what_is_being_written_below_stays_above_until_it_is_there() -> None:
     shard.order(one_page(better, Codec.Q8, Tier.HOST))
     [fetch] = shard.fetching
     shard.demote(A)
-    assert shard.moving is None and lies(shard) == [(Tier.DEVICE, Codec.RAW, Loss.Q4)]
+    assert shard.moving is None and lies(shard) == [(Tier.RAM, Codec.RAW, Loss.Q4)]
     shard.settle()
     shard.commit(fetch.attempt, 0)
-    assert shard.settle() == [arrived(A, *BELOW), left(A, Tier.DEVICE)], "which has lost more"
+    assert shard.settle() == [arrived(A, *BELOW), left(A, Tier.RAM)], "which has lost more"
 
 
 def test_where_there_is_no_room_below_a_page_is_evicted() -> None:
@@ -189,7 +189,7 @@ def test_where_there_is_no_room_below_a_page_that_its_move_keeps_stays() -> None
     shard.demote(A, B, keeps=True)
     assert sources(shard) == [A]
     shard.move()
-    assert (lies(shard, A), lies(shard, B)) == ([BELOW], [(Tier.DEVICE, Codec.RAW, Loss.EXACT)])
+    assert (lies(shard, A), lies(shard, B)) == ([BELOW], [(Tier.RAM, Codec.RAW, Loss.EXACT)])
     assert (counters(shard)["evicted"], counters(shard)["demoted"]) == (0, 1)
 
 
@@ -197,7 +197,7 @@ def test_a_page_that_cannot_be_encoded_and_finds_no_room_raw_stays_if_its_move_k
     shard = holding(A, host_bytes=Q8)
     shard.demote(A, keeps=True)
     shard.move(unfit=[0])
-    assert lies(shard, A) == [(Tier.DEVICE, Codec.RAW, Loss.EXACT)]
+    assert lies(shard, A) == [(Tier.RAM, Codec.RAW, Loss.EXACT)]
     assert counters(shard)["evicted"] == 0
 
 
@@ -276,9 +276,9 @@ def test_an_order_that_finds_nothing_to_do_is_done() -> None:
     shard.order(moves(Move(SPEC.namespace(THEIRS), A, Tier.HOST), Move(shard.space, B, Tier.HOST)))
     assert (shard.moving, is_done(shard)) == (None, True)
     shard.settle()
-    shard.order(moves(Move(shard.space, A, Tier.DEVICE)))
+    shard.order(moves(Move(shard.space, A, Tier.RAM)))
     assert (shard.moving, is_done(shard)) == (None, True), "it lies there already"
-    assert lies(shard) == [ON_DEVICE]
+    assert lies(shard) == [IN_RAM]
 
 
 def test_a_shard_without_a_tier_below_demotes_nothing() -> None:
@@ -306,7 +306,7 @@ def test_a_new_coordinator_s_orders_follow_the_batch_under_way_and_nothing_else(
     assert running(shard) == (shard.ordered,)
     shard.move()
     assert running(shard) == ()
-    assert lies(shard, B) == [ON_DEVICE]
+    assert lies(shard, B) == [IN_RAM]
 
 
 # ------------------------------------------------------------------------------ what comes between
@@ -335,7 +335,7 @@ def test_a_purge_of_one_namespace_leaves_the_source_of_another_where_it_is() -> 
     shard.order(moves(Move(theirs, B, Tier.HOST, Codec.Q8), Move(shard.space, A, Tier.HOST, Codec.Q8)))
     shard.hear(tombstones=(Tombstone(5, OURS),))
     shard.move()
-    assert lies(shard, B) == [ON_DEVICE] and lies(shard, A) == []
+    assert lies(shard, B) == [IN_RAM] and lies(shard, A) == []
     assert running(shard) == ()
     assert free(shard, Tier.HOST) == 8 * RAW
 
@@ -346,7 +346,7 @@ def test_whatever_comes_in_the_middle_of_a_move_nothing_leaks_and_its_source_sta
     shard.demote(A)
     interrupt(shard, how)
     shard.move()
-    assert lies(shard) == [BELOW if how == "a drain" else ON_DEVICE]
+    assert lies(shard) == [BELOW if how == "a drain" else IN_RAM]
     assert sources(shard) == []
     assert not len(shard.core.leases)
     assert free(shard, Tier.HOST) == 8 * RAW - (Q8 if how == "a drain" else 0)
@@ -364,7 +364,7 @@ def test_a_move_goes_on_when_a_coordinator_is_there_again(monkeypatch: pytest.Mo
     assert sources(shard) == [B]
     shard.move()
     assert running(shard) == ()
-    assert (lies(shard, A), lies(shard, B)) == ([ON_DEVICE], [BELOW]), "pages that stayed are ordered again"
+    assert (lies(shard, A), lies(shard, B)) == ([IN_RAM], [BELOW]), "pages that stayed are ordered again"
 
 
 @pytest.mark.parametrize("how", ["found corrupt", "evicted"])

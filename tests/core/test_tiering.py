@@ -109,7 +109,7 @@ def decoded(*blocks: BlockHash) -> list[PageEvent]:
     return pages(blocks, loss=Loss.Q8, spec=CODED)
 
 
-def left(*blocks: BlockHash, tier: Tier = Tier.DEVICE) -> list[StreamEvent]:
+def left(*blocks: BlockHash, tier: Tier = Tier.RAM) -> list[StreamEvent]:
     return [gone(block, tier=tier, spec=CODED) for block in blocks]
 
 
@@ -158,7 +158,7 @@ def test_without_a_tier_below_pressure_evicts_as_ever() -> None:
     _, voice = serving(*above(*BLOCKS), host=())
     ack = voice.report(pressure=2 * RAW)
     assert ack.move is None and ack.evict is not None
-    assert (ordered(ack), ack.evict.tier) == ([BLOCKS[11], BLOCKS[10]], Tier.DEVICE)
+    assert (ordered(ack), ack.evict.tier) == ([BLOCKS[11], BLOCKS[10]], Tier.RAM)
 
 
 def test_held_and_pinned_blocks_are_demoted_no_sooner_than_they_are_let_go() -> None:
@@ -287,7 +287,7 @@ def test_what_no_codec_makes_smaller_takes_no_more_below_than_above() -> None:
     spec = replace(CODED, block_tokens=1, groups=(Group((0,), (Plane("k", 2, 8, "float16"),)),))
     nbytes = spec.page_bytes(0, spec.whole(0))
     told = [
-        PageEvent(spec.namespace(OURS), PageKey(block, 0, spec.whole(0)), A, 1, Tier.DEVICE, Loss.EXACT)
+        PageEvent(spec.namespace(OURS), PageKey(block, 0, spec.whole(0)), A, 1, Tier.RAM, Loss.EXACT)
         for block in (B, C)
     ]
     host = (TierUse(Tier.HOST, 8 * nbytes, 2 * nbytes, 1),)
@@ -540,7 +540,7 @@ def test_what_is_loaded_often_from_disk_comes_straight_up() -> None:
     assert voice.report().move is None
     heat(coordinator, A, B, C, loads=1)
     ack = voice.report()
-    assert moves(ack) == tuple(Move(coordinator.space, block, Tier.DEVICE) for block in (A, B, C))
+    assert moves(ack) == tuple(Move(coordinator.space, block, Tier.RAM) for block in (A, B, C))
     assert carry_out(voice, ack, *decoded(A, B, C)).move is None
     assert served_by(coordinator.load(attempt(9), [A, B, C], whole(CODED, Loss.Q8))) == [(3, ["a"])]
 
@@ -553,7 +553,7 @@ def test_what_comes_up_from_disk_needs_room_for_raw_pages(free_pages: int, comes
     )
     heat(coordinator, A, B, C, loads=1)
     voice.free(free_pages)
-    assert moved(voice.report(), Tier.DEVICE) == [A, B, C][:comes]
+    assert moved(voice.report(), Tier.RAM) == [A, B, C][:comes]
 
 
 def test_what_came_up_from_disk_goes_down_again_without_taking_room() -> None:
@@ -576,7 +576,7 @@ def test_what_is_loaded_often_from_below_comes_up_again() -> None:
     assert voice.report().move is None
     heat(coordinator, A, B, loads=1)
     ack = voice.report()
-    assert moves(ack) == (Move(coordinator.space, A, Tier.DEVICE), Move(coordinator.space, B, Tier.DEVICE))
+    assert moves(ack) == (Move(coordinator.space, A, Tier.RAM), Move(coordinator.space, B, Tier.RAM))
     assert voice.report().move == ack.move, "until it is done"
     assert carry_out(voice, ack, *decoded(A, B)).move is None
     assert served_by(coordinator.load(attempt(9), [A, B, C], whole(CODED, Loss.Q8))) == [(2, ["a"]), (1, ["a"])]
@@ -589,26 +589,26 @@ def test_loads_count_within_one_window() -> None:
     heat(coordinator, A, loads=1)
     assert voice.report().move is None
     heat(coordinator, A, loads=1)
-    assert moved(voice.report(), Tier.DEVICE) == [A]
+    assert moved(voice.report(), Tier.RAM) == [A]
 
 
 def test_only_what_lies_below_alone_is_promoted() -> None:
     coordinator, voice = serving(*encoded(A, B, C), *decoded(A, B, C)[1:2], *above(A, B, C, D)[3:], promote_loads=1)
     heat(coordinator, A, B, C, D, loads=1)
-    assert moved(voice.report(), Tier.DEVICE) == [A, C]
+    assert moved(voice.report(), Tier.RAM) == [A, C]
 
 
 def test_nothing_is_promoted_into_room_that_others_wait_for() -> None:
     coordinator, voice = serving(*encoded(A), promote_loads=1)
     heat(coordinator, A, loads=1)
     assert voice.report(pressure=RAW).move is None
-    assert moved(voice.report(), Tier.DEVICE) == [A]
+    assert moved(voice.report(), Tier.RAM) == [A]
 
 
 def test_what_came_up_or_went_meanwhile_is_not_promoted() -> None:
     coordinator, voice = serving(*encoded(A, B, C), promote_loads=1)
     heat(coordinator, A, B, C, loads=1)
-    assert moved(voice.report(*decoded(A), *left(B, tier=Tier.HOST)), Tier.DEVICE) == [C]
+    assert moved(voice.report(*decoded(A), *left(B, tier=Tier.HOST)), Tier.RAM) == [C]
 
 
 def test_a_namespace_that_was_purged_meanwhile_is_not_promoted() -> None:
@@ -623,7 +623,7 @@ def test_no_more_is_promoted_than_there_is_room_for_above_the_mark(free_pages: i
     coordinator, voice = serving(*encoded(A, B, C), capacity_pages=20, promote_loads=1, low_free=0.1, high_free=0.1)
     heat(coordinator, A, B, C, loads=1)
     voice.free(free_pages)
-    assert moved(voice.report(), Tier.DEVICE) == [A, B, C][:comes]
+    assert moved(voice.report(), Tier.RAM) == [A, B, C][:comes]
 
 
 def test_what_was_hot_and_found_no_room_comes_up_when_it_is_hot_again() -> None:
@@ -635,21 +635,21 @@ def test_what_was_hot_and_found_no_room_comes_up_when_it_is_hot_again() -> None:
     beat(coordinator, voice, until=coordinator.now + SECOND)
     assert voice.report().move is None
     heat(coordinator, A, loads=1)
-    assert moved(voice.report(), Tier.DEVICE) == [A]
+    assert moved(voice.report(), Tier.RAM) == [A]
 
 
 def test_one_promotion_names_a_bounded_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "EVICTIONS_PER_ORDER", 2)
     coordinator, voice = serving(*encoded(A, B, C), promote_loads=1)
     heat(coordinator, A, B, C, loads=1)
-    assert moved(voice.report(), Tier.DEVICE) == [A, B]
+    assert moved(voice.report(), Tier.RAM) == [A, B]
 
 
 def test_a_bounded_number_of_blocks_waits_to_be_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PROMOTIONS", 2)
     coordinator, voice = serving(*encoded(A, B, C), promote_loads=1)
     heat(coordinator, A, B, C, loads=1)
-    assert moved(voice.report(), Tier.DEVICE) == [A, B]
+    assert moved(voice.report(), Tier.RAM) == [A, B]
 
 
 def test_a_draining_shard_promotes_nothing() -> None:
@@ -676,14 +676,14 @@ def test_what_came_up_is_queued_once_for_its_way_down() -> None:
     heat(coordinator, A, loads=1)
     carry_out(voice, voice.report(), *decoded(A))
     [member] = coordinator.core.state.members.all()
-    assert [len(member.cold[tier]) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)] == [1, 1, 0]
+    assert [len(member.cold[tier]) for tier in (Tier.RAM, Tier.HOST, Tier.DISK)] == [1, 1, 0]
 
 
 def test_a_promotion_does_not_hide_what_is_to_be_demoted_next() -> None:
     coordinator, voice = serving(*encoded(A), *above(*BLOCKS)[1:3], promote_loads=1)
     heat(coordinator, A, loads=1)
     ack = voice.report()
-    assert moved(ack, Tier.DEVICE) == [A]
+    assert moved(ack, Tier.RAM) == [A]
     assert voice.report(pressure=RAW).move == ack.move
     ack = carry_out(voice, ack, *decoded(A), pressure=3 * RAW)
     assert sorted(moved(ack, Tier.HOST)) == sorted([A, B, C])
@@ -700,13 +700,13 @@ def test_what_was_demoted_is_given_to_who_accepts_its_loss() -> None:
     lossy = coordinator.load(attempt(2), [A, B], whole(CODED, Loss.Q8))
     assert lossy.blocks == 2
     sources = [source for run in lossy.runs for group in run.plan for source in group or ()]
-    assert [(source.tier, source.loss) for source in sources] == [(Tier.DEVICE, Loss.EXACT), (Tier.HOST, Loss.Q8)]
+    assert [(source.tier, source.loss) for source in sources] == [(Tier.RAM, Loss.EXACT), (Tier.HOST, Loss.Q8)]
 
 
 def test_of_twins_the_upper_serves() -> None:
     coordinator, voice = serving(*encoded(A), *decoded(A))
     [run] = coordinator.load(attempt(1), [A], whole(CODED, Loss.Q4)).runs
-    assert [source.tier for group in run.plan for source in group or ()] == [Tier.DEVICE]
+    assert [source.tier for group in run.plan for source in group or ()] == [Tier.RAM]
     voice.report(*left(A))
     [run] = coordinator.load(attempt(2), [A], whole(CODED, Loss.Q4)).runs
     assert [source.tier for group in run.plan for source in group or ()] == [Tier.HOST]
@@ -722,7 +722,7 @@ def test_a_faster_tier_serves_before_a_better_copy_where_its_loss_is_accepted() 
 
 @pytest.mark.parametrize(
     "order",
-    list(itertools.permutations((Tier.DEVICE, Tier.HOST, Tier.DISK))),
+    list(itertools.permutations((Tier.RAM, Tier.HOST, Tier.DISK))),
     ids=lambda order: "-".join(t.name for t in order),
 )
 def test_a_block_is_gone_only_with_its_last_copy_in_any_tier(order: tuple[Tier, ...]) -> None:

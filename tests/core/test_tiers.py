@@ -27,7 +27,7 @@ OLD, NEW = Tombstone(1, Tenant("t")), Tombstone(2, Tenant("t"))
 
 
 def everything() -> ShardConfig:
-    return ShardConfig(device_bytes=1_024, host_bytes=2_048, disk_bytes=4 * FILE, extent_bytes=ALIGN_BYTES)
+    return ShardConfig(ram_bytes=1_024, host_bytes=2_048, disk_bytes=4 * FILE, extent_bytes=ALIGN_BYTES)
 
 
 def test_ranks_rise_from_the_fastest_tier_to_the_slowest() -> None:
@@ -73,9 +73,9 @@ def test_a_tier_stays_itself_where_it_is_pickled() -> None:
 
 def test_pages_are_demoted_from_each_tier_into_the_next_that_the_shard_has() -> None:
     assert [above(lower, tuple(Tier)) for _, lower in pairwise(Tier)] == list(Tier)[:-1]
-    assert above(Tier.DISK, (Tier.DEVICE, Tier.DISK)) is Tier.DEVICE, "it has none between"
+    assert above(Tier.DISK, (Tier.RAM, Tier.DISK)) is Tier.RAM, "it has none between"
     assert above(FASTEST, tuple(Tier)) is None, "pages are promoted into it"
-    assert above(Tier.DISK, (Tier.DEVICE, Tier.HOST)) is None, "it has no such tier"
+    assert above(Tier.DISK, (Tier.RAM, Tier.HOST)) is None, "it has no such tier"
 
 
 def test_a_shards_own_words_tell_its_neighbours() -> None:
@@ -90,9 +90,9 @@ def test_a_shards_own_words_tell_its_neighbours() -> None:
 
 
 def test_a_pool_has_the_tiers_that_are_configured_and_opened() -> None:
-    assert PagePool.of(everything(), {Tier.DISK: OPENED}).tiers == (Tier.DEVICE, Tier.HOST, Tier.DISK)
-    assert PagePool.of(everything(), {Tier.DISK: RecoveredPages(trouble="no drive")}).tiers == (Tier.DEVICE, Tier.HOST)
-    assert PagePool.of(replace(everything(), host_bytes=0), {Tier.DISK: OPENED}).tiers == (Tier.DEVICE,)
+    assert PagePool.of(everything(), {Tier.DISK: OPENED}).tiers == (Tier.RAM, Tier.HOST, Tier.DISK)
+    assert PagePool.of(everything(), {Tier.DISK: RecoveredPages(trouble="no drive")}).tiers == (Tier.RAM, Tier.HOST)
+    assert PagePool.of(replace(everything(), host_bytes=0), {Tier.DISK: OPENED}).tiers == (Tier.RAM,)
 
 
 def test_only_what_every_store_has_carried_out_counts_as_carried_out() -> None:

@@ -118,7 +118,7 @@ class TiersOfAShard(RuleBasedStateMachine):
                 assert best is not None and best <= loss
             elif isinstance(page, PageSlot):
                 assert best is None or best > loss, "a page of no more loss is there or on its way"
-                assert (page.tier, page.codec, page.loss) == (Tier.DEVICE, Codec.RAW, loss)
+                assert (page.tier, page.codec, page.loss) == (Tier.RAM, Codec.RAW, loss)
         if ends:
             shard.commit(of, *(at for at, page in enumerate(reply) if isinstance(page, PageSlot)))
         else:
@@ -262,7 +262,7 @@ class TiersOfAShard(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), loss=losses, codec=st.sampled_from(Codec), comes=st.booleans())
     def pull(self, name: PageKey, loss: Loss, codec: Codec, comes: bool) -> None:
         new = NewPage(name, root(), 0, max(loss, codec.loss))
-        into = Tier.DEVICE if codec is Codec.RAW and comes else Tier.HOST
+        into = Tier.RAM if codec is Codec.RAW and comes else Tier.HOST
         self.shard.order(one_page(new, codec, into))
         self.settle()
         for fetch in self.shard.fetching:

@@ -23,7 +23,7 @@ from tests.core.moving import Q8, RAW, arrived, doubled, left, one_page, tiered
 from tests.core.samples import CODED, OURS, SECOND, attempt, key, ours, root
 from tests.core.test_disk_recovery import FILE, DiskShard, found, lying
 
-TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
+TIERS = (Tier.RAM, Tier.HOST, Tier.DISK)
 
 
 def with_twins(codec: Codec = Codec.Q8, **config: int) -> LoneShard:
@@ -53,16 +53,16 @@ def scrubbed(shard: LoneShard) -> list[Tier]:
 def test_an_order_for_the_tier_below_takes_what_was_decoded_from_it_too_and_nothing_else() -> None:
     shard = with_twins()
     shard.evict(A, B, tier=Tier.HOST)
-    assert shard.settle() == [left(A, Tier.HOST), left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.HOST), left(A, Tier.RAM)]
     assert misses(shard.pin(attempt(12), A, accept=Loss.Q4)) == [MissReason.EVICTED]
     assert pinned(shard.pin(attempt(13), B)), "which lies in the tier above alone"
     assert counters(shard)["evicted"] == 1
 
 
-def test_an_order_for_the_device_tier_leaves_the_twin_below() -> None:
+def test_an_order_for_the_ram_tier_leaves_the_twin_below() -> None:
     shard = with_twins()
     shard.evict(A)
-    assert shard.settle() == [left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.RAM)]
     assert tiers(shard) == [Tier.HOST]
 
 
@@ -86,16 +86,16 @@ def test_a_twin_found_corrupt_takes_what_was_decoded_from_it_along() -> None:
     shard = with_twins(scrub_bytes=2**20)
     shard.verdict(scrubbed(shard).index(Tier.HOST))
     told = [event for event in shard.settle() if isinstance(event, GoneEvent)]
-    assert told == [left(A, Tier.HOST, corrupt=True), left(A, Tier.DEVICE)]
+    assert told == [left(A, Tier.HOST, corrupt=True), left(A, Tier.RAM)]
     assert counters(shard)["corrupt"] == 1
 
 
 def test_both_twins_found_corrupt_at_once_are_told_of_once_each() -> None:
     shard = with_twins(scrub_bytes=2**20)
-    assert sorted(scrubbed(shard)) == [Tier.DEVICE, Tier.DEVICE, Tier.HOST]
+    assert sorted(scrubbed(shard)) == [Tier.RAM, Tier.RAM, Tier.HOST]
     shard.verdict(0, 1, 2)
     told = [event for event in shard.settle() if isinstance(event, GoneEvent) and event.key == key(A)]
-    assert sorted(event.tier for event in told) == [Tier.DEVICE, Tier.HOST]
+    assert sorted(event.tier for event in told) == [Tier.RAM, Tier.HOST]
     assert list(shard.core.pool.everything()) == []
 
 
@@ -104,9 +104,9 @@ def test_the_upper_of_twins_is_condemned_alone_when_it_is_found_corrupt() -> Non
     shard.call(ours(Suspect(shard.epoch, (key(A),)), shard.space))
     assert shard.reading is not None
     read = [slot.tier for slot in shard.reading.slots]
-    assert sorted(read) == [Tier.DEVICE, Tier.HOST], "the reader does not know which of them it had"
-    shard.verdict(read.index(Tier.DEVICE))
-    assert shard.settle() == [left(A, Tier.DEVICE, corrupt=True)]
+    assert sorted(read) == [Tier.RAM, Tier.HOST], "the reader does not know which of them it had"
+    shard.verdict(read.index(Tier.RAM))
+    assert shard.settle() == [left(A, Tier.RAM, corrupt=True)]
     assert tiers(shard) == [Tier.HOST]
 
 
@@ -120,7 +120,7 @@ def test_a_purge_takes_both_twins() -> None:
 
 def test_the_readers_of_either_twin_read_on_when_both_are_withdrawn() -> None:
     shard = with_twins()
-    assert [page.tier for page in pinned(shard.pin(attempt(12), A, accept=Loss.Q8))] == [Tier.DEVICE]
+    assert [page.tier for page in pinned(shard.pin(attempt(12), A, accept=Loss.Q8))] == [Tier.RAM]
     shard.evict(A)
     assert [page.tier for page in pinned(shard.pin(attempt(13), A, accept=Loss.Q8))] == [Tier.HOST]
     shard.evict(A, tier=Tier.HOST)
@@ -142,9 +142,9 @@ def info_of(shard: LoneShard) -> ShardInfo:
 
 def test_a_shard_without_tiers_below_tells_of_none() -> None:
     info = info_of(tiered(host_pages=0))
-    assert (info.below, info.tiers) == ((), (Tier.DEVICE,))
+    assert (info.below, info.tiers) == ((), (Tier.RAM,))
     assert [info.use(tier) for tier in TIERS] == [
-        TierUse(Tier.DEVICE, 8 * RAW, 6 * RAW, 2),
+        TierUse(Tier.RAM, 8 * RAW, 6 * RAW, 2),
         TierUse(Tier.HOST, 0, 0, 0),
         TierUse(Tier.DISK, 0, 0, 0),
     ]
@@ -153,9 +153,9 @@ def test_a_shard_without_tiers_below_tells_of_none() -> None:
 def test_a_shard_tells_of_each_tier_that_it_has() -> None:
     info = info_of(tiered())
     assert info.below == (TierUse(Tier.HOST, 8 * RAW, 8 * RAW - Q8, 1),)
-    assert info.tiers == (Tier.DEVICE, Tier.HOST)
+    assert info.tiers == (Tier.RAM, Tier.HOST)
     assert [info.use(tier) for tier in TIERS] == [
-        TierUse(Tier.DEVICE, 8 * RAW, 7 * RAW, 1),
+        TierUse(Tier.RAM, 8 * RAW, 7 * RAW, 1),
         info.below[0],
         TierUse(Tier.DISK, 0, 0, 0),
     ]
@@ -174,41 +174,41 @@ def test_a_shard_tells_of_its_disk_tier_last() -> None:
 def decoded_from_disk(**config: int) -> DiskShard:
     """A shard that holds A on disk and, decoded from that, on its device."""
     shard = DiskShard.knowing(found(*lying(A)), spec=CODED, **config)
-    shard.order_moves(Tier.DEVICE, A)
+    shard.order_moves(Tier.RAM, A)
     shard.move_all()
     shard.settle()
-    assert tiers(shard) == [Tier.DEVICE, Tier.DISK]
+    assert tiers(shard) == [Tier.RAM, Tier.DISK]
     return shard
 
 
 def test_an_order_for_the_disk_tier_takes_what_was_decoded_from_it_too() -> None:
     shard = decoded_from_disk()
     shard.evict(A, tier=Tier.DISK)
-    assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.RAM)]
     assert counters(shard)["evicted"] == 1
 
 
-def test_an_order_for_the_device_tier_leaves_the_twin_on_disk() -> None:
+def test_an_order_for_the_ram_tier_leaves_the_twin_on_disk() -> None:
     shard = decoded_from_disk()
     shard.evict(A)
-    assert shard.settle() == [left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.RAM)]
     assert tiers(shard) == [Tier.DISK]
 
 
 def test_what_was_decoded_stays_while_its_twin_goes_down_to_disk_and_goes_with_it_there() -> None:
     shard = DiskShard.knowing(found())
     shard.store(attempt(1), A)
-    for tier in (Tier.HOST, Tier.DEVICE):
+    for tier in (Tier.HOST, Tier.RAM):
         shard.order_moves(tier, A)
         shard.move_all()
     shard.settle()
-    assert tiers(shard) == [Tier.DEVICE, Tier.HOST]
+    assert tiers(shard) == [Tier.RAM, Tier.HOST]
     shard.order_moves(Tier.DISK, A)
     shard.move_all()
     assert shard.settle() == [arrived(A, Tier.DISK, Codec.Q8, Loss.Q8), left(A, Tier.HOST)]
-    assert tiers(shard) == [Tier.DEVICE, Tier.DISK]
+    assert tiers(shard) == [Tier.RAM, Tier.DISK]
     shard.evict(A, tier=Tier.DISK)
-    assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.DISK), left(A, Tier.RAM)]
 
 
 def test_what_was_decoded_goes_with_a_page_on_disk_that_its_reader_finds_corrupt() -> None:
@@ -217,7 +217,7 @@ def test_what_was_decoded_goes_with_a_page_on_disk_that_its_reader_finds_corrupt
     assert pinned(shard.replies[reader])
     shard.pinning(attempt(2), A, tenant=CLUSTER)
     shard.read(0)
-    assert shard.settle() == [left(A, Tier.DISK, corrupt=True), left(A, Tier.DEVICE)]
+    assert shard.settle() == [left(A, Tier.DISK, corrupt=True), left(A, Tier.RAM)]
     device, host, disk = shard.core.pool.allocators.values()
     assert (device.used_bytes, host.used_bytes, disk.used_bytes) == (RAW, 0, 0), "one is still being read"
     assert end(shard, attempt(1)) and end(shard, attempt(2))
@@ -229,9 +229,9 @@ def test_what_was_decoded_is_withdrawn_alone_when_it_is_found_corrupt() -> None:
     while shard.reading is None:
         shard.later(20 * SECOND)
         shard.settle()
-    assert [slot.tier for slot in shard.reading.slots] == [Tier.DEVICE]
+    assert [slot.tier for slot in shard.reading.slots] == [Tier.RAM]
     shard.verdict(0)
-    assert shard.settle() == [left(A, Tier.DEVICE, corrupt=True)]
+    assert shard.settle() == [left(A, Tier.RAM, corrupt=True)]
     assert tiers(shard) == [Tier.DISK]
 
 
@@ -247,17 +247,17 @@ def test_an_inventory_tells_of_both_twins() -> None:
     shard = with_twins()
     shard.hear(inventory=True)
     told = [(page.tier, page.codec, page.loss) for page in inventory(shard).pages if page.key == key(A)]
-    assert told == [(Tier.DEVICE, Codec.RAW, Loss.Q8), (Tier.HOST, Codec.Q8, Loss.Q8)]
+    assert told == [(Tier.RAM, Codec.RAW, Loss.Q8), (Tier.HOST, Codec.Q8, Loss.Q8)]
 
 
 def test_an_inventory_tells_of_no_page_that_is_on_its_way_and_the_stream_tells_of_it_then() -> None:
     shard = with_twins()
     shard.demote(B)
     shard.hear(inventory=True)
-    assert [(page.key, page.tier) for page in inventory(shard).pages if page.key == key(B)] == [(key(B), Tier.DEVICE)]
+    assert [(page.key, page.tier) for page in inventory(shard).pages if page.key == key(B)] == [(key(B), Tier.RAM)]
     shard.move()
     told = [(event.key.hash, event.tier) for event in shard.settle()[3:] if isinstance(event, PageEvent | GoneEvent)]
-    assert told == [(B, Tier.HOST), (B, Tier.DEVICE)]
+    assert told == [(B, Tier.HOST), (B, Tier.RAM)]
 
 
 def test_a_page_that_is_committed_after_one_that_has_lost_less_gives_way() -> None:

@@ -188,7 +188,7 @@ def coordinator(shards: int = 2, *, spec: KVSpec = SPEC, **config: Any) -> tuple
     return core, heard
 
 
-def event(number: int, part: Part, *, spec: KVSpec = SPEC, tier: Tier = Tier.DEVICE) -> PageEvent:
+def event(number: int, part: Part, *, spec: KVSpec = SPEC, tier: Tier = Tier.RAM) -> PageEvent:
     key = PageKey(block(number), 0, part)
     return PageEvent(spec.namespace(OURS), key, parent(number), number, tier, Loss.EXACT)
 
@@ -299,7 +299,7 @@ def prepare_load_of_many_groups(size: int) -> Step:
     space, part = spec.namespace(OURS), Part(0, 1, 0, 8)
     for at in range(size):
         keys = [PageKey(block(at), group, part) for group in range(len(groups))]
-        shards.tell(at % 2, [PageEvent(space, key, parent(at), at, Tier.DEVICE, Loss.EXACT) for key in keys])
+        shards.tell(at % 2, [PageEvent(space, key, parent(at), at, Tier.RAM, Loss.EXACT) for key in keys])
     return Step(core, asks(PrepareLoad(attempt(1), hashes(size), Need((part,) * len(groups))), space))
 
 
@@ -447,7 +447,7 @@ def report(size: int) -> Step:
     """Corrupt pages of blocks that lie elsewhere too, while the shard asks for room, all of which has been promised."""
     core, shards = held(size)
     core.step(asks(PrepareLoad(attempt(1), hashes(min(size, limits.BLOCKS_PER_CALL)), whole()), SPACE), NOW)
-    gone = [GoneEvent(SPACE, PageKey(block(at), 0, SPEC.whole(0)), True, Tier.DEVICE) for at in range(size)]
+    gone = [GoneEvent(SPACE, PageKey(block(at), 0, SPEC.whole(0)), True, Tier.RAM) for at in range(size)]
     return Step(core, shards.report(0, gone, pressure_bytes=2**40))
 
 
@@ -566,13 +566,13 @@ COORDINATOR: list[tuple[type, Callable[[int], Step], int]] = [
 
 
 class LoneShard:
-    """A shard that a coordinator knows, with room for so many pages of SMALL in its device tier."""
+    """A shard that a coordinator knows, with room for so many pages of SMALL in its RAM tier."""
 
     def __init__(
         self, pages: int, *, host_pages: int = 0, found: RecoveredPages | None = None, scrub_bytes: int = 0
     ) -> None:
         config = ShardConfig(
-            device_bytes=pages * PAGE,
+            ram_bytes=pages * PAGE,
             host_bytes=host_pages * PAGE,
             disk_dir="",
             extent_bytes=0,

@@ -164,7 +164,7 @@ def test_a_cluster_runs_where_only_a_folder_for_temporary_files_can_be_written(i
         assert run(container, "kvcluster", "--version") == f"kvcluster {__version__}\n"
         assert "usage: kvcluster" in run(container, "kvcluster", "--help")
         run(container, "python", "-c", "import kvcluster.pages._native")
-        run(container, "kvcluster", "up", "--device-bytes", "64MiB", "--host-bytes", "16MiB")
+        run(container, "kvcluster", "up", "--ram-bytes", "64MiB", "--host-bytes", "16MiB")
         check_unprivileged(container)
         assert json.loads(run(container, "python", "-c", WORK, "127.0.0.1:7070")) == ALL
         (shard,) = json.loads(run(container, "kvcluster", "status", "--json"))["shards"]
@@ -177,7 +177,7 @@ def test_the_pods_that_the_chart_renders_run_from_the_image(image: Image) -> Non
     token = new_token()
     tokens = (token_line(token, "ops", operator=True) + "\n").encode()
     secrets = {"cache-kvcluster-auth": {"secret": new_token().encode(), "tokens": tokens}}
-    values = {"config": {"shard": {"device_bytes": "64MiB"}}, "shards": {"replicas": 1}}
+    values = {"config": {"shard": {"ram_bytes": "64MiB"}}, "shards": {"replicas": 1}}
     with Kubelet(render(values), secrets, {"engine": Client({"kvcluster-client": "true"}, "llm")}, image) as kubelet:
         kubelet.wait_ready()
         for container in kubelet.containers.values():

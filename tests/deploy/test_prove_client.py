@@ -62,7 +62,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         (folder / name).write_text(new_token(), encoding="ascii")
     made.admit("known")
     config = {"server": {"token_file": str(folder / "tokens")}, "metrics": {"port": metrics}}
-    with kvcluster.local(shards=2, device_bytes="32MiB", config=config) as running:
+    with kvcluster.local(shards=2, ram_bytes="32MiB", config=config) as running:
         made.address = running.address
         yield made
 

@@ -23,7 +23,7 @@ def _fields(section: type, prefix: str = "") -> Iterator[str]:
 
 @cache
 def cluster_settings() -> set[str]:
-    """Returns the keys of a cluster's file, such as shard.device_bytes."""
+    """Returns the keys of a cluster's file, such as shard.ram_bytes."""
     return set(_fields(Config))
 
 

@@ -40,7 +40,7 @@ class Given:
         self.stack, self.monkeypatch = stack, monkeypatch
 
     def cluster(self) -> MemoryCluster:
-        return self.stack.enter_context(MemoryCluster(shards=2, device_bytes="32MiB"))
+        return self.stack.enter_context(MemoryCluster(shards=2, ram_bytes="32MiB"))
 
     def client(self) -> Client:
         client = self.stack.enter_context(self.cluster().client(SPEC))

@@ -102,7 +102,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def cluster() -> Iterator[MemoryCluster]:
-    with MemoryCluster(shards=2, device_bytes="32MiB") as running:
+    with MemoryCluster(shards=2, ram_bytes="32MiB") as running:
         yield running
         running.wait_until_idle()  # no ticket or lease is left behind
         running.check()
@@ -442,7 +442,7 @@ def test_a_lost_shard_costs_time_but_never_the_answer() -> None:
     model = llama()
     ids, mask = batch(prompt(25, 1), prompt(18, 2))
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=9, do_sample=False)
-    with MemoryCluster(shards=1, device_bytes="32MiB") as cluster:
+    with MemoryCluster(shards=1, ram_bytes="32MiB") as cluster:
         client = connect(cluster, model)
         generate(client, model, ids, mask, max_new_tokens=9, do_sample=False)
         client.flush()
@@ -458,7 +458,7 @@ def test_a_lost_shard_costs_time_but_never_the_answer() -> None:
 def test_a_cluster_that_is_gone_is_a_miss() -> None:
     model = llama()
     ids, mask = batch(prompt(25))
-    with MemoryCluster(shards=1, device_bytes="32MiB") as cluster:
+    with MemoryCluster(shards=1, ram_bytes="32MiB") as cluster:
         client = connect(cluster, model)
         cluster.stop_coordinator()
         cache = PrefixCache.from_inputs(client, model, ids, mask)

@@ -288,7 +288,7 @@ class _Load:
         self.whole = self.spec.whole(0)
         self.hashes = tuple(BlockHash(bytes([block]) * 32) for block in range(self.blocks))
         places = enumerate(_parts(rng, self.whole))
-        plan = (tuple(Source(0, part, _shard(at), Tier.DEVICE, Loss.EXACT) for at, part in places),)
+        plan = (tuple(Source(0, part, _shard(at), Tier.RAM, Loss.EXACT) for at, part in places),)
         need = Need((self.whole,))
         body = TicketBody(NAMESPACE, Attempt(Holder(b"h" * 16), 1), self.hashes, need, (Run(self.blocks, plan),))
         pieces = plan_pieces(body, self.spec, (self.whole,))

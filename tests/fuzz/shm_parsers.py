@@ -24,7 +24,7 @@ from tests.fuzz.trees import Kind, Node, Tree, fields, message
 
 _ERRORS = (ProtocolError, LimitError, SpecError)
 _ARENA_BYTES = 2**20
-_STARTS = {Tier.DEVICE: 0}
+_STARTS = {Tier.RAM: 0}
 _LAYERS = (4, 1, 8)
 _KEYS = [
     PageKey(BlockHash(bytes([item]) * HASH_BYTES), item, Part(item, item + layers, 0, 1))

@@ -80,7 +80,7 @@ def spoil(host: ShardHost, page: Page, rng: Random) -> None:
 
 def test_every_flip_in_resident_pages_is_detected_by_the_reader_and_then_by_the_shard(share: int) -> None:
     rng, flips = Random(1), RESIDENT // share
-    with MemoryCluster(device_bytes="4MiB") as cluster:
+    with MemoryCluster(ram_bytes="4MiB") as cluster:
         client = cluster.client(SPEC)
         ((shard, host),) = cluster.shards.items()
 
@@ -248,7 +248,7 @@ class Wired:
 @pytest.fixture(params=[over_grpc, over_tcp, over_shm], ids=["grpc", "tcp", "shm"])
 def wired(request: pytest.FixtureRequest) -> Iterator[Wired]:
     to_reader, to_shard = Wire(), Wire()
-    with MemoryCluster(device_bytes="4MiB") as cluster:
+    with MemoryCluster(ram_bytes="4MiB") as cluster:
         (host,) = cluster.shards.values()
         with request.param(host, to_reader, to_shard) as way:
             client = Client(cluster.port(), way, SPEC, config=_UNDAUNTED)

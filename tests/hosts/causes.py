@@ -84,13 +84,13 @@ def cause(*rises: str, falls: tuple[str, ...] = (), fires: str = "", also: str =
     *("lookups_total", 'lookup_tokens_total{result="hit"}', 'lookup_tokens_total{result="miss"}'),
     *('missed_tokens_total{reason="never_seen"}', "reused_tokens_total", "stores_total", "blocks"),
     *('store_blocks_total{decision="write"}', 'store_blocks_total{decision="committed"}'),
-    *('reported_pages_total{event="committed"}', 'shard_pages_total{event="commits"}', 'tier_pages{tier="device"}'),
+    *('reported_pages_total{event="committed"}', 'shard_pages_total{event="commits"}', 'tier_pages{tier="ram"}'),
     *('tenant_lookup_tokens_total{tenant="ops"}', 'tenant_written_blocks_total{tenant="ops"}', "call_seconds"),
     *('exchanges_total{operation="load",result="done"}', 'exchanges_total{operation="store",result="done"}'),
-    *('exchange_seconds{operation="load"}', 'moved_bytes_total{operation="load",path="tcp",tier="device"}'),
-    *('moved_bytes_total{operation="store",path="tcp",tier="device"}', 'worker_paths{path="tcp"}'),
+    *('exchange_seconds{operation="load"}', 'moved_bytes_total{operation="load",path="tcp",tier="ram"}'),
+    *('moved_bytes_total{operation="store",path="tcp",tier="ram"}', 'worker_paths{path="tcp"}'),
     'worker_breakers{state="closed"}',
-    falls=('tier_bytes{tier="device",use="free"}',),
+    falls=('tier_bytes{tier="ram",use="free"}',),
 )
 def prompts_are_stored_and_loaded(world: MeteredCluster) -> Iterator[None]:
     assert world.worker("load", 0, 1)["blocks"] == 0
@@ -150,7 +150,7 @@ def everything_is_cleared_while_it_is_read(world: MeteredCluster) -> Iterator[No
 
 
 @cause(
-    *('tier_move_seconds{operation="demote"}', 'tier_moved_bytes_total{source="device",target="host"}'),
+    *('tier_move_seconds{operation="demote"}', 'tier_moved_bytes_total{source="ram",target="host"}'),
     *('tier_moved_bytes_total{source="host",target="disk"}', 'tier_pages{tier="disk"}'),
     *('reported_pages_total{event="gone"}', "eviction_age_seconds"),
     fires="EvictsYoung",
@@ -236,7 +236,7 @@ def the_limit_of_memory_is_lowered(world: MeteredCluster) -> Iterator[None]:
     also="ProcessDown ShardLost",
 )
 def a_shard_restarts_with_a_larger_pool_and_a_drive_that_cannot_be_written(world: MeteredCluster) -> Iterator[None]:
-    world.configure(device_bytes=2**26)
+    world.configure(ram_bytes=2**26)
     world.kill_process("spare")
     world.remount("spare", read_only=True)
     yield

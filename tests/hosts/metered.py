@@ -26,7 +26,7 @@ from tests.hosts.worker import kv
 from tests.waiting import eventually
 
 NODES = ("one", "two", "spare")
-DEVICE_BYTES = 16 * 2**20
+RAM_BYTES = 16 * 2**20
 _WORKER_PORT = 9500
 _LIMIT_BYTES = 8 * 2**30
 _SETTINGS = """\
@@ -58,7 +58,7 @@ class MeteredCluster:
         self._program = program
         self._open = ExitStack()
         self._settings = _SETTINGS + printed_metrics_settings() + "tenants = true\n"
-        self.cluster = Cluster(self._settings, {"20GiB": f"{DEVICE_BYTES}"})
+        self.cluster = Cluster(self._settings, {"20GiB": f"{RAM_BYTES}"})
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
@@ -89,9 +89,9 @@ class MeteredCluster:
         """Waits until every node has a shard that is up, and returns their hosts."""
         return self.cluster.wait_shards(lambda shards: sorted(shards.values()) == sorted(NODES), 150)
 
-    def configure(self, device_bytes: int = DEVICE_BYTES) -> None:
+    def configure(self, ram_bytes: int = RAM_BYTES) -> None:
         """Changes the size of the pools of shards that start from then on."""
-        self.cluster.configure(self._settings, {"20GiB": f"{device_bytes}"})
+        self.cluster.configure(self._settings, {"20GiB": f"{ram_bytes}"})
 
     def shard_at(self, host: str) -> dict[str, Any]:
         """What the status says of the shard of that host; {} while it is not up."""
@@ -163,7 +163,7 @@ class MeteredCluster:
         pages = [block.numpy().tobytes()[:64] for block in kv(seed)]
         flipped = 0
         for host in NODES:
-            flipped += flip_pages(self.process_of(host), pages, DEVICE_BYTES)
+            flipped += flip_pages(self.process_of(host), pages, RAM_BYTES)
         return flipped
 
     # ------------------------------------------------------------------------------------------ workers

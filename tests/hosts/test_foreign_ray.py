@@ -55,7 +55,7 @@ class Foreign:
             tokens.write_text(token_line(new_token(), "team") + "\n", encoding="ascii")
         values = {"shards": 2, "port": free_port(), "extra": "", **changes}
         path.write_text(
-            f'name = "{name}"\nshards = {values["shards"]}\n[shard]\ndevice_bytes = "64MiB"\n[server]\n'
+            f'name = "{name}"\nshards = {values["shards"]}\n[shard]\nram_bytes = "64MiB"\n[server]\n'
             f'port = {values["port"]}\ntoken_file = "{tokens}"\nsecret_file = "{secret}"\n{values["extra"]}',
             encoding="utf-8",
         )
@@ -108,7 +108,7 @@ def test_a_second_up_with_other_settings_names_them(ray: Foreign) -> None:
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("64MiB", "128MiB"), encoding="utf-8")
     said = ray.kvcluster("up", "--address", ray.address, "--config", path, status=1)
-    assert "shard.device_bytes is 67108864, not 134217728" in said
+    assert "shard.ram_bytes is 67108864, not 134217728" in said
     path.write_text(text, encoding="utf-8")
 
 

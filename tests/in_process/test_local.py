@@ -35,7 +35,7 @@ PATIENT = {"client": {"deadline_ms": 10_000}}
 
 @pytest.fixture
 def cluster() -> Iterator[LocalCluster]:
-    with kvcluster.local(ray=False, device_bytes="4MiB", config=PATIENT) as running:
+    with kvcluster.local(ray=False, ram_bytes="4MiB", config=PATIENT) as running:
         yield running
 
 
@@ -75,7 +75,7 @@ import kvcluster
 spec = kvcluster.KVSpec.uniform(
     model="m", weights="sha256:1", num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=4
 )
-with kvcluster.local(ray=False, device_bytes="1MiB", host_bytes="1MiB") as cluster:
+with kvcluster.local(ray=False, ram_bytes="1MiB", host_bytes="1MiB") as cluster:
     client = cluster.client(spec)
     kv, out = bytes(range(256)) * 4, bytearray(4 * spec.block_bytes)
     client.store(range(16), kv)
@@ -95,7 +95,7 @@ def test_sequences_leave_their_memory_for_it_and_come_back() -> None:
         model="m", weights="sha256:1", num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32", block_tokens=4
     )
     few = {"client": {"resident_bytes": 384 * spec.block_bytes, "deadline_ms": 10_000}}
-    with kvcluster.local(ray=False, device_bytes="4MiB", config=few) as cluster:
+    with kvcluster.local(ray=False, ram_bytes="4MiB", config=few) as cluster:
         policy = kvcluster.WindowPolicy(tail_tokens=0, migration_tokens=4)
         with cluster.client(spec).sequence(policy=policy) as sequence:
             k, v = torch.randn(4096, 1, 8), torch.randn(4096, 1, 8)
@@ -156,19 +156,19 @@ def test_a_forked_child_and_what_outlives_it_learn_what_to_do(
 
 def test_a_port_is_refused_since_none_is_listened_on() -> None:
     with pytest.raises(ConfigError, match="listens on no port, and port 7070 was given"):
-        kvcluster.local(ray=False, device_bytes="1MiB", port=7070)
+        kvcluster.local(ray=False, ram_bytes="1MiB", port=7070)
 
 
 def test_pools_that_leave_the_process_no_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcluster.actors.node_memory.memory_limit_bytes", lambda: 2**30)
     with pytest.raises(ConfigError, match="do not fit into this process"):
-        kvcluster.local(ray=False, device_bytes="512MiB", host_bytes="256MiB")
+        kvcluster.local(ray=False, ram_bytes="512MiB", host_bytes="256MiB")
 
 
 def test_a_token_stands_for_a_tenant_as_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_text(token_line("one", "a") + "\n" + token_line("two", "b") + "\n", encoding="utf-8")
     server = {"token_file": str(tmp_path / "tokens"), "transports": ["tcp", "grpc"]}
-    with kvcluster.local(ray=False, device_bytes="4MiB", config={"server": server, **PATIENT}) as cluster:
+    with kvcluster.local(ray=False, ram_bytes="4MiB", config={"server": server, **PATIENT}) as cluster:
         with pytest.raises(CredentialError, match="requires a token"):
             cluster.client(SPEC)
         with pytest.raises(CredentialError, match="does not know this token"):
@@ -193,7 +193,7 @@ def test_a_token_stands_for_a_tenant_as_elsewhere(tmp_path: Path) -> None:
 
 def test_a_disk_tier_outlives_the_cluster(tmp_path: Path) -> None:
     config = {"coordinator": {"host_codec": "raw"}, **PATIENT}
-    sizes: dict[str, Any] = {"device_bytes": "4MiB", "host_bytes": "4MiB", "disk_bytes": "16MiB", "disk_dir": tmp_path}
+    sizes: dict[str, Any] = {"ram_bytes": "4MiB", "host_bytes": "4MiB", "disk_bytes": "16MiB", "disk_dir": tmp_path}
     with kvcluster.local(ray=False, config=config, **sizes) as cluster:
         stored(cluster.client(SPEC))
     with kvcluster.local(ray=False, config=config, **sizes) as cluster:
@@ -203,7 +203,7 @@ def test_a_disk_tier_outlives_the_cluster(tmp_path: Path) -> None:
 def test_each_host_serves_its_metrics() -> None:
     port = free_port()
     config = {"metrics": {"port": port}, **PATIENT}
-    with kvcluster.local(ray=False, device_bytes="4MiB", config=config) as cluster:
+    with kvcluster.local(ray=False, ram_bytes="4MiB", config=config) as cluster:
         stored(cluster.client(SPEC))
         found = {at: scraped(at) for at in (port, port + 1)}
     assert float(found[port]['kvcluster_store_blocks_total{decision="write"}']) == 8
@@ -241,5 +241,5 @@ def test_a_cluster_that_cannot_start_leaves_nothing_running() -> None:
     threads = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(ConfigError, match="Choose another"):
         metrics = {"port": listening.getsockname()[1]}
-        kvcluster.local(ray=False, device_bytes="1MiB", config={"metrics": metrics})
+        kvcluster.local(ray=False, ram_bytes="1MiB", config={"metrics": metrics})
     assert set(threading.enumerate()) <= threads

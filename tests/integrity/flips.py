@@ -160,7 +160,7 @@ class _Shard:
     def opened(cls, seed: int) -> Iterator[_Shard]:
         """Starts the shard and its servers; ends them, and checks that nothing is left over."""
         with ExitStack() as stack:
-            cluster = stack.enter_context(MemoryCluster(device_bytes=ARENA_BYTES, config=_CONFIG))
+            cluster = stack.enter_context(MemoryCluster(ram_bytes=ARENA_BYTES, config=_CONFIG))
             pool = stack.enter_context(ThreadPoolExecutor(1))
             (host,) = cluster.shards.values()
             watched = WatchedHost(host)

@@ -52,12 +52,12 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 def test_an_empty_arena_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device_bytes a size"):
+    with pytest.raises(ConfigError, match="ram_bytes a size"):
         Arena(0)
 
 
 def test_more_than_the_machine_has_is_refused_before_it_kills() -> None:
-    with pytest.raises(ConfigError, match="in all\\); lower device_bytes"):
+    with pytest.raises(ConfigError, match="in all\\); lower ram_bytes"):
         Arena(2**60)
 
 
@@ -120,7 +120,7 @@ def test_where_the_system_has_no_memory_files_the_memory_is_this_processs_own(mo
 def test_memory_that_is_not_there_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     descriptors = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ConfigError, match="Function not implemented\\); lower device_bytes"):
+    with pytest.raises(ConfigError, match="Function not implemented\\); lower ram_bytes"):
         Arena(10_000)
     assert len(os.listdir("/proc/self/fd")) == descriptors
 

@@ -34,7 +34,7 @@ ADDRESS = "cache-kvcluster-head.llm.svc.cluster.local:7070"
 VALUES: dict[str, Any] = {
     "redis": {"enabled": True},
     # Pages go down as they are, so that every byte can be compared.
-    "config": {"shard": {"device_bytes": "256MiB"}, "coordinator": {"host_codec": "raw"}},
+    "config": {"shard": {"ram_bytes": "256MiB"}, "coordinator": {"host_codec": "raw"}},
     "shards": {"minReadySeconds": 0, "shard": {"host_bytes": "32MiB", "disk_bytes": "512MiB"}},
 }
 PROMPTS = 112
@@ -203,7 +203,7 @@ def test_an_upgrade_by_partition_keeps_what_is_cached(release: Release, capsys: 
 def test_larger_pools_restart_the_shards_and_keep_what_is_cached(
     release: Release, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed = {"image": {"tag": "next"}, "config": {"shard": {"device_bytes": "320MiB"}}}
+    changed = {"image": {"tag": "next"}, "config": {"shard": {"ram_bytes": "320MiB"}}}
     with release.replayed() as rounds:
         replaced = release.kubelet.apply(render(with_values(changed)))
     assert set(replaced) >= set(SHARDS)

@@ -118,7 +118,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[str, bytes]]:
     token = new_token()
     (tmp_path / "tokens").write_text(token_line(token, "default") + "\n", encoding="ascii")
     config = {"server": {"token_file": str(tmp_path / "tokens"), "transports": ["tcp", "grpc"]}}
-    with kvcluster.local(shards=2, device_bytes="128MiB", config=config) as running:
+    with kvcluster.local(shards=2, ram_bytes="128MiB", config=config) as running:
         yield running.address, token.encode()
 
 

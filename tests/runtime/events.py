@@ -31,7 +31,7 @@ def block(number: int) -> BlockHash:
 
 
 def removed(number: int) -> BlocksRemoved:
-    return BlocksRemoved(Tier.DEVICE, (block(number),))
+    return BlocksRemoved(Tier.RAM, (block(number),))
 
 
 def stored(number: int) -> BlocksStored:

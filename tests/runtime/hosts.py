@@ -39,7 +39,7 @@ def soon() -> Deadline:
 
 def configured(**shard: object) -> Config:
     """Reports often, and reads no page again but those that are suspected."""
-    quick = {"device_bytes": 2**20, "report_interval_ms": 20, "report_retry_ms": 1, "scrub_bytes": 0}
+    quick = {"ram_bytes": 2**20, "report_interval_ms": 20, "report_retry_ms": 1, "scrub_bytes": 0}
     return load(overrides={"shard": {**quick, **shard}})
 
 

@@ -39,7 +39,7 @@ def clustered(**settings: Any) -> Iterator[MemoryCluster]:
     """A cluster that reads no page again by itself, and is whole at the end."""
     config = settings.pop("config", {})
     config["shard"] = {"scrub_bytes": 0, **config.get("shard", {})}
-    with MemoryCluster(device_bytes="4MiB", config=config, **settings) as cluster:
+    with MemoryCluster(ram_bytes="4MiB", config=config, **settings) as cluster:
         yield cluster
         cluster.wait_until_idle()
         cluster.check()

@@ -62,7 +62,7 @@ def decisions() -> Iterator[Decisions]:
 
 
 def test_a_prompt_is_followed_from_its_store_to_its_load(decisions: Decisions) -> None:
-    with MemoryCluster(device_bytes="4MiB", config={"shard": {"scrub_bytes": 0}}) as cluster:
+    with MemoryCluster(ram_bytes="4MiB", config={"shard": {"scrub_bytes": 0}}) as cluster:
         client = cluster.client(SPEC)
         assert client.store(prompt(8), kv(8)).blocks == 8 and client.flush()
         client.load(prompt(9), room(9))
@@ -81,7 +81,7 @@ def test_a_prompt_is_followed_from_its_store_to_its_load(decisions: Decisions) -
 
 
 def test_what_operators_do_is_logged_with_who_did_it(decisions: Decisions) -> None:
-    with MemoryCluster(device_bytes="4MiB") as cluster:
+    with MemoryCluster(ram_bytes="4MiB") as cluster:
         client = cluster.client(SPEC)
         assert client.store(prompt(4), kv(4)).blocks == 4 and client.flush()
         client.pin(prompt(4), 60.0)
@@ -109,7 +109,7 @@ def test_what_operators_do_is_logged_with_who_did_it(decisions: Decisions) -> No
 
 
 def test_a_lost_shard_is_logged_once(decisions: Decisions) -> None:
-    with MemoryCluster(shards=2, device_bytes="4MiB", config={"membership_ttl_ms": 200}) as cluster:
+    with MemoryCluster(shards=2, ram_bytes="4MiB", config={"membership_ttl_ms": 200}) as cluster:
         cluster.stop_shard(ShardId("shard-1"))
         cluster.wait_until(lambda: bool(decisions.of("shard_lost")))
     [lost] = decisions.of("shard_lost")

@@ -68,7 +68,7 @@ def test_what_was_stored_is_loaded_from_every_tier_or_missed_and_never_other_byt
         "coordinator": {"host_codec": "raw"},
     }
     draw, loaded, tiers = random.Random(SEED), 0, {}
-    with MemoryCluster(shards=2, device_bytes=3 * bytes_each, config=config) as cluster:
+    with MemoryCluster(shards=2, ram_bytes=3 * bytes_each, config=config) as cluster:
         client = cluster.client(SPEC)
         for turn in range(300):
             number = draw.randrange(12)

@@ -11,7 +11,7 @@ RUN = 64
 
 def test_under_pressure_no_block_stays_behind_the_first_miss(start: Start) -> None:
     config = {"coordinator": {"hold_ms": 0, "run_blocks": RUN}, "shard": {"scrub_bytes": 0}}
-    cluster = start(shards=3, device_bytes="1MiB", config=config)
+    cluster = start(shards=3, ram_bytes="1MiB", config=config)
     client = cluster.client(SPEC)
     for seed in range(100, 200):  # a prompt of which each shard has a run: placement is by hash
         long = prompt(3 * RUN, seed)

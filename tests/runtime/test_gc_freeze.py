@@ -115,7 +115,7 @@ def left_by(work: Callable[[], object]) -> list[str]:
 
 
 def test_calls_of_a_worker_leave_no_cycles_in_coordinator_shards_and_client() -> None:
-    with MemoryCluster(shards=2, device_bytes="1MiB") as cluster, cluster.client(SPEC) as client:
+    with MemoryCluster(shards=2, ram_bytes="1MiB") as cluster, cluster.client(SPEC) as client:
         values = torch.zeros(16, 2, 2, 16, 1, 8, dtype=torch.float16)
         numbers = iter(range(1_000))
 

@@ -66,7 +66,7 @@ from kvcluster.wire.methods import COORDINATOR, SHARD
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, kv, prompt, room
 from tests.client.build import SPEC as SMALL
 from tests.client.test_disk import settings
-from tests.client.test_tiers import DEVICE_BYTES, FIRST, NUMBERS, numbers, where
+from tests.client.test_tiers import FIRST, NUMBERS, RAM_BYTES, numbers, where
 from tests.core.lone_coordinator import BLOCKS, A, B, LoneCoordinator, beat, pin
 from tests.core.lone_shard import LoneShard
 from tests.core.pulling import drain, others, want
@@ -153,11 +153,11 @@ def test_lookups_stores_and_an_eviction() -> Series:
     seen = moved(before, of_coordinator(coordinator))
     assert seen["kvcluster_reused_tokens_total",] == 4 * SPEC.block_tokens, "a lookup for routing reuses nothing"
     assert seen["kvcluster_store_blocks_total", "write"] == 2
-    assert seen["kvcluster_eviction_age_seconds", "device"] == 1
+    assert seen["kvcluster_eviction_age_seconds", "ram"] == 1
     [ages] = [
         sample
         for sample in coordinator_samples(figures_of(coordinator.core, coordinator.now))
-        if isinstance(sample, Histogram) and sample.labels == ("device",)
+        if isinstance(sample, Histogram) and sample.labels == ("ram",)
     ]
     assert ages.counts[2:4] == (0, 1), "more than 15 s and at most 60"
     assert ages.seconds == 40
@@ -185,7 +185,7 @@ def test_the_age_of_what_was_not_evicted_is_not_counted() -> None:
     [other] = others(coordinator, "b")
     other.report(*pages([A]))
     voice.report(gone(A), gone(BLOCKS[3], corrupt=True))  # a copy is left of one, and the other was corrupt
-    assert of_coordinator(coordinator)["kvcluster_eviction_age_seconds", "device"] == 0
+    assert of_coordinator(coordinator)["kvcluster_eviction_age_seconds", "ram"] == 0
 
 
 @causes("pinned_blocks", "orders", "replica_requests")
@@ -299,7 +299,7 @@ class RefuseAll:
 
 @causes("exchanges_total", "exchange_seconds", "moved_bytes_total", "unmoved_pages_total", "ordered_pulls_total")
 def test_exchanges_by_path_and_tier() -> Series:
-    with MemoryCluster(shards=2, device_bytes="4MiB", config={"shard": {"scrub_bytes": 0}}) as cluster:
+    with MemoryCluster(shards=2, ram_bytes="4MiB", config={"shard": {"scrub_bytes": 0}}) as cluster:
         client, before = cluster.client(SMALL), of_cluster(cluster)
         assert client.store(prompt(8), kv(8)).blocks == 8 and client.flush()
         assert client.load(prompt(8), room(8)) == 8 * SMALL.block_tokens
@@ -307,7 +307,7 @@ def test_exchanges_by_path_and_tier() -> Series:
 
         def copied() -> bool:
             after = of_cluster(cluster)
-            return sum(after["kvcluster_tier_pages", tier] for tier in ("device", "host")) == 16
+            return sum(after["kvcluster_tier_pages", tier] for tier in ("ram", "host")) == 16
 
         cluster.wait_until(copied)
         cluster.wait_until_idle()
@@ -315,7 +315,7 @@ def test_exchanges_by_path_and_tier() -> Series:
         seen = moved(before, of_cluster(cluster))
     nbytes = 8 * SMALL.page_bytes(0, SMALL.whole(0))
     for operation in ("load", "store", "replicate_in", "replicate_out"):
-        assert seen["kvcluster_moved_bytes_total", operation, "memory", "device"] == nbytes, operation
+        assert seen["kvcluster_moved_bytes_total", operation, "memory", "ram"] == nbytes, operation
         ended = seen["kvcluster_exchanges_total", operation, "memory", "done"]
         assert ended == seen["kvcluster_exchange_seconds", operation, "memory"], operation
     assert seen["kvcluster_unmoved_pages_total", "load", "evicted"] == 1
@@ -363,8 +363,8 @@ def test_each_path_counts_what_it_moves(name: str) -> None:
 
             eventually(ended)
         seen = moved(before, by_series(host.samples()))
-    assert seen["kvcluster_moved_bytes_total", "store", name, "device"] == 2 * hosts.PAGE_BYTES
-    assert seen["kvcluster_moved_bytes_total", "load", name, "device"] == 1.5 * hosts.PAGE_BYTES, "of one layer of two"
+    assert seen["kvcluster_moved_bytes_total", "store", name, "ram"] == 2 * hosts.PAGE_BYTES
+    assert seen["kvcluster_moved_bytes_total", "load", name, "ram"] == 1.5 * hosts.PAGE_BYTES, "of one layer of two"
 
 
 def test_a_store_whose_worker_ends_the_stream_with_its_answer_is_whole() -> None:
@@ -380,7 +380,7 @@ def test_a_store_whose_worker_ends_the_stream_with_its_answer_is_whole() -> None
             raise GeneratorExit
         seen = moved(before, by_series(host.samples()))
     assert seen["kvcluster_exchanges_total", "store", "grpc", "done"] == 1
-    assert seen["kvcluster_moved_bytes_total", "store", "grpc", "device"] == hosts.PAGE_BYTES
+    assert seen["kvcluster_moved_bytes_total", "store", "grpc", "ram"] == hosts.PAGE_BYTES
 
 
 def test_an_exchange_that_breaks_off_moves_no_bytes() -> None:
@@ -413,14 +413,14 @@ class KeepNothing:
 
 @causes("tier_move_seconds", "tier_moved_bytes_total")
 def test_moves_between_tiers(tmp_path: Path) -> Series:
-    with MemoryCluster(device_bytes=DEVICE_BYTES, config=settings(tmp_path, codec="q8")) as cluster:
+    with MemoryCluster(ram_bytes=RAM_BYTES, config=settings(tmp_path, codec="q8")) as cluster:
         client, before = cluster.client(NUMBERS), of_cluster(cluster)
         assert client.store(prompt(6), numbers()).blocks == 6 and client.flush()
         cluster.wait_until(lambda: where(client) == ["disk"] * 6)
         assert client.load(prompt(6), room(6, NUMBERS)) == 6 * NUMBERS.block_tokens
         cluster.wait_until_idle()
         seen = moved(before, of_cluster(cluster))
-    assert seen["kvcluster_tier_moved_bytes_total", "device", "host"] == 6 * NUMBERS.page_bytes(0, NUMBERS.whole(0))
+    assert seen["kvcluster_tier_moved_bytes_total", "ram", "host"] == 6 * NUMBERS.page_bytes(0, NUMBERS.whole(0))
     encoded = seen["kvcluster_tier_moved_bytes_total", "host", "disk"]
     assert seen["kvcluster_tier_moved_bytes_total", "disk", "host"] == encoded
     assert seen["kvcluster_moved_bytes_total", "load", "memory", "host"] == encoded, "they are lent from there"
@@ -505,7 +505,7 @@ def test_memory_and_uptime() -> Series:
 
 @causes("worker_breakers", "worker_paths")
 def test_a_breaker_that_opens() -> Series:
-    with MemoryCluster(device_bytes="4MiB", config={"client": {"breaker_failures": 1}}) as cluster:
+    with MemoryCluster(ram_bytes="4MiB", config={"client": {"breaker_failures": 1}}) as cluster:
         client = cluster.client(SMALL)
         collector = WorkerCollector(client)
         before = by_series(collector.samples())
@@ -525,7 +525,7 @@ def test_a_breaker_that_opens() -> Series:
 @causes("worker_attended_spans_total", "worker_shipped_bytes_total", "worker_failed_attends_total")
 def test_a_query_goes_to_a_shard_until_that_is_gone() -> Series:
     long = prompt(CUT_TOKENS // BLOCK)
-    with MemoryCluster(device_bytes="16MiB") as cluster, cluster.client(SMALL) as client:
+    with MemoryCluster(ram_bytes="16MiB") as cluster, cluster.client(SMALL) as client:
         collector = WorkerCollector(client)
         before = by_series(collector.samples())
         assert client.store(long, kv(len(long) // BLOCK)).blocks == len(long) // BLOCK and client.flush()
@@ -544,7 +544,7 @@ def test_a_query_goes_to_a_shard_until_that_is_gone() -> Series:
 
 
 def test_the_breaker_of_a_shard_that_is_asked_no_more_does_not_stay_open() -> None:
-    with MemoryCluster(device_bytes="4MiB", config={"client": {"breaker_failures": 1, "breaker_ms": 1}}) as cluster:
+    with MemoryCluster(ram_bytes="4MiB", config={"client": {"breaker_failures": 1, "breaker_ms": 1}}) as cluster:
         client = cluster.client(SMALL)
         assert client.store(prompt(8), kv(8)).blocks == 8 and client.flush()
         ticket = client.prepare_load(client.hashes(prompt(8)))

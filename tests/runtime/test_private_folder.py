@@ -98,7 +98,7 @@ def test_folders_without_a_lock_are_left_alone(tmp_path: Path) -> None:
 OWNER = """
 import sys
 import kvcluster
-with kvcluster.local(ray=False, device_bytes="1MiB"):
+with kvcluster.local(ray=False, ram_bytes="1MiB"):
     print("ready", flush=True)
     sys.stdin.read()
 """
@@ -116,7 +116,7 @@ def test_a_killed_owner_of_an_embedded_cluster_leaves_a_folder_that_the_next_one
         process.kill()
     left = {path.name for path in tmp_path.glob("kvcluster-local-*")}
     assert len(left) == 1
-    with kvcluster.local(ray=False, device_bytes="1MiB"):
+    with kvcluster.local(ray=False, ram_bytes="1MiB"):
         present = {path.name for path in tmp_path.iterdir()}
         assert not left & present and "kvcluster-of-the-user" in present
     assert [path.name for path in tmp_path.iterdir()] == ["kvcluster-of-the-user"]

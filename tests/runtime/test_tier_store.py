@@ -72,7 +72,7 @@ def data(seed: int = 7) -> bytes:
     return bytes((seed + 31 * at) % 256 for at in range(NBYTES))
 
 
-@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST, Tier.DISK])
+@pytest.mark.parametrize("tier", [Tier.RAM, Tier.HOST, Tier.DISK])
 def test_what_is_written_to_a_tier_is_read_there(tier: Tier, stores: TierStores, config: ShardConfig) -> None:
     target, into = place_in(tier, config), memoryview(bytearray(NBYTES))
     stores.write(to(target), memoryview(data()))
@@ -80,7 +80,7 @@ def test_what_is_written_to_a_tier_is_read_there(tier: Tier, stores: TierStores,
     assert bytes(into) == data() == bytes(stores.read(target))
 
 
-@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST, Tier.DISK])
+@pytest.mark.parametrize("tier", [Tier.RAM, Tier.HOST, Tier.DISK])
 def test_a_page_is_shown_where_it_lies_in_addressable_tiers_alone(
     tier: Tier, stores: TierStores, config: ShardConfig
 ) -> None:

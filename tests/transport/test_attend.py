@@ -156,7 +156,7 @@ def opened(kind: str, host: ShardHost, stack: ExitStack) -> Attends:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[MemoryCluster]:
-    with MemoryCluster(device_bytes="8MiB") as cluster:
+    with MemoryCluster(ram_bytes="8MiB") as cluster:
         yield cluster
         cluster.wait_until_idle()
         cluster.check()
@@ -433,7 +433,7 @@ def test_a_shard_imports_what_attention_needs_when_it_starts_if_a_path_carries_q
     host = ShardHost(
         ShardId("s"),
         Epoch(1),
-        load(overrides={"shard": {"device_bytes": 2**20}}),
+        load(overrides={"shard": {"ram_bytes": 2**20}}),
         address="s",
         host="here",
         tell=lambda *report: Done(),

@@ -83,7 +83,7 @@ class Bench:
 
     def start(self, **settings: Any) -> MemoryCluster:
         """One of a test's own settings, in place of a shard of 8 MiB."""
-        below: dict[str, Any] = {"shards": 1, "device_bytes": "8MiB"}
+        below: dict[str, Any] = {"shards": 1, "ram_bytes": "8MiB"}
         self.clusters.append(self._clusters.enter_context(MemoryCluster(**(below | settings))))
         return self.clusters[-1]
 

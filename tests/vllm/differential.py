@@ -83,7 +83,7 @@ class Scenario:
         self._bench = bench
         self._models = models
         self._traits = self._drawn()
-        bench.start(shards=self._random.randint(1, 2), device_bytes=self._random.choice(["64KiB", "128KiB", "1MiB"]))
+        bench.start(shards=self._random.randint(1, 2), ram_bytes=self._random.choice(["64KiB", "128KiB", "1MiB"]))
         self._roots = [[self._random.randrange(3) for _ in range(_LENGTH)] for _ in range(3)]
         self._lives = 0
         self._requests = 0

@@ -97,7 +97,7 @@ def _raises(error: BaseException) -> Ask:
 @pytest.fixture
 def bench(start: Start) -> Iterator[Bench]:
     with ExitStack() as stack:
-        yield Bench(start(shards=1, device_bytes="1MiB"), stack)
+        yield Bench(start(shards=1, ram_bytes="1MiB"), stack)
 
 
 def test_a_lookup_is_pending_until_it_is_answered(bench: Bench) -> None:
@@ -187,7 +187,7 @@ def test_after_two_failures_no_request_is_kept_waiting(bench: Bench) -> None:
 
 
 def test_prompts_that_were_lost_with_their_shard_leave_the_lookups_of_others_alone(start: Start) -> None:
-    cluster = start(shards=2, device_bytes="1MiB", config={"membership_ttl_ms": 300})
+    cluster = start(shards=2, ram_bytes="1MiB", config={"membership_ttl_ms": 300})
     with ExitStack() as stack:
         bench = Bench(cluster, stack)
         chains = [bench.client.hashes(prompt(4, seed)) for seed in range(12)]

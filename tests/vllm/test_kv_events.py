@@ -40,7 +40,7 @@ def test_vllm_reads_what_we_write() -> None:
             lora,
             [
                 AllBlocksCleared(),
-                BlocksStored(Tier.DEVICE, None, (A, B), (1, 2, 3, 4)),
+                BlocksStored(Tier.RAM, None, (A, B), (1, 2, 3, 4)),
                 BlocksStored(Tier.HOST, A, (B,)),
                 BlocksRemoved(Tier.DISK, (A,)),
             ],
@@ -79,10 +79,10 @@ def test_we_read_what_vllm_writes() -> None:
     )
     five, seven = (BlockHash(number.to_bytes(8, "big")) for number in (5, 7))
     assert kv_events.decode(msgspec.msgpack.encode(batch)) == [
-        BlocksStored(Tier.DEVICE, None, (A,), (1, 2)),
+        BlocksStored(Tier.RAM, None, (A,), (1, 2)),
         BlocksStored(Tier.HOST, five, (A, B)),
         BlocksStored(Tier.DISK, None, (BlockHash(b"\xff" * 8),)),
-        BlocksRemoved(Tier.DEVICE, (A, seven)),
+        BlocksRemoved(Tier.RAM, (A, seven)),
         AllBlocksCleared(),
     ]
 

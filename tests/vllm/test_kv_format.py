@@ -112,7 +112,7 @@ def test_what_is_packed_is_moved_head_by_head_as_it_is(start: Start) -> None:
     packed = KVFormat("tiles", "tiles")
     planes = packed.planes(heads=4, block_tokens=8, dims=(16, 16), dtype="bfloat16")
     spec = KVSpec("m", "sha256:1", 8, (Group((0, 1), planes),))
-    cluster = start(device_bytes="4MiB")
+    cluster = start(ram_bytes="4MiB")
     caches = [noise((3, 4, 8, 32), seed=layer).bfloat16() for layer in range(2)]
     tokens = prompt(3, block_tokens=8)
     for first in (0, 2):
@@ -132,7 +132,7 @@ def test_a_rank_with_one_packed_head_of_several_stores_it_as_such(start: Start) 
     planes = packed.planes(heads=2, block_tokens=8, dims=(16, 16), dtype="bfloat16")
     spec = KVSpec("m", "sha256:1", 8, (Group((0,), planes),))
     cluster, cache, tokens = (
-        start(device_bytes="4MiB"),
+        start(ram_bytes="4MiB"),
         noise((3, 2, 8, 32), seed=1).bfloat16(),
         prompt(3, block_tokens=8),
     )
@@ -282,7 +282,7 @@ def test_engines_whose_kernels_order_kv_differently_never_share_and_explain_says
     for order in ("plain", "tiles", "other tiles"):
         with orders(order):
             specs.append(engine(tmp_path, "bfloat16")[0])
-    cluster, tokens = start(device_bytes="4MiB"), prompt(2, block_tokens=32)
+    cluster, tokens = start(ram_bytes="4MiB"), prompt(2, block_tokens=32)
     plain, *packed = specs
     stored = torch.zeros(2, 2, 2, 32, 2, 64, dtype=torch.bfloat16)
     with cluster.client(plain) as client:
@@ -325,7 +325,7 @@ def test_an_engines_blocks_go_out_and_come_back_to_the_bit(
     for seed, cache in enumerate(caches.values()):
         cache.copy_(noise(tuple(cache.shape), seed=seed).to(cache.dtype).nan_to_num())
     before = {name: cache[[3, 7]].clone() for name, cache in caches.items()}
-    client = start(device_bytes="4MiB").client(spec)
+    client = start(ram_bytes="4MiB").client(spec)
     client.store(prompt(2, block_tokens=32), Paged(views, [3, 7]))
     client.flush()
     assert client.load(prompt(2, block_tokens=32), Paged(views, [9, 1])) == 64

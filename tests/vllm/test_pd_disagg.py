@@ -81,7 +81,7 @@ def test_no_request_waits_for_the_stores_of_other_requests(bench: Bench, llama: 
 
 @pytest.fixture
 def cluster(start: Start) -> MemoryCluster:
-    return start(shards=1, device_bytes="8MiB")
+    return start(shards=1, ram_bytes="8MiB")
 
 
 @pytest.fixture

@@ -182,7 +182,7 @@ class Bench:
 @pytest.fixture
 def bench(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     with ExitStack() as stack:
-        bench = Bench(start(shards=1, device_bytes="1MiB"), checkpoint(tmp_path / "tiny"), stack)
+        bench = Bench(start(shards=1, ram_bytes="1MiB"), checkpoint(tmp_path / "tiny"), stack)
         monkeypatch.setattr(registration, "connect", bench.door.connect)
         monkeypatch.setattr(registration, "_PAUSE_S", 0.001)
         monkeypatch.setattr(registration, "_REGISTER_S", 0.02)

@@ -121,7 +121,7 @@ def test_a_preempted_request_goes_on_from_what_it_stored_itself(bench: Bench, ll
 
 
 def test_a_shard_that_dies_with_a_load_costs_a_computation_and_no_answer(bench: Bench, llama: Path) -> None:
-    bench.start(shards=1, device_bytes="8MiB")
+    bench.start(shards=1, ram_bytes="8MiB")
     first, second = bench.engine(llama, BESIDE), bench.engine(llama, {**BESIDE, "report": True, "load_ms": 1_000})
     first.add("a", SIX)
     first.run()
@@ -162,7 +162,7 @@ def test_no_schedule_brings_about_a_wrong_byte(model: str, ranks: int, request: 
     def hold(seed: int, overlap: bool, caching: bool, way: dict[str, int], chunks: bool) -> None:
         rng = random.Random(seed)
         with a_bench() as bench:
-            bench.start(device_bytes=rng.choice(["4MiB", "40KiB"]))
+            bench.start(ram_bytes=rng.choice(["4MiB", "40KiB"]))
             bench.steps.receive = _failing(rng, rng.choice([0.03, 0.3]))
             options: dict[str, Any] = {
                 "max_model_len": 64,

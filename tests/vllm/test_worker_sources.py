@@ -29,7 +29,7 @@ Make = Callable[..., Mover]
 
 @pytest.fixture
 def cluster(start: Start) -> MemoryCluster:
-    return start(shards=1, device_bytes="8MiB")
+    return start(shards=1, ram_bytes="8MiB")
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def test_a_cluster_of_the_wheel_serves_the_example_of_the_readme(tmp_path: Path)
     environment = fresh(tmp_path / "env")
     environment.install(f"{path_of(HERE, 'x86_64')}[cluster]")
     port = str(free_port())
-    environment.says("kvcluster", "up", "--shards", "2", "--device-bytes", "64MiB", "--port", port)
+    environment.says("kvcluster", "up", "--shards", "2", "--ram-bytes", "64MiB", "--port", port)
     try:
         answer = environment.says("python", "-", stdin=example.replace("127.0.0.1:7070", f"127.0.0.1:{port}"))
         assert "64" in answer and "below_block" in answer

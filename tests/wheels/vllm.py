@@ -51,7 +51,7 @@ class Try:
     def running_cluster(self) -> Iterator[str]:
         """A cluster as `kvcluster up` starts it; gives its address."""
         port = str(free_port())
-        self.cluster.says("kvcluster", "up", "--shards", "2", "--device-bytes", "256MiB", "--port", port)
+        self.cluster.says("kvcluster", "up", "--shards", "2", "--ram-bytes", "256MiB", "--port", port)
         try:
             yield f"127.0.0.1:{port}"
         finally:

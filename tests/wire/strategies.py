@@ -287,7 +287,7 @@ moves = st.builds(
     ),
 )
 new_pages = st.lists(st.builds(NewPage, key=keys, parent=hashes, depth=depths, loss=losses), max_size=5).map(tuple)
-_kinds = st.sampled_from([(Codec.RAW, Tier.DEVICE), *((codec, Tier.HOST) for codec in Codec)])
+_kinds = st.sampled_from([(Codec.RAW, Tier.RAM), *((codec, Tier.HOST) for codec in Codec)])
 pulls = st.builds(
     lambda kind, **order: PullOrder(**order, codec=kind[0], into=kind[1]),
     _kinds,

@@ -75,7 +75,7 @@ def test_a_block_that_is_stored_is_told_as_vllm_tells_it() -> None:
     ]
 
 
-@pytest.mark.parametrize(("tier", "medium"), [(Tier.DEVICE, "GPU"), (Tier.HOST, "CPU"), (Tier.DISK, "STORAGE")])
+@pytest.mark.parametrize(("tier", "medium"), [(Tier.RAM, "GPU"), (Tier.HOST, "CPU"), (Tier.DISK, "STORAGE")])
 def test_tiers_are_vllms_media(tier: Tier, medium: str) -> None:
     removed = BlocksRemoved(tier, (BlockHash(b"b" * 32),))
     payload = kv_events.encode(STREAM, [removed], 0.0)
@@ -89,7 +89,7 @@ def test_events_as_arrays_are_read_as_vllm_once_wrote_them() -> None:
     rows = [["BlockStored", [1], 2, [5, 6], 2, None, "cpu"], ["BlockRemoved", [1]], ["AllBlocksCleared"]]
     assert kv_events.decode(pack([0, rows])) == [
         BlocksStored(Tier.HOST, integer(2), (integer(1),), (5, 6)),
-        BlocksRemoved(Tier.DEVICE, (integer(1),)),
+        BlocksRemoved(Tier.RAM, (integer(1),)),
         AllBlocksCleared(),
     ]
 
@@ -102,23 +102,23 @@ def test_what_a_newer_vllm_adds_is_passed_over() -> None:
     ]
     rows = [["BlockStored", [b"h"], None, [], 1, None, "GPU", "lora", [["x"]], {"deep": [[]]}]]
     assert kv_events.decode(pack([0.0, newer, 3, {"more": 1}])) == [
-        BlocksStored(Tier.DEVICE, None, (BlockHash(b"h"),)),
+        BlocksStored(Tier.RAM, None, (BlockHash(b"h"),)),
         AllBlocksCleared(),
     ]
-    assert kv_events.decode(pack([0.0, rows])) == [BlocksStored(Tier.DEVICE, None, (BlockHash(b"h"),))]
+    assert kv_events.decode(pack([0.0, rows])) == [BlocksStored(Tier.RAM, None, (BlockHash(b"h"),))]
 
 
 @given(st.integers(-(2**63), 2**64 - 1))
 def test_an_integer_hash_is_its_eight_bytes(number: int) -> None:
     (removed,) = kv_events.decode(pack([0.0, [["BlockRemoved", [number]]]]))
-    assert removed == BlocksRemoved(Tier.DEVICE, (BlockHash(struct.pack(">q" if number < 0 else ">Q", number)),))
+    assert removed == BlocksRemoved(Tier.RAM, (BlockHash(struct.pack(">q" if number < 0 else ">Q", number)),))
 
 
 def test_the_end_of_a_hash_as_an_integer_is_the_end_of_that_hash() -> None:
     whole = bytes(range(100, 132))
     as_vllm_shortens_it = int.from_bytes(whole, "big") & (2**64 - 1)
     (removed,) = kv_events.decode(pack([0.0, [["BlockRemoved", [as_vllm_shortens_it]]]]))
-    assert removed == BlocksRemoved(Tier.DEVICE, (BlockHash(whole[-8:]),))
+    assert removed == BlocksRemoved(Tier.RAM, (BlockHash(whole[-8:]),))
 
 
 def test_tokens_that_are_not_those_of_the_blocks_are_left_out() -> None:

@@ -178,7 +178,7 @@ def _grant(blocks: int) -> LoadGrant:
     for run in range(blocks // 64):
         shard_ = ShardAddress(ShardId(f"shard-{run % 2}"), Epoch(1_700_000_000_000_000_000), "10.0.0.1:7071", "a-host")
         part = Part(0, 32, 0, 8)
-        runs.append(Run(64, ((Source(0, part, shard_, Tier.DEVICE, Loss.EXACT),),)))
+        runs.append(Run(64, ((Source(0, part, shard_, Tier.RAM, Loss.EXACT),),)))
     return LoadGrant(blocks, tuple(runs), 1, None)
 
 
@@ -203,7 +203,7 @@ def test_a_reported_page_costs_its_two_hashes_and_little_else() -> None:
     hashes = [BlockHash(os.urandom(32)) for _ in range(4_096)]
     part = Part(0, 32, 0, 8)
     events = tuple(
-        PageEvent(NamespaceId(bytes(32)), PageKey(block, 0, part), hashes[i - 1], i, Tier.DEVICE, Loss.EXACT)
+        PageEvent(NamespaceId(bytes(32)), PageKey(block, 0, part), hashes[i - 1], i, Tier.RAM, Loss.EXACT)
         for i, block in enumerate(hashes)
     )
     info = ShardInfo(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1)
@@ -214,7 +214,7 @@ def test_a_reported_page_costs_its_two_hashes_and_little_else() -> None:
 def test_events_of_one_namespace_and_part_share_them() -> None:
     page = PageEvent(
         NamespaceId(b"n" * 32), PageKey(BlockHash(bytes(32)), 0, Part(0, 1, 0, 1)), BlockHash(bytes(32)), 0,
-        Tier.DEVICE, Loss.EXACT,
+        Tier.RAM, Loss.EXACT,
     )  # fmt: skip
     info = ShardInfo(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1)
     method = COORDINATOR["Report"]

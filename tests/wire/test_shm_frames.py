@@ -24,7 +24,7 @@ from kvcluster.wire.shm_frames import NO_PROCESSOR, Progress, Welcome
 from tests.wire import strategies as of
 
 ARENA_BYTES = 2**30
-STARTS = {Tier.DEVICE: 0, Tier.HOST: 2**29}
+STARTS = {Tier.RAM: 0, Tier.HOST: 2**29}
 
 
 def slot(draw: st.DrawFn, key: PageKey) -> PageSlot:

@@ -93,12 +93,12 @@ PART = Part(0, 4, 0, 2)
 KEY = PageKey(BLOCK, 0, PART)
 SPEC = KVSpec.uniform(model="m", weights="sha256:0", num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32")
 SHARD_ADDRESS = ShardAddress(ShardId("s"), Epoch(1), "a:1", "h")
-SOURCE = Source(0, PART, SHARD_ADDRESS, Tier.DEVICE, Loss.EXACT)
+SOURCE = Source(0, PART, SHARD_ADDRESS, Tier.RAM, Loss.EXACT)
 INFO = ShardInfo(
     *(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1, (("commits", 1),)),
     below=(TierUse(Tier.HOST, 1, 1, 1), TierUse(Tier.DISK, 1, 1, 1)),
 )
-PAGE = PageEvent(NAMESPACE, KEY, BLOCK, 3, Tier.DEVICE, Loss.EXACT)
+PAGE = PageEvent(NAMESPACE, KEY, BLOCK, 3, Tier.RAM, Loss.EXACT)
 
 LOAD = PrepareLoad(ATTEMPT, (BLOCK,), Need((PART,)))
 STORE = PrepareStore(ATTEMPT, 1, BLOCK, BLOCK, (BLOCK,), ((0, PART),))
@@ -463,7 +463,7 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
         "report_ack.orders.2.pull.codec",
         0x0101,
         ProtocolError,
-        "encoded pages cannot be pulled into the device tier",
+        "encoded pages cannot be pulled into the ram tier",
     ),
     ("ack", "report_ack.orders.2.pull.into", 2, ProtocolError, "pages cannot be pulled into the disk tier"),
     ("ack", "report_ack.orders.2.pull.into", 5, ProtocolError, "Tier 5 is not known here"),

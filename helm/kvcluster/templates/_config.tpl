@@ -26,7 +26,8 @@
 {{- with include "kvcluster.redisAddress" . -}}
 {{- $_ := set $config "ray" (mergeOverwrite (default dict $config.ray) (dict "redis" . "redis_password_file" "/etc/kvcluster/redis/password")) -}}
 {{- end -}}
-{{- $base := default dict $config.shard -}}
+{{- $base := include "kvcluster.shardSettings" (default dict $config.shard) | fromJson -}}
+{{- if $base }}{{ $_ := set $config "shard" $base }}{{ end -}}
 {{- if gt (include "kvcluster.bytes" (dict "value" (default "0" $base.disk_bytes) "name" "config.shard.disk_bytes") | int64) 0 -}}
 {{- $_ := set $config "shard" (merge $base (dict "disk_dir" "/var/lib/kvcluster/disk")) -}}
 {{- end -}}

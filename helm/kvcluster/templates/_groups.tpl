@@ -12,16 +12,28 @@ seconds. */ -}}
 {{- $groups | toJson -}}
 {{- end -}}
 
+{{- /* Settings of a shard as JSON, with the names of today: `device_bytes` is the old name of `ram_bytes`, which has a
+default, so the old one wins. */ -}}
+{{- define "kvcluster.shardSettings" -}}
+{{- $shard := deepCopy . -}}
+{{- if hasKey $shard "device_bytes" -}}
+{{- $shard = set (omit $shard "device_bytes") "ram_bytes" $shard.device_bytes -}}
+{{- end -}}
+{{- $shard | toJson -}}
+{{- end -}}
+
 {{- define "kvcluster.group" -}}
 {{- $at := printf "groups.%s" .name -}}
 {{- $values := .root.Values -}}
 {{- $group := .group -}}
-{{- $tiers := mergeOverwrite (deepCopy (default dict $values.config.shard)) (deepCopy (default dict $group.shard)) -}}
+{{- $_ := set $group "shard" (include "kvcluster.shardSettings" (default dict $group.shard) | fromJson) -}}
+{{- $base := include "kvcluster.shardSettings" (default dict $values.config.shard) | fromJson -}}
+{{- $tiers := mergeOverwrite $base (deepCopy $group.shard) -}}
 {{- $count := int64 $group.perPod -}}
-{{- $device := include "kvcluster.bytes" (dict "value" (dig "device_bytes" "1GiB" $tiers) "name" (printf "%s.shard.device_bytes" $at)) | int64 -}}
+{{- $ram := include "kvcluster.bytes" (dict "value" (dig "ram_bytes" "1GiB" $tiers) "name" (printf "%s.shard.ram_bytes" $at)) | int64 -}}
 {{- $host := include "kvcluster.bytes" (dict "value" (dig "host_bytes" "0" $tiers) "name" (printf "%s.shard.host_bytes" $at)) | int64 -}}
 {{- $disk := include "kvcluster.bytes" (dict "value" (dig "disk_bytes" "0" $tiers) "name" (printf "%s.shard.disk_bytes" $at)) | int64 -}}
-{{- $pools := mul (add $device $host) $count -}}
+{{- $pools := mul (add $ram $host) $count -}}
 {{- $memory := include "kvcluster.memory" (dict "pools" $pools "shards" $count) | int64 -}}
 {{- $pages := default (ternary "save" "drain" (gt $disk 0)) $group.stop.pages -}}
 {{- $drainRate := include "kvcluster.bytes" (dict "value" $group.stop.drainRate "name" (printf "%s.stop.drainRate" $at)) | int64 -}}
@@ -84,7 +96,7 @@ seconds. */ -}}
 {{- if .resources.limits.memory -}}
 {{- $limit := include "kvcluster.quantity" (dict "value" .resources.limits.memory "name" (printf "%s.resources.limits.memory" $at)) | int64 -}}
 {{- if lt $limit (int64 $.memory) -}}
-{{- fail (printf "%s.resources.limits.memory is %s, and %d shard(s) with %d MiB of pools need %d Mi: lower device_bytes or host_bytes, or raise the limit" $at .resources.limits.memory (int64 .perPod) (div (int64 $.pools) 1048576) (div (int64 $.memory) 1048576)) -}}
+{{- fail (printf "%s.resources.limits.memory is %s, and %d shard(s) with %d MiB of pools need %d Mi: lower ram_bytes or host_bytes, or raise the limit" $at .resources.limits.memory (int64 .perPod) (div (int64 $.pools) 1048576) (div (int64 $.memory) 1048576)) -}}
 {{- end -}}
 {{- end -}}
 {{- if .disk.size -}}

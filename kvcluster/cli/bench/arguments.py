@@ -123,7 +123,7 @@ def _sequences(option: Callable[..., object]) -> None:
 def _trace(option: Callable[..., object]) -> None:
     option("file", metavar="FILE", help="trace in Mooncake's format: JSON lines of timestamp and hash_ids")
     tier = "bytes of the {} tier of all shards, as a share of the bytes of all distinct blocks (default {})"
-    option("--capacity", type=_share, default=0.10, metavar="SHARE", help=tier.format("device", 0.1))
+    option("--capacity", type=_share, default=0.10, metavar="SHARE", help=tier.format("ram", 0.1))
     option("--host", type=_share, default=0.05, metavar="SHARE", help=tier.format("host", 0.05))
     option("--shards", type=positive, default=1, metavar="N", help="number of shards (default 1)")
     option("--requests", type=positive, metavar="N", help="replay only the first N requests (default: all)")

@@ -178,7 +178,7 @@ def _resident_bytes() -> int:
 def _measure_grpc(calls: int = 400) -> dict[str, Any]:
     spec = llama_8b(layers=1, heads=1)
     tokens = list(range(CHAIN * spec.block_tokens))
-    with kvcluster.local(shards=1, device_bytes="64MiB") as cluster:
+    with kvcluster.local(shards=1, ram_bytes="64MiB") as cluster:
         client = cluster.client(spec)
         client.store(tokens, torch.zeros(CHAIN, *page_shape(spec), dtype=torch.bfloat16))
         client.flush()

@@ -2,7 +2,7 @@
 
 The conductor starts an embedded Ray cluster and two replicas, each in its own process with the same model, and lets one
 compute at a time: all questions without the cache, the first one through the cache (stored), all of them on the other
-replica (loaded). Then a replica changes its weights, and must find nothing; and one reads more than a device tier
+replica (loaded). Then a replica changes its weights, and must find nothing; and one reads more than a RAM tier
 holds, twice (tiers.py), or answers with a sixteenth of the memory that the KV takes (far.py). It checks its results:
 the exit status is 1 if the cache changed an answer, or if the checks could not have noticed that. `DEMO_MODEL=path`
 replaces the model.
@@ -36,7 +36,7 @@ for _name in ("ray", "torch", "transformers"):
         raise ModuleNotFoundError(f"No module named {_name!r}", name=_name)
 
 SHARDS = 2
-DEVICE_BYTES = "512MiB"
+RAM_BYTES = "512MiB"
 _ENGINE = module_command("kvcluster.cli.demo.engine")
 _QUIET = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
@@ -73,7 +73,7 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
         first = house.enter_context(_replica("the first replica"))
         acts = house.enter_context(ExitStack())
         with screen.step("start Ray, a coordinator and two shards"), signals.put_off():
-            cluster = acts.enter_context(kvcluster.local(shards=SHARDS, device_bytes=DEVICE_BYTES))
+            cluster = acts.enter_context(kvcluster.local(shards=SHARDS, ram_bytes=RAM_BYTES))
         with screen.step("load the model" if given else "build a Llama of random weights"):
             if not given:
                 first.ask("make", path=model["path"])

@@ -94,9 +94,9 @@ def _safety(other: dict[str, Any]) -> Iterator[str]:
 
 
 def _tiers(tiers: dict[str, Any]) -> Iterator[str]:
-    times = tiers["working_set_bytes"] / tiers["device_bytes"]
-    yield f"\n[bold]Act 3: tiers.[/] {tiers['documents']} documents, {times:.1f} times what the device tier holds"
-    yield f"  KV             {size_text(tiers['working_set_bytes'])}; device tier {size_text(tiers['device_bytes'])}"
+    times = tiers["working_set_bytes"] / tiers["ram_bytes"]
+    yield f"\n[bold]Act 3: tiers.[/] {tiers['documents']} documents, {times:.1f} times what the RAM tier holds"
+    yield f"  KV             {size_text(tiers['working_set_bytes'])}; RAM tier {size_text(tiers['ram_bytes'])}"
     yield (
         f"  went down      {tiers['demoted_pages']:,} pages as {tiers['host_codec']}, into "
         f"{size_text(tiers['host_used_bytes'])} of host memory"

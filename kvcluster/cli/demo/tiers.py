@@ -1,6 +1,6 @@
-"""The demo's third act: a working set three times as large as the device tier, which a host tier keeps encoded.
+"""The demo's third act: a working set three times as large as the RAM tier, which a host tier keeps encoded.
 
-One replica reads many documents, and then all of them again. Blocks that do not fit into the device tier are cached in
+One replica reads many documents, and then all of them again. Blocks that do not fit into the RAM tier are cached in
 the host tier in half of the bytes; the act also shows how that affects the output.
 """
 
@@ -19,7 +19,7 @@ from kvcluster.cli.waiting import wait_until
 
 DOCUMENTS, TOKENS = 24, 256
 TIMES = 3
-"""The working set, in device tiers."""
+"""The working set, in sizes of the RAM tier."""
 
 Figures = dict[str, Any]
 
@@ -28,11 +28,11 @@ def conduct(reader: ChildProcess, screen: Screen, signals: Signals) -> Figures:
     """Runs the act with a replica that has loaded its model, on a separate cluster."""
     per_token: int = reader.ask("kv_bytes")["token_bytes"]
     working_set = DOCUMENTS * TOKENS * per_token
-    device = working_set // TIMES
+    ram = working_set // TIMES
     with ExitStack() as house:
         with screen.step("start a cluster with a host tier"), signals.put_off():
             cluster = house.enter_context(
-                kvcluster.local(device_bytes=device, host_bytes=2 * device, config={"coordinator": _PROMPTLY})
+                kvcluster.local(ram_bytes=ram, host_bytes=2 * ram, config={"coordinator": _PROMPTLY})
             )
         reader.ask("connect", address=cluster.address)
         with screen.step(f"read {DOCUMENTS} documents: KV is stored") as progress:
@@ -70,7 +70,7 @@ def assess(computed: list[Figures], loaded: list[Figures], status: Figures, work
     return {
         "documents": len(loaded),
         "working_set_bytes": working_set,
-        "device_bytes": shard["capacity_bytes"],
+        "ram_bytes": shard["capacity_bytes"],
         "host_bytes": host["capacity_bytes"],
         "host_used_bytes": host["capacity_bytes"] - host["free_bytes"],
         "host_codec": status["policy"]["host.codec"],
@@ -81,7 +81,7 @@ def assess(computed: list[Figures], loaded: list[Figures], status: Figures, work
         "same_next_token": same,
         "logit_difference": max(logit_difference(*pair) for pair in zip(computed, loaded, strict=True)),
         "logit_scale": max(abs(logit) for answer in computed for logit in answer["logits"]),
-        "ok": lay["host"] > 0 and lay["device"] + lay["host"] > asked * 3 // 4,
+        "ok": lay["host"] > 0 and lay["ram"] + lay["host"] > asked * 3 // 4,
     }
 
 

@@ -16,6 +16,7 @@ from kvcluster.cli.bench import drawing
 from kvcluster.cli.report.figures import LoadLink, ReportOptions, TierSize, figures_of
 from kvcluster.cli.report.view import lines, panels
 from kvcluster.client.trace_file import DEFAULT_FOLDER, read_traces
+from kvcluster.config import old_names
 from kvcluster.config.loading import size
 from kvcluster.core.breakeven import LinkRate
 from kvcluster.core.tiers import Tier
@@ -38,7 +39,7 @@ def add(commands: Any) -> None:
         f"{docs_page('observe.md')} says how to read the figures.",
         examples=[
             "kvcluster report",
-            "kvcluster report --tier device=64GiB --tier host=256GiB --plot report.png",
+            "kvcluster report --tier ram=64GiB --tier host=256GiB --plot report.png",
             "kvcluster report --link link.json --json traces/",
         ],
     )
@@ -121,6 +122,9 @@ def _size(text: str) -> int:
 
 def _tier(text: str) -> TierSize:
     name, _, given = text.partition("=")
+    if name in old_names.TIERS:
+        old_names.warn(f"the tier {name}", old_names.TIERS[name])
+        name = old_names.TIERS[name]
     if name not in _TIERS:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SIZE with NAME one of {', '.join(_TIERS)}")
     return TierSize(_TIERS[name], _size(given))

@@ -82,7 +82,7 @@ class Staged:
 @dataclass(frozen=True, slots=True)
 class SavePages:
     """The shard is to stop: it writes the hottest pages in its memory to its durable store, until the time `until`.
-    Answered by PagesSaved. The pages of the device tier are encoded in the codec that the coordinator last ordered
+    Answered by PagesSaved. The pages of the RAM tier are encoded in the codec that the coordinator last ordered
     for their namespace, `codec` before it has ordered any; those of the first `raw_blocks` blocks of a sequence are
     not."""
 

@@ -100,7 +100,7 @@ class ProcessInfo(NamedTuple):
 class ShardInfo:
     """What a shard reports about itself each time. Sizes in bytes; counts are gauges, `counters` only grow.
 
-    Capacity, free and writing bytes and pages are those of its device tier; `below` has the tiers under it, the
+    Capacity, free and writing bytes and pages are those of its RAM tier; `below` has the tiers under it, the
     fastest first. `draining`: it has been ordered to drain, which a new coordinator learns from it. `trouble`: what its
     operator should know, such as why it runs without its disk tier. `node`: the machine that it runs on; `release` and
     `config_hash`: of its process. `protocol`: the newest version of the protocol that it speaks, 0 from a shard of a

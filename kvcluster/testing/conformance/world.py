@@ -48,7 +48,7 @@ ONE, TWO = Tenant("one"), Tenant("two")
 
 ARENA_BYTES = 32 * 2**20
 HOST_BYTES = 4 * 2**20
-"""The sizes of the device tier, and of the host tier for pages that a test demotes."""
+"""The sizes of the RAM tier, and of the host tier for pages that a test demotes."""
 
 BOUND_S = 20.0
 """How long any wait may take before a test fails; nothing is expected to take a tenth of it."""
@@ -306,7 +306,7 @@ def open_world(serve: Callable[[WatchedHost], ServedShard]) -> Iterator[World]:
         "coordinator": {"low_free": 0.0, "high_free": 0.0},
         "shard": {"scrub_bytes": 0, "host_bytes": HOST_BYTES},
     }
-    with MemoryCluster(device_bytes=ARENA_BYTES, config=unasked) as cluster, ThreadPoolExecutor(4) as pool:
+    with MemoryCluster(ram_bytes=ARENA_BYTES, config=unasked) as cluster, ThreadPoolExecutor(4) as pool:
         (host,) = cluster.shards.values()
         watched = WatchedHost(host)
         world = World(cluster, host, watched, serve(watched), pool)

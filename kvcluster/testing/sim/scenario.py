@@ -173,7 +173,7 @@ def with_sequences(scenario: Scenario, rng: random.Random, windows: random.Rando
         sequence_ttl_ms=ttl_ms,
         private_grace_ms=ttl_ms * rng.choice((1, 2)),
     )
-    shard = replace(config.shard, device_bytes=max(config.shard.device_bytes, 48 * UNIT_BYTES))
+    shard = replace(config.shard, ram_bytes=max(config.shard.ram_bytes, 48 * UNIT_BYTES))
     bounds = {"RELEASED_PER_STEP": 2, "GRACES_PER_STEP": 1} if rng.random() < 0.3 else {}
     return replace(
         scenario,
@@ -213,7 +213,7 @@ def with_attention(scenario: Scenario, rng: random.Random) -> Scenario:
         policy = WindowPolicy(tail_tokens=0, migration_tokens=2, sink_tokens=0, codec="raw")
         load = replace(load, policy=policy, resident_pages=rng.choice((12, 40)), keep_tokens=None)
         coordinator = replace(config.coordinator, host_codec=rng.choice(("q8", "q4")), host_raw_blocks=0, low_free=0.3)
-        shard = replace(config.shard, device_bytes=48 * UNIT_BYTES, host_bytes=64 * UNIT_BYTES)
+        shard = replace(config.shard, ram_bytes=48 * UNIT_BYTES, host_bytes=64 * UNIT_BYTES)
         config = replace(config, coordinator=replace(coordinator, high_free=0.6), shard=shard)
     return replace(scenario, config=config, sequences=load, attends=True)
 
@@ -244,7 +244,7 @@ def _config(rng: random.Random, shards: int) -> Config:
             promote_loads=rng.choice((1, 1, 2)),
         ),
         shard=ShardConfig(
-            device_bytes=units * UNIT_BYTES,
+            ram_bytes=units * UNIT_BYTES,
             host_bytes=host_bytes,
             disk_bytes=disk_files * DISK_FILE_BYTES,
             disk_dir="simulated" if disk_files else "",

@@ -14,7 +14,7 @@ class Loss(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 
 class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    TIER_DEVICE: _ClassVar[Tier]
+    TIER_RAM: _ClassVar[Tier]
     TIER_HOST: _ClassVar[Tier]
     TIER_DISK: _ClassVar[Tier]
 
@@ -47,7 +47,7 @@ class RefusedKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 LOSS_EXACT: Loss
 LOSS_Q8: Loss
 LOSS_Q4: Loss
-TIER_DEVICE: Tier
+TIER_RAM: Tier
 TIER_HOST: Tier
 TIER_DISK: Tier
 MISS_REASON_UNSPECIFIED: MissReason

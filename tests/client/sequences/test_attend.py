@@ -48,14 +48,14 @@ def expected(one: Grown, layer: int, query: Tensor, last: int | None = None, **s
 
 @pytest.fixture
 def cluster(start: Start) -> MemoryCluster:
-    return start(shards=2, device_bytes="4MiB", config={"client": {"resident_bytes": 1_024 * PAGE}})
+    return start(shards=2, ram_bytes="4MiB", config={"client": {"resident_bytes": 1_024 * PAGE}})
 
 
 @pytest.fixture
 def desk(start: Start) -> Iterator[Desk]:
     """Two shards whose pages clients of this host borrow."""
     with ExitStack() as stack:
-        yield Desk(start(shards=2, device_bytes="4MiB"), stack)
+        yield Desk(start(shards=2, ram_bytes="4MiB"), stack)
 
 
 def check(one: Grown, *, queries: int = 1, **scoring: object) -> None:
@@ -118,7 +118,7 @@ def test_what_was_borrowed_is_given_back_when_no_sequence_has_it(desk: Desk) -> 
 
 def test_pages_that_are_taken_away_are_borrowed_again(start: Start) -> None:
     with ExitStack() as stack:
-        desk = Desk(start(device_bytes="4MiB"), stack)
+        desk = Desk(start(ram_bytes="4MiB"), stack)
         one = grown(desk.connect(SPEC), TOKENS)
         assert one.sequence.flush()
         again = Grown(desk.connect(SPEC).sequence(TOKENS), one.k[:, :28], one.v[:, :28])
@@ -162,7 +162,7 @@ def test_what_was_borrowed_of_a_block_is_not_read_once_the_block_was_written_aga
 
 def test_pages_that_the_cluster_has_lost_are_named_by_their_position(start: Start) -> None:
     with ExitStack() as stack:
-        desk = Desk(start(device_bytes="4MiB"), stack)
+        desk = Desk(start(ram_bytes="4MiB"), stack)
         client = desk.connect(SPEC)
         with grown(client, TOKENS).sequence as stored:
             assert stored.flush()

@@ -20,7 +20,7 @@ LENGTHS = (3, 0, 9, 6)
 
 @pytest.fixture
 def cluster(start: Start) -> MemoryCluster:
-    return start(shards=2, device_bytes="4MiB", config={"client": {"resident_bytes": 1_024 * PAGE}})
+    return start(shards=2, ram_bytes="4MiB", config={"client": {"resident_bytes": 1_024 * PAGE}})
 
 
 def rows_of(client: kvcluster.Client) -> list[Grown]:

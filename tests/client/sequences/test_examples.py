@@ -23,7 +23,7 @@ SPEC = small_spec(32, 16)
 
 @pytest.fixture
 def cluster(start: Start) -> MemoryCluster:
-    return start(shards=2, device_bytes="8MiB", config={"client": {"resident_bytes": "16MiB"}})
+    return start(shards=2, ram_bytes="8MiB", config={"client": {"resident_bytes": "16MiB"}})
 
 
 @pytest.mark.parametrize(("heading", "code"), EXAMPLES, ids=[heading for heading, _ in EXAMPLES])

@@ -27,7 +27,7 @@ STRIDE = 2
 
 @pytest.fixture
 def cluster(start: Start) -> MemoryCluster:
-    return start(shards=1, device_bytes="4MiB", config={"client": {"resident_bytes": 8 * PAGE}})
+    return start(shards=1, ram_bytes="4MiB", config={"client": {"resident_bytes": 8 * PAGE}})
 
 
 def interrupted(call: Callable[[], object], at: int) -> bool:

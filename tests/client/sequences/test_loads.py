@@ -19,7 +19,7 @@ PAGE = SPEC.page_bytes(0, SPEC.whole(0))
 
 @pytest.fixture
 def cluster(start: Start) -> MemoryCluster:
-    return start(shards=1, device_bytes="4MiB", config={"client": {"resident_bytes": 8 * PAGE}})
+    return start(shards=1, ram_bytes="4MiB", config={"client": {"resident_bytes": 8 * PAGE}})
 
 
 def test_a_block_whose_load_is_not_known_any_more_is_lost_at_the_deadline(cluster: MemoryCluster) -> None:

@@ -73,7 +73,7 @@ def cluster(start: Start) -> MemoryCluster:
         "coordinator": {"run_blocks": 32},
         "client": {"resident_bytes": 64 * PAGE, "deadline_ms": 20_000},
     }
-    return start(shards=3, device_bytes="8MiB", config=settings)
+    return start(shards=3, ram_bytes="8MiB", config=settings)
 
 
 def holder(client: kvcluster.Client, position: int) -> ShardId:

@@ -74,7 +74,7 @@ def holds(sequence: kvcluster.Sequence, values: list[Tensor]) -> None:
 @pytest.fixture
 def desk(start: Start) -> Iterator[Desk]:
     with ExitStack() as stack:
-        yield Desk(start(shards=2, device_bytes="4MiB"), stack)
+        yield Desk(start(shards=2, ram_bytes="4MiB"), stack)
 
 
 def test_they_are_kept_shared_overwritten_and_cut(desk: Desk) -> None:

@@ -197,7 +197,7 @@ class Reader:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[MemoryCluster]:
     """Four shards, on which each cut is placed by itself."""
-    with MemoryCluster(shards=4, device_bytes="16MiB", config={"coordinator": {"run_blocks": 32}}) as cluster:
+    with MemoryCluster(shards=4, ram_bytes="16MiB", config={"coordinator": {"run_blocks": 32}}) as cluster:
         yield cluster
         settle(cluster)
 
@@ -452,7 +452,7 @@ def test_a_query_that_does_not_fit_is_not_sent(cluster: MemoryCluster, stored: T
 
 
 def test_private_blocks_are_shipped_beside_public_ones(start: Start) -> None:
-    cluster = start(shards=2, device_bytes="8MiB")
+    cluster = start(shards=2, ram_bytes="8MiB")
     with Reader(cluster, 260) as reader:
         one = text(reader.client, 3 * CUT_TOKENS)
         one.append(4 * CUT_TOKENS, 90)
@@ -542,7 +542,7 @@ def test_an_error_of_ours_is_raised_and_not_waited_for(cluster: MemoryCluster, s
 
 
 def test_a_generation_goes_on_without_the_coordinator(start: Start) -> None:
-    cluster = start(shards=3, device_bytes="8MiB")
+    cluster = start(shards=3, ram_bytes="8MiB")
     with Reader(cluster, 400) as writer, Reader(cluster, 40) as reader:
         first = text(writer.client, 5 * CUT_TOKENS)
         assert first.sequence.flush()
@@ -555,7 +555,7 @@ def test_a_generation_goes_on_without_the_coordinator(start: Start) -> None:
 
 
 def test_a_lost_shard_without_a_replica_names_the_first_lost_token(start: Start) -> None:
-    cluster = start(shards=3, device_bytes="8MiB")
+    cluster = start(shards=3, ram_bytes="8MiB")
     with Reader(cluster, 400) as writer, Reader(cluster, 40) as reader:
         first = text(writer.client, 6 * CUT_TOKENS)
         assert first.sequence.flush()
@@ -573,7 +573,7 @@ def test_a_lost_shard_without_a_replica_names_the_first_lost_token(start: Start)
 
 
 def test_with_two_replicas_a_lost_shard_is_not_noticed(start: Start) -> None:
-    cluster = start(shards=3, device_bytes="8MiB")
+    cluster = start(shards=3, ram_bytes="8MiB")
     tokens = ids(6 * CUT_TOKENS)
     with Reader(cluster, 400) as writer, Reader(cluster, 40) as reader:
         first = text(writer.client, len(tokens))

@@ -202,7 +202,7 @@ class Coordinator:
         fates = []
         for block in question.hashes:
             there = [shard for shard in self.shards.get(block, [HERE]) if shard.shard not in question.need.avoid]
-            plan = ((Source(0, self.part, there[0], Tier.DEVICE, Loss.EXACT),),) if there else None
+            plan = ((Source(0, self.part, there[0], Tier.RAM, Loss.EXACT),),) if there else None
             fates.append(BlockFate(1, plan, None))
         return Explained(tuple(fates))
 

@@ -28,12 +28,12 @@ AT_ONCE = kvcluster.WindowPolicy(tail_tokens=0, migration_tokens=BLOCK)
 @pytest.fixture
 def cluster(start: Start) -> MemoryCluster:
     """Two shards and a coordinator, and room for 1,024 pages in a client."""
-    return start(shards=2, device_bytes="4MiB", config={"client": {"resident_bytes": 1_024 * PAGE}})
+    return start(shards=2, ram_bytes="4MiB", config={"client": {"resident_bytes": 1_024 * PAGE}})
 
 
 def small(start: Start, pages: int, **client: int) -> MemoryCluster:
     """A cluster whose clients have that many resident pages."""
-    return start(shards=2, device_bytes="4MiB", config={"client": {"resident_bytes": max(1, pages * PAGE), **client}})
+    return start(shards=2, ram_bytes="4MiB", config={"client": {"resident_bytes": max(1, pages * PAGE), **client}})
 
 
 @dataclass

@@ -114,7 +114,7 @@ def client(cluster: MemoryCluster) -> Iterator[Client]:
 
 
 def small(start: Start, pages: int = PAGES) -> MemoryCluster:
-    return start(shards=2, device_bytes="16MiB", config={"client": {"resident_bytes": pages * PAGE}})
+    return start(shards=2, ram_bytes="16MiB", config={"client": {"resident_bytes": pages * PAGE}})
 
 
 def test_a_context_of_eight_resident_sets_has_the_bits_of_one_tensor(client: Client) -> None:

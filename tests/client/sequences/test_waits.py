@@ -32,7 +32,7 @@ LONG_S = 30
 
 @pytest.fixture
 def client(start: Start) -> Iterator[Client]:
-    cluster: MemoryCluster = start(shards=1, device_bytes="4MiB", config={"client": {"resident_bytes": 8 * PAGE}})
+    cluster: MemoryCluster = start(shards=1, ram_bytes="4MiB", config={"client": {"resident_bytes": 8 * PAGE}})
     with cluster.client(SPEC) as made:
         yield made
 

@@ -86,7 +86,7 @@ def attends(one: Grown, keep: list[tuple[int, int]] | None = None) -> None:
 
 @pytest.fixture
 def cluster(start: Start) -> MemoryCluster:
-    return start(shards=2, device_bytes="8MiB", config={"client": {"resident_bytes": 256 * PAGE, "accept": "q4"}})
+    return start(shards=2, ram_bytes="8MiB", config={"client": {"resident_bytes": 256 * PAGE, "accept": "q4"}})
 
 
 @pytest.mark.parametrize("codec", ["q8", "q4"])
@@ -110,7 +110,7 @@ def test_what_leaves_the_tail_is_encoded_in_batches_and_read_as_such(cluster: Me
 
 
 def test_raw_pages_of_encoded_blocks_go_once_the_cluster_has_them(start: Start) -> None:
-    cluster = start(shards=2, device_bytes="8MiB", config={"client": {"resident_bytes": 12 * PAGE, "accept": "q4"}})
+    cluster = start(shards=2, ram_bytes="8MiB", config={"client": {"resident_bytes": 12 * PAGE, "accept": "q4"}})
     with cluster.client(SPEC) as client:
         one = opened(client, 20 * BLOCK, replace(POLICY, codec="q4"))
         after = decoded(one, range(1, 18), Codec.Q4)
@@ -247,7 +247,7 @@ def test_forks_of_a_sequence_that_drops_go_on_alone(cluster: MemoryCluster) -> N
 
 
 def test_a_sequence_that_drops_fits_a_resident_set_of_its_window(start: Start) -> None:
-    cluster = start(shards=1, device_bytes="1MiB", config={"client": {"resident_bytes": 6 * PAGE, "deadline_ms": 300}})
+    cluster = start(shards=1, ram_bytes="1MiB", config={"client": {"resident_bytes": 6 * PAGE, "deadline_ms": 300}})
     with cluster.client(SPEC) as client:
         one = opened(client, 0, replace(POLICY, migration_tokens=1_000), max_tokens=48, drop_oldest=True)
         cluster.stop_coordinator()
@@ -338,7 +338,7 @@ def test_a_client_whose_spec_sequences_cannot_have_has_no_resident_set(cluster: 
 
 @pytest.mark.parametrize(("given", "pages"), [("8KiB", 2), (f"{3 * PAGE}", 3), (4 * PAGE, 4)])
 def test_a_size_may_be_text_as_in_a_file(start: Start, given: str | int, pages: int) -> None:
-    cluster = start(device_bytes="4MiB", config={"client": {"resident_bytes": given}})
+    cluster = start(ram_bytes="4MiB", config={"client": {"resident_bytes": given}})
     with cluster.client(SPEC) as client:
         assert client.resident().pages == pages
     config = kvcluster.ClientConfig(resident_bytes=given)  # type: ignore[arg-type]
@@ -366,7 +366,7 @@ def test_settings_of_one_client_are_held_to_the_rules_of_a_file(
 @pytest.mark.parametrize("tail", [0, 2 * BLOCK])
 def test_a_full_resident_set_leaves_the_tail_raw_and_there(start: Start, tail: int) -> None:
     config = {"client": {"resident_bytes": 8 * PAGE, "deadline_ms": 500}}
-    with start(device_bytes="4MiB", config=config).client(SPEC) as client:
+    with start(ram_bytes="4MiB", config=config).client(SPEC) as client:
         policy = kvcluster.WindowPolicy(tail_tokens=tail, migration_tokens=1_000)
         one, other = opened(client, policy=policy), opened(client, policy=policy)
         append(one, list(range(4 * BLOCK)))
@@ -399,7 +399,7 @@ def test_a_local_sequence_needs_no_shard_and_its_encoded_blocks_no_raw_page(
         model="m", weights="w", num_layers=1, num_kv_heads=2, head_dim=128, dtype="float32", block_tokens=16
     )
     room = {"resident_bytes": 2_048 * int(spec.token_bytes), "deadline_ms": 300}
-    cluster = start(device_bytes="64KiB", config={"client": room})
+    cluster = start(ram_bytes="64KiB", config={"client": room})
     policy = kvcluster.WindowPolicy(tail_tokens=16, migration_tokens=16, codec=codec)
     values = torch.randn(512, 2, 128)
     with cluster.client(spec) as client, client.sequence(policy=policy, publish=False) as one:
@@ -473,7 +473,7 @@ def test_a_block_that_keeps_tokens_of_an_encoded_one_is_published_with_its_loss(
 
 
 def test_a_sequence_opens_though_encoded_pages_have_taken_the_resident_set(start: Start) -> None:
-    cluster = start(shards=2, device_bytes="8MiB", config={"client": {"resident_bytes": 8 * PAGE}})
+    cluster = start(shards=2, ram_bytes="8MiB", config={"client": {"resident_bytes": 8 * PAGE}})
     policy = kvcluster.WindowPolicy(tail_tokens=0, migration_tokens=BLOCK, codec="q8")
     with cluster.client(SPEC) as client, cluster.client(SPEC) as other:
         prompt = list(range(1_000, 1_000 + 4 * BLOCK))

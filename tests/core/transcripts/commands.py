@@ -403,7 +403,7 @@ class Commands:
             namespace = PRIVATE_SPEC.namespace(TENANT)
         if word[0] == "+":
             before = f"{word[1]}{int(word[2:]) - 1}" if int(word[2:]) > 1 else ROOT
-            return PageEvent(namespace, key, self.stage.names.block(before), int(word[2:]) - 1, Tier.DEVICE, Loss.EXACT)
+            return PageEvent(namespace, key, self.stage.names.block(before), int(word[2:]) - 1, Tier.RAM, Loss.EXACT)
         return GoneEvent(namespace, key, corrupt=word[0] == "!")
 
     def _hears(self, name: str, words: Words) -> None:

@@ -160,7 +160,7 @@ class Stage:
             old = self.shards.pop(name)
             old.name = f"{name}-old"
             self.shards[old.name] = old
-        config = ShardConfig(device_bytes=pages * PAGE, extent_bytes=PAGE, **{**SHARD, **settings})
+        config = ShardConfig(ram_bytes=pages * PAGE, extent_bytes=PAGE, **{**SHARD, **settings})
         shard, at = ShardId(name), Epoch(epoch)
         core = Shard(shard, at, config, membership_ttl_ms=MEMBERSHIP_MS, address=f"{name}@{epoch}", host=name)
         self.names.shard(shard, at)

@@ -36,7 +36,7 @@ def sglang() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def cluster() -> Iterator[MemoryCluster]:
-    with MemoryCluster(shards=2, device_bytes="4MiB") as running:
+    with MemoryCluster(shards=2, ram_bytes="4MiB") as running:
         yield running
         running.wait_until_idle()  # no ticket or lease is left behind
         running.check()

@@ -196,7 +196,7 @@ def test_a_corrupt_page_is_a_miss_and_so_is_what_follows(
 
 
 def test_a_cluster_that_is_full_stores_nothing_and_says_so(sglang: SimpleNamespace) -> None:
-    with MemoryCluster(device_bytes=8_192, config={"client": {"store_wait_ms": 50}}) as small:
+    with MemoryCluster(ram_bytes=8_192, config={"client": {"store_wait_ms": 50}}) as small:
         pool = scramble(mha_pool(sglang, dim=2048))  # 24,576 bytes each of K and V
         storage = connected(create(sglang, pool, Connect(small), client={"store_wait_ms": 50}))
         assert storage.batch_set_v1(keys_of(1), slots([0])) == [False]

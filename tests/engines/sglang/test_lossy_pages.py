@@ -150,7 +150,7 @@ def test_pages_that_were_quantised_are_close_for_every_head_of_every_layer(
         "coordinator": {"hold_ms": 0, "host_codec": "q8", "host_raw_blocks": 0, "low_free": 0.9, "high_free": 0.9},
         "shard": {"host_bytes": "2MiB", "scrub_bytes": 0},
     }
-    with MemoryCluster(device_bytes=120_000, config=config) as tiers:
+    with MemoryCluster(ram_bytes=120_000, config=config) as tiers:
         full, empty = (mha_pool(sglang, layout, dim=128, dtype=torch.float32) for _ in range(2))
         numbers = torch.randn(logical(full).shape, generator=torch.Generator().manual_seed(0))
         neighbours = torch.arange(LAYERS).view(-1, 1) + torch.arange(HEADS)

@@ -24,7 +24,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def cluster() -> Iterator[MemoryCluster]:
-    with MemoryCluster(shards=2, device_bytes="32MiB") as running:
+    with MemoryCluster(shards=2, ram_bytes="32MiB") as running:
         yield running
         settle(running)
 
@@ -45,7 +45,7 @@ def start() -> Iterator[Any]:
         def begin(*, resident_tokens: int, model: Any, device: str = "64MiB", **config: Any) -> MemoryCluster:
             nbytes = int(resident_tokens * spec_of(model, block_tokens=16).token_bytes)
             settings = {"client": {"resident_bytes": nbytes}, **config}
-            started.append(stack.enter_context(MemoryCluster(shards=2, device_bytes=device, config=settings)))
+            started.append(stack.enter_context(MemoryCluster(shards=2, ram_bytes=device, config=settings)))
             return started[-1]
 
         yield begin

@@ -247,7 +247,7 @@ def drawn_world(seed: str, tally: Counter[str]) -> Iterator[World]:
             stack.enter_context(executed_by(executor))
         elif rng.random() < 0.1:
             stack.enter_context(executed_by("python"))
-        cluster = stack.enter_context(MemoryCluster(shards=shards, device_bytes=room, config=settings))
+        cluster = stack.enter_context(MemoryCluster(shards=shards, ram_bytes=room, config=settings))
         paths, doors = BreakingPaths(cluster, stack), None
         open_client = paths.client
         if (transport := rng.choice(["memory", "memory", "memory", "shm", "tcp"])) != "memory":

@@ -53,7 +53,7 @@ class World:
     def __init__(self) -> None:
         self.stack = ExitStack()
         self.stack.enter_context(patch.object(runner, "_RETRY_S", 0.01))
-        self.cluster = self.stack.enter_context(MemoryCluster(shards=2, device_bytes="64MiB", config=REPORTS))
+        self.cluster = self.stack.enter_context(MemoryCluster(shards=2, ram_bytes="64MiB", config=REPORTS))
         self.desk = Desk(self.cluster, self.stack)
         self.scant = 0
         self.worn = False

@@ -32,7 +32,7 @@ ENGINE_S = 600.0
 
 SETTINGS: dict[str, Any] = {
     "shards": 2,
-    "shard": {"device_bytes": "256MiB"},
+    "shard": {"ram_bytes": "256MiB"},
     "coordinator": {"hot_replicas": 1},  # one page a block, so that all can be counted
 }
 PATIENT = {"lookup_ms": 5_000, "handover_ms": 10_000}

@@ -55,7 +55,7 @@ process to the millisecond, so the longest time is only reported and fails nothi
 ANSWER_S = 60.0
 CLUSTER: dict[str, Any] = {
     "shards": len(HOSTS),
-    "shard": {"device_bytes": "1GiB", "report_interval_ms": 100},
+    "shard": {"ram_bytes": "1GiB", "report_interval_ms": 100},
     "coordinator": {"hot_replicas": 1},
 }
 

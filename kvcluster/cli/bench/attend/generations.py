@@ -68,7 +68,7 @@ def measure(
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for of in ranks():
-        with kvcluster.local(shards=SHARDS, device_bytes=SHARDS * tokens * of.token_bytes + 2**28) as cluster:
+        with kvcluster.local(shards=SHARDS, ram_bytes=SHARDS * tokens * of.token_bytes + 2**28) as cluster:
             ids = list(range(tokens))
             _store(cluster, of, ids)
             _warm(cluster, of, ids)

@@ -32,7 +32,7 @@ def measure(*, rounds: int, tokens: Sequence[int], name: str, threads: int, fork
     of = model(name)
     nbytes = 4 * sum(tokens) * of.token_bytes + 2**28
     config = {"client": {"resident_bytes": 2 * nbytes}}
-    with kvcluster.local(shards=1, device_bytes=nbytes, config=config) as cluster:
+    with kvcluster.local(shards=1, ram_bytes=nbytes, config=config) as cluster:
         contexts = [_decode(cluster, of, count, rounds, threads, forks) for count in tokens]
         with cluster.client(of.spec) as client:
             long = next((count for count in tokens if count >= prefill), None)

@@ -60,7 +60,7 @@ def measure(*, tokens: Sequence[int], calls: int, decoded: int) -> dict[str, Any
     torch.set_num_threads(1)
     token_bytes = int(SPEC.token_bytes)
     room = 2 * token_bytes * tokens[-1] + 2**26
-    with kvcluster.local(shards=2, device_bytes=room) as cluster:
+    with kvcluster.local(shards=2, ram_bytes=room) as cluster:
         port = CountingPort(Connection(cluster.address, None))
         config = ClientConfig(resident_bytes=room, deadline_ms=CALL_MS)
         attempts = own_attempts()

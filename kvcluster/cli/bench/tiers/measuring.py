@@ -69,8 +69,8 @@ def _loads(rounds: int, blocks: int) -> list[dict[str, Any]]:
     source, into = random_kv(blocks), random_kv(blocks)
     prompts = {name: prompt(number, blocks) for number, name in enumerate(("q4", "q8", "raw"))}
     seconds: dict[str, dict[str, list[float]]] = {}
-    # Two more prompts are stored after the one to demote, which push it out of the device tier.
-    with one_shard({}, device_bytes=2 * blocks * PAGE_BYTES, host_bytes=4 * blocks * PAGE_BYTES) as (cluster, writer):
+    # Two more prompts are stored after the one to demote, which push it out of the RAM tier.
+    with one_shard({}, ram_bytes=2 * blocks * PAGE_BYTES, host_bytes=4 * blocks * PAGE_BYTES) as (cluster, writer):
         for number, name in enumerate(("q4", "q8")):
             progress(f"encoding in {name}")
             set_policy(cluster.address, ("host.codec", name))
@@ -85,7 +85,7 @@ def _loads(rounds: int, blocks: int) -> list[dict[str, Any]]:
                 runs = {name: partial(load, client, prompts[name], into) for name in ("raw", "q8", "q4")}
                 seconds[path] = interleaved(runs, rounds)
         tiers = {name: tier_of(writer, tokens) for name, tokens in prompts.items()}
-    if tiers != {"raw": "device", "q8": "host", "q4": "host"}:
+    if tiers != {"raw": "ram", "q8": "host", "q4": "host"}:
         raise KVClusterError(f"prompts moved to other tiers during the measurement: {tiers}")
     return [
         {"path": path, "codec": name, **figures}
@@ -130,7 +130,7 @@ def _stores(count: int) -> dict[str, Any]:
     one, many = random_kv(1), random_kv(_FILL)
     pages = 8 * count
     settings = {"low_free": 0.25, "high_free": 0.75, "host_codec": "q4"}
-    tiers = {"device_bytes": pages * PAGE_BYTES, "host_bytes": pages * PAGE_BYTES // 2}
+    tiers = {"ram_bytes": pages * PAGE_BYTES, "host_bytes": pages * PAGE_BYTES // 2}
     with one_shard(settings, **tiers) as (_, client):
         progress("stores while nothing moves")
         idle = [store(client, number, one) for number in range(count + _WARM)][_WARM:]

@@ -29,16 +29,16 @@ from kvcluster.cli.bench.tiers.fixtures import (
 from kvcluster.cli.waiting import wait_until
 from kvcluster.client import Client
 
-_COLD, _RAW = "from the drive", "device, raw"
+_COLD, _RAW = "from the drive", "RAM, raw"
 
 
 def restart(rounds: int, blocks: int, folder: Path | None) -> dict[str, Any]:
     """Returns the seconds from the kill to the first whole load, and rates of loads from disk and, for comparison, of
-    raw loads from the device tier."""
+    raw loads from the RAM tier."""
     source, into = random_kv(blocks), random_kv(blocks)
     tokens, raw = prompt(0, blocks), prompt(1, blocks)
     tiers = {
-        "device_bytes": 2 * blocks * PAGE_BYTES,
+        "ram_bytes": 2 * blocks * PAGE_BYTES,
         "host_bytes": blocks * PAGE_BYTES,  # three prompts in q4
         "disk_bytes": 4 * blocks * PAGE_BYTES,
     }

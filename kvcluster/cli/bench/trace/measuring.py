@@ -37,16 +37,14 @@ class Row(NamedTuple):
     @property
     def name(self) -> str:
         if not self.codec:
-            return "device alone"
+            return "RAM alone"
         return f"+ host {self.codec}" + (", first block raw" if self.raw_blocks else "")
 
-    def settings(
-        self, shards: int, coordinator: Mapping[str, Any], device_bytes: int, host_bytes: int
-    ) -> config.Config:
+    def settings(self, shards: int, coordinator: Mapping[str, Any], ram_bytes: int, host_bytes: int) -> config.Config:
         """Returns the configuration. The bytes are per shard."""
         tier = {"host_codec": self.codec or "raw", "host_raw_blocks": self.raw_blocks}
         # There are no bytes to corrupt, so scrubbing is off.
-        shard = {"device_bytes": device_bytes, "host_bytes": host_bytes if self.codec else 0, "scrub_bytes": 0}
+        shard = {"ram_bytes": ram_bytes, "host_bytes": host_bytes if self.codec else 0, "scrub_bytes": 0}
         return config.load(None, {"shards": shards, "coordinator": {**coordinator, **tier}, "shard": shard})
 
 
@@ -95,7 +93,7 @@ def measure(
         "block_tokens": block_tokens,
         "eviction_policy": eviction_policy,
         "page_bytes": page_bytes,
-        "device_bytes": per_shard["--capacity"] * shards,
+        "ram_bytes": per_shard["--capacity"] * shards,
         "host_bytes": per_shard["--host"] * shards,
         "rows": rows,
     }

@@ -20,7 +20,7 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"{figures['shards']} shard(s); eviction policy {figures['eviction_policy']}"
     )
     yield (
-        f"device tier {size_text(figures['device_bytes'])}, {figures['capacity']:.1%} of all blocks raw; "
+        f"RAM tier {size_text(figures['ram_bytes'])}, {figures['capacity']:.1%} of all blocks raw; "
         f"host tier {size_text(figures['host_bytes'])}, {figures['host']:.1%}"
     )
     yield "\nsaved: of the computing that all prompts take, by the estimate that policies see (core/block_facts.py)"
@@ -30,7 +30,7 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
         "hits": "{hit_rate:.1%}",
         "saved": "{saved_share:.1%}",
         "of host": "{of_host:.1%}",
-        "device blocks": "{device_blocks:,.0f} ({device_blocks_end:,})",
+        "RAM blocks": "{ram_blocks:,.0f} ({ram_blocks_end:,})",
         "host blocks": "{host_blocks:,.0f} ({host_blocks_end:,})",
         "used": "{host_used:.1%}",
         "of raw": "{host_ratio:.2f}",

@@ -123,7 +123,7 @@ def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
     """Starts the cluster. `pids` are its coordinator and its shard."""
     per_batch = work.nbytes * work.clients
     # Twice the largest stored size, so that nothing is evicted: low_free is a share of the whole.
-    with kvcluster.local(shards=1, device_bytes=max(256 * 2**20, 2 * per_batch * (len(paths) + 1))) as cluster:
+    with kvcluster.local(shards=1, ram_bytes=max(256 * 2**20, 2 * per_batch * (len(paths) + 1))) as cluster:
         purger = cluster.client(batch_spec(work.page_bytes, 1))
         kept = work.pages * work.clients * len(paths)
 

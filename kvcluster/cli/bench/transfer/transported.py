@@ -162,7 +162,7 @@ def serve(paths: Sequence[str], work: Work) -> Iterator[dict[str, Any]]:
         "coordinator": {"low_free": 0.0, "high_free": 0.0},  # nothing is evicted
         "shard": {"scrub_bytes": 0, "lease_ttl_ms": _LEASE_MS},
     }
-    with MemoryCluster(device_bytes=room, config=quiet) as cluster:
+    with MemoryCluster(ram_bytes=room, config=quiet) as cluster:
         (host,) = cluster.shards.values()
         handlers = unary_handlers(SHARD, host.ask) | page_handlers(host)
         admit_all = Authenticator(None, os.urandom(16).hex())
