@@ -186,9 +186,9 @@ def measure(run: Run, spec: kvcluster.KVSpec, options: argparse.Namespace) -> Ou
     config: dict[str, Any] = {}
     if run.codec != "raw":
         config["coordinator"] = {"host_codec": run.codec, "hold_ms": 0, **EAGER}
-    device = room if run.codec == "raw" else room // 4
+    ram = room if run.codec == "raw" else room // 4
     host = 0 if run.codec == "raw" else room
-    with kvcluster.local(shards=2, ram_bytes=device, host_bytes=host, config=config) as cluster:
+    with kvcluster.local(shards=2, ram_bytes=ram, host_bytes=host, config=config) as cluster:
         return measured(run, cluster.address, spec, options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -57,12 +58,25 @@ def test_what_is_no_size_is_refused_by_its_name(text: object) -> None:
             size(text)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"config": {"shard": {"NAME": "20GiB", "host_bytes": "1GiB"}}},
+        {"shards": {"shard": {"NAME": "20GiB"}}},
+        {"groups": {"big": {"shard": {"NAME": "20GiB"}}, "small": {}}},
+    ],
+)
+def test_by_its_old_name_ram_bytes_gives_the_same_objects(values: dict[str, Any]) -> None:
+    old, new = (render(json.loads(json.dumps(values).replace("NAME", name))) for name in ("device_bytes", "ram_bytes"))
+    assert old == new and "device_bytes" not in str(new) and "20GiB" in str(new)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_limits_of_memory_are_the_least_that_the_program_takes(seed: int) -> None:
     draw = random.Random(seed)
-    shards, device, host = draw.randint(1, 8), draw.randint(4_096, 2**37), draw.choice([0, draw.randint(4_096, 2**38)])
-    values = {"shards": {"perPod": shards, "shard": {"ram_bytes": device, "host_bytes": host}}}
-    limit, pools = limit_of(values), shards * (device + host)
+    shards, ram, host = draw.randint(1, 8), draw.randint(4_096, 2**37), draw.choice([0, draw.randint(4_096, 2**38)])
+    values = {"shards": {"perPod": shards, "shard": {"ram_bytes": ram, "host_bytes": host}}}
+    limit, pools = limit_of(values), shards * (ram + host)
     assert bytes_for_pools(limit, shards=shards) >= pools > bytes_for_pools(limit - 3 * _MIB, shards=shards)
 
 

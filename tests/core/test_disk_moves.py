@@ -236,7 +236,7 @@ def test_a_batch_goes_one_way_so_that_the_next_finds_the_room_that_it_makes() ->
     assert counters(shard)["evicted"] == 0
 
 
-def test_one_order_may_take_a_page_from_the_host_tier_and_then_from_the_device_what_was_decoded_from_it() -> None:
+def test_one_order_may_take_a_page_from_the_host_tier_and_then_from_ram_what_was_decoded_from_it() -> None:
     shard = doubled_over_disk(A)
     down = (Move(shard.space, A, Tier.DISK), Move(shard.space, A, Tier.HOST, Codec.Q4))
     shard.order(moves(*down))
@@ -261,7 +261,7 @@ def test_what_was_decoded_stays_when_its_encoded_page_goes_to_disk_and_goes_when
     assert (free(shard), free(shard, Tier.DISK)) == (8 * RAW, disk().capacity_bytes)
 
 
-def test_a_page_comes_up_from_disk_straight_to_the_device_and_stays_where_it_was_as_well() -> None:
+def test_a_page_comes_up_from_disk_straight_to_ram_and_stays_where_it_was_as_well() -> None:
     shard = on_disk(A)
     shard.promote(A)
     assert shard.moving is not None
@@ -275,7 +275,7 @@ def test_a_page_comes_up_from_disk_straight_to_the_device_and_stays_where_it_was
     assert counters(shard)["promoted"] == 1
 
 
-def test_what_came_up_from_disk_goes_down_by_leaving_the_device() -> None:
+def test_what_came_up_from_disk_goes_down_by_leaving_ram() -> None:
     shard = on_disk(A)
     shard.promote(A)
     shard.move()

@@ -356,10 +356,10 @@ TIERS = (Tier.RAM, Tier.HOST, Tier.DISK)
 
 def tiers_of(pages: int = 2, below: int = 2, slots: int = 2) -> PagePool:
     """All three of them, with room for so many small pages; on disk in one file."""
-    device = PageAllocator(pages * ALIGN_BYTES, ALIGN_BYTES)
+    ram = PageAllocator(pages * ALIGN_BYTES, ALIGN_BYTES)
     host = PageAllocator(below * ALIGN_BYTES, ALIGN_BYTES)
     file_bytes = FIRST + slots * SECTOR_BYTES
-    return PagePool(device, {Tier.HOST: host}, {Tier.DISK: FileAllocator(file_bytes, file_bytes)})
+    return PagePool(ram, {Tier.HOST: host}, {Tier.DISK: FileAllocator(file_bytes, file_bytes)})
 
 
 def written_in(pool: PagePool, tier: Tier, number: int = 0, loss: Loss = Loss.EXACT) -> Page:

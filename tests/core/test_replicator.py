@@ -375,7 +375,7 @@ def test_an_encoded_page_is_pulled_only_by_shards_with_a_tier_for_it() -> None:
     assert wanted(four.report()) == [A, B]
 
 
-def test_a_full_device_keeps_no_shard_from_pulling_what_is_encoded() -> None:
+def test_a_full_ram_tier_keeps_no_shard_from_pulling_what_is_encoded() -> None:
     coordinator, _ = tiered(*pages([A], tier=Tier.HOST, codec=Codec.Q8, spec=CODED), *pages([A, B], spec=CODED)[1:])
     [two] = others(coordinator, "b", below=below())
     want(coordinator, 2, A, B)
@@ -469,7 +469,7 @@ def test_room_on_disk_is_none_for_a_replica() -> None:
     coordinator, _ = tiered(*on_disk(A), *twins(A, B)[1:2])
     [two] = others(coordinator, "b", below=below(free_bytes=0) + below_it())
     want(coordinator, 2, A, B)
-    assert two.report().pull is None, "its device takes nothing that is encoded"
+    assert two.report().pull is None, "its RAM takes nothing that is encoded"
     two.info = replace(two.info, free_bytes=0, below=below() + below_it(free_bytes=0))
     assert wanted(two.report()) == [A, B], "nor is any needed there"
 

@@ -136,9 +136,9 @@ def withdrawing(pool: PagePool) -> Callable[[Page], None]:
 
 
 def two_tiers(pages: int = 4, host_bytes: int = 4_096) -> PagePool:
-    device = PageAllocator(pages * CODED.page_bytes(0, WHOLE), 64)
+    ram = PageAllocator(pages * CODED.page_bytes(0, WHOLE), 64)
     host = {Tier.HOST: PageAllocator(host_bytes, 64)} if host_bytes else {}
-    return PagePool(device, host)
+    return PagePool(ram, host)
 
 
 def offered(pool: PagePool, loss: Loss, codec: Codec = Codec.RAW, spec: KVSpec = CODED) -> Page | Written:

@@ -91,7 +91,7 @@ def serving(
 
 
 def above(*blocks: BlockHash) -> list[PageEvent]:
-    """A chain on the device."""
+    """A chain in RAM."""
     return pages(blocks, spec=CODED)
 
 
@@ -121,7 +121,7 @@ def carry_out(voice: Voice, ack: Heard, *events: StreamEvent, pressure: int = 0)
 
 
 def free_on(voice: Voice, tier: Tier, free_bytes: int) -> None:
-    """From now on it says that it has so much room in that tier below its device."""
+    """From now on it says that it has so much room in that tier below RAM."""
     uses = [use._replace(free_bytes=free_bytes) if use.tier is tier else use for use in voice.info.below]
     voice.info = replace(voice.info, below=tuple(uses))
 
@@ -197,7 +197,7 @@ def test_an_order_is_repeated_until_it_is_accepted_and_the_next_waits_for_its_en
     assert carry_out(voice, second, *encoded(A), *left(A)).move is None
 
 
-def test_what_stayed_on_the_device_is_ordered_again() -> None:
+def test_what_stayed_in_ram_is_ordered_again() -> None:
     _, voice = serving(*above(A, B))
     ack = voice.report(pressure=2 * RAW)
     assert moved(ack, Tier.HOST) == [B, A]
@@ -340,7 +340,7 @@ OLD, OLDER = chain(6, seed=8), chain(6, seed=10)
 
 def three_deep(*, host_free: int, disk_free: int, hold_ms: int = 0, blocks: int = 6) -> tuple[LoneCoordinator, Voice]:
     """A coordinator without marks, and a shard with the oldest blocks on disk, old ones in its host tier, and the
-    latest on its device."""
+    latest in RAM."""
     coordinator, voice = serving(
         *on_disk(*OLDER[:blocks]),
         host=below(6 * Q8, free_bytes=host_free, pages=6) + disk(6 * Q8, free_bytes=disk_free, pages=6),

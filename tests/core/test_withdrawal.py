@@ -172,7 +172,7 @@ def test_a_shard_tells_of_its_disk_tier_last() -> None:
 
 
 def decoded_from_disk(**config: int) -> DiskShard:
-    """A shard that holds A on disk and, decoded from that, on its device."""
+    """A shard that holds A on disk and, decoded from that, in RAM."""
     shard = DiskShard.knowing(found(*lying(A)), spec=CODED, **config)
     shard.order_moves(Tier.RAM, A)
     shard.move_all()
@@ -218,10 +218,10 @@ def test_what_was_decoded_goes_with_a_page_on_disk_that_its_reader_finds_corrupt
     shard.pinning(attempt(2), A, tenant=CLUSTER)
     shard.read(0)
     assert shard.settle() == [left(A, Tier.DISK, corrupt=True), left(A, Tier.RAM)]
-    device, host, disk = shard.core.pool.allocators.values()
-    assert (device.used_bytes, host.used_bytes, disk.used_bytes) == (RAW, 0, 0), "one is still being read"
+    ram, host, disk = shard.core.pool.allocators.values()
+    assert (ram.used_bytes, host.used_bytes, disk.used_bytes) == (RAW, 0, 0), "one is still being read"
     assert end(shard, attempt(1)) and end(shard, attempt(2))
-    assert (device.used_bytes, device.free_bytes) == (0, 8 * RAW)
+    assert (ram.used_bytes, ram.free_bytes) == (0, 8 * RAW)
 
 
 def test_what_was_decoded_is_withdrawn_alone_when_it_is_found_corrupt() -> None:

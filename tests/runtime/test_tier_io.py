@@ -369,7 +369,7 @@ def test_an_order_of_nothing_is_answered() -> None:
 
 
 def made(arena: Arena, which: Codec, number: int = 1) -> tuple[PageKey, Codec, bytes]:
-    """What lies in a tier below the device's, as Arena.page and Arena.file take it."""
+    """What lies in a tier below RAM, as Arena.page and Arena.file take it."""
     key = key_of(arena.spec, number)
     raw = raw_page(arena.spec, key)
     return key, which, raw if which is Codec.RAW else encoded(arena.spec, key, which, raw)

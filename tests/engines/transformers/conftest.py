@@ -42,10 +42,10 @@ def start() -> Iterator[Any]:
     with ExitStack() as stack:
         started: list[MemoryCluster] = []
 
-        def begin(*, resident_tokens: int, model: Any, device: str = "64MiB", **config: Any) -> MemoryCluster:
+        def begin(*, resident_tokens: int, model: Any, ram: str = "64MiB", **config: Any) -> MemoryCluster:
             nbytes = int(resident_tokens * spec_of(model, block_tokens=16).token_bytes)
             settings = {"client": {"resident_bytes": nbytes}, **config}
-            started.append(stack.enter_context(MemoryCluster(shards=2, ram_bytes=device, config=settings)))
+            started.append(stack.enter_context(MemoryCluster(shards=2, ram_bytes=ram, config=settings)))
             return started[-1]
 
         yield begin

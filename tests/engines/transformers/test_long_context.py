@@ -93,7 +93,7 @@ def test_a_context_that_shards_have_encoded_changes_logits_within_a_bound(
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
     tiers = {"host_codec": codec, "host_raw_blocks": 0, "hold_ms": 0, "low_free": 0.9, "high_free": 0.9}
     shard = {"host_bytes": "16MiB"}
-    cluster = start(resident_tokens=640, model=model, device="2MiB", coordinator=tiers, shard=shard)
+    cluster = start(resident_tokens=640, model=model, ram="2MiB", coordinator=tiers, shard=shard)
     client = connect(cluster, model, block_tokens=16)
     out = generate(client, model, ids, mask, offload=True, planner=None, **GREEDY)
     assert streamed
