@@ -36,17 +36,14 @@ from kvcluster.pages.copy_batch import (
 )
 from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.copy_executor import RunRecords
-from kvcluster.pages.region import address_of
-from kvcluster.pages.staging import Staging
-from kvcluster.transport.base import Payload, read_whole
-from kvcluster.transport.exchange_copies import ExchangeCopies
+from kvcluster.transport.base import ExchangeCopies
 
 _TARGET = HostMemory()
 _DONE = int(CopyStatus.DONE)
 
 
 class LoadSink:
-    """The CopySink of one exchange with one shard: it writes what comes into the memory `into`, as far as `ranges`
+    """The PageSink of one exchange with one shard: it writes what comes into the memory `into`, as far as `ranges`
     still want it, and counts it in `progress`. `layer_came` is called each time a layer has come in every block."""
 
     def __init__(
@@ -70,12 +67,11 @@ class LoadSink:
         self._python = PythonCopies(into)
         self._layer_bytes: dict[tuple[int, int, int], int] = {}  # by group, heads and codec
         self._layers: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}  # see `_layers_of`
-        self._staging = Staging()
 
     # ------------------------------------------------------------------------------------ batches of copies
 
     def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
-        """As CopySink. Records that cannot be decoded here, or whose length does not fit their codec, are not copied
+        """As PageSink. Records that cannot be decoded here, or whose length does not fit their codec, are not copied
         and count as not matching. Raises ProtocolError for layers that were not requested."""
         wants, status = self._ranges.pieces.wants, bytearray(len(records))
         kinds = [self._kinds[item] for item in records.items]
@@ -163,18 +159,6 @@ class LoadSink:
             came.setdefault(of_model, []).extend([blocks[item] for item in items])
             nbytes += raw_bytes * len(items)
         return self._progress.came(came, nbytes)
-
-    # ------------------------------------------------------------------------------------ single records
-
-    def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
-        """As PageSink, for transports that know nothing of batches: a batch of one record."""
-        records, staged = CopyRecords(), memoryview(b"")
-        records.add(item, layer, 0, data.nbytes, codec_id, sums)
-        if self._status(0, records) is CopyStatus.PENDING:
-            staged = self._staging.room(data.nbytes)
-            read_whole(data, staged)
-            records.offsets[0] = address_of(staged)
-        self.copies(records, HostMemory(), staged).run(0, 1)
 
     # ------------------------------------------------------------------------------------- what is alike
 

@@ -1,8 +1,7 @@
 """The source of one exchange of a store: it gathers layers from the caller's memory and computes their checksums.
 
-It reads under its gate, and no more once it is stopped. Pages in memory of this host are filled by batches of copies,
-which the first executor that accepts them carries out in slices (copy_executor.py); a streaming path asks for one
-record at a time.
+It reads under its gate, and no more once it is stopped. Pages, or what a stream sends, are filled by batches of copies,
+which the first executor that accepts them carries out in slices (copy_executor.py).
 """
 
 from __future__ import annotations
@@ -20,13 +19,10 @@ from kvcluster.core.messages import NewPage, NewPages
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
-from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.copy_executor import RunRecords
-from kvcluster.pages.region import address_of
-from kvcluster.transport.base import Cancelled, Deadline
-from kvcluster.transport.exchange_copies import ExchangeCopies
+from kvcluster.transport.base import Cancelled, Deadline, ExchangeCopies
 
 _SOURCE = HostMemory()
 _DONE = int(CopyStatus.DONE)
@@ -34,7 +30,7 @@ _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
 
 
 class StoreSource:
-    """The CopySource of one exchange with one shard. Page `item` is of block `blocks[item]`, in the numbering of
+    """The PageSource of one exchange with one shard. Page `item` is of block `blocks[item]`, in the numbering of
     `memory`, which is that of the sequence. `on_drained` is called when the path has read its last byte."""
 
     def __init__(
@@ -76,7 +72,7 @@ class StoreSource:
     # ------------------------------------------------------------------------------------ batches of copies
 
     def copies(self, records: CopyRecords, target: CopyEndpoint, keeps: object) -> ExchangeCopies:
-        """As CopySource."""
+        """As PageSource."""
         batch = CopyBatch(
             CopyDirection.STORE,
             _SOURCE,
@@ -110,13 +106,6 @@ class StoreSource:
         hashes = [pages.hashes[item] for item in records.items]
         places = [pages.places[pages.place_of[item]] for item in records.items]
         return checksum.identities(self._namespace, hashes, places, records.codecs)
-
-    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        """As PageSource, for transports that know nothing of batches: a batch of one record."""
-        records = CopyRecords()
-        records.add(item, layer, address_of(into), into.nbytes, RAW, [0] * layers)
-        self.copies(records, HostMemory(), into).run(0, 1)
-        return records.sums_of(0)
 
     def _check(self) -> None:
         if self._cancel[0]:

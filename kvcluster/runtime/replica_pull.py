@@ -38,6 +38,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline, PageHost, PathLost, Payload, RefusedByShard, Transport, Unavailable
+from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation, written_bytes
 from kvcluster.transport.page_writer import PageWriter
 from kvcluster.transport.thread_start import start_thread
@@ -145,8 +146,8 @@ class ReplicaPuller:
         return self._host.ask(lambda call: Request(call, CLUSTER, None, question), _PROMPT_S)
 
 
-class _Renumbered:
-    """A PageSink that passes items on to another sink under their numbers there."""
+class _Renumbered(RecordSink):
+    """Passes items on to the writer of pages under their numbers there."""
 
     def __init__(self, arrivals: PageWriter, items: Sequence[int]) -> None:
         self._arrivals = arrivals

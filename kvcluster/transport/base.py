@@ -29,6 +29,8 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.pages.copy_batch import CopyRecords
+from kvcluster.pages.copy_endpoints import CopyEndpoint
 from kvcluster.pages.page_bytes import PageBytes
 from kvcluster.transport.exchange_summary import ExchangeSummary
 
@@ -150,13 +152,21 @@ def read_whole(data: Payload, view: memoryview) -> None:
         got += data.read_into(view[got:])
 
 
-class PageSink(Protocol):
-    """Takes the layers of a load."""
+class ExchangeCopies(Protocol):
+    """The copies of one exchange under way."""
 
-    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
-        """Takes `len(sums)` layers of `wants[item]`, from its page's layer `layer` on. The sink reads them into its own
-        memory, and verifies them there and not before: until it has read them, other processes may change them. It
-        may leave them unread. They are at most limits.RECORD_BYTES, or one layer."""
+    def run(self, start: int, stop: int) -> None:
+        """Carries out the records from `start` to `stop`, each once and in order. An error ends the exchange."""
+
+
+class PageSink(Protocol):
+    """Takes the layers of a load. It copies them into its own memory, and verifies them there and not before: until
+    then other processes may change them."""
+
+    def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
+        """Prepares to copy these records from `source`, which lives as long as `keeps`. Raises ProtocolError, and
+        has written nothing, if they do not match the request."""
+        ...
 
 
 class PageSource(Protocol):
@@ -165,10 +175,11 @@ class PageSource(Protocol):
     def layer_bytes(self, item: int) -> int:
         """Returns the bytes of one layer of page `item`."""
 
-    def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        """Copies `layers` layers of page `item`, from its layer `layer` on, into memory of the transport. Returns their
-        checksums, computed while copying has them in the CPU cache. They are at most limits.RECORD_BYTES, or one
-        layer."""
+    def copies(self, records: CopyRecords, target: CopyEndpoint, keeps: object) -> ExchangeCopies:
+        """Prepares to copy these records into `target`, which lives as long as `keeps`; `run` sets their sums. Their
+        lengths were checked (`open_store`). Raises ProtocolError, and has written nothing, if they do not match the
+        source otherwise."""
+        ...
 
     def drained(self) -> None:
         """Nothing more will be read: the memory behind the source may be overwritten."""

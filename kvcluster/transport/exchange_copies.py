@@ -1,16 +1,16 @@
 """The copies of one exchange: how a data path that knows where all its bytes lie passes them on as one batch.
 
-Such a path builds the records of a load or store from its grant, and has them copied in slices between the renewals of
-its lease: by the sink or source itself if that takes batches of copies, otherwise one record at a time.
+Such a path builds the records of a load or store from its grant, and has the sink or source copy them in slices,
+between the renewals of its lease.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol, runtime_checkable
 
 from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import NewPage, NewPages, PageWant, PageWants
@@ -18,38 +18,10 @@ from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import CopyEndpoint
-from kvcluster.transport.base import BytesPayload, PageSink, PageSource
+from kvcluster.transport.base import BytesPayload, ExchangeCopies, PageSource, Payload
 from kvcluster.transport.record_order import in_order_of_use, runs_of
 from kvcluster.wire.frames import RecordHead
 from kvcluster.wire.shm_frames import Places
-
-
-class ExchangeCopies(Protocol):
-    """The copies of one exchange under way."""
-
-    def run(self, start: int, stop: int) -> None:
-        """Carries out the records from `start` to `stop`, each once and in order. An error ends the exchange."""
-
-
-@runtime_checkable
-class CopySink(PageSink, Protocol):
-    """A sink that takes batches too. It verifies their bytes at their destination."""
-
-    def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
-        """Prepares to copy these records from `source`, which lives as long as `keeps`. Raises ProtocolError, and
-        has written nothing, if they do not match the request."""
-        ...
-
-
-@runtime_checkable
-class CopySource(PageSource, Protocol):
-    """A source that fills pages by batches too."""
-
-    def copies(self, records: CopyRecords, target: CopyEndpoint, keeps: object) -> ExchangeCopies:
-        """Prepares to copy these records into `target`, which lives as long as `keeps`; `run` sets their sums. Their
-        lengths were checked (`open_store`). Raises ProtocolError, and has written nothing, if they do not match the
-        source otherwise."""
-        ...
 
 
 def granted_records(wants: Sequence[PageWant], places: Places) -> CopyRecords:
@@ -134,57 +106,41 @@ def _sum_starts(counts: Sequence[int]) -> array[int]:
     return starts
 
 
-def open_load(
-    sink: PageSink,
-    records: CopyRecords,
-    source: CopyEndpoint,
-    keeps: object,
-    between: Callable[[], object] = lambda: None,
-) -> ExchangeCopies:
-    """Returns the copies of these records into any kind of `sink`. If the sink takes one record at a time, `between` is
-    called between two records, because a slow sink may take long with each."""
-    if isinstance(sink, CopySink):
-        return sink.copies(records, source, keeps)
-
-    def load(at: int) -> None:
-        data = BytesPayload(source.view(records.offsets[at], records.nbytes[at]))
-        sink.receive(records.items[at], records.layers[at], records.codecs[at], records.sums_of(at), data)
-
-    return _SingleCopies(load, between)
-
-
-def open_store(
-    source: PageSource,
-    records: CopyRecords,
-    target: CopyEndpoint,
-    keeps: object,
-    between: Callable[[], object] = lambda: None,
-) -> ExchangeCopies:
-    """As `open_load`, from `source`. Raises ProtocolError if its pages have other lengths than the records."""
+def open_store(source: PageSource, records: CopyRecords, target: CopyEndpoint, keeps: object) -> ExchangeCopies:
+    """Returns the copies of these records from `source`. Raises ProtocolError if its pages have other lengths than the
+    records."""
     own = {item: source.layer_bytes(item) for item in dict.fromkeys(records.items)}
     for item, count, nbytes in zip(records.items, records.counts, records.nbytes, strict=True):
         if nbytes != count * own[item]:
             raise ProtocolError(f"page {item} has layers of {own[item]} bytes, not {nbytes // count}")
-    if isinstance(source, CopySource):
-        return source.copies(records, target, keeps)
-
-    def store(at: int) -> None:
-        into = target.view(records.offsets[at], records.nbytes[at])
-        records.set_sums(at, source.copy(records.items[at], records.layers[at], records.counts[at], into))
-
-    return _SingleCopies(store, between)
+    return source.copies(records, target, keeps)
 
 
-class _SingleCopies:
-    """Copies that are handed over one record at a time."""
+class RecordSink(ABC):
+    """A PageSink that takes one record at a time, as bytes of memory that the CPU addresses."""
 
-    def __init__(self, copy: Callable[[int], None], between: Callable[[], object]) -> None:
+    @abstractmethod
+    def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
+        """Takes `len(sums)` layers of `wants[item]`, from its page's layer `layer` on. They are at most
+        limits.RECORD_BYTES, or one layer, and may be left unread."""
+
+    def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
+        """As PageSink."""
+
+        def load(at: int) -> None:
+            data = BytesPayload(source.view(records.offsets[at], records.nbytes[at]))
+            self.receive(records.items[at], records.layers[at], records.codecs[at], records.sums_of(at), data)
+
+        return SingleCopies(load)
+
+
+class SingleCopies:
+    """Copies that are carried out one record at a time, by `copy`."""
+
+    def __init__(self, copy: Callable[[int], object]) -> None:
         self._copy = copy
-        self._between = between
 
     def run(self, start: int, stop: int) -> None:
         """As ExchangeCopies."""
         for at in range(start, stop):
-            if at > start:
-                self._between()
             self._copy(at)

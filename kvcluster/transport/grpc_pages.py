@@ -42,7 +42,7 @@ from kvcluster.transport.base import (
     Unavailable,
     decoded,
 )
-from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
+from kvcluster.transport.exchange_copies import arrived_records, lay_out
 from kvcluster.transport.rpc import Connection, RpcHandler, status_of
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.shard_questions import ShardQuestions
@@ -81,7 +81,7 @@ class GrpcPages(ShardQuestions):
                 asked.check(heads)
                 records = arrived_records(heads)
                 slices = lay_out(records, address_of(message) + first, len(message))
-                copies = open_load(sink, records, HostMemory(), message)
+                copies = sink.copies(records, HostMemory(), message)
                 for start, stop in slices:
                     copies.run(start, stop)
                 yield

@@ -29,7 +29,7 @@ from kvcluster.pages.region import address_of
 from kvcluster.transport.attend_session import serve_attend
 from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import ONE_STREAM, Deadline, PageHost, PageSink, PageSource
-from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
+from kvcluster.transport.exchange_copies import granted_records, open_store, reserved_records
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.shard_questions import ShardQuestions
 from kvcluster.wire.shm_frames import Places
@@ -52,7 +52,7 @@ class MemoryTransport(ShardQuestions):
         with ReadSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
             views = {item: self._host.read(slot) for item, slot in session.granted.items()}
             records = granted_records(request.wants, _places(session.granted, views, request.wants))
-            copies = open_load(sink, records, HostMemory(), views)
+            copies = sink.copies(records, HostMemory(), views)
             for start, stop in records.slices(limits.FRAME_BYTES):
                 session.alive()
                 deadline.check()

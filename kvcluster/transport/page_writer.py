@@ -16,6 +16,7 @@ from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum
 from kvcluster.pages.page_bytes import PageBytes
 from kvcluster.transport.base import Payload, read_whole
+from kvcluster.transport.exchange_copies import RecordSink
 
 
 class _Page:
@@ -39,7 +40,7 @@ class _Page:
             self.wrong = True
 
 
-class PageWriter:
+class PageWriter(RecordSink):
     """A PageSink over reserved slots, by item. The layers of an item arrive in order."""
 
     def __init__(self, namespace: NamespaceId, slots: Mapping[int, PageSlot], pages: PageBytes) -> None:

@@ -23,7 +23,16 @@ from kvcluster.core.locality import may_share_memory, same_node
 from kvcluster.core.messages import Offer, Offers, ReadRequest, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.transport.base import DataPath, Deadline, Payload, RefusedByShard, Streams, Transport, Unavailable
+from kvcluster.transport.base import (
+    DataPath,
+    Deadline,
+    Payload,
+    RefusedByShard,
+    Streams,
+    Transport,
+    Unavailable,
+)
+from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transports import BY_NAME
 
 TRY_MS = 1_000
@@ -300,7 +309,7 @@ def said(error: Exception) -> str:
     return error.miss.detail or str(error) if isinstance(error, Unavailable) else str(error)
 
 
-class Nowhere:
+class Nowhere(RecordSink):
     """A sink that expects no pages."""
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:

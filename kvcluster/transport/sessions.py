@@ -277,7 +277,7 @@ class WriteSession(ExchangeSession[WriteRequest]):
         return [page if isinstance(page, Written) else None for page in self._pages]
 
     def receive(self, item: int, layer: int, codec_id: int, sums: Sequence[int], data: Payload) -> None:
-        """Receives layers into their page, as a PageSink. Raises ProtocolError for layers that were not requested."""
+        """Receives layers into their page. Raises ProtocolError for layers that were not requested."""
         if codec_id != codec.RAW:
             raise ProtocolError(f"page {item} arrived in codec {codec_id:#06x}, but stores must be raw")
         self._arrivals.receive(item, layer, codec_id, sums, data)

@@ -27,7 +27,7 @@ from kvcluster.transport import cpu_affinity
 from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Streams
 from kvcluster.transport.connection_pool import ConnectionPool
-from kvcluster.transport.exchange_copies import granted_records, open_load, open_store, reserved_records
+from kvcluster.transport.exchange_copies import granted_records, open_store, reserved_records
 from kvcluster.transport.shm_control import ArenaMappings, ShmConnection, Turn, open_connection
 from kvcluster.transport.shm_views import BorrowedPages, borrow
 from kvcluster.transport.worker_exchange import check_answer_length
@@ -158,7 +158,7 @@ def _copies(
     """Copies the granted layers in the order of use; yields after each slice."""
     records = granted_records(request.wants, places)
     arena = control.arena
-    copies = open_load(sink, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
+    copies = sink.copies(records, MappedMemory(arena), arena)
     for start, stop in records.slices(_slice_bytes(records)):
         if start:
             yield
@@ -184,7 +184,7 @@ def _store(
         return
     records = reserved_records(request.pages, places)
     arena = control.writable
-    copies = open_store(source, records, MappedMemory(arena), arena, between=lambda: control.renew(deadline))
+    copies = open_store(source, records, MappedMemory(arena), arena)
     begin = 0  # the first record that is not reported to the shard yet
     for start, stop in records.slices(WRITTEN_BYTES):
         deadline.check()

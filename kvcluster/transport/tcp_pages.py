@@ -40,7 +40,7 @@ from kvcluster.transport.base import (
     decoded,
 )
 from kvcluster.transport.connection_pool import ConnectionPool
-from kvcluster.transport.exchange_copies import arrived_records, lay_out, open_load
+from kvcluster.transport.exchange_copies import arrived_records, lay_out
 from kvcluster.transport.framed_socket import FramedSocket, dial
 from kvcluster.transport.listener import Listener, TenantNow, TenantOf, bounded, serve_exchanges
 from kvcluster.transport.listening import bound_socket, first_free
@@ -100,7 +100,7 @@ class TcpPages:
                 room = stage.room(_stage_bytes(heads))
                 records = arrived_records(heads)
                 slices = lay_out(records, address_of(room), room.nbytes)
-                copies = open_load(sink, records, HostMemory(), room)
+                copies = sink.copies(records, HostMemory(), room)
                 for start, stop in slices:
                     deadline.check(self.address)
                     link.fill(room[: sum(records.nbytes[start:stop])], deadline)

@@ -29,7 +29,9 @@ from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
+from kvcluster.testing.records import RecordSource, copied, pass_on
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport
+from kvcluster.transport.exchange_copies import RecordSink
 
 BOUND_S = 20.0
 """How long anything may take before a test fails; nothing is expected to take a tenth of it."""
@@ -214,17 +216,17 @@ class Watched:
         self._inner.close()
 
 
-class _Sink:
+class _Sink(RecordSink):
     def __init__(self, inner: PageSink, steps: Steps) -> None:
         self._inner = inner
         self._steps = steps
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
         self._steps.receive()
-        self._inner.receive(item, layer, codec, sums, data)
+        pass_on(self._inner, item, layer, codec, sums, data)
 
 
-class _Source:
+class _Source(RecordSource):
     def __init__(self, inner: PageSource, steps: Steps) -> None:
         self._inner = inner
         self._steps = steps
@@ -234,7 +236,7 @@ class _Source:
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         self._steps.send()
-        return self._inner.copy(item, layer, layers, into)
+        return copied(self._inner, item, layer, layers, into)
 
     def drained(self) -> None:
         self._inner.drained()

@@ -21,8 +21,8 @@ from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.base import BytesPayload, Cancelled
-from kvcluster.transport.exchange_copies import ExchangeCopies
+from kvcluster.testing.records import pass_on
+from kvcluster.transport.base import BytesPayload, Cancelled, ExchangeCopies
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same, unwritten
 from tests.client.interrupted import Interrupted
 from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, WHOLE, Bench, gathered, nhd
@@ -89,7 +89,7 @@ def test_encoded_pages_are_decoded_where_they_belong(coded: Codec, strided: bool
         item, layer = grant.records.items[at], grant.records.layers[at]
         nbytes = len(grant.pages[item]) // LAYERS
         data = BytesPayload(memoryview(grant.pages[item])[layer * nbytes : (layer + 1) * nbytes])
-        by_hand.sink.receive(item, layer, coded, grant.records.sums_of(at), data)
+        pass_on(by_hand.sink, item, layer, coded, grant.records.sums_of(at), data)
     assert same(gathered(caches) if strided else into, beside)
     assert bench.so_far() == by_hand.so_far()
 

@@ -20,8 +20,9 @@ from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
 from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.base import Cancelled, Deadline, Unavailable
-from kvcluster.transport.exchange_copies import ExchangeCopies, open_store, reserved_records
+from kvcluster.testing.records import copied
+from kvcluster.transport.base import Cancelled, Deadline, ExchangeCopies, Unavailable
+from kvcluster.transport.exchange_copies import open_store, reserved_records
 from kvcluster.wire.shm_frames import Places
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same
 from tests.client.interrupted import Interrupted
@@ -54,7 +55,7 @@ class Reserved:
         """The sums and bytes of a page by single records."""
         page, sums = memoryview(bytearray(PAGE_BYTES)), []
         for layer in range(LAYERS):
-            sums += self.source.copy(item, layer, 1, page[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES])
+            sums += copied(self.source, item, layer, 1, page[layer * LAYER_BYTES : (layer + 1) * LAYER_BYTES])
         return sums, bytes(page)
 
 

@@ -16,6 +16,7 @@ from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError, Unreachable
 from kvcluster.testing import MemoryCluster
+from kvcluster.testing.records import RecordSource, copied
 from kvcluster.transport.base import Deadline, PageSource, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from tests.client.build import (
@@ -423,7 +424,7 @@ class Spoiling(Watched):
         return super().write(request, SpoiledSource(source), deadline)
 
 
-class SpoiledSource:
+class SpoiledSource(RecordSource):
     def __init__(self, inner: PageSource) -> None:
         self._inner = inner
 
@@ -431,7 +432,7 @@ class SpoiledSource:
         return self._inner.layer_bytes(item)
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
-        sums = self._inner.copy(item, layer, layers, into)
+        sums = copied(self._inner, item, layer, layers, into)
         into[-1] ^= item == 0
         return sums
 

@@ -25,6 +25,7 @@ from kvcluster.core.messages.common import Run
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
+from kvcluster.testing.records import pass_on
 from kvcluster.transport.base import BytesPayload, Cancelled
 from tests.client.build import (
     BLOCK,
@@ -108,7 +109,7 @@ class Bench:
         data = self.data(item, layer, layers)
         identity = checksum.identity(NAMESPACE, PageKey(self.hashes[item], 0, WHOLE), codec.RAW)
         sums = checksum.layer_sums(identity, layer, layers, data)
-        (sink or self.sink).receive(item, layer, codec.RAW, sums, payload or BytesPayload(data))
+        pass_on(sink or self.sink, item, layer, codec.RAW, sums, payload or BytesPayload(data))
 
     def so_far(self) -> Loaded:
         return self.progress.loaded(LATE)
@@ -191,8 +192,8 @@ def test_layers_behind_a_gap_are_not_written_and_do_not_count() -> None:
 def test_what_cannot_be_decoded_has_not_come(codec_id: int) -> None:
     into = room(BLOCKS)
     bench = Bench(into)
-    bench.sink.receive(0, 0, codec_id, [0] * LAYERS, BytesPayload(bench.data(0, 0, LAYERS)))
-    bench.sink.receive(1, 0, codec.RAW, [0] * LAYERS, BytesPayload(bench.data(1, 0, LAYERS)[:-1]))
+    pass_on(bench.sink, 0, 0, codec_id, [0] * LAYERS, BytesPayload(bench.data(0, 0, LAYERS)))
+    pass_on(bench.sink, 1, 0, codec.RAW, [0] * LAYERS, BytesPayload(bench.data(1, 0, LAYERS)[:-1]))
     assert list(bench.ranges.corrupt) == [0, 1]
     assert unwritten(into)
 

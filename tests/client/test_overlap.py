@@ -34,6 +34,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
+from kvcluster.testing.records import pass_on
 from kvcluster.transport.base import (
     Deadline,
     PageSink,
@@ -44,6 +45,7 @@ from kvcluster.transport.base import (
     Transport,
     Unavailable,
 )
+from kvcluster.transport.exchange_copies import RecordSink
 from tests.client.build import (
     BLOCK,
     BOUND_S,
@@ -118,7 +120,7 @@ class Noting(Watched):
         return super().write(request, source, deadline)
 
 
-class _Gated:
+class _Gated(RecordSink):
     def __init__(self, inner: PageSink, bench: Bench) -> None:
         self._inner = inner
         self._bench = bench
@@ -126,7 +128,7 @@ class _Gated:
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
         if layer:
             self._bench.behind_the_first_layer()
-        self._inner.receive(item, layer, codec, sums, data)
+        pass_on(self._inner, item, layer, codec, sums, data)
 
 
 class Bench:

@@ -50,6 +50,7 @@ from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyRecords, Co
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
+from kvcluster.testing.records import copied, pass_on
 from kvcluster.transport.base import BytesPayload, Cancelled, Deadline
 from tests.client.watched_gate import WatchedGate
 
@@ -320,7 +321,7 @@ class _Load:
                 self._change(exchange)
                 made, data = self._made(exchange, [sent], coded)
                 payload = BytesPayload(memoryview(data))
-                take = partial(sink.receive, sent.item, sent.layer, made.codecs[0], made.sums_of(0), payload)
+                take = partial(pass_on, sink, sent.item, sent.layer, made.codecs[0], made.sums_of(0), payload)
                 self._take(exchange, [sent], take)
             return
         for start, stop in _slices(rng, len(records)):
@@ -566,7 +567,7 @@ class _Store:
                 for number in range(start, stop) if copies is None else ():
                     into = memoryview(arena)[records.offsets[number] - base :][: records.nbytes[number]]
                     item, layer, count = rows[number]
-                    sums[number] = self.source.copy(item, layer, count, into)
+                    sums[number] = copied(self.source, item, layer, count, into)
             except Cancelled:
                 assert self.over, "a store that goes on is cancelled"
                 assert arena == before, "the source is read after a stop"

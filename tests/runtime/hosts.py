@@ -15,6 +15,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum, codec
 from kvcluster.runtime.replica_pull import OpenSource
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing.records import RecordSource
 from kvcluster.testing.rot import flip_bit
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.memory import MemoryTransport
@@ -120,7 +121,7 @@ def content(number: int) -> bytes:
     return random.Random(number).randbytes(PAGE_BYTES)
 
 
-class Content:
+class Content(RecordSource):
     """A store's source: what belongs into these pages."""
 
     def __init__(self, numbers: Sequence[int]) -> None:

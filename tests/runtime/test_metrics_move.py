@@ -53,7 +53,9 @@ from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
+from kvcluster.testing.records import copied
 from kvcluster.transport.base import BytesPayload, DataPath, Payload, RefusedByShard, run_to_completion
+from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.rpc import Connection, identity
@@ -290,7 +292,7 @@ def missing_page(cluster: MemoryCluster) -> None:
     assert miss is not None and miss.reason is MissReason.EVICTED
 
 
-class RefuseAll:
+class RefuseAll(RecordSink):
     """A sink to which nothing may come."""
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
@@ -374,7 +376,7 @@ def test_a_store_whose_worker_ends_the_stream_with_its_answer_is_whole() -> None
         before, source, page = by_series(host.samples()), hosts.Content([1]), memoryview(bytearray(hosts.PAGE_BYTES))
         write = WriteRequest(hosts.SPACE, hosts.attempt(), hosts.EPOCH, (hosts.new_page(1),))
         with pytest.raises(GeneratorExit), WriteSession(host, hosts.ME, write, path="grpc") as session:
-            sums = source.copy(0, 0, 2, page)
+            sums = copied(source, 0, 0, 2, page)
             session.receive(0, 0, codec.RAW, sums, BytesPayload(page))
             assert session.finish() == [Written.COMMITTED]
             raise GeneratorExit
@@ -404,7 +406,7 @@ def test_an_exchange_that_breaks_off_moves_no_bytes() -> None:
     assert not [series for series in seen if series[0] == "kvcluster_moved_bytes_total"]
 
 
-class KeepNothing:
+class KeepNothing(RecordSink):
     """A sink that drops what comes."""
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:

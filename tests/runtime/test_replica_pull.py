@@ -24,7 +24,9 @@ from kvcluster.errors import CredentialError
 from kvcluster.pages import codec
 from kvcluster.runtime import replica_pull
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing.records import pass_on
 from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, RefusedByShard, Unavailable, read_whole
+from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transport.memory import MemoryTransport
 from tests.runtime.hosts import (
     BOUND_S,
@@ -81,7 +83,7 @@ class Way(MemoryTransport):
         self.closed.set()
 
 
-class Changing:
+class Changing(RecordSink):
     """A sink before another, that changes what comes for one page."""
 
     def __init__(self, sink: PageSink, item: int, change: Callable[..., tuple[object, ...]]) -> None:
@@ -95,7 +97,7 @@ class Changing:
             read_whole(data, came)
             item, layer, codec, sums, came = self._change(item, layer, codec, sums, came)  # type: ignore[assignment]
             data = BytesPayload(came)
-        self._sink.receive(item, layer, codec, sums, data)
+        pass_on(self._sink, item, layer, codec, sums, data)
 
 
 class Pair:

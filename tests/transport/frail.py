@@ -19,8 +19,10 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing.conformance import World
+from kvcluster.testing.records import RecordSource, copied, pass_on
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport, Unavailable
+from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transport.path_selector import LEFT_ALONE_NS
 
 HERE = "this host"
@@ -112,13 +114,13 @@ class _Wire:
         return self._left == 0
 
 
-class _FrailSink:
+class _FrailSink(RecordSink):
     def __init__(self, wire: _Wire, sink: PageSink) -> None:
         self._wire = wire
         self._sink = sink
 
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
-        self._sink.receive(item, layer, codec, sums, _FrailPayload(self._wire, data))
+        pass_on(self._sink, item, layer, codec, sums, _FrailPayload(self._wire, data))
 
 
 class _FrailPayload:
@@ -146,7 +148,7 @@ class _FrailPayload:
         self._there = True
 
 
-class _FrailSource:
+class _FrailSource(RecordSource):
     def __init__(self, path: Frail, source: PageSource) -> None:
         self._path = path
         self._left = path.pieces
@@ -157,7 +159,7 @@ class _FrailSource:
 
     def copy(self, item: int, layer: int, layers: int, into: memoryview) -> Sequence[int]:
         self._pass_on()
-        return self._source.copy(item, layer, layers, into)
+        return copied(self._source, item, layer, layers, into)
 
     def _pass_on(self) -> None:
         if self._left == 0:

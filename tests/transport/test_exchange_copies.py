@@ -1,4 +1,4 @@
-"""Batches of copies into sinks and out of sources: as a whole where these support it, else record by record."""
+"""The records of an exchange, and sinks and sources that take them one by one."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from kvcluster.core.miss import Loss
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
+from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
+from kvcluster.testing.records import RecordSource
 from kvcluster.transport.base import Payload
-from kvcluster.transport.exchange_copies import (
-    ExchangeCopies,
-    granted_records,
-    open_load,
-    open_store,
-    reserved_records,
-)
+from kvcluster.transport.exchange_copies import RecordSink, granted_records, open_store, reserved_records
 from kvcluster.wire.shm_frames import Places
 
 PAGES, LAYERS, LAYER_BYTES = 3, 4, 8
@@ -61,7 +56,7 @@ def a_record_is_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RECORD_BYTES", 2 * LAYER_BYTES)
 
 
-class Records:
+class Records(RecordSink):
     """A sink of single records."""
 
     def __init__(self) -> None:
@@ -71,31 +66,6 @@ class Records:
         present = data.present
         assert present is not None
         self.came.append((item, layer, tuple(sums), bytes(present)))
-
-
-class Batches(Records):
-    """A sink of batches, which raises `error` in the run that has the record of that number."""
-
-    def __init__(self, error: BaseException | None = None, at: int = -1) -> None:
-        super().__init__()
-        self.error = error
-        self.at = at
-        self.runs: list[tuple[int, int, int]] = []  # item, first layer, layers
-
-    def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
-        return _Run(self, records)
-
-
-class _Run:
-    def __init__(self, sink: Batches, records: CopyRecords) -> None:
-        self._sink = sink
-        self._records = records
-
-    def run(self, start: int, stop: int) -> None:
-        if self._sink.error is not None and start <= self._sink.at < stop:
-            raise self._sink.error
-        columns = zip(self._records.items, self._records.layers, self._records.counts, strict=True)
-        self._sink.runs += list(columns)[start:stop]
 
 
 def test_records_are_granted_in_the_order_of_use() -> None:
@@ -116,33 +86,16 @@ def test_a_part_of_a_page_has_the_sums_of_its_own_layers() -> None:
     assert bytes(SOURCE.view(records.offsets[1], records.nbytes[1])) == page_bytes(0, 3, 1)
 
 
-def test_a_sink_of_single_records_gets_each_and_the_path_a_word_between_them() -> None:
-    sink, words = Records(), []
-    records = granted(request(1))
-    open_load(sink, records, SOURCE, None, between=lambda: words.append(len(sink.came))).run(0, 2)
+def test_a_sink_of_single_records_gets_each() -> None:
+    sink = Records()
+    sink.copies(granted(request(1)), SOURCE, None).run(0, 2)
     assert sink.came == [(0, 0, (0, 1), page_bytes(0, 0, 2)), (0, 2, (2, 3), page_bytes(0, 2, 2))]
-    assert words == [1]
-
-
-def test_a_sink_of_batches_gets_the_records_at_once() -> None:
-    sink = Batches()
-    records = granted(request())
-    copies = open_load(sink, records, SOURCE, None)
-    copies.run(0, 4)
-    assert sink.runs == [(0, 0, 2), (1, 0, 2), (2, 0, 2), (0, 2, 2)] and not sink.came
-
-
-def test_what_a_sink_of_batches_raises_ends_the_exchange() -> None:
-    copies = open_load(Batches(ZeroDivisionError(), at=1), granted(request()), SOURCE, None)
-    copies.run(0, 1)
-    with pytest.raises(ZeroDivisionError):
-        copies.run(1, 2)
 
 
 # ------------------------------------------------------------------------------------------------- stores
 
 
-class Given:
+class Given(RecordSource):
     """A source of single records, whose page `item` is full of that number."""
 
     def __init__(self, layer_bytes: int = LAYER_BYTES) -> None:
@@ -174,11 +127,11 @@ def test_a_store_goes_page_after_page() -> None:
     ]  # fmt: skip
 
 
-def test_a_source_of_single_records_is_asked_for_each_and_the_path_has_a_word_between_them() -> None:
-    pages, source, words = bytearray(len(MEMORY)), Given(), []
+def test_a_source_of_single_records_is_asked_for_each() -> None:
+    pages, source = bytearray(len(MEMORY)), Given()
     records = reserved(pages)
-    open_store(source, records, HostMemory(), None, between=lambda: words.append(len(source.asked))).run(0, 3)
-    assert source.asked == [(0, 0, 2), (0, 2, 2), (2, 0, 2)] and words == [1, 2]
+    open_store(source, records, HostMemory(), None).run(0, 3)
+    assert source.asked == [(0, 0, 2), (0, 2, 2), (2, 0, 2)]
     page = LAYERS * LAYER_BYTES
     assert pages == bytes(2 * page) + bytes([2]) * (2 * LAYER_BYTES) + bytes(page - 2 * LAYER_BYTES)
     assert [records.sums_of(at) for at in range(4)] == [(0, 1), (2, 3), (20, 21), (0, 0)]

@@ -473,7 +473,7 @@ def test_a_worker_shows_that_it_lives_however_little_it_moves() -> None:
         sink = ContentSink(CONTENT, request)
         list(way.read(request, sink, soon()))
         assert len(sink.corrupt) == 6, "zeros match no checksum"
-    assert fake.heard.count(FrameKind.RENEW) == 2, "a record each"
+    assert fake.heard.count(FrameKind.RENEW) == 1, "a slice each"
 
 
 # ------------------------------------------------------------------------------------------------- connections

@@ -21,6 +21,7 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum, codec
 from kvcluster.testing.conformance.world import ONE, Pause, World, soon
+from kvcluster.testing.records import RecordSource
 from kvcluster.transport.base import (
     DataPath,
     Deadline,
@@ -31,6 +32,7 @@ from kvcluster.transport.base import (
     read_whole,
     run_to_completion,
 )
+from kvcluster.transport.exchange_copies import RecordSink
 
 Pieces = Generator[None, None, list[Miss | None]]
 
@@ -96,7 +98,7 @@ def block(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(HASH_BYTES, "big"))
 
 
-class ContentSource:
+class ContentSource(RecordSource):
     """Sends a request's pages from one buffer, which every further call overwrites: the receiver must not keep views.
 
     `before_copy` is called before every piece. The checksums of the items in `lies_about` are wrong.
@@ -133,7 +135,7 @@ class ContentSource:
         self.drained_calls += 1
 
 
-class ContentSink:
+class ContentSink(RecordSink):
     """Keeps and verifies what arrives for a request. `after_receive` is called after every piece."""
 
     def __init__(self, content: Content, request: ReadRequest, after_receive: Callable[[], object] = lambda: None):

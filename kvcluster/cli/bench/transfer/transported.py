@@ -25,6 +25,7 @@ from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.tier_store import RegionStore
 from kvcluster.testing.cluster import MemoryCluster
+from kvcluster.testing.records import RecordSource
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import DataPath, Deadline, run_to_completion
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
@@ -55,7 +56,7 @@ def connect(path: str, work: Work, at: Any) -> Path:
     return _Transported(_OPEN[path](at[path], None), GrpcPages(at["grpc"], None), work, Epoch(at["epoch"]))
 
 
-class _BenchSource:
+class _BenchSource(RecordSource):
     """The source of a store: pages directly in the client's memory."""
 
     def __init__(self, work: Work, namespace: NamespaceId, keys: Sequence[PageKey], first: int) -> None:
