@@ -109,7 +109,7 @@ class TicketBook:
         self._shares.remove((ticket.tenant, ticket.attempt.holder))
         self._named.remove(ticket.tenant, ticket.named)
         self.holds.remove(ticket.space, ticket.hashes)
-        self.writers.end(ticket.space, ticket.writes, ticket.attempt)
+        self.writers.end(ticket.space, ticket.writes, ticket.places, ticket.attempt)
         return ticket
 
     def end_expired(self, now: int) -> list[IssuedTicket]:

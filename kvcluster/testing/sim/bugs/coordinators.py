@@ -153,8 +153,8 @@ def repeat_treated_as_new(original: Any, self: PrepareHandler, attempt: Any, spa
         self._release(ticket)
 
 
-@planted(PageWriters, "_keep")
-def writer_not_forgotten(original: Any, self: PageWriters, space: Any, block: Any, writers: Any) -> None:
+@planted(PageWriters, "_drop")
+def writer_not_forgotten(original: Any, self: PageWriters, space: Any, block: Any) -> None:
     """The writer of a page is remembered though it has written it, or given up."""
 
 
