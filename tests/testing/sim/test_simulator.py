@@ -55,7 +55,7 @@ SEEDS = {
     "order-numbers-reset": 68,
     "roots-go-first": 0,
     "repeat-treated-as-new": 1,
-    "writer-not-forgotten": 28,
+    "writer-not-forgotten": 4,
     "purge-skipped": 1,
     "claimed-demotion-forgotten": 22,
     "claim-not-kept-below": 55,

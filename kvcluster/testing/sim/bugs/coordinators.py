@@ -153,9 +153,9 @@ def repeat_treated_as_new(original: Any, self: PrepareHandler, attempt: Any, spa
         self._release(ticket)
 
 
-@planted(PageWriters, "_drop")
-def writer_not_forgotten(original: Any, self: PageWriters, space: Any, block: Any) -> None:
-    """The writer of a page is remembered though it has written it, or given up."""
+@planted(PageWriters, "end")
+def writer_not_forgotten(original: Any, self: PageWriters, *ticket: Any) -> None:
+    """The writer of a page is remembered though it has given up."""
 
 
 @planted(Tombstones, "since")
