@@ -32,7 +32,6 @@ from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.gc_freeze import GarbageKeeper
 from kvcluster.runtime.json_log import set_up_log
 from kvcluster.runtime.kept_logs import mark
-from kvcluster.runtime.malloc_env import return_large_blocks
 from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.server import Ask, Decoding, GrpcServer, unary_handlers
@@ -57,7 +56,6 @@ class CoordinatorActor:
         """`cluster`: the name under which its configuration was published."""
         mark("coordinator")
         set_limits()
-        return_large_blocks()
         calls = CallMetrics(COORDINATOR)
         patient = restarted()
         wait = partial(waited_for, patient=patient, failed=calls.start_failed)
@@ -100,8 +98,9 @@ class CoordinatorActor:
         self._host.start()
         self._reports.start()
         self._server.start()
+        ports = range(metrics.port, metrics.port + 1)
         announce_reports(cluster, host_and_port(announced_host(self._reports.host), self._reports.port))
-        self._metrics = wait(lambda: serve_metrics(metrics, range(metrics.port, metrics.port + 1), self._host, calls))
+        self._metrics = wait(lambda: serve_metrics(metrics, ports, self._host, calls))
         self._host.inspect(lambda: self._host.core.set_facts(self._facts(config)))
 
     def address(self) -> str:
