@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -281,7 +281,7 @@ def test_pages_come_back_over_sockets(sglang: SimpleNamespace) -> None:
 def test_a_cluster_that_stands_still_costs_no_more_than_the_deadlines(sglang: SimpleNamespace) -> None:
     """The process that serves is stopped, so that its connections stay open and nothing comes."""
     command = [sys.executable, "-m", "tests.cli.served", "127.0.0.1"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with ExitStack() as opened, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             address = json.loads(process.stdout.readline())["coordinator"]
@@ -289,8 +289,10 @@ def test_a_cluster_that_stands_still_costs_no_more_than_the_deadlines(sglang: Si
             brief = {"address": address, "lookup_ms": 200, "retry_ms": 1, "client": {"deadline_ms": 400}}
             storage = connected(create(sglang, pool, kvcluster.connect, **brief))
             patient = connected(create(sglang, pool, kvcluster.connect, **brief | {"client": {"deadline_ms": 60_000}}))
-            assert storage.batch_set_v1(keys, slots([0, 1])) == [True, True] and seen(storage, keys)
-            assert seen(patient, keys)
+            opened.callback(patient.close)
+            opened.callback(storage.close)
+            assert patient.batch_set_v1(keys, slots([0, 1])) == [True, True]
+            assert seen(storage, keys) and seen(patient, keys)
             os.kill(process.pid, signal.SIGSTOP)
             os.waitpid(process.pid, os.WUNTRACED)  # until all of its threads stand
             with took(5):
@@ -301,10 +303,9 @@ def test_a_cluster_that_stands_still_costs_no_more_than_the_deadlines(sglang: Si
                 with took(5):
                     assert call(keys, slots([0, 1])) == [False, False]
             os.kill(process.pid, signal.SIGCONT)
-            assert seen(storage, keys) and storage.batch_get_v1(keys, slots([6, 7])) == [True, True]
+            assert seen(storage, keys) and patient.batch_get_v1(keys, slots([6, 7])) == [True, True]
+            eventually(lambda: storage.batch_get_v1(keys, slots([6, 7])) == [True, True])
             assert page(pool, 7) == page(pool, 1)
-            storage.close()
-            patient.close()
         finally:
             os.kill(process.pid, signal.SIGCONT)
             process.kill()
