@@ -419,7 +419,7 @@ def test_an_update_returns_the_kept_tokens_and_their_positions(cluster: MemoryCl
 
 
 def test_an_update_that_raises_has_appended_nothing(start: Start) -> None:
-    with small(start, 8, deadline_ms=600).client(SPEC) as client:
+    with small(start, 8, deadline_ms=2_000).client(SPEC) as client:
         one = grown(client, list(range(28)))
         assert one.sequence.flush()
         other = grown(client, [100])  # a page that stays, since its block is not full

@@ -365,7 +365,7 @@ def test_settings_of_one_client_are_held_to_the_rules_of_a_file(
 
 @pytest.mark.parametrize("tail", [0, 2 * BLOCK])
 def test_a_full_resident_set_leaves_the_tail_raw_and_there(start: Start, tail: int) -> None:
-    config = {"client": {"resident_bytes": 8 * PAGE, "deadline_ms": 500}}
+    config = {"client": {"resident_bytes": 8 * PAGE, "deadline_ms": 2_000}}
     with start(ram_bytes="4MiB", config=config).client(SPEC) as client:
         policy = kvcluster.WindowPolicy(tail_tokens=tail, migration_tokens=1_000)
         one, other = opened(client, policy=policy), opened(client, policy=policy)
