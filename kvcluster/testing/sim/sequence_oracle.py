@@ -7,6 +7,7 @@ violation.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,7 +62,8 @@ class SequenceOracle:
         self._heard: dict[tuple[str, Owner], _Heard] = {}
         self._sent: dict[Owner, _Sent] = {}
         self._answered_by: dict[Owner, int] = {}  # the epoch of the last answer
-        self._agreed: dict[tuple[str, Owner], dict[BlockHash, None]] = {}  # private blocks, when tables last agreed
+        self._agreed: dict[tuple[str, Owner], dict[SequenceId, dict[BlockHash, None]]] = {}
+        """The private blocks of each table that was not refused, when a worker and a coordinator last agreed."""
         self._refused: dict[Owner, dict[SequenceId, None]] = {}  # sequences whose last change was refused
         self._serving_since: dict[str, int] = {}
 
@@ -124,11 +126,7 @@ class SequenceOracle:
         )
         require(not extra, "the coordinator keeps a table of a sequence that is closed")
         self._agreed[coordinator.name, owner] = {
-            block: None
-            for name, blocks in sent.tables.items()
-            if name not in spared
-            for block in blocks
-            if content.private_holder(block)
+            name: _private(blocks) for name, blocks in sent.tables.items() if name not in spared
         }
 
     def check(self, worker: SequenceWorker) -> None:
@@ -162,8 +160,23 @@ class SequenceOracle:
                 require(not reply.forgotten, "tables are forgotten because of a message that came late")
         elif before is not None and reply.forgotten:
             self._agreed.pop((c.name, owner), None)  # the lease ended: what it claimed may be erased
+        if before is None or m.number > before.number:
+            self._supersede(self._agreed.get((c.name, owner), {}), self._sent.get(owner), m, reply)
         if before is None or m.number >= before.number:
             self._heard[c.name, owner] = _Heard(m.number, now, reply)
+
+    def _supersede(
+        self, agreed: dict[SequenceId, dict[BlockHash, None]], sent: _Sent | None, m: SyncTables, reply: TablesSynced
+    ) -> None:
+        """The coordinator has applied a message, before its worker hears so: a sequence that was closed or refused
+        claims nothing any more, and each other one what it has now."""
+        for change in m.changes:
+            name = change.sequence
+            now = sent.tables.get(name) if sent is not None and sent.number == m.number else None
+            if now is None or name in (*reply.refused, *reply.reopen):
+                agreed.pop(name, None)
+            elif name in agreed:
+                agreed[name] = _private(now)
 
     def stepped(self, c: CoordinatorProcess, now: int) -> None:
         """Records when a coordinator begins to serve."""
@@ -193,7 +206,7 @@ class SequenceOracle:
                 if heard is None:
                     since = self._serving_since.get(c.name, now)
                     require(now - since >= grace_ns, "a private block is erased before its holder could claim it")
-                elif block in agreed:
+                elif any(block in blocks for blocks in agreed.values()):
                     require(self._ended(c, heard), "a private block of an open sequence is erased")
 
     def check_index(self, c: CoordinatorProcess) -> None:
@@ -206,6 +219,10 @@ class SequenceOracle:
     def _ended(self, c: CoordinatorProcess, heard: _Heard) -> bool:
         """Whether the lease that a coordinator granted then may have ended."""
         return c.now() - heard.at >= self._world.scenario.config.coordinator.sequence_ttl_ms * MS
+
+
+def _private(blocks: Iterable[BlockHash]) -> dict[BlockHash, None]:
+    return {block: None for block in blocks if content.private_holder(block) is not None}
 
 
 def _owner(worker: SequenceWorker) -> Owner:
