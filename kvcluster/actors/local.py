@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from hashlib import sha256
@@ -130,13 +129,12 @@ def local(
 
     Sizes are bytes, or text such as "64MiB". `port` is that of the coordinator, 0 for a free one. `config` has settings
     by section, as in a configuration file: `config={"client": {"deadline_ms": 2_000}}` (docs/operations.md).
+    `device_bytes` is the old name of `ram_bytes`, until release 0.4.
 
     Returns a LocalCluster. It ends with its `with` block, by `close()`, or at the latest with the process, so that it
     can stay open in a notebook. At its end the shards save in `disk_dir` what lies in memory, as far as there is room,
     within `shard.stop_ms`. With `ray=True` it uses the Ray that this process is connected to, if there is one;
     otherwise it starts one, which ends with the last cluster that uses it.
-
-    `device_bytes` is the old name of `ram_bytes`, until release 0.4.
 
     Raises ConfigError if a setting cannot be used, and KVClusterError if `ray` is True and the extra `cluster` is not
     installed.
@@ -146,10 +144,11 @@ def local(
     mark = sha256(os.fsencode(Path(disk_dir).absolute())).hexdigest()[:8] if disk_dir else secrets.token_hex(4)
     below = {"name": f"local-{mark}", **old_names.renamed(config or {})}
     below["shards"] = shards
-    if device_bytes is not None:
-        warnings.warn("device_bytes is called ram_bytes now", DeprecationWarning, stacklevel=2)
-        ram_bytes = device_bytes
-    tiers = {"ram_bytes": ram_bytes, "host_bytes": host_bytes, "disk_bytes": disk_bytes}
+    tiers = {
+        "ram_bytes": old_names.ram_bytes(ram_bytes, device_bytes),
+        "host_bytes": host_bytes,
+        "disk_bytes": disk_bytes,
+    }
     below["shard"] = {**below.get("shard", {}), **tiers, "disk_dir": str(Path(disk_dir).absolute()) if disk_dir else ""}
     below["server"] = {"port": port, **below.get("server", {})}
     settings = load(overrides=below)

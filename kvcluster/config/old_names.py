@@ -6,6 +6,7 @@ The first tier was called `device`, and was CPU memory: `gpu` is kept for what l
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,14 @@ TIERS = {"device": "ram"}
 def warn(old: str, new: str) -> None:
     """Logs a warning, which standard error shows where no log is set up."""
     log.warning("%s is called %s now; release 0.4 will not know the old name", old, new)
+
+
+def ram_bytes(now: str | int, device_bytes: str | int | None) -> str | int:
+    """Returns the argument `ram_bytes` of a public function: `device_bytes` if its caller gave that, with a warning."""
+    if device_bytes is None:
+        return now
+    warnings.warn("device_bytes is called ram_bytes now", DeprecationWarning, stacklevel=3)
+    return device_bytes
 
 
 def renamed(values: Mapping[str, Any]) -> Mapping[str, Any]:

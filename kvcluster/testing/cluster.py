@@ -9,7 +9,6 @@ started, and bits of resident pages flipped, to see how an engine reacts.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -44,13 +43,10 @@ class MemoryCluster(InProcessHosts):
         device_bytes: str | int | None = None,
     ) -> None:
         """`device_bytes` is the old name of `ram_bytes`, until release 0.4."""
-        if device_bytes is not None:
-            warnings.warn("device_bytes is called ram_bytes now", DeprecationWarning, stacklevel=2)
-            ram_bytes = device_bytes
         below = dict(old_names.renamed(config or {}))
         below["shards"] = shards
         below["shard"] = {"report_interval_ms": 50, "report_retry_ms": 20, **below.get("shard", {})}
-        below["shard"]["ram_bytes"] = ram_bytes
+        below["shard"]["ram_bytes"] = old_names.ram_bytes(ram_bytes, device_bytes)
         # A machine that runs tests has much else to do, and a test's verdict must not depend on it.
         below["client"] = {"deadline_ms": OTHER_MS, **below.get("client", {})}
         super().__init__(load(overrides=below), place="memory")

@@ -10,8 +10,8 @@ renews the lease first. If the core revokes the lease, the session interrupts th
                      `--no answer--> ENDING: a lease that was granted too late for its answer is returned as well
 
 A store commits the pages that matched their writer's checksums, and nothing if any page is incomplete: the end of a
-stream cannot always be told from a broken one. A shard may grant a store no page. The session then tells the worker for
-each page why, and returns the lease, if there is one; it neither renews it nor commits.
+stream cannot always be told from a broken one. A shard may grant no page to a store. The session then sends the
+worker the reason for each page. It returns the lease, if the shard gave one, and neither renews it nor commits.
 
 The shells are sessions.py and the simulator's.
 """

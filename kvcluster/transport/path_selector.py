@@ -23,15 +23,7 @@ from kvcluster.core.locality import may_share_memory, same_node
 from kvcluster.core.messages import Offer, Offers, ReadRequest, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.transport.base import (
-    DataPath,
-    Deadline,
-    Payload,
-    RefusedByShard,
-    Streams,
-    Transport,
-    Unavailable,
-)
+from kvcluster.transport.base import DataPath, Deadline, Payload, RefusedByShard, Streams, Transport, Unavailable
 from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transports import BY_NAME
 

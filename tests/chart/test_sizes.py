@@ -12,7 +12,7 @@ from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.config import size
 from kvcluster.errors import ConfigError
 from tests.chart.checks import quantity
-from tests.chart.rendering import ROOT, RenderError, render
+from tests.chart.rendering import ROOT, RenderError, installed, render
 
 _MIB = 2**20
 _TEXTS = (
@@ -69,6 +69,9 @@ def test_what_is_no_size_is_refused_by_its_name(text: object) -> None:
 def test_by_its_old_name_ram_bytes_gives_the_same_objects(values: dict[str, Any]) -> None:
     old, new = (render(json.loads(json.dumps(values).replace("NAME", name))) for name in ("device_bytes", "ram_bytes"))
     assert old == new and "device_bytes" not in str(new) and "20GiB" in str(new)
+    for name, warns in (("device_bytes", True), ("ram_bytes", False)):
+        notes = installed(json.loads(json.dumps(values).replace("NAME", name)))["info"]["notes"]
+        assert ("device_bytes is called ram_bytes now" in notes) == warns
 
 
 @pytest.mark.parametrize("seed", range(8))

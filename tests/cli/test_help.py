@@ -107,5 +107,6 @@ def test_the_package_is_a_program() -> None:
 
 
 def test_that_no_tier_is_on_a_gpu_is_said_where_tiers_are_asked_for() -> None:
-    told = " ".join(ALL["kvcluster up"].format_help().split())
-    assert "--ram-bytes SIZE RAM of each shard" in told and "keeps no pages on a GPU" in told
+    up, status = (" ".join(ALL[f"kvcluster {name}"].format_help().split()) for name in ("up", "status"))
+    assert "--ram-bytes SIZE RAM of each shard" in up and "keeps no pages on a GPU, also where a machine has one" in up
+    assert "ram (pages as engines store them), host (encoded pages, in RAM, too)" in status

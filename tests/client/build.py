@@ -29,9 +29,10 @@ from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.records import RecordSource, copied, pass_on
+from kvcluster.testing.records import RecordSource
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport
 from kvcluster.transport.exchange_copies import RecordSink
+from tests.records import copied, pass_on
 
 BOUND_S = 20.0
 """How long anything may take before a test fails; nothing is expected to take a tenth of it."""

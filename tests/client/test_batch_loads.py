@@ -21,11 +21,11 @@ from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.records import pass_on
 from kvcluster.transport.base import BytesPayload, Cancelled, ExchangeCopies
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same, unwritten
 from tests.client.interrupted import Interrupted
 from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, WHOLE, Bench, gathered, nhd
+from tests.records import pass_on
 
 
 class Grant:

@@ -20,7 +20,6 @@ from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
 from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.records import copied
 from kvcluster.transport.base import Cancelled, Deadline, ExchangeCopies, Unavailable
 from kvcluster.transport.exchange_copies import open_store, reserved_records
 from kvcluster.wire.shm_frames import Places
@@ -28,6 +27,7 @@ from tests.client.build import BLOCK, DIM, HEADS, LAYERS, PAGE_BYTES, SPEC, kv, 
 from tests.client.interrupted import Interrupted
 from tests.client.test_load_sink import BLOCKS, LAYER_BYTES, NAMESPACE, WHOLE, nhd
 from tests.client.watched_gate import waits_for_gate
+from tests.records import copied
 
 ROOT = BlockHash(bytes(32))
 PAGES = [NewPage(PageKey(BlockHash(bytes([n]) * 32), 0, WHOLE), ROOT, n) for n in range(BLOCKS)]

@@ -26,7 +26,6 @@ from kvcluster.core.messages.common import Run
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.pages import checksum, codec, native
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.records import pass_on
 from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, Transport
 from kvcluster.transport.exchange_copies import RecordSink
 from tests.client.build import (
@@ -46,6 +45,7 @@ from tests.client.build import (
     unwritten,
 )
 from tests.client.test_load_sink import Portions
+from tests.records import pass_on
 
 NAMESPACE = NamespaceId(b"n" * 32)
 NEVER = 2**63

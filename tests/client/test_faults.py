@@ -16,7 +16,7 @@ from kvcluster.core.messages import Written as Outcome
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError, Unreachable
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.records import RecordSource, copied
+from kvcluster.testing.records import RecordSource
 from kvcluster.transport.base import Deadline, PageSource, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from tests.client.build import (
@@ -39,6 +39,7 @@ from tests.client.build import (
     watched_client,
 )
 from tests.client.conftest import Start
+from tests.records import copied
 
 SHARD = ShardId("shard-0")
 TOKENS = prompt(4)

@@ -25,7 +25,6 @@ from kvcluster.core.messages.common import Run
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
-from kvcluster.testing.records import pass_on
 from kvcluster.transport.base import BytesPayload, Cancelled
 from tests.client.build import (
     BLOCK,
@@ -41,6 +40,7 @@ from tests.client.build import (
     same,
     unwritten,
 )
+from tests.records import pass_on
 
 NAMESPACE = NamespaceId(b"n" * 32)
 NEVER = 2**63

@@ -34,7 +34,6 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.records import pass_on
 from kvcluster.transport.base import (
     Deadline,
     PageSink,
@@ -68,6 +67,7 @@ from tests.client.build import (
     watched_client,
 )
 from tests.client.conftest import Start
+from tests.records import pass_on
 
 BLOCKS = 6
 TOKENS = prompt(BLOCKS)

@@ -1,5 +1,4 @@
-"""Pages that do not fit the RAM tier are demoted and encoded; their readers are told the loss and get no wrong
-byte."""
+"""Pages that do not fit the RAM tier are demoted and encoded; a load names their loss and returns no wrong byte."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def refusals(calls: Any, host: Any = None) -> dict[str, int]:
 
 
 def settings(shards: int) -> Any:
-    room = "ram_bytes" if "ram_bytes" in ShardConfig.__dataclass_fields__ else "device_bytes"  # up to 0.2
-    quick = {room: POOL, "report_interval_ms": 20, "report_retry_ms": 20, "scrub_bytes": 0}
+    room = known(ShardConfig, ram_bytes=POOL, device_bytes=POOL)  # the latter up to 0.2
+    quick = {**room, "report_interval_ms": 20, "report_retry_ms": 20, "scrub_bytes": 0}
     server = {"token_file": TOKENS} if TOKENS else {}
     return load(overrides={"shards": shards, "membership_ttl_ms": TTL_MS, "shard": quick, "server": server})
 

@@ -143,9 +143,9 @@ def test_token_ids_that_a_store_told_come_with_its_commit_and_once() -> None:
     tokens = tuple(range(100, 106))
     coordinator.ask(StoreGrant, prepare(CHAIN[:3], tokens))
     voice.report(*pages(CHAIN[:4]))
-    told, untold = outsider.heard[-1].events
-    assert told == BlocksStored(Tier.RAM, None, CHAIN[:3], array("I", tokens))
-    assert untold == BlocksStored(Tier.RAM, CHAIN[2], CHAIN[3:4])
+    with_ids, without = outsider.heard[-1].events
+    assert with_ids == BlocksStored(Tier.RAM, None, CHAIN[:3], array("I", tokens))
+    assert without == BlocksStored(Tier.RAM, CHAIN[2], CHAIN[3:4])
     voice.report(gone(CHAIN[2]))
     voice.report(*pages(CHAIN)[2:3])
     assert outsider.heard[-1].events == (BlocksStored(Tier.RAM, CHAIN[1], CHAIN[2:3]),)

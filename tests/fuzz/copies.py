@@ -50,9 +50,9 @@ from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyRecords, Co
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
-from kvcluster.testing.records import copied, pass_on
 from kvcluster.transport.base import BytesPayload, Cancelled, Deadline
 from tests.client.watched_gate import WatchedGate
+from tests.records import copied, pass_on
 
 NAMESPACE = NamespaceId(b"n" * 32)
 NEVER = 2**62

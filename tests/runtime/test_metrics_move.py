@@ -53,7 +53,6 @@ from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
-from kvcluster.testing.records import copied
 from kvcluster.transport.base import BytesPayload, DataPath, Payload, RefusedByShard, run_to_completion
 from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
@@ -74,6 +73,7 @@ from tests.core.lone_shard import LoneShard
 from tests.core.pulling import drain, others, want
 from tests.core.samples import PAGE, SECOND, SPEC, attempt, gone, ours, pages
 from tests.core.sequences import PAGES, PRIVATE_SPEC, Q, Syncing, private_page
+from tests.records import copied
 from tests.runtime import hosts
 from tests.transport.peers import OTHER_VERSION, StreamPeer, authenticator
 from tests.transport.peers import token as token_of

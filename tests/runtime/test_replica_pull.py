@@ -24,10 +24,10 @@ from kvcluster.errors import CredentialError
 from kvcluster.pages import codec
 from kvcluster.runtime import replica_pull
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.testing.records import pass_on
 from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, RefusedByShard, Unavailable, read_whole
 from kvcluster.transport.exchange_copies import RecordSink
 from kvcluster.transport.memory import MemoryTransport
+from tests.records import pass_on
 from tests.runtime.hosts import (
     BOUND_S,
     EPOCH,
