@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcluster.client.python_copies import PythonCopies
-from kvcluster.errors import ProtocolError
+from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch
 from kvcluster.pages.copy_executor import CopyExecutor, RunRecords
 from kvcluster.pages.native_copies import NativeCopies
 
 EXECUTORS: tuple[CopyExecutor, ...] = (NativeCopies(),)
-"""The executors of all loads and stores, the fastest first. The one in Python comes after them and opens any batch."""
+"""The executors of all loads and stores, the fastest first. The one in Python comes after them and opens any batch
+between memory that the CPU addresses."""
 
 
 class BatchCopies:
     """An ExchangeCopies. `carry_out(batch, run, start, stop)` calls `run` for some records and counts them.
 
-    Raises ProtocolError, and has copied nothing, if the batch contradicts itself.
+    Raises ProtocolError if the batch contradicts itself, and CallerError if no executor of this process reaches the
+    memory of both its ends; nothing has been copied then.
     """
 
     def __init__(
@@ -34,10 +36,11 @@ class BatchCopies:
 
 def _opened(batch: CopyBatch, python: PythonCopies) -> RunRecords:
     try:
-        for executor in EXECUTORS:
+        for executor in (*EXECUTORS, python):
             run = executor.open(batch)
             if run is not None:
                 return run
     except BadBatch as bad:
         raise ProtocolError(f"the grant does not match the request: {bad}") from None
-    return python.open(batch)
+    source, target = type(batch.source).__name__, type(batch.target).__name__
+    raise CallerError(f"nothing in this process copies from {source} to {target}: give memory that the CPU addresses")

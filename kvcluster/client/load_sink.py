@@ -34,11 +34,10 @@ from kvcluster.pages.copy_batch import (
     CopyStatus,
     encoded_layer_bytes,
 )
-from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
+from kvcluster.pages.copy_endpoints import CopyEndpoint
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.transport.base import ExchangeCopies
 
-_TARGET = HostMemory()
 _DONE = int(CopyStatus.DONE)
 
 
@@ -89,7 +88,7 @@ class LoadSink:
         batch = CopyBatch(
             CopyDirection.LOAD,
             source,
-            _TARGET,
+            self._into.endpoint,
             records,
             self._items,
             identities,

@@ -23,6 +23,7 @@ from kvcluster.client.validation import kind_of
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ProtocolError
+from kvcluster.pages.copy_endpoints import HOST, CopyEndpoint
 from kvcluster.pages.copy_geometry import BlockGeometry
 from kvcluster.pages.region import address_of, bytes_at
 from kvcluster.pages.staging import Staging
@@ -107,6 +108,11 @@ class BoundMemory:
         memory = self._memories[group]
         assert memory is not None
         return memory.place(block - self._first, rect) if memory.part.intersect(rect) == rect else None
+
+    @property
+    def endpoint(self) -> CopyEndpoint:
+        """What a batch of copies takes the addresses of `geometries` from, or writes to them."""
+        return HOST
 
     @property
     def first(self) -> int:

@@ -21,6 +21,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
+from kvcluster.pages.copy_endpoints import cpu_addresses
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.staging import Staging
 
@@ -59,10 +60,10 @@ class PythonCopies:
         self._rows: list[tuple[int, ...]] = []
         self._shapes: dict[tuple[int, ...], tuple[Part, Part, Part, int]] = {}  # what pages of equal columns share
 
-    def open(self, batch: CopyBatch) -> RunRecords:
-        """As CopyExecutor: opens every batch of a load from pages, or a store to pages, that the CPU addresses. It
-        uses bounded views, so that wrong numbers in a batch do no harm."""
-        return partial(self.run, batch)
+    def open(self, batch: CopyBatch) -> RunRecords | None:
+        """As CopyExecutor: opens every batch whose two endpoints the CPU addresses. It uses bounded views, so that
+        wrong numbers in a batch do no harm."""
+        return partial(self.run, batch) if cpu_addresses(batch.source, batch.target) else None
 
     def run(self, batch: CopyBatch, start: int, stop: int) -> None:
         """As RunRecords."""

@@ -20,11 +20,10 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages import checksum
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
+from kvcluster.pages.copy_endpoints import CopyEndpoint
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.transport.base import Cancelled, Deadline, ExchangeCopies
 
-_SOURCE = HostMemory()
 _DONE = int(CopyStatus.DONE)
 _GIVEN_UP = Miss(MissReason.DEADLINE, "given up")
 
@@ -75,7 +74,7 @@ class StoreSource:
         """As PageSource."""
         batch = CopyBatch(
             CopyDirection.STORE,
-            _SOURCE,
+            self._memory.endpoint,
             target,
             records,
             self._items,

@@ -28,5 +28,13 @@ class HostMemory:
         return bytes_at(offset, nbytes)
 
 
+HOST = HostMemory()
+
 CopyEndpoint = MappedMemory | HostMemory
 """What the copies of a batch read or write. The CPU addresses both kinds."""
+
+
+def cpu_addresses(*endpoints: object) -> bool:
+    """Whether the CPU addresses each of these. It asks what they are, and not what they are not: a kind of endpoint
+    that is added is left alone by whatever moves bytes by the CPU, until it is named here."""
+    return all(isinstance(each, (MappedMemory, HostMemory)) for each in endpoints)

@@ -13,7 +13,7 @@ from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.pages import codec, native
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems
-from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory, MappedMemory
+from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory, MappedMemory, cpu_addresses
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.copy_geometry import BlockGeometry
 
@@ -31,7 +31,9 @@ class NativeCopies:
         """As CopyExecutor."""
         loads = batch.direction is CopyDirection.LOAD
         pages, blocks = (batch.source, batch.target) if loads else (batch.target, batch.source)
-        if native.KERNELS is None or not len(batch.records) or not isinstance(blocks, HostMemory):
+        if native.KERNELS is None or not len(batch.records):
+            return None
+        if not isinstance(blocks, HostMemory) or not cpu_addresses(pages):
             return None
         if _read_only(batch.items):
             return None

@@ -27,7 +27,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.copy_endpoints import HOST
 from kvcluster.pages.region import address_of
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.transport.base import (
@@ -81,7 +81,7 @@ class GrpcPages(ShardQuestions):
                 asked.check(heads)
                 records = arrived_records(heads)
                 slices = lay_out(records, address_of(message) + first, len(message))
-                copies = sink.copies(records, HostMemory(), message)
+                copies = sink.copies(records, HOST, message)
                 for start, stop in slices:
                     copies.run(start, stop)
                 yield

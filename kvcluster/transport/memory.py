@@ -24,7 +24,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss
 from kvcluster.pages import checksum
-from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.copy_endpoints import HOST
 from kvcluster.pages.region import address_of
 from kvcluster.transport.attend_session import serve_attend
 from kvcluster.transport.attending import SpanResults
@@ -52,7 +52,7 @@ class MemoryTransport(ShardQuestions):
         with ReadSession(self._host, self._tenant, request, deadline=deadline, path=self.name) as session:
             views = {item: self._host.read(slot) for item, slot in session.granted.items()}
             records = granted_records(request.wants, _places(session.granted, views, request.wants))
-            copies = sink.copies(records, HostMemory(), views)
+            copies = sink.copies(records, HOST, views)
             for start, stop in records.slices(limits.FRAME_BYTES):
                 session.alive()
                 deadline.check()
@@ -66,7 +66,7 @@ class MemoryTransport(ShardQuestions):
             with ExitStack() as house:
                 views = {item: house.enter_context(self._host.fill(slot)) for item, slot in session.granted.items()}
                 records = reserved_records(request.pages, _places(session.granted, views))
-                copies = open_store(source, records, HostMemory(), views)
+                copies = open_store(source, records, HOST, views)
                 for start, stop in records.slices(limits.FRAME_BYTES):
                     deadline.check()
                     session.alive()

@@ -23,7 +23,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import AttendRequest, Offer, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.copy_endpoints import HOST
 from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
 from kvcluster.release import PROTOCOL_VERSION
@@ -100,7 +100,7 @@ class TcpPages:
                 room = stage.room(_stage_bytes(heads))
                 records = arrived_records(heads)
                 slices = lay_out(records, address_of(room), room.nbytes)
-                copies = sink.copies(records, HostMemory(), room)
+                copies = sink.copies(records, HOST, room)
                 for start, stop in slices:
                     deadline.check(self.address)
                     link.fill(room[: sum(records.nbytes[start:stop])], deadline)

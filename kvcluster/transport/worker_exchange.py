@@ -11,7 +11,7 @@ from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
-from kvcluster.pages.copy_endpoints import HostMemory
+from kvcluster.pages.copy_endpoints import HOST
 from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
 from kvcluster.transport.base import PageSource
@@ -33,7 +33,7 @@ def outgoing_records(
     room = max(limits.FRAME_BYTES, *layer_bytes)
     stage = Staging().room(min(room, sum(records.nbytes)))
     slices = lay_out(records, address_of(stage), room)
-    copies = open_store(source, records, HostMemory(), stage)
+    copies = open_store(source, records, HOST, stage)
     for start, stop in slices:
         copies.run(start, stop)
         batch, end = [], 0
