@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from kvcluster.runtime.json_log import set_up_log
 from kvcluster.runtime.kept_logs import mark
 from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.metrics_server import serve_metrics
-from kvcluster.runtime.server import Ask, Decoding, GrpcServer, unary_handlers
+from kvcluster.runtime.server import Ask, GrpcServer, unary_handlers
 from kvcluster.transport.rpc import RpcHandler, host_and_port
 from kvcluster.wire.methods import COORDINATOR
 
@@ -66,7 +65,7 @@ class CoordinatorActor:
         me = {"node": socket.gethostname(), "release": __version__, "config_hash": config_hash(config)}
         self._host = wait(lambda: CoordinatorHost(epoch, config, on_end=end_process, **me))
         auth = authenticator(server, secret, restarted=patient)
-        for_workers, for_shards = handlers_of(self._host.ask, calls, self._host.decoding)
+        for_workers, for_shards = handlers_of(self._host.ask, calls)
         host, message_bytes = server.host, limits.QUESTION_BYTES
         self._advertised = server.advertise
         self._server = wait(
@@ -165,14 +164,13 @@ class CoordinatorActor:
 def handlers_of(
     ask: Ask,
     metrics: CallMetrics | None = None,
-    decoding: Decoding = lambda tenant, wait_s: nullcontext(),
 ) -> tuple[dict[str, RpcHandler], dict[str, RpcHandler]]:
-    """Returns the handlers of the server for workers, and of that for shards. `ask` passes a question on to the core,
-    and within `decoding` it is decoded."""
+    """Returns the handlers of the server for workers, and of that for shards. `ask` has a question decoded, and
+    passes it on to the core."""
     reports = {name: COORDINATOR[name] for name in _REPORTS}
     questions = {name: method for name, method in COORDINATOR.items() if name not in _REPORTS}
     return (
-        unary_handlers(questions, ask, operators=_FOR_OPERATORS, metrics=metrics, decoding=decoding),
+        unary_handlers(questions, ask, operators=_FOR_OPERATORS, metrics=metrics),
         unary_handlers(reports, ask, _REPORTS, metrics=metrics),
     )
 

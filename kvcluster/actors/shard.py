@@ -94,7 +94,7 @@ class ShardActor:
             probe=self._probe.carry_out,
         )
         host = self._host
-        handlers.update(unary_handlers(SHARD, host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls, decoding=host.decoding))
+        handlers.update(unary_handlers(SHARD, host.ask, shared=_ALSO_FOR_SHARDS, metrics=calls))
         handlers.update(page_handlers(self._host))
         self._paths = serve_paths(self._host, auth, config.server, self._server.host)
         self._server.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -104,7 +103,12 @@ class CoordinatorHost:
         if self.publisher is not None:
             self.publisher.close()
 
-    def ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float) -> Reply:
+    def ask(
+        self,
+        build: Callable[[CallId], Request[CoordinatorQuestion]],
+        wait_s: float,
+        decodes_of: Tenant | None = None,
+    ) -> Reply:
         """As Driver.ask. Also raises Unavailable if the change that was asked for took effect but could not be made
         durable."""
         asked: list[Request[CoordinatorQuestion]] = []
@@ -113,17 +117,13 @@ class CoordinatorHost:
             asked.append(build(call))
             return asked[0]
 
-        reply = self._driver.ask(noted if decisions.shown() else build, wait_s)
+        reply = self._driver.ask(noted if decisions.shown() else build, wait_s, decodes_of)
         if isinstance(reply, NotKept):
             raise Unavailable(Miss(MissReason.SHARD_LOST, reply.detail))
         decision = decisions.answered(asked[0], reply) if asked else None
         if decision is not None:
             decided(decision[0], **decision[1])
         return reply
-
-    def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
-        """As Driver.decoding."""
-        return self._driver.decoding(tenant, wait_s)
 
     def tell(self, message: CoordinatorMessage) -> None:
         """Steps the core with a message to which no caller waits for an answer."""

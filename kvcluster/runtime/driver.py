@@ -19,8 +19,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
 from kvcluster.core.ids import CLUSTER, CallId, Tenant
@@ -117,37 +117,57 @@ class Driver(Generic[M]):
             self._timer.join()
 
     @without_interrupt()
-    def ask(self, build: Callable[[CallId], M], wait_s: float) -> Reply:
+    def ask(self, build: Callable[[CallId], M], wait_s: float, decodes_of: Tenant | None = None) -> Reply:
         """Steps the message that `build` makes for a call id and returns the core's answer to it.
+
+        With `decodes_of`, `build` decodes a message of that tenant. It is called in the tenant's turn, which lasts
+        until the message is stepped: of each tenant one decoded message is in memory at a time. What it raises is
+        raised.
 
         Raises Unavailable(DEADLINE) if the answer takes longer, Unavailable(SHARD_LOST) if this process is ending. What
         returns a lease is stepped even if `wait_s` is over.
         """
         call = CallId(next(self._calls))
-        message = build(call)
         give_up = time.monotonic() + wait_s
-        with self._turns.of(_turn_of(message), wait_s):
-            self._mailbox.append(message)
-            with self._lock:
-                self._drain()
-                reply = self._replies.pop(call, None)
-                if reply is not None:
-                    return reply
-                self._check_alive()
-                waiter = self._waiters[call] = _Waiter()
-        waiter.event.wait(give_up - time.monotonic())
+        if decodes_of is None:
+            message = build(call)
+            with self._turns.of(_turn_of(message), wait_s):
+                reply = self._stepped(call, message)
+        else:
+            with self._turns.of(decodes_of, wait_s):
+                with self._turns.decoding(decodes_of):
+                    message = build(call)
+                reply = self._stepped(call, message)
+        if not isinstance(reply, _Waiter):
+            return reply
+        del message  # it may be long, and its answer may take long
+        reply.event.wait(give_up - time.monotonic())
         with self._lock:
-            if waiter.reply is not None:
-                return waiter.reply
+            if reply.reply is not None:
+                return reply.reply
             if self._waiters.pop(call, None) is not None:
                 self._abandoned[call] = None
             self._check_alive()
         raise Unavailable(Miss(MissReason.DEADLINE, f"{self._name} has not answered after {wait_s:.1f} s"))
 
-    def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
-        """Within the context, one of the tenant's messages is decoded in its turn (TenantTurns.decoding): Python does
-        nothing else meanwhile. Raises Unavailable(DEADLINE) if the turn does not come within `wait_s`."""
-        return self._turns.decoding(tenant, wait_s)
+    def _stepped(self, call: CallId, message: M) -> Reply | _Waiter:
+        """Steps a message. Returns the answer to it, or who waits for that."""
+        self._mailbox.append(message)
+        with self._lock:
+            self._drain()
+            reply = self._replies.pop(call, None)
+            if reply is not None:
+                return reply
+            self._check_alive()
+            self._waiters[call] = waiter = _Waiter()
+            return waiter
+
+    @contextmanager
+    def decoding(self, tenant: Tenant, wait_s: float) -> Iterator[None]:
+        """Within the context, one of the tenant's messages is decoded in its turn: Python does nothing else meanwhile.
+        Raises Unavailable(DEADLINE) if the turn does not come within `wait_s`."""
+        with self._turns.of(tenant, wait_s), self._turns.decoding(tenant):
+            yield
 
     def tell(self, message: M) -> None:
         """Steps a message that is not answered."""

@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -37,11 +36,12 @@ from kvcluster.wire.versions import CLOCK_KEY, METADATA, OURS, agreed_version, v
 log = logging.getLogger(__name__)
 
 _GrpcHandler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
-Ask = Callable[[Callable[[Any], Any], float], Reply]
-Decoding = Callable[[Tenant, float], AbstractContextManager[None]]
+Ask = Callable[[Callable[[CallId], Any], float, Tenant], Reply]
+"""As Driver.ask, of a message that is decoded."""
+
 T = TypeVar("T")
 _NO_CALL = CallId(0)
-"""The call of a request until the driver has numbered it."""
+"""The call of a Ping, which no driver numbers."""
 
 _LONGEST_S = 60.0
 """The longest deadline of a call, and that of a caller without one: no thread waits for ever."""
@@ -249,10 +249,9 @@ def unary_handlers(
     operators: frozenset[str] = frozenset(),
     shared: frozenset[str] = frozenset(),
     metrics: CallMetrics | None = None,
-    decoding: Decoding = lambda tenant, wait_s: nullcontext(),
 ) -> dict[str, RpcHandler]:
     """Returns a handler for each method, by its path. What calls take is added to `metrics`, which knows the methods.
-    Messages are decoded within the context `decoding`, after their size was checked.
+    `ask` has each message decoded, after its size was checked.
 
     Only shards of the cluster may call the methods named in `internal`; shards and workers those in `shared`; workers
     with an operator's credential those in `operators`; and any worker all others.
@@ -270,8 +269,7 @@ def unary_handlers(
 
     metrics = metrics or CallMetrics(methods)
     return {
-        method.path: RpcHandler("unary_unary", _unary(method, ask, why_not, metrics, decoding))
-        for method in methods.values()
+        method.path: RpcHandler("unary_unary", _unary(method, ask, why_not, metrics)) for method in methods.values()
     }
 
 
@@ -280,7 +278,6 @@ def _unary(
     ask: Ask,
     why_not: Callable[[str, Caller], str | None],
     metrics: CallMetrics,
-    decoding: Decoding,
 ) -> Callable[[Caller, bytes, grpc.ServicerContext], bytes]:
     def handle(caller: Caller, data: bytes, context: grpc.ServicerContext) -> bytes:
         refusal = why_not(method.name, caller)
@@ -300,11 +297,11 @@ def _unary(
         began = time.monotonic()
         wait_s = min(context.time_remaining(), _LONGEST_S)
         try:
-            with decoding(caller.tenant, wait_s):  # before the core: malformed input never reaches it
-                request = method.decode_request(data, _NO_CALL, caller)
-            if request.question is None:  # a Ping
-                return method.encode_reply(Done(), caller.version)
-            reply = ask(lambda call: replace(request, call=call), wait_s - (time.monotonic() - began))
+            reply: Reply = Done()
+            if method.asks:  # malformed input never reaches the core
+                reply = ask(lambda call: method.decode_request(data, call, caller), wait_s, caller.tenant)
+            else:
+                method.decode_request(data, _NO_CALL, caller)
             return method.encode_reply(reply, caller.version)
         except (Unavailable, KVClusterError) as error:
             if isinstance(error, ProtocolError):

@@ -197,8 +197,10 @@ class ShardHost:
 
     # ------------------------------------------------------------------------------- PageHost and ShmHost
 
-    def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
-        return self._driver.ask(build, wait_s)
+    def ask(
+        self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float, decodes_of: Tenant | None = None
+    ) -> Reply:
+        return self._driver.ask(build, wait_s, decodes_of)
 
     def decoding(self, tenant: Tenant, wait_s: float) -> AbstractContextManager[None]:
         return self._driver.decoding(tenant, wait_s)

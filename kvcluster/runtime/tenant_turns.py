@@ -61,13 +61,15 @@ class FairLock:
 
 
 class _Turn:
-    """What is known of one tenant: when it called last, and when its next turn may begin."""
+    """What is known of one tenant: when it called last, when its next turn may begin, and how long the message of the
+    turn under way took to decode."""
 
-    __slots__ = ("called", "lock", "rests_until")
+    __slots__ = ("called", "decoded_s", "lock", "rests_until")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.called = 0.0
+        self.decoded_s = 0.0
         self.rests_until = 0.0
 
 
@@ -108,27 +110,29 @@ class TenantTurns:
                     raise _late(wait_s)
             yield
         finally:
+            turn.decoded_s = 0.0
             turn.lock.release()
 
     def spent(self, tenant: Tenant, seconds: float) -> None:
-        """Takes into account that a step of this tenant took so long, and what its call takes besides."""
+        """Takes into account that a step of this tenant took so long, and what its call takes besides: to decode its
+        message, if that was done in this turn, and `call_s`."""
         turn = self._turns.get(tenant)
         if turn is not None:
-            turn.rests_until = self._clock() + REST * (seconds + self._call_s)
+            turn.rests_until = self._clock() + REST * (seconds + turn.decoded_s + self._call_s)
 
     @contextmanager
-    def decoding(self, tenant: Tenant, wait_s: float) -> Iterator[None]:
-        """As `of`, for a message that is decoded within the context: what that takes is spent, whether or not the
-        message is sound."""
-        with self.of(tenant, wait_s):
-            began = self._clock()
-            try:
-                yield
-            finally:
-                turn = self._turns.get(tenant)
-                if turn is not None:
-                    now = self._clock()
-                    turn.rests_until = now + REST * (now - began)
+    def decoding(self, tenant: Tenant) -> Iterator[None]:
+        """Within the context, a message of the tenant is decoded in its turn (`of`): what that takes is spent, whether
+        or not the message is sound, and whether or not it is stepped."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            turn = self._turns.get(tenant)
+            if turn is not None:
+                now = self._clock()
+                turn.decoded_s = now - began
+                turn.rests_until = now + REST * turn.decoded_s
 
     def _others_call(self, tenant: Tenant, now: float) -> bool:
         return any(other != tenant and turn.called > now - ACTIVE_S for other, turn in list(self._turns.items()))

@@ -66,8 +66,8 @@ class Method:
     one namespace if the message of its question has a field for that. Every decode raises ProtocolError, LimitError or
     SpecError for malformed input.
 
-    Only `Ping` has no question: its question is None, and the server answers Done. `most_bytes`: the longest message
-    of a question, known before it is parsed.
+    Only `Ping` has no question: its question is None, and the server answers Done; of all others `asks` is True.
+    `most_bytes`: the longest message of a question, known before it is parsed.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class Method:
         self.path = path
         self.most_bytes = most_bytes
         self.name = path.rpartition("/")[2]
+        self.asks = asked.kind is not type(None)
         self._asked = asked
         self._answer = answer
         self._replies = replies

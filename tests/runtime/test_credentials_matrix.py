@@ -53,7 +53,7 @@ class Passed:
     def __init__(self) -> None:
         self.tenants: list[Tenant] = []
 
-    def ask(self, build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+    def ask(self, build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
         self.tenants.append(build(CallId(1)).tenant)
         return Done()
 

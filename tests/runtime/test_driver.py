@@ -207,14 +207,56 @@ def test_what_returns_a_lease_is_stepped_although_its_tenant_is_busy_and_its_tim
     assert [message.question for message in run.core.stepped if isinstance(message, Request)] == [ending]
 
 
-def test_a_question_that_cannot_be_built_is_not_asked() -> None:
+@pytest.mark.parametrize("decodes_of", [None, Tenant("a")])
+def test_a_question_that_cannot_be_built_is_not_asked(decodes_of: Tenant | None) -> None:
     def build(call: CallId) -> Message:
         raise ValueError("malformed")
 
     with started() as run:
-        with pytest.raises(ValueError, match="malformed"):
-            run.driver.ask(build, BOUND_S)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="malformed"):
+                run.driver.ask(build, BOUND_S, decodes_of)
         assert run.core.stepped == []
+        assert run.left_behind() == 0
+
+
+def test_a_message_is_decoded_and_stepped_in_one_turn_of_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that of each tenant one decoded message is in memory at a time, however many of its calls wait."""
+    order: list[str] = []
+
+    def act(core: ScriptedCore, now: int) -> list[Effect]:
+        order.append("stepped")
+        return []
+
+    def build(call: CallId) -> Message:
+        order.append("decoded")
+        return Message(call, Done(), act)
+
+    with started() as run:
+        of = run.driver._turns.of
+
+        @contextmanager
+        def turn(tenant: Tenant, wait_s: float) -> Iterator[None]:
+            order.append(f"turn of {tenant}")
+            with of(tenant, wait_s):
+                yield
+            order.append("over")
+
+        monkeypatch.setattr(run.driver._turns, "of", turn)
+        assert run.driver.ask(build, BOUND_S, Tenant("a")) == Done()
+    assert order == ["turn of a", "decoded", "stepped", "over"]
+
+
+def test_a_tenant_whose_answer_is_waited_for_decodes_its_next_message() -> None:
+    def answer_first(core: ScriptedCore, now: int) -> list[Effect]:
+        return [Answer(core.stepped[0].call, Done(False))]
+
+    with started() as run, ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(run.driver.ask, Message, BOUND_S, Tenant("a"))
+        while not run.driver.inspect(lambda: run.core.stepped):
+            """It is on its way."""
+        assert run.driver.ask(lambda call: Message(call, Done(), answer_first), BOUND_S, Tenant("a")) == Done()
+        assert waits.result(BOUND_S) == Done(False)
         assert run.left_behind() == 0
 
 

@@ -459,7 +459,7 @@ def test_connections_of_strangers_and_of_other_releases() -> Series:
 def test_calls_of_a_server() -> Series:
     asked, go_on = threading.Event(), threading.Event()
 
-    def ask(build: Callable[[CallId], object], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], object], wait_s: float, tenant: Tenant) -> Reply:
         build(CallId(1))
         asked.set()
         assert go_on.wait(hosts.BOUND_S)

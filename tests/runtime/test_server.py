@@ -98,7 +98,7 @@ def shard_methods(ask: Ask) -> dict[str, RpcHandler]:
 
 
 def fails(error: BaseException) -> Ask:
-    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
         raise error
 
     return ask
@@ -110,7 +110,7 @@ def fails(error: BaseException) -> Ask:
 def test_a_question_is_asked_in_the_name_of_its_credential() -> None:
     asked = []
 
-    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
         asked.append(build(CALL))
         return AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
 
@@ -122,14 +122,14 @@ def test_a_question_is_asked_in_the_name_of_its_credential() -> None:
 
 def test_a_refusal_is_an_answer() -> None:
     refused = Refused(RefusedKind.LIMIT, "too many")
-    with connected(shard_methods(lambda build, wait_s: refused)) as connection:
+    with connected(shard_methods(lambda build, wait_s, tenant: refused)) as connection:
         assert connection.ask(SHARD["Flush"], FLUSH, soon()) == refused
 
 
 def test_a_question_waits_no_longer_than_its_asker() -> None:
     waits = []
 
-    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
         waits.append(wait_s)
         return Done()
 
@@ -161,7 +161,7 @@ def test_strangers_and_actors_are_no_tenants(token: str | None) -> None:
 
 
 def test_reports_are_for_the_shards_of_the_cluster_alone() -> None:
-    handlers = unary_handlers(COORDINATOR, lambda build, wait_s: ReportAck(Epoch(1), 0), frozenset({"Report"}))
+    handlers = unary_handlers(COORDINATOR, lambda build, wait_s, tenant: ReportAck(Epoch(1), 0), frozenset({"Report"}))
     with connected(handlers, SECRET) as shard:
         assert shard.ask(COORDINATOR["Report"], REPORT, soon()) == ReportAck(Epoch(1), 0)
         with pytest.raises(CredentialError, match="GetStatus"):
@@ -175,7 +175,7 @@ def test_what_touches_every_tenant_is_for_operators_alone() -> None:
     auth = Authenticator(tenants, SECRET, frozenset({digest("my boss's")}))
     asked = []
 
-    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
         asked.append(build(CALL).question)
         return Done()
 
@@ -196,7 +196,7 @@ def test_what_touches_every_tenant_is_for_operators_alone() -> None:
 
 
 def test_without_a_token_file_every_client_is_an_operator() -> None:
-    handlers = unary_handlers(COORDINATOR, lambda build, wait_s: Done(), operators=frozenset({"Drain"}))
+    handlers = unary_handlers(COORDINATOR, lambda build, wait_s, tenant: Done(), operators=frozenset({"Drain"}))
     with connected(handlers) as client:
         assert client.ask(COORDINATOR["Drain"], DRAIN, soon()) == Done()
 
@@ -204,7 +204,7 @@ def test_without_a_token_file_every_client_is_an_operator() -> None:
 def test_what_is_shared_is_asked_by_workers_and_by_shards_which_speak_for_all() -> None:
     asked = []
 
-    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
         asked.append(build(CALL))
         return Done()
 
@@ -243,7 +243,7 @@ def test_what_is_raised_there_is_raised_here(
 
 
 def test_a_question_that_is_malformed_never_comes_near_the_core() -> None:
-    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
         build(CALL)
         raise AssertionError("nothing was built")
 
@@ -254,7 +254,7 @@ def test_a_question_that_is_malformed_never_comes_near_the_core() -> None:
 
 def test_an_answer_that_is_malformed_is_a_protocol_error() -> None:
     method = altered(SHARD["Flush"], encode_reply=lambda *_: b"\xff\xff\xff")
-    handlers = unary_handlers({"Flush": method}, lambda build, wait_s: Done())
+    handlers = unary_handlers({"Flush": method}, lambda build, wait_s, tenant: Done())
     with connected(handlers) as connection, pytest.raises(ProtocolError):
         connection.ask(SHARD["Flush"], FLUSH, soon())
 
@@ -262,7 +262,7 @@ def test_an_answer_that_is_malformed_is_a_protocol_error() -> None:
 def test_an_answer_of_another_kind_is_a_protocol_error() -> None:
     method = altered(SHARD["Flush"], encode_reply=lambda *_: SHARD["Attach"].encode_reply(attached))
     attached = AttachedShard(NamespaceId(b"n" * 32), Epoch(5), 9)
-    handlers = unary_handlers({"Flush": method}, lambda build, wait_s: attached)
+    handlers = unary_handlers({"Flush": method}, lambda build, wait_s, tenant: attached)
     with connected(handlers) as connection, pytest.raises(ProtocolError, match="AttachedShard"):
         connection.ask(SHARD["Flush"], FLUSH, soon())
 
@@ -302,26 +302,21 @@ def test_a_question_that_is_longer_than_its_method_allows_is_refused_before_it_i
         parsed.clear()
 
 
-def test_questions_are_decoded_in_their_tenants_turn() -> None:
-    """Sound ones and others, each once, and not while the core is asked."""
-    turns: list[str] = []
+def test_who_is_asked_has_the_question_decoded_and_is_told_of_whom_it_is() -> None:
+    """Each once: a sound one and another."""
+    asked: list[Tenant] = []
 
-    @contextmanager
-    def decoding(tenant: Tenant, wait_s: float) -> Iterator[None]:
-        turns.append(f"begins {tenant}")
-        yield
-        turns.append("ends")
-
-    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
-        turns.append("asks")
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
+        asked.append(tenant)
+        assert build(CALL).question == FLUSH
         return Done()
 
-    handlers = unary_handlers(SHARD, ask, decoding=decoding)
+    handlers = unary_handlers(SHARD, ask)
     with connected(handlers, "mine", Authenticator(TENANTS, SECRET)) as connection:
         connection.ask(SHARD["Flush"], FLUSH, soon())
         with pytest.raises(ProtocolError):
             connection.ask(altered(SHARD["Flush"], encode_request=lambda *_: b"\xff\xff"), None, soon())
-    assert turns == ["begins me", "ends", "asks", "begins me"], "the last one raised there"
+    assert asked == [Tenant("me"), Tenant("me")]
 
 
 def test_a_server_may_accept_shorter_messages_than_others() -> None:
@@ -361,7 +356,7 @@ def test_an_address_that_is_not_of_this_machine_is_a_config_error(host: str) -> 
 
 
 def test_a_server_that_was_closed_is_gone() -> None:
-    server = GrpcServer(shard_methods(lambda build, wait_s: Done()), OPEN, HOST, 0, threads=2)
+    server = GrpcServer(shard_methods(lambda build, wait_s, tenant: Done()), OPEN, HOST, 0, threads=2)
     server.start()
     connection = Connection(server.address, None)
     connection.wait_ready(soon())
@@ -377,7 +372,7 @@ def test_a_server_that_was_closed_is_gone() -> None:
 def test_closing_does_not_wait_for_questions_without_an_answer() -> None:
     asked, answer = threading.Event(), threading.Event()
 
-    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
         asked.set()
         assert answer.wait(BOUND_S)
         return Done()
@@ -405,7 +400,7 @@ def test_closing_does_not_wait_for_questions_without_an_answer() -> None:
 
 
 def test_a_connection_that_was_closed_is_trouble_and_no_crash() -> None:
-    with connected(shard_methods(lambda build, wait_s: Done())) as connection:
+    with connected(shard_methods(lambda build, wait_s, tenant: Done())) as connection:
         connection.close()
         with pytest.raises(Unavailable, match="closed"):
             connection.ask(SHARD["Ping"], None, soon())
@@ -454,7 +449,7 @@ def test_a_server_says_why_it_refuses_to_a_bounded_number_of_calls_a_second(monk
 @pytest.mark.parametrize("token", [None, "unknown", "yours"])
 def test_calls_without_a_message_take_no_thread_from_another_tenant(token: str | None) -> None:
     auth = Authenticator(TENANTS, SECRET)
-    handlers = unary_handlers(SHARD, lambda build, wait_s: Done())
+    handlers = unary_handlers(SHARD, lambda build, wait_s, tenant: Done())
     with connected(handlers, "mine", auth) as mine, headers_only(mine.address, token, 64):
         for _ in range(16):
             assert mine.ask(SHARD["Flush"], FLUSH, soon()) == Done()
@@ -478,7 +473,7 @@ def test_a_tenant_with_too_many_calls_is_refused_and_no_other(monkeypatch: pytes
     auth = Authenticator(TENANTS, SECRET)
     began, go = threading.Semaphore(0), threading.Event()
 
-    def ask(build: Callable[[CallId], Request[Any]], wait_s: float) -> Reply:
+    def ask(build: Callable[[CallId], Request[Any]], wait_s: float, tenant: Tenant) -> Reply:
         if build(CALL).tenant == "you":
             began.release()
             go.wait(BOUND_S)
@@ -500,7 +495,7 @@ def test_a_tenant_with_too_many_calls_is_refused_and_no_other(monkeypatch: pytes
 
 def test_the_cluster_s_own_calls_do_not_wait_for_a_tenant_s() -> None:
     auth = Authenticator(TENANTS, SECRET)
-    handlers = unary_handlers(SHARD, lambda build, wait_s: Done(), shared=frozenset({"Flush"}))
+    handlers = unary_handlers(SHARD, lambda build, wait_s, tenant: Done(), shared=frozenset({"Flush"}))
     with connected(handlers, SECRET, auth) as shard, headers_only(shard.address, "yours", 64):
         assert shard.ask(SHARD["Flush"], FLUSH, soon()) == Done()
 
@@ -512,7 +507,7 @@ def sockets(address: str, count: int) -> list[socket.socket]:
 
 def test_connections_beyond_the_limit_are_closed_and_those_before_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CONNECTIONS", 4)
-    with connected(shard_methods(lambda build, wait_s: Done())) as connection:
+    with connected(shard_methods(lambda build, wait_s, tenant: Done())) as connection:
         connection.wait_ready(soon())
         opened = sockets(connection.address, 8)
         try:

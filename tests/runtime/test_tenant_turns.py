@@ -88,24 +88,37 @@ def test_a_rest_that_is_longer_than_the_call_may_take_is_a_miss(turns: TenantTur
     assert time.rests == [0.5], "it waited no longer than it may"
 
 
+def decode(turns: TenantTurns, time: Time, seconds: float, step_s: float | None = None) -> None:
+    """Decodes a message of A in its turn, and steps it if that took anything."""
+    with turns.of(A, LONG_S):
+        with turns.decoding(A):
+            time.now += seconds
+        if step_s is not None:
+            time.now += step_s
+            turns.spent(A, step_s)
+
+
 def test_what_is_decoded_is_spent_like_a_step_be_it_sound_or_not(turns: TenantTurns, time: Time) -> None:
     call(turns, time, B)
-    with pytest.raises(ValueError, match="malformed"), turns.decoding(A, LONG_S):
+    with pytest.raises(ValueError, match="malformed"), turns.of(A, LONG_S), turns.decoding(A):
         time.now += 0.1
         raise ValueError("malformed")
     call(turns, time, B)
-    with turns.decoding(A, LONG_S):
-        assert time.rests == [pytest.approx(REST * 0.1)]
+    decode(turns, time, 0.0)
+    assert time.rests == [pytest.approx(REST * 0.1)]
     call(turns, time, A)
     assert len(time.rests) == 1, "nothing was spent in the meantime"
 
 
-def test_one_message_of_a_tenant_at_a_time_is_decoded(turns: TenantTurns) -> None:
-    with turns.decoding(A, LONG_S):
-        with pytest.raises(Unavailable), turns.decoding(A, 0.0):
-            raise AssertionError("beside the other")
-        with turns.decoding(B, 0.0):
-            pass
+def test_a_message_that_is_decoded_and_stepped_in_one_turn_is_spent_as_both(turns: TenantTurns, time: Time) -> None:
+    call(turns, time, B)
+    decode(turns, time, 0.1, step_s=0.2)
+    call(turns, time, B)
+    call(turns, time, A)
+    call(turns, time, B)
+    call(turns, time, A)
+    of_both = REST * (0.1 + 0.2 + CALL_S)
+    assert time.rests == [pytest.approx(of_both), pytest.approx(REST * CALL_S)], "the second was not decoded"
 
 
 def test_the_shards_of_the_cluster_never_rest_and_are_no_reason_to(turns: TenantTurns, time: Time) -> None:

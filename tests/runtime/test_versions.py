@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvcluster.core.ids import Attempt, Caller, Epoch, Holder, NamespaceId
+from kvcluster.core.ids import Attempt, Caller, Epoch, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Attach,
     Attached,
@@ -117,7 +117,7 @@ def site() -> Iterator[Site]:
     calls = CallMetrics({method.name for method in METHODS})
     auth = Authenticator(None, SECRET)
 
-    def answer(method: Method, build: Callable[[Any], Any], wait_s: float) -> Reply:
+    def answer(method: Method, build: Callable[[Any], Any], wait_s: float, tenant: Tenant) -> Reply:
         build(1)
         return ANSWERS.get(method, Done())
 
@@ -220,7 +220,7 @@ def test_versions_that_make_no_sense_are_refused_and_let_no_call_through(served:
 def test_no_version_lets_a_caller_skip_its_credential(credential: str) -> None:
     asked: list[Caller] = []
 
-    def ask(build: Callable[[Any], Any], wait_s: float) -> Reply:
+    def ask(build: Callable[[Any], Any], wait_s: float, tenant: Tenant) -> Reply:
         asked.append(build(1))
         return Done()
 
