@@ -56,14 +56,21 @@ class Pages:
         self._block_tokens = ask.spec.block_tokens
         self._table: BlockGeometry | None = None
 
+    def page(self, block: int) -> memoryview:
+        """Returns the bytes of a block."""
+        return self._pages[block]
+
+    def addresses(self) -> Sequence[int] | None:
+        """Returns the address of each block; None for read-only bytes, whose addresses Python does not give."""
+        return None if any(page.readonly for page in self._pages) else [address_of(page) for page in self._pages]
+
     def geometry(self) -> BlockGeometry | None:
-        if self._table is None and not any(page.readonly for page in self._pages):
-            addresses = [address_of(page) for page in self._pages]
+        if self._table is None and (addresses := self.addresses()) is not None:
             self._table = page_layout(self._group, self._block_tokens, self.part, addresses)
         return self._table
 
     def write(self, block: int, rect: Part, both: Part, data: memoryview) -> None:
-        page, part = self._pages[block], self.part
+        page, part = self.page(block), self.part
         heads = part.head_start, part.head_stop
         if (rect.head_start, rect.head_stop) != heads or (both.head_start, both.head_stop) != heads:
             self.write_heads(page, rect, both, data)
@@ -80,7 +87,7 @@ class Pages:
             return None
         layer_bytes = part.heads * self.head_bytes
         start = (rect.layer_start - part.layer_start) * layer_bytes
-        return self._pages[block][start : start + rect.layers * layer_bytes]
+        return self.page(block)[start : start + rect.layers * layer_bytes]
 
     def write_heads(self, page: memoryview, rect: Part, both: Part, data: memoryview) -> None:
         """As `write`, row by row, for a `rect` whose heads are not those of the part."""
@@ -99,7 +106,7 @@ class Pages:
     def read(self, block: int, layer_start: int, layer_stop: int, staging: Staging) -> memoryview:
         layer_bytes = self.part.heads * self.head_bytes
         start, stop = layer_start - self.part.layer_start, layer_stop - self.part.layer_start
-        return self._pages[block][start * layer_bytes : stop * layer_bytes].toreadonly()
+        return self.page(block)[start * layer_bytes : stop * layer_bytes].toreadonly()
 
 
 @dataclass(frozen=True, slots=True)

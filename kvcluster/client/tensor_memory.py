@@ -50,8 +50,8 @@ def bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int], keeps: 
     if len(stacks) > 1 or len(stacks[0]) > 1 or not whole.blocks_are_runs():
         return _Strided(ask, geometry, stacks, rows, _layouts(placed, len(ask.planes)), footprints, keeps)
     stride, nbytes = whole.strides[0], math.prod(whole.shape[1:]) * whole.width
-    pages = [bytes_at(whole.start + row * stride, nbytes) for row in rows]
-    return _TensorPages(ask, geometry, pages, footprints, keeps)
+    addresses = [whole.start + row * stride for row in rows]
+    return _TensorPages(ask, geometry, addresses, nbytes, footprints, keeps)
 
 
 def _footprints(ask: Ask, stacks: Sequence[_Stack], rows: Sequence[int]) -> list[Footprint]:
@@ -123,18 +123,27 @@ class _Geometry:
 
 
 class _TensorPages(Pages):
-    """Pages within one tensor."""
+    """Pages of `nbytes` within one tensor, at these addresses."""
 
     def __init__(
         self,
         ask: Ask,
         geometry: _Geometry,
-        pages: Sequence[memoryview],
+        addresses: Sequence[int],
+        nbytes: int,
         footprints: Sequence[Footprint],
         keeps: object,
     ) -> None:
-        super().__init__(ask, pages, footprints, keeps)
+        super().__init__(ask, (), footprints, keeps)
         self._geometry = geometry
+        self._addresses = addresses
+        self._nbytes = nbytes
+
+    def page(self, block: int) -> memoryview:
+        return bytes_at(self._addresses[block], self._nbytes)  # native code moves bytes without it
+
+    def addresses(self) -> Sequence[int]:
+        return self._addresses
 
     def write_heads(self, page: memoryview, rect: Part, both: Part, data: memoryview) -> None:
         mine, theirs = self._geometry.views(page, self.part), self._geometry.arrived(data, rect)

@@ -104,11 +104,12 @@ def page_layout(group: Group, block_tokens: int, part: Part, addresses: Sequence
     for number, plane in enumerate(group.planes):
         row = plane.dim * DTYPE_BYTES[plane.dtype]
         shapes.append(PlaneShape(_tokens(group, number, block_tokens), 1, row))
-    page_bytes = part.layers * part.heads * sum(tokens * row for tokens, _, row in shapes)
-    for _ in range(part.layers):
+    layers, heads = part.layers, part.heads
+    page_bytes = layers * heads * sum(tokens * row for tokens, _, row in shapes)
+    for _ in range(layers):
         for tokens, _, row in shapes:
-            layouts.append(PlaneLayout(at, 1, part.heads * row, row, row, 0, page_bytes))
-            at += tokens * part.heads * row
+            layouts.append(PlaneLayout(at, 1, heads * row, row, row, 0, page_bytes))
+            at += tokens * heads * row
     return _table(group, block_tokens, part, shapes, array("Q", addresses), layouts, page_layout=True)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 from kvcluster.core.ids import SUM_BYTES
@@ -29,24 +28,37 @@ def granted_records(wants: Sequence[PageWant], places: Places) -> CopyRecords:
     of `places`."""
     asked = PageWants.of(wants).select(places.items)
     runs = list(in_order_of_use(asked, places.layer_bytes))
-    records = CopyRecords()
+    items: list[int] = []
+    layers: list[int] = []
+    counts: list[int] = []
+    offsets: list[int] = []
+    nbytes: list[int] = []
     for layer, count, pages in runs:
-        records.items.extend([places.items[at] for at in pages])
-        records.layers.extend(array("I", [layer]) * len(pages))
-        records.counts.extend(array("I", [count]) * len(pages))
-        records.offsets.extend([places.offsets[at] + layer * places.layer_bytes[at] for at in pages])
-        records.nbytes.extend([count * places.layer_bytes[at] for at in pages])
-    records.sum_starts = _sum_starts(records.counts)
-    if len(runs) == 1:  # each page is one record
-        return replace(records, codecs=array("Q", places.codecs), sums=array("Q", places.sums))
-    lengths = [stop - start for _, _, start, stop in asked.kinds]
-    starts = [0, *accumulate([lengths[number] for number in asked.kind_of])]  # of each page's sums
-    for layer, count, pages in runs:
-        records.codecs.extend([places.codecs[at] for at in pages])
-        for at in pages:
-            first = starts[at] + layer - asked.kinds[asked.kind_of[at]].layer_start
-            records.sums.extend(places.sums[first : first + count])
-    return records
+        items += [places.items[at] for at in pages]
+        layers += [layer] * len(pages)
+        counts += [count] * len(pages)
+        offsets += [places.offsets[at] + layer * places.layer_bytes[at] for at in pages]
+        nbytes += [count * places.layer_bytes[at] for at in pages]
+    codecs, sums = places.codecs, places.sums
+    if len(runs) > 1:  # else each page is one record
+        lengths = [stop - start for _, _, start, stop in asked.kinds]
+        starts = [0, *accumulate([lengths[number] for number in asked.kind_of])]  # of each page's sums
+        codecs = [places.codecs[at] for _, _, pages in runs for at in pages]
+        sums = []
+        for layer, count, pages in runs:
+            for at in pages:
+                first = starts[at] + layer - asked.kinds[asked.kind_of[at]].layer_start
+                sums += places.sums[first : first + count]
+    return CopyRecords(
+        array("I", items),
+        array("I", layers),
+        array("I", counts),
+        array("Q", offsets),
+        array("Q", nbytes),
+        array("Q", codecs),
+        _sum_starts(counts),
+        array("Q", sums),
+    )
 
 
 def arrived_records(heads: Sequence[RecordHead]) -> CopyRecords:

@@ -5,16 +5,16 @@ It uses the same sessions as the servers, so leases, checksums and outcomes beha
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 
 from kvcluster.core import limits
-from kvcluster.core.ids import NamespaceId, Tenant
+from kvcluster.core.ids import SUM_BYTES, NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttendRequest,
     PageSlot,
     PageWant,
+    PageWants,
     ReadRequest,
     Reply,
     Request,
@@ -91,13 +91,14 @@ class MemoryTransport(ShardQuestions):
 
 def _places(granted: Mapping[int, PageSlot], views: Mapping[int, memoryview], wants: Sequence[PageWant] = ()) -> Places:
     """Returns where granted pages lie, as addresses; those of a read with codecs and sums."""
-    sums = array("Q")
-    for item, slot in granted.items() if wants else ():
-        sums.extend(checksum.unpack_sums(slot.sums)[wants[item].layer_start : wants[item].layer_stop])
+    slots, columns = list(granted.values()), PageWants.of(wants)
+    layers = {part: part.layers for part in dict.fromkeys([slot.key.part for slot in slots])}
+    of_kind = [slice(SUM_BYTES * kind.layer_start, SUM_BYTES * kind.layer_stop) for kind in columns.kinds]
+    sums = [slot.sums[of_kind[columns.kind_of[item]]] for item, slot in granted.items()] if wants else []
     return Places(
         list(granted),
         [address_of(views[item]) for item in granted],
-        [slot.nbytes // slot.key.part.layers for slot in granted.values()],
-        [slot.codec for slot in granted.values()],
-        sums,
+        [slot.nbytes // layers[slot.key.part] for slot in slots],
+        [slot.codec for slot in slots],
+        checksum.unpack_sums(b"".join(sums)),
     )

@@ -86,7 +86,9 @@ class WatchedHost:
         self.asked: Counter[type[ShardQuestion]] = Counter()
         """How many questions of each kind the core was asked."""
 
-    def ask(self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float) -> Reply:
+    def ask(
+        self, build: Callable[[CallId], Request[ShardQuestion]], wait_s: float, decodes_of: Tenant | None = None
+    ) -> Reply:
         asked: list[type] = []
 
         def watched(call: CallId) -> Request[ShardQuestion]:
@@ -96,7 +98,7 @@ class WatchedHost:
             return request
 
         try:
-            reply = self._host.ask(watched, wait_s)
+            reply = self._host.ask(watched, wait_s, decodes_of)
         finally:
             self._note()
         if asked[0] in self._late:
