@@ -19,7 +19,7 @@ from typing import Any
 
 from kvcluster.client.breaker import Breaker, BreakerState, PermitNumber
 from kvcluster.core.messages import Refused, RefusedKind, ShardAddress
-from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.miss import PURGING, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.transport.base import Cancelled, PathLost, RefusedByShard, Unavailable
 
@@ -108,7 +108,10 @@ class ShardPolicy:
             self.gave_up(permit)
             return AskAgain(reattached)
         if isinstance(error, Unavailable) and not isinstance(error, Cancelled):
-            self.failed(permit, error.miss, now)
+            if error.miss.reason is PURGING.reason:  # no fault of the shard
+                self.answered(permit)
+            else:
+                self.failed(permit, error.miss, now)
             return error.miss
         self.gave_up(permit)
         return error.miss if isinstance(error, Cancelled) else error

@@ -63,4 +63,11 @@ class Miss:
 
 
 PURGING = Miss(MissReason.REBUILDING, "the shards are carrying out a purge")
-"""Why a block is not stored between a purge and the next report of its shards: a client asks again."""
+"""Why a block is not stored between a purge and the next report of its shards: a client asks again. And why a store
+that was under way then is stopped."""
+
+LEASE_ENDED = Miss(MissReason.DEADLINE, "the lease ended: too slow")
+"""Why an exchange is stopped in which nothing has moved for the time of a lease."""
+
+LEAVING = Miss(MissReason.SHARD_LOST, "the shard is leaving")
+"""Why exchanges are stopped when an incarnation of a shard ends."""

@@ -26,6 +26,7 @@ from kvcluster.core.messages import (
     Revoke,
     Tombstone,
 )
+from kvcluster.core.miss import PURGING
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.puller import Puller
 from kvcluster.core.reserve_queue import lost
@@ -124,5 +125,5 @@ class OrderExecutor:
             for lease in self._state.leases.writers()
             if any(page is not None and page.space in spaces for page in lease.pages)
         ]
-        revoked = [Revoke(attempt) for attempt in self._state.leases.revoke(stopped)]
+        revoked = [Revoke(attempt, PURGING) for attempt in self._state.leases.revoke(stopped)]
         return [*revoked, *map(lost, self._state.queue.withdraw_namespaces(spaces))]

@@ -56,6 +56,7 @@ from kvcluster.core.messages import (
     Unpin,
     Verified,
 )
+from kvcluster.core.miss import LEASE_ENDED, LEAVING
 from kvcluster.core.order_executor import OrderExecutor
 from kvcluster.core.page_moves import PageMoves
 from kvcluster.core.pin_handler import PinHandler
@@ -278,7 +279,7 @@ class Shard:
         """Ends this incarnation: revokes all leases, and answers all waiting requests. What a drained shard saves goes
         on."""
         self.state.over, self._replaced = True, reason is LeaveReason.REPLACED
-        effects: list[Effect] = [Revoke(attempt) for attempt in self.leases.revoke_all()]
+        effects: list[Effect] = [Revoke(attempt, LEAVING) for attempt in self.leases.revoke_all()]
         effects += [*self._writes.serve(now), *self._pins.give_up()]
         effects += [*(self._saver.end() if self._replaced else []), *self.state.report_sender.end()]
         return [*effects, Leave(_LEAVE_REASONS[reason], for_good=reason is LeaveReason.DRAINED)]
@@ -290,7 +291,7 @@ class Shard:
         self.spans.registry.expire(now)
         revoked = self.leases.revoke_expired(now)
         self.state.counters["revoked"] += len(revoked)
-        effects: list[Effect] = [Revoke(attempt) for attempt in revoked]
+        effects: list[Effect] = [Revoke(attempt, LEASE_ENDED) for attempt in revoked]
         return effects + self.state.report_sender.answer_flushes(now)
 
     def _stalled(self, m: Stalled, now: int) -> list[Effect]:

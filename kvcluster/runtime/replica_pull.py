@@ -109,7 +109,7 @@ class ReplicaPuller:
         deadline = Deadline.after_ms(FETCH_S * 1e3)
         with closing(self._open(order.source)) as source, _Breaker(source.close) as breaker:
             self._current = breaker
-            with self._host.on_revoke(order.attempt, breaker.break_off):
+            with self._host.on_revoke(order.attempt, lambda _: breaker.break_off()):
                 self._renew(order, breaker)  # the lease may have ended while the order was queued
                 while self._path_lost(order, arrivals, source, breaker, deadline):
                     """Reads on over another path to the same shard."""

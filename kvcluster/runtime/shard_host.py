@@ -52,6 +52,7 @@ from kvcluster.core.messages import (
     TryPeers,
     Verify,
 )
+from kvcluster.core.miss import Miss
 from kvcluster.core.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
@@ -121,7 +122,7 @@ class ShardHost:
         self._codec = Codec[config.coordinator.host_codec.upper()]
         self._raw_blocks = config.coordinator.host_raw_blocks
         self._metrics, self._acks = ShardMetrics(), AckReader()
-        self._sessions: dict[Attempt, Callable[[], object]] = {}
+        self._sessions: dict[Attempt, Callable[[Miss], object]] = {}
 
         def fail(error: BaseException) -> None:
             on_end(Leave(f"{shard} failed: {error!r}"))
@@ -227,7 +228,7 @@ class ShardHost:
         return self._arena.open(writable=writable)
 
     @contextmanager
-    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> Iterator[None]:
+    def on_revoke(self, attempt: Attempt, stop: Callable[[Miss], object]) -> Iterator[None]:
         # One session for each attempt: when a second one ended, it would end the lease of the first, which still moves
         # bytes.
         if self._sessions.setdefault(attempt, stop) is not stop:
@@ -259,7 +260,7 @@ class ShardHost:
         if isinstance(effect, Revoke):
             stop = self._sessions.get(effect.attempt)
             if stop is not None:
-                stop()
+                stop(effect.why)
         elif isinstance(effect, Leave):
             warned("leaving", why=effect.reason)
             self._on_end(effect)

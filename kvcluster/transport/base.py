@@ -266,8 +266,8 @@ class PageHost(PageBytes, Protocol):
         """Within the context, a message of the tenant is decoded in its turn. Raises Unavailable(DEADLINE) if that does
         not come within `wait_s`."""
 
-    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
-        """Within the context, `stop()` is called (from any thread) when the lease of `attempt` is revoked.
+    def on_revoke(self, attempt: Attempt, stop: Callable[[Miss], object]) -> AbstractContextManager[None]:
+        """Within the context, `stop(why)` is called (from any thread) when the lease of `attempt` is revoked.
 
         Raises RefusedByShard(BAD) if this attempt is under way already."""
 

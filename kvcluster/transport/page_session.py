@@ -49,7 +49,7 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.miss import LEASE_ENDED, Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.exchange_summary import GrantedItem
@@ -93,7 +93,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """The core has revoked the lease; it keeps the pages until the lease is returned. May come from any thread."""
+    """The core has revoked the lease, and `why`; it keeps the pages until the lease is returned. May come from any
+    thread."""
+
+    why: Miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,7 @@ class PageSession:
         self._tenant = tenant
         self._request = request
         self._state = _State.NEW
-        self._revoked = False
+        self._revoked: Miss | None = None
         self._pages: Sequence[GrantedItem] = ()
         self._finished: Finished | None = None
         self._error: KVClusterError | None = None  # to be reported when the lease is returned
@@ -204,8 +207,8 @@ class PageSession:
                 assert self._state is _State.MOVING, "a store ends under its lease"
                 self._finished = event
                 return self._renew() if self._reserved() else self._become(_State.COMMITTING, self._give_back())
-            case Revoked():
-                self._revoked = True
+            case Revoked(why):
+                self._revoked = why
                 return [] if self._state in (_State.ENDING, _State.OVER) else [Interrupt()]
             case Stopped(for_good):
                 return self._stopped(for_good)
@@ -256,8 +259,8 @@ class PageSession:
         return [Granted(self._pages)]
 
     def _renew(self) -> list[SessionEffect]:
-        if self._revoked:
-            return [_late()]
+        if self._revoked is not None:
+            return [Fail(Unavailable(self._revoked))]
         renew = Renew(self._request.attempt)
         return self._become(_State.RENEWING, self._of_no_namespace(renew))
 
@@ -265,9 +268,10 @@ class PageSession:
         self._state = _State.MOVING
         if isinstance(reply, Miss):
             return [Fail(Unavailable(reply))]
-        self._revoked = self._revoked or reply == Done(False)
-        if self._revoked:
-            return [_late()]
+        if self._revoked is None and reply == Done(False):
+            self._revoked = LEASE_ENDED
+        if self._revoked is not None:
+            return [Fail(Unavailable(self._revoked))]
         if self._finished is None:
             return [MoveFrame()]
         if self._finished.missing is not None:
@@ -310,7 +314,3 @@ class PageSession:
     def _become(self, state: _State, ask: AskCore) -> list[SessionEffect]:
         self._state = state
         return [ask]
-
-
-def _late() -> Fail:
-    return Fail(Unavailable(Miss(MissReason.DEADLINE, "the lease ended: too slow")))

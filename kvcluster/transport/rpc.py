@@ -201,7 +201,7 @@ class Connection:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise Unavailable(Miss(MissReason.DEADLINE, self.address)) from None
         if code is grpc.StatusCode.CANCELLED and not self._closed:  # from afar: a server that ends is UNAVAILABLE
-            late = "the server stopped the exchange because its lease had ended: this client is too slow"
+            late = "the server stopped the exchange because the lease had ended: too slow, or a purge came"
             raise Unavailable(Miss(MissReason.DEADLINE, f"{self.address}: {late}")) from None
         if code is grpc.StatusCode.UNAUTHENTICATED:
             raise CredentialError(detail) from None

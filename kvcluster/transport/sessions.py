@@ -165,8 +165,8 @@ class ExchangeSession(Generic[RequestT]):
         with self._lock:
             return self._session.step(event)
 
-    def _revoked(self) -> None:
-        if self._step(Revoked()):
+    def _revoked(self, why: Miss) -> None:
+        if self._step(Revoked(why)):
             self._stop()
 
     def _ask(self, ask: AskCore) -> Reply | Miss:

@@ -165,7 +165,7 @@ class TcpPages:
             self.connect(deadline.share(2))
         except (Unavailable, KVClusterError):
             return error
-        late = f"{self.address}: the server stopped the exchange because its lease had ended: this client is too slow"
+        late = f"{self.address}: the server stopped the exchange because the lease had ended: too slow, or a purge came"
         return Unavailable(Miss(MissReason.DEADLINE, late))
 
 

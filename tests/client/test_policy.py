@@ -7,7 +7,7 @@ import pytest
 from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import RefusedKind, ShardAddress
-from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.miss import PURGING, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.stepping import BREAKER_NS, GIVEN_UP, LATE, LOST, A, B, policy, refused
@@ -143,6 +143,12 @@ def test_an_answer_shows_that_the_shard_lives() -> None:
 @pytest.mark.parametrize("miss", [LOST, LATE])
 def test_trouble_is_its_miss_and_a_failure(miss: Miss) -> None:
     assert ended(Unavailable(miss)) == (miss, 2)
+
+
+def test_a_store_that_a_purge_stopped_says_that_the_shard_lives() -> None:
+    """However many were under way: purges open no breaker."""
+    stopped = Miss(PURGING.reason, f"shard-0: {PURGING.detail}")
+    assert ended(Unavailable(stopped)) == (stopped, 0)
 
 
 def test_what_was_cancelled_is_its_miss_and_says_nothing_of_the_shard() -> None:

@@ -155,7 +155,7 @@ class LoneShard(CoreStepper):
             case Send(report):
                 assert self.sent is None, "two messages under way"
                 self.sent = report
-            case Revoke(revoked):
+            case Revoke(revoked, _):
                 self.revoked.append(revoked)
             case Verify():
                 assert self.reading is None, "two batches are read"

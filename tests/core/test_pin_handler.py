@@ -25,7 +25,7 @@ from kvcluster.core.messages import (
     Unpin,
     Written,
 )
-from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.miss import PURGING, Loss, Miss, MissReason
 from kvcluster.core.pin_handler import ROOM_NS
 from tests.core.lone_shard import A, B, C, D, counters, end, inventory, misses, pinned, refusal, report
 from tests.core.samples import CODED, OURS, SECOND, attempt, key, ours
@@ -711,7 +711,7 @@ def test_only_a_reader_from_before_a_purge_gets_its_page() -> None:
     call = shard.pinning(attempt(1), A)
     own = shard.stages[0].attempt
     effects = shard.hear(tombstones=(Tombstone(5, OURS),))
-    assert Revoke(own) in effects and [type(effect) for effect in effects].count(Erase) == 1
+    assert Revoke(own, PURGING) in effects and [type(effect) for effect in effects].count(Erase) == 1
     assert shard.settle() == [PurgedEvent(5)]
     assert used(shard) == 1, "one of them is still being read"
     assert misses(shard.pin(attempt(2), A, accept=Loss.Q4)) == [MissReason.EVICTED]

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from kvcluster.core.ids import Attempt, CallId, ShardId
 from kvcluster.core.messages import PageSlot, PullOrder, Reply, Request, ShardAddress, ShardQuestion
+from kvcluster.core.miss import Miss
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import GrpcServer, unary_handlers
@@ -57,7 +58,7 @@ class Hanging:
     def fill(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> AbstractContextManager[memoryview]:
         return self._host.fill(slot, start, stop)
 
-    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
+    def on_revoke(self, attempt: Attempt, stop: Callable[[Miss], object]) -> AbstractContextManager[None]:
         return self._host.on_revoke(attempt, stop)
 
     def exchange_ended(self, summary: ExchangeSummary) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from kvcluster.core.messages import (
     Suspect,
     WriteGrant,
 )
-from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.miss import LEASE_ENDED, Miss, MissReason
 from kvcluster.errors import ConfigError, ProtocolError
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.shard_host import ShardHost
@@ -162,24 +161,24 @@ def test_a_page_that_rots_unread_is_found_by_the_round(monkeypatch: pytest.Monke
 
 
 def test_a_lease_that_runs_out_stops_the_session_that_moves_its_bytes() -> None:
-    coordinator, stopped = Coordinator(), threading.Event()
+    coordinator, stopped = Coordinator(), queue.SimpleQueue[Miss]()
     with shard(coordinator, lease_ttl_ms=100) as host:
         coordinator.wait_for(3)
-        with host.on_revoke(ATTEMPT, stopped.set):
+        with host.on_revoke(ATTEMPT, stopped.put):
             granted(host)
-            assert stopped.wait(BOUND_S)
+            assert stopped.get(timeout=BOUND_S) == LEASE_ENDED
             assert host.ask(build_request(Renew(ATTEMPT), ME), BOUND_S) == Done(False)
 
 
 def test_an_attempt_is_under_way_once_at_a_time() -> None:
     with shard(Coordinator()) as host:
-        with host.on_revoke(ATTEMPT, lambda: None):
-            with pytest.raises(RefusedByShard) as refused, host.on_revoke(ATTEMPT, lambda: None):
+        with host.on_revoke(ATTEMPT, lambda _: None):
+            with pytest.raises(RefusedByShard) as refused, host.on_revoke(ATTEMPT, lambda _: None):
                 raise AssertionError("twice at once")
-            with pytest.raises(RefusedByShard), host.on_revoke(ATTEMPT, lambda: None):
+            with pytest.raises(RefusedByShard), host.on_revoke(ATTEMPT, lambda _: None):
                 raise AssertionError("a refused one does not end the first")
         assert refused.value.refused.kind is RefusedKind.BAD
-        with host.on_revoke(ATTEMPT, lambda: None):
+        with host.on_revoke(ATTEMPT, lambda _: None):
             """When it has ended it may be made again."""
 
 

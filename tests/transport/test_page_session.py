@@ -38,7 +38,7 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
-from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.miss import PURGING, Loss, Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.page_session import (
@@ -266,37 +266,37 @@ def test_a_commit_that_is_not_answered_fails_and_its_lease_is_over() -> None:
 
 def test_a_lease_that_is_revoked_between_frames_breaks_off_and_moves_no_other() -> None:
     session = moving()
-    assert session.step(Revoked()) == [Interrupt()]
-    assert failed(session.step(MoveNext())) == ENDED
+    assert session.step(Revoked(PURGING)) == [Interrupt()]
+    assert failed(session.step(MoveNext())) == PURGING, "which says why"
     gives_back(session, Unpin)
 
 
 def test_a_lease_that_is_revoked_while_it_is_renewed_moves_no_frame() -> None:
     session = renewing()
-    assert session.step(Revoked()) == [Interrupt()]
-    assert failed(session.step(CoreSaid(Done()))) == ENDED, "it was renewed before it was revoked"
+    assert session.step(Revoked(PURGING)) == [Interrupt()]
+    assert failed(session.step(CoreSaid(Done()))) == PURGING, "it was renewed before it was revoked"
     gives_back(session, Unpin)
 
 
 def test_a_store_that_is_revoked_as_it_ends_commits_nothing() -> None:
     session = moving(WRITE)
-    session.step(Revoked())
-    assert failed(session.step(ALL)) == ENDED
+    session.step(Revoked(PURGING))
+    assert failed(session.step(ALL)) == PURGING
     gives_back(session, Abort)
 
 
 def test_a_lease_that_is_revoked_before_it_is_heard_of_moves_nothing() -> None:
     session = PageSession(TENANT, READ)
     session.step(Open())
-    assert session.step(Revoked()) == [Interrupt()]
+    assert session.step(Revoked(PURGING)) == [Interrupt()]
     one(session.step(CoreSaid(PinGrant(tuple(SLOTS)))), Granted)
-    assert failed(session.step(MoveNext())) == ENDED
+    assert failed(session.step(MoveNext())) == PURGING
     gives_back(session, Unpin)
 
 
 def test_a_commit_under_way_when_its_lease_is_revoked_tells_what_the_core_says() -> None:
     session = committing()
-    assert session.step(Revoked()) == [Interrupt()]
+    assert session.step(Revoked(PURGING)) == [Interrupt()]
     lost = (Written.LOST,) * 3
     assert session.step(CoreSaid(CommitGrant(lost))) == [Committed(list(lost))]
 
@@ -307,7 +307,7 @@ def test_a_lease_that_is_being_given_back_has_nothing_to_break_off(state: str) -
     session.step(Stopped())
     if state == "over":
         session.step(CoreSaid(Done()))
-    assert session.step(Revoked()) == []
+    assert session.step(Revoked(PURGING)) == []
     assert session.step(Stopped()) == [], "it is given back once"
 
 

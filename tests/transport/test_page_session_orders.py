@@ -22,6 +22,7 @@ from kvcluster.core.messages import (
     WriteRequest,
     Written,
 )
+from kvcluster.core.miss import PURGING
 from kvcluster.transport.page_session import (
     AskCore,
     CoreSaid,
@@ -67,7 +68,7 @@ def event_of(move: str, request: ReadRequest | WriteRequest) -> SessionEvent:
     """What a transport says between two frames."""
     if move in ("finish", "cut") and request is WRITE:
         return Finished({0: b"s"}, 2 if move == "cut" else None)
-    others: dict[str, SessionEvent] = {"revoke": Revoked(), "stop": Stopped(), "leave": Stopped(for_good=False)}
+    others: dict[str, SessionEvent] = {"revoke": Revoked(PURGING), "stop": Stopped(), "leave": Stopped(for_good=False)}
     return others.get(move, MoveNext())
 
 
@@ -81,13 +82,13 @@ def test_whatever_happens_a_lease_is_given_back_once_and_only_when_no_byte_moves
         ask = effects[0] if effects and isinstance(effects[0], AskCore) else None
         if ask is not None and move == "revoke":
             revoked = True
-            session.step(Revoked())
+            session.step(Revoked(PURGING))
         if ask is not None:
             reply = shard.do(ask.build(CALL).question)
             refused = move == "no" and reply == Done()
             effects = session.step(CoreSaid(LATE if move == "late" else Done(False) if refused else reply))
         elif session.over:
-            assert session.step(Stopped()) == [] and session.step(Revoked()) == []
+            assert session.step(Stopped()) == [] and session.step(Revoked(PURGING)) == []
             effects = []
         else:
             revoked, left = revoked or move == "revoke", left or move == "leave"

@@ -20,6 +20,7 @@ from kvcluster.core.messages import (
     Unpin,
     WriteGrant,
 )
+from kvcluster.core.miss import Miss
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.exchange_summary import ExchangeSummary
 from kvcluster.transport.sessions import ReadSession, WriteSession
@@ -41,7 +42,7 @@ class RecordingHost:
             return WriteGrant(tuple(SLOTS))
         return PinGrant(tuple(SLOTS)) if isinstance(question, Pin) else Done()
 
-    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
+    def on_revoke(self, attempt: Attempt, stop: Callable[[Miss], object]) -> AbstractContextManager[None]:
         return nullcontext()
 
     def read(self, slot: object, start: int = 0, stop: int | None = None) -> memoryview:

@@ -31,6 +31,7 @@ from kvcluster.core.messages.reports import Inventory, Report, ReportAck, Tombst
 from kvcluster.core.messages.sequences import TablesSynced
 from kvcluster.core.messages.shard import AttachedShard, CommitGrant, Offers, PageSlot, PinGrant, WriteGrant
 from kvcluster.core.messages.spans import SpanGrant, SpansPending
+from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
 
 Reply = (
@@ -72,9 +73,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """The lease of `attempt` has ended: stop moving its bytes, then send Unpin or Abort."""
+    """The lease of `attempt` has ended, and `why`: stop moving its bytes, then send Unpin or Abort."""
 
     attempt: Attempt
+    why: Miss
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,16 @@ class StoppingClaims:
         world.wait_until_unleased()
         assert load(transport, content) == [EVICTED] * 2
 
+    def test_a_store_that_a_purge_stops_commits_nothing_and_names_the_purge(self, world: World) -> None:
+        content = Content.of(world, 2, 2, limits.FRAME_BYTES // 2)
+        transport = world.open()
+        under_way, pause = write_begun(world, transport, content, at=2)
+        world.purge()
+        pause.release()
+        with pytest.raises(Unavailable, match="purge"):
+            under_way.result(BOUND_S)
+        world.wait_until_unleased()
+
     @pytest.mark.parametrize("kind", [Pin, Reserve])
     def test_a_grant_that_comes_too_late_is_given_back(self, world: World, kind: type[Pin | Reserve]) -> None:
         (transport, content), new = stored(world, Content.of(world, 2, 1, 100)), Content.of(world, 1, 1, 100, first=5)

@@ -24,6 +24,7 @@ from kvcluster.core.messages import (
     MoveOrder,
     PageKey,
     PageSlot,
+    Purge,
     Renew,
     Reply,
     Request,
@@ -130,9 +131,9 @@ class WatchedHost:
     def open_arena(self, *, writable: bool) -> int:
         return self._host.open_arena(writable=writable)
 
-    def on_revoke(self, attempt: Attempt, stop: Callable[[], object]) -> AbstractContextManager[None]:
-        def stop_and_note() -> None:
-            stop()
+    def on_revoke(self, attempt: Attempt, stop: Callable[[Miss], object]) -> AbstractContextManager[None]:
+        def stop_and_note(why: Miss) -> None:
+            stop(why)
             self._note()
 
         return self._host.on_revoke(attempt, stop_and_note)
@@ -270,6 +271,11 @@ class World:
         self.host.inspect(expired)
         self.host.ask(build_request(Renew(self.attempt()), CLUSTER), BOUND_S)  # the driver sees a deadline after a step
         self.watched.wait_until(expired, "expired leases end")
+
+    def purge(self) -> None:
+        """Purges everything of the first tenant, and waits until the shard has revoked the leases of its stores."""
+        self.cluster.running_coordinator().ask(build_request(Purge(), ONE), BOUND_S)
+        self.watched.wait_until(lambda: self.host.core.leases.next_expiry is None, "the stores are stopped")
 
     def wait_until_unleased(self) -> None:
         """Waits until no lease is left."""

@@ -13,7 +13,7 @@ from kvcluster.core.messages import (
     ReadRequest,
     WriteRequest,
 )
-from kvcluster.core.miss import Loss
+from kvcluster.core.miss import Loss, Miss
 from kvcluster.testing.sim.network import Pipe
 from kvcluster.transport.page_session import (
     PageSession,
@@ -84,20 +84,21 @@ class Session:
         self.namespace = namespace
         self.writes = writes
         self.pages: list[PageSlot | None] = []
-        self.revoked = False
+        self.revoked: Miss | None = None
         self.refused = False  # the core has refused to renew its lease
         self.moving = True
         self.stored_at: dict[PageKey, int] = {}  # of a replica: when its source was stored
         self.plan = plan
         self._inbox = inbox
 
-    def revoke(self) -> None:
-        """Its lease has ended. `interrupt` must follow."""
-        self.revoked = True
+    def revoke(self, why: Miss) -> None:
+        """Its lease has ended, and why. `interrupt` must follow."""
+        self.revoked = why
 
     def interrupt(self) -> None:
         """Tells the session so: the core's thread may come to it later than an answer of the core does."""
-        interrupted = self.plan is None or self.plan.step(Revoked())
+        assert self.revoked is not None, "an interrupt follows a revocation"
+        interrupted = self.plan is None or self.plan.step(Revoked(self.revoked))
         if self._inbox is not None and interrupted:
             self._inbox.arrive(REVOKED)
 

@@ -197,10 +197,10 @@ class ShardProcess(SimulatedCore):
         match effect:
             case Send(message):
                 self.start(self._report(message))
-            case Revoke(attempt):
+            case Revoke(attempt, why):
                 session = self.sessions.get(attempt)
                 if session is not None:
-                    session.revoke()
+                    session.revoke(why)
                     self._interrupt(session)
             case Verify():
                 self.start(self._verify(effect))

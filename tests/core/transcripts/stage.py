@@ -229,7 +229,7 @@ class Stage:
 
     def perform(self, name: str, effect: Effect) -> None:
         match effect:
-            case Revoke(attempt):
+            case Revoke(attempt, _):
                 self.say(f"{name}: the lease of {self.names.attempt(attempt)} is revoked")
             case Leave(reason, for_good):
                 self.say(f"{name} leaves{' permanently' if for_good else ''}: {reason}")
