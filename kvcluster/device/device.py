@@ -1,0 +1,98 @@
+"""Device: what kvcluster needs of a GPU. A seam with two sides: a card, and the twin of one (twin.py).
+
+Work is enqueued on streams and carried out later, each stream in its order, different streams in any. An event marks a
+place in a stream; a stream that waits for it goes on when all work before that place is done. Nothing here waits for
+the device: whoever must know asks `done`, from time to time.
+
+Memory is named by address, of the device and of this process alike, since a tensor of the twin is one of the CPU. Only
+enqueued work touches a device's memory. Memory of this process that work touches is pinned, and is touched by the CPU
+within `PinnedMemory.opened` alone, when no work under way touches it: `done` has told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, NewType, Protocol
+
+Stream = NewType("Stream", int)
+Event = NewType("Event", int)
+
+
+class Range(NamedTuple):
+    """`nbytes` bytes from `address` on."""
+
+    address: int
+    nbytes: int
+
+
+class NoMemory(Exception):
+    """The device has no such memory left, or the system refuses to pin so much. Nothing has changed."""
+
+
+class DeviceFailed(Exception):
+    """The device answers no more, in this process: every call from now on raises this."""
+
+
+class Allocation(Protocol):
+    """Memory that was allocated as one."""
+
+    @property
+    def range(self) -> Range: ...
+
+    def release(self) -> None:
+        """Gives it back. No work under way touches it. May be called again."""
+
+
+class PinnedMemory(Allocation, Protocol):
+    """Memory of this process that the device reads and writes."""
+
+    def opened(self, start: int, stop: int, *, writes: bool) -> AbstractContextManager[memoryview]:
+        """Returns a context with its bytes from `start` to `stop`, for the CPU: to be read, or also written."""
+
+
+class DeviceKernel(Protocol):
+    """A computation over memory, as data: what it reads and writes is known before it is launched."""
+
+    @property
+    def reads(self) -> Sequence[Range]: ...
+
+    @property
+    def writes(self) -> Sequence[Range]: ...
+
+    def run(self, opened: Callable[[Range], memoryview]) -> None:
+        """Carries it out by the CPU, over the bytes that `opened` returns for ranges of `reads` and `writes`."""
+
+
+class Device(Protocol):
+    """One device. Any thread may call; all raise DeviceFailed once it has failed."""
+
+    @property
+    def name(self) -> str: ...
+
+    def holds(self, address: int) -> bool:
+        """Whether this is an address of this device's memory."""
+
+    def allocate(self, nbytes: int) -> Allocation:
+        """Returns new memory of the device, with any content. Raises NoMemory."""
+
+    def pin(self, nbytes: int) -> PinnedMemory:
+        """Returns new pinned memory of this process, with any content. Raises NoMemory."""
+
+    def stream(self) -> Stream:
+        """Returns a new stream. What is enqueued on it comes after everything that the CPU has done."""
+
+    def copy(self, into: Range, source: Range, stream: Stream) -> None:
+        """Enqueues a copy between ranges of the same length, of this device or pinned, that do not overlap."""
+
+    def launch(self, kernel: DeviceKernel, stream: Stream) -> None:
+        """Enqueues a kernel."""
+
+    def record(self, stream: Stream) -> Event:
+        """Returns an event behind everything that has been enqueued on this stream."""
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Has what is enqueued on this stream from now on come after the event."""
+
+    def done(self, event: Event) -> bool:
+        """Whether everything before the event is done: then the CPU may use what that has written."""

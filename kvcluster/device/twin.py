@@ -1,0 +1,330 @@
+"""Twin: a device that is meaner than a card, in memory of this process. It proves that what uses a device is ordered.
+
+A card carries work out soon, and mostly in the order in which it came, so that a wait that is missing shows once in a
+million. The twin carries work out as late as it is allowed to, in any order that streams and events permit, and copies
+in torn pieces, all drawn from a seed. Nothing runs by itself: a piece of work is done when somebody asks whether an
+event is done. New memory and memory that was given back hold garbage.
+
+Its memory is a memory file that is mapped twice: at the addresses that everybody sees it cannot be touched, which ends
+the process that tries; the twin works through the other mapping. Every access is held to the order (ordering.py), so
+what nothing orders raises `Unordered` when it is enqueued or opened, whether or not bytes would have come out wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from itertools import pairwise
+from random import Random
+from typing import Concatenate, ParamSpec, TypeVar
+
+from kvcluster.device.device import DeviceFailed, DeviceKernel, Event, NoMemory, Range, Stream
+from kvcluster.device.ordering import CPU, Clock, Ordering
+from kvcluster.pages.region import address_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_LIBC = ctypes.CDLL(None)
+_ALIGNED = 256
+_PROT_NONE = 0
+_PIECES_A_QUESTION = 4
+"""At most so many pieces of work, less one, are done when somebody asks."""
+
+
+@dataclass(eq=False, slots=True)
+class _Mark:
+    """An event: done once its stream has come to it."""
+
+    clock: Clock
+    done: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """A copy that is carried out piece by piece."""
+
+    into: memoryview
+    source: memoryview
+    left: list[tuple[int, int]] = field(default_factory=list)
+
+    def piece(self, rng: Random) -> bool:
+        """Copies one piece. Returns whether that was the last."""
+        if not self.left:
+            cuts = sorted({0, self.into.nbytes, *(rng.randrange(self.into.nbytes + 1) for _ in range(2))})
+            self.left = list(pairwise(cuts))
+            rng.shuffle(self.left)
+        start, stop = self.left.pop()
+        self.into[start:stop] = self.source[start:stop]
+        return not self.left
+
+
+_Work = _Copy | Callable[[], object] | _Mark | tuple[_Mark]
+"""A copy, a kernel, an event to be marked, or an event to be waited for."""
+
+
+class Machine:
+    """The twins of one test: they share the CPU, and so the order of things. All is drawn from `rng`."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rng = rng
+        self.ordering = Ordering()
+        self.lock = threading.RLock()
+        self._queues: dict[Stream, deque[_Work]] = {}
+        self._marks: dict[Event, _Mark] = {}
+        self._pinned: dict[int, memoryview] = {}
+
+    # ------------------------------------------------------------------------------------- streams and events
+
+    def stream(self) -> Stream:
+        stream = Stream(CPU + 1 + len(self._queues))
+        self._queues[stream] = deque()
+        self.ordering.begin(stream)
+        return stream
+
+    def enqueue(self, stream: Stream, work: _Work) -> None:
+        self._queues[stream].append(work)
+
+    def record(self, stream: Stream) -> Event:
+        event, mark = Event(len(self._marks)), _Mark(self.ordering.now(stream))
+        self._marks[event] = mark
+        self.enqueue(stream, mark)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        mark = self._marks[event]
+        self.ordering.wait(stream, mark.clock)
+        self.enqueue(stream, (mark,))
+
+    def done(self, event: Event) -> bool:
+        for _ in range(self.rng.randrange(_PIECES_A_QUESTION)):
+            self._do_a_piece()
+        mark = self._marks[event]
+        if mark.done:
+            self.ordering.wait(CPU, mark.clock)
+        return mark.done
+
+    def _do_a_piece(self) -> None:
+        ready = [queue for queue in self._queues.values() if queue and not _blocked(queue[0])]
+        if not ready:
+            return
+        queue = self.rng.choice(ready)
+        work = queue[0]
+        if isinstance(work, _Copy):
+            if not work.piece(self.rng):
+                return
+        elif isinstance(work, _Mark):
+            work.done = True
+        elif not isinstance(work, tuple):
+            work()
+        queue.popleft()
+
+    def stop(self, streams: Iterable[Stream]) -> None:
+        """Has the work of these streams stay where it is, and never be done."""
+        for stream in streams:
+            self._queues[stream] = deque()
+
+    # ------------------------------------------------------------------------------------------ pinned memory
+
+    def pin(self, nbytes: int) -> PinnedRange:
+        memory = memoryview(mmap.mmap(-1, nbytes))
+        spoil(memory, self.rng)
+        pinned = PinnedRange(self, memory)
+        self._pinned[pinned.range.address] = memory
+        return pinned
+
+    def pinned(self, wanted: Range) -> memoryview | None:
+        """Returns these bytes if they are pinned memory."""
+        for start, memory in self._pinned.items():
+            at = wanted.address - start
+            if 0 <= at <= at + wanted.nbytes <= memory.nbytes:
+                return memory[at : at + wanted.nbytes]
+        return None
+
+    def unpin(self, given_back: Range) -> None:
+        memory = self._pinned.pop(given_back.address, None)
+        if memory is not None:
+            self.ordering.forget(given_back, "giving pinned memory back")
+            spoil(memory, self.rng)
+
+
+class PinnedRange:
+    """A PinnedMemory."""
+
+    def __init__(self, machine: Machine, memory: memoryview) -> None:
+        self._machine = machine
+        self._memory = memory
+        self.range = Range(address_of(memory), memory.nbytes)
+
+    @contextmanager
+    def opened(self, start: int, stop: int, *, writes: bool) -> Iterator[memoryview]:
+        touched = Range(self.range.address + start, stop - start)
+        self._touch(touched, writes=writes)
+        view = self._memory[start:stop]
+        yield view if writes else view.toreadonly()
+        self._touch(touched, writes=writes)  # it lasted until now
+
+    def release(self) -> None:
+        with self._machine.lock:
+            self._machine.unpin(self.range)
+
+    def _touch(self, touched: Range, *, writes: bool) -> None:
+        with self._machine.lock:
+            assert self._machine.pinned(touched) is not None, "memory that was given back"
+            self._machine.ordering.cpu(touched, writes=writes, what=f"the CPU's {'write' if writes else 'read'}")
+
+
+class TwinMemory:
+    """An Allocation of a twin."""
+
+    def __init__(self, twin: Twin, memory: Range) -> None:
+        self._twin = twin
+        self.range = memory
+
+    def release(self) -> None:
+        self._twin.give_back(self.range)
+
+
+def _locked(method: Callable[Concatenate[Twin, P], R]) -> Callable[Concatenate[Twin, P], R]:
+    """A method that has the machine for itself."""
+
+    @wraps(method)
+    def locked(twin: Twin, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with twin.machine.lock:
+            return method(twin, *args, **kwargs)
+
+    return locked
+
+
+class Twin:
+    """A Device with `nbytes` of memory, of which `pinnable` bytes of this process may be pinned."""
+
+    def __init__(
+        self, machine: Machine, name: str = "twin-0", *, nbytes: int = 1 << 20, pinnable: int = 1 << 20
+    ) -> None:
+        self.name = name
+        self._failed = False
+        self.machine = machine
+        self._streams: dict[Stream, None] = {}
+        self._pinnable = pinnable
+        file = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, nbytes)
+            self._seen, self._alias = memoryview(mmap.mmap(file, nbytes)), memoryview(mmap.mmap(file, nbytes))
+        finally:
+            os.close(file)
+        self._start = address_of(self._seen)
+        assert not _LIBC.mprotect(ctypes.c_void_p(self._start), ctypes.c_size_t(nbytes), _PROT_NONE)
+        self._used = 0
+        self._allocated: dict[int, Range] = {}
+
+    def holds(self, address: int) -> bool:
+        return self._start <= address < self._start + self._alias.nbytes
+
+    @_locked
+    def allocate(self, nbytes: int) -> TwinMemory:
+        self._check()
+        if self._used + nbytes > self._alias.nbytes:
+            raise NoMemory(f"{self.name} has {self._alias.nbytes - self._used} bytes left, not {nbytes}")
+        memory = Range(self._start + self._used, nbytes)
+        self._used += -(-nbytes // _ALIGNED) * _ALIGNED  # and never again: what was given back is not handed out
+        self._allocated[memory.address] = memory
+        spoil(self._bytes(memory), self.machine.rng)
+        return TwinMemory(self, memory)
+
+    @_locked
+    def give_back(self, memory: Range) -> None:
+        """As Allocation.release."""
+        if self._allocated.pop(memory.address, None) is not None:
+            self.machine.ordering.forget(memory, f"giving back memory of {self.name}")
+            spoil(self._bytes(memory), self.machine.rng)
+
+    @_locked
+    def pin(self, nbytes: int) -> PinnedRange:
+        self._check()
+        if nbytes > self._pinnable:
+            raise NoMemory(f"{nbytes} bytes cannot be pinned")
+        self._pinnable -= nbytes
+        return self.machine.pin(nbytes)
+
+    @_locked
+    def stream(self) -> Stream:
+        self._check()
+        stream = self.machine.stream()
+        self._streams[stream] = None
+        return stream
+
+    @_locked
+    def copy(self, into: Range, source: Range, stream: Stream) -> None:
+        self._check(stream)
+        assert into.nbytes == source.nbytes, "a copy of bytes into as many"
+        assert abs(into.address - source.address) >= into.nbytes, "a copy between ranges that do not overlap"
+        opened = self._opened(into), self._opened(source)
+        what = f"a copy of {into.nbytes} bytes on stream {stream}"
+        self.machine.ordering.enqueue(stream, [source], [into], what)
+        self.machine.enqueue(stream, _Copy(*opened))
+
+    @_locked
+    def launch(self, kernel: DeviceKernel, stream: Stream) -> None:
+        self._check(stream)
+        for touched in (*kernel.reads, *kernel.writes):
+            self._opened(touched)
+        what = f"{type(kernel).__name__} on stream {stream}"
+        self.machine.ordering.enqueue(stream, kernel.reads, kernel.writes, what)
+        self.machine.enqueue(stream, lambda: kernel.run(self._opened))
+
+    @_locked
+    def record(self, stream: Stream) -> Event:
+        self._check(stream)
+        return self.machine.record(stream)
+
+    @_locked
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._check(stream)
+        self.machine.wait(stream, event)
+
+    @_locked
+    def done(self, event: Event) -> bool:
+        self._check()
+        return self.machine.done(event)
+
+    @_locked
+    def fail(self) -> None:
+        """The device fails: its work stops where it is, and every call raises DeviceFailed from now on."""
+        self._failed = True
+        self.machine.stop(self._streams)
+
+    def _check(self, stream: Stream | None = None) -> None:
+        if self._failed:
+            raise DeviceFailed(f"{self.name} has failed")
+        assert stream is None or stream in self._streams, f"stream {stream} is not of {self.name}"
+
+    def _opened(self, wanted: Range) -> memoryview:
+        """Returns the bytes that work of this device may touch: its own that are allocated, or pinned ones."""
+        pinned = self.machine.pinned(wanted)
+        if pinned is not None:
+            return pinned
+        address, nbytes = wanted
+        inside = any(own.address <= address and address + nbytes <= sum(own) for own in self._allocated.values())
+        assert inside, f"{nbytes} bytes at {address:#x} are neither memory of {self.name} that is in use, nor pinned"
+        return self._bytes(wanted)
+
+    def _bytes(self, wanted: Range) -> memoryview:
+        at = wanted.address - self._start
+        return self._alias[at : at + wanted.nbytes]
+
+
+def spoil(memory: memoryview, rng: Random) -> None:
+    """Fills memory with garbage: what lies there by chance is never what was to be written."""
+    memory[:] = rng.randbytes(memory.nbytes)
+
+
+def _blocked(work: _Work) -> bool:
+    return isinstance(work, tuple) and not work[0].done

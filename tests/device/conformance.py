@@ -1,0 +1,61 @@
+"""What every device does: claims that the twin and a card have to meet."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvcluster.device.device import Device, NoMemory, Range
+from tests.device.programs import NBYTES, Program, Xor, finish
+
+
+class DeviceConformance:
+    """Claims about one device, which the fixture `device` makes."""
+
+    def test_what_is_copied_there_and_back_is_the_same(self, device: Device) -> None:
+        there, back, memory, stream = device.pin(NBYTES), device.pin(NBYTES), device.allocate(NBYTES), device.stream()
+        with there.opened(0, NBYTES, writes=True) as view:
+            view[:] = bytes(range(NBYTES))
+        device.copy(memory.range, there.range, stream)
+        device.copy(back.range, memory.range, stream)
+        finish(device, device.record(stream))
+        with back.opened(0, NBYTES, writes=False) as view:
+            assert view == bytes(range(NBYTES)) and view.readonly
+
+    def test_a_stream_that_waits_for_another_comes_after_it(self, device: Device) -> None:
+        pinned, memory = device.pin(2 * NBYTES), device.allocate(NBYTES)
+        first, last = device.stream(), device.stream()
+        with pinned.opened(0, NBYTES, writes=True) as view:
+            view[:] = b"\x05" * NBYTES
+        half = Range(pinned.range.address, NBYTES)
+        device.copy(memory.range, half, first)
+        device.wait(last, device.record(first))
+        device.launch(Xor(memory.range, half), last)
+        device.copy(Range(pinned.range.address + NBYTES, NBYTES), memory.range, last)
+        finish(device, device.record(last))
+        with pinned.opened(NBYTES, 2 * NBYTES, writes=False) as view:
+            assert bytes(view) == bytes(NBYTES)
+
+    def test_it_knows_its_own_memory_by_address(self, device: Device) -> None:
+        memory, pinned = device.allocate(NBYTES), device.pin(NBYTES)
+        assert device.holds(memory.range.address) and device.holds(memory.range.address + NBYTES - 1)
+        assert not device.holds(pinned.range.address)
+
+    def test_memory_that_is_not_there_is_refused_and_nothing_is_taken(self, device: Device) -> None:
+        for take in (device.allocate, device.pin):
+            with pytest.raises(NoMemory):
+                take(1 << 60)
+            take(NBYTES).release()
+
+    def test_memory_is_given_back_once(self, device: Device) -> None:
+        for memory in (device.allocate(NBYTES), device.pin(NBYTES)):
+            memory.release()
+            memory.release()
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_a_program_that_waits_where_it_must_leaves_what_it_would_in_order(self, device: Device, seed: int) -> None:
+        program = Program(device, Random(seed))
+        assert program.run(30)
+        expected = [bytes(each) for each in program.bytes]
+        assert program.all_bytes() == expected
