@@ -21,7 +21,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
-from kvcluster.pages.copy_endpoints import cpu_addresses
+from kvcluster.pages.copy_endpoints import CpuMemory, cpu_addresses
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.staging import Staging
 
@@ -63,13 +63,16 @@ class PythonCopies:
     def open(self, batch: CopyBatch) -> RunRecords | None:
         """As CopyExecutor: opens every batch whose two endpoints the CPU addresses. It uses bounded views, so that
         wrong numbers in a batch do no harm."""
-        return partial(self.run, batch) if cpu_addresses(batch.source, batch.target) else None
+        loads = batch.direction is CopyDirection.LOAD
+        pages, blocks = (batch.source, batch.target) if loads else (batch.target, batch.source)
+        if not cpu_addresses(pages) or not cpu_addresses(blocks):
+            return None
+        return partial(self.run, batch, pages)
 
-    def run(self, batch: CopyBatch, start: int, stop: int) -> None:
-        """As RunRecords."""
-        loads, status, records = batch.direction is CopyDirection.LOAD, batch.status, batch.records
-        pages = batch.source if loads else batch.target
-        copy = self._load if loads else self._store
+    def run(self, batch: CopyBatch, pages: CpuMemory, start: int, stop: int) -> None:
+        """As RunRecords. `pages`: the end of the batch that has them."""
+        status, records = batch.status, batch.records
+        copy = self._load if batch.direction is CopyDirection.LOAD else self._store
         for at in range(start, stop):
             if status[at] == CopyStatus.PENDING:
                 if batch.is_stopped(at, time.monotonic_ns()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from kvcluster.pages.region import Region, bytes_at
 
@@ -28,13 +29,23 @@ class HostMemory:
         return bytes_at(offset, nbytes)
 
 
+class ForeignMemory:
+    """Memory that the CPU does not address, such as a device's. A kind of it is a class of its own, which the executors
+    know that reach it."""
+
+    __slots__ = ()
+
+
 HOST = HostMemory()
 
-CopyEndpoint = MappedMemory | HostMemory
-"""What the copies of a batch read or write. The CPU addresses both kinds."""
+CpuMemory = MappedMemory | HostMemory
+"""The kinds that the CPU addresses."""
+
+CopyEndpoint = CpuMemory | ForeignMemory
+"""What the copies of a batch read or write."""
 
 
-def cpu_addresses(*endpoints: object) -> bool:
-    """Whether the CPU addresses each of these. It asks what they are, and not what they are not: a kind of endpoint
-    that is added is left alone by whatever moves bytes by the CPU, until it is named here."""
-    return all(isinstance(each, (MappedMemory, HostMemory)) for each in endpoints)
+def cpu_addresses(endpoint: CopyEndpoint) -> TypeGuard[CpuMemory]:
+    """Whether the CPU addresses this. It asks what it is, and not what it is not: what is of no kind that is named
+    above is left alone by whatever moves bytes by the CPU."""
+    return isinstance(endpoint, (MappedMemory, HostMemory))

@@ -13,7 +13,7 @@ from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.pages import codec, native
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems
-from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory, MappedMemory, cpu_addresses
+from kvcluster.pages.copy_endpoints import CpuMemory, HostMemory, MappedMemory, cpu_addresses
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.copy_geometry import BlockGeometry
 
@@ -68,7 +68,7 @@ def _run(copies: kernels.Copies, batch: CopyBatch, start: int, stop: int) -> Non
     copies.run(start, stop)
 
 
-def _view(pages: CopyEndpoint) -> memoryview | None:
+def _view(pages: CpuMemory) -> memoryview | None:
     """Returns the bytes that offsets count from; None if offsets are addresses."""
     return pages.view(0, pages.region.nbytes) if isinstance(pages, MappedMemory) else None
 

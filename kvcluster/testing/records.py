@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import CopyEndpoint
+from kvcluster.pages.copy_endpoints import CopyEndpoint, cpu_addresses
 from kvcluster.transport.base import ExchangeCopies
 from kvcluster.transport.exchange_copies import SingleCopies
 
@@ -28,6 +28,7 @@ class RecordSource(ABC):
 
     def copies(self, records: CopyRecords, target: CopyEndpoint, keeps: object) -> ExchangeCopies:
         """As PageSource."""
+        assert cpu_addresses(target), "pages of a device go through memory of this process"
 
         def store(at: int) -> None:
             into = target.view(records.offsets[at], records.nbytes[at])

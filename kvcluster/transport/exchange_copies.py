@@ -16,7 +16,7 @@ from kvcluster.core.messages import NewPage, NewPages, PageWant, PageWants
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import CopyEndpoint
+from kvcluster.pages.copy_endpoints import CopyEndpoint, cpu_addresses
 from kvcluster.transport.base import BytesPayload, ExchangeCopies, PageSource, Payload
 from kvcluster.transport.record_order import in_order_of_use, runs_of
 from kvcluster.wire.frames import RecordHead
@@ -138,6 +138,8 @@ class RecordSink(ABC):
 
     def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
         """As PageSink."""
+
+        assert cpu_addresses(source), "pages of a device come through memory of this process"
 
         def load(at: int) -> None:
             data = BytesPayload(source.view(records.offsets[at], records.nbytes[at]))

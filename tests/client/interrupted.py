@@ -19,10 +19,13 @@ class Interrupted:
         self._happens = happens
 
     def open(self, batch: CopyBatch) -> RunRecords:
+        run_records = self._python.open(batch)
+        assert run_records is not None
+
         def run(start: int, stop: int) -> None:
             for at in range(start, stop):
                 if at == self._at:
                     self._happens()
-                self._python.run(batch, at, at + 1)
+                run_records(at, at + 1)
 
         return run

@@ -13,7 +13,7 @@ from kvcluster.client.memory import BoundMemory
 from kvcluster.client.python_copies import PythonCopies
 from kvcluster.errors import CallerError
 from kvcluster.pages.copy_batch import CopyBatch, CopyStatus
-from kvcluster.pages.copy_endpoints import HOST, CopyEndpoint
+from kvcluster.pages.copy_endpoints import HOST, ForeignMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.transport.base import ExchangeCopies
@@ -23,12 +23,12 @@ from tests.client.test_batch_stores import Reserved
 from tests.client.test_load_sink import BLOCKS, Bench
 
 
-class Elsewhere:
+class Elsewhere(ForeignMemory):
     """An endpoint of a kind that the product does not know. Whoever asks it for a view, or takes its offsets as
     addresses, has overlooked what it is."""
 
 
-ELSEWHERE: CopyEndpoint = Elsewhere()  # type: ignore[assignment]
+ELSEWHERE = Elsewhere()
 
 
 def of_a_load() -> CopyBatch:

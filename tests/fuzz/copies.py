@@ -147,9 +147,11 @@ class _Threads:
             return None
         memory = batch.keeps[1]
         assert isinstance(memory, BoundMemory)
-        return partial(self._run, _StoppedWithin(memory, self._stop_within), batch)
+        run_records = _StoppedWithin(memory, self._stop_within).open(batch)
+        assert run_records is not None
+        return partial(self._run, run_records, batch)
 
-    def _run(self, copies: PythonCopies, batch: CopyBatch, start: int, stop: int) -> None:
+    def _run(self, run_records: RunRecords, batch: CopyBatch, start: int, stop: int) -> None:
         order = [*range(start, stop)]
         self._rng.shuffle(order)
         for at in order:
@@ -159,7 +161,7 @@ class _Threads:
                 self._events["given to others meanwhile"] += 1
             if batch.dropped[item] and batch.status[at] == CopyStatus.PENDING:
                 self.stopped[at] = item
-            copies.run(batch, at, at + 1)
+            run_records(at, at + 1)
 
 
 @contextmanager
