@@ -293,7 +293,7 @@ class BatchAttention:
                 if not ready:
                     return None
                 result = compute(made)
-            return None if [loan for loan in loans if not self._loads.valid(loan)] else result
+                return None if [loan for loan in loans if not self._loads.valid(loan)] else result
 
     def _needed(self, rows: Sequence[SeenBlocks]) -> list[SequenceBlock]:
         """Returns the blocks that have to be in the resident set together: all that the rows see, or none if none of

@@ -79,7 +79,7 @@ class StreamedAttention:
                 there = ready() and (bool(scratch.pages) or not absent)
                 loans = self._pages.loans()
             result = self._stream(call, absent, scratch) if there else None
-        return None if [loan for loan in loans if not self._loads.valid(loan)] else result
+            return None if [loan for loan in loans if not self._loads.valid(loan)] else result
 
     # ------------------------------------------------------------------------------------------- helpers
 

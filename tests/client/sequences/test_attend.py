@@ -12,6 +12,8 @@ from torch import Tensor
 
 import kvcluster
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, merge, partial
+from kvcluster.client.sequences.loads import SequenceLoads
+from kvcluster.client.zero_copy import BorrowedBlocks
 from kvcluster.errors import CallerError, LimitError, LostTokens
 from kvcluster.testing import MemoryCluster
 from tests.client.conftest import Start
@@ -158,6 +160,32 @@ def test_what_was_borrowed_of_a_block_is_not_read_once_the_block_was_written_aga
             query = asked(1, layer)
             assert torch.equal(one.sequence.attend(layer, query, planner=planner), expected(one, layer, query))
         one.check()
+
+
+@pytest.mark.parametrize("pages", [4, 64], ids=["streamed", "in place"])
+def test_what_another_thread_gives_back_meanwhile_was_borrowed_while_it_was_read(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    """It finds a loan that is not valid any more, and returns it, just when this thread asks whether it was valid."""
+    one, valid = grown(desk.connect(SPEC), TOKENS), SequenceLoads.valid
+    assert one.sequence.flush()
+    seen: list[BorrowedBlocks] = []
+
+    def given_back(loads: SequenceLoads, loan: BorrowedBlocks) -> bool:
+        if not seen:
+            with loads._runner.lock:
+                loads.absent.lost(loan)
+            loads.sweep()
+        seen.append(loan)
+        return valid(loads, loan)
+
+    monkeypatch.setattr(SequenceLoads, "valid", given_back)
+    again = desk.connect(SPEC, resident_bytes=pages * PAGE).sequence(TOKENS)
+    query = asked(1)
+    assert torch.equal(again.attend(0, query), expected(Grown(again, one.k[:, :28], one.v[:, :28]), 0, query))
+    assert seen
+    again.close()
+    one.sequence.close()
 
 
 def test_pages_that_the_cluster_has_lost_are_named_by_their_position(start: Start) -> None:
