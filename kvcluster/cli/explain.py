@@ -50,6 +50,7 @@ MEANINGS = {
     MissReason.CORRUPT: "its bytes did not match their checksum",
     MissReason.SHARD_LOST: "the shard that holds it does not answer",
     MissReason.COORDINATOR_LOST: "the coordinator does not answer, so the cluster could not be asked",
+    MissReason.DEVICE_LOST: "the device with the caller's memory has failed in that process",
     MissReason.REBUILDING: "the coordinator has just started and does not know all blocks yet",
     MissReason.FULL: "there was no room for it",
     MissReason.DEADLINE: "the coordinator did not answer in time",

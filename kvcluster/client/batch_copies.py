@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcluster.client.python_copies import PythonCopies
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.device.device import DeviceFailed
+from kvcluster.device.devices import DEVICES
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch
 from kvcluster.pages.copy_executor import CopyExecutor, RunRecords
 from kvcluster.pages.native_copies import NativeCopies
+from kvcluster.transport.base import Cancelled
 
-EXECUTORS: tuple[CopyExecutor, ...] = (NativeCopies(),)
+EXECUTORS: tuple[CopyExecutor, ...] = (NativeCopies(), DEVICES)
 """The executors of all loads and stores, the fastest first. The one in Python comes after them and opens any batch
 between memory that the CPU addresses."""
 
@@ -30,8 +34,12 @@ class BatchCopies:
         self._run_records = _opened(batch, python)
 
     def run(self, start: int, stop: int) -> None:
-        """As ExchangeCopies."""
-        self._carry_out(self._batch, self._run_records, start, stop)
+        """As ExchangeCopies. If the device has failed, the exchange ends as if it had been cancelled for that reason:
+        no shard is to blame."""
+        try:
+            self._carry_out(self._batch, self._run_records, start, stop)
+        except DeviceFailed as failed:
+            raise Cancelled(Miss(MissReason.DEVICE_LOST, str(failed))) from None
 
 
 def _opened(batch: CopyBatch, python: PythonCopies) -> RunRecords:

@@ -22,6 +22,9 @@ from kvcluster.client.part_memory import Ask, Pages, PartMemory
 from kvcluster.client.validation import kind_of
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
+from kvcluster.device.copies import DeviceMemory
+from kvcluster.device.device import DeviceFailed
+from kvcluster.device.devices import DEVICES
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.pages.copy_endpoints import HOST, CopyEndpoint
 from kvcluster.pages.copy_geometry import BlockGeometry
@@ -71,7 +74,7 @@ def bind(
     shared = first_shared([each for memory in memories if memory is not None for each in memory.footprints])
     if shared is not None:
         raise asks[shared[1].group].shared(shared[0].group)
-    return BoundMemory(tuple(memories), first, given)
+    return BoundMemory(tuple(memories), first, given, _endpoint(memories))
 
 
 class BoundMemory:
@@ -80,7 +83,11 @@ class BoundMemory:
     Any number of threads may use it at once, as long as no two write the same place; each thread uses its own Staging.
     """
 
-    def __init__(self, memories: tuple[PartMemory | None, ...], first: int, owners: object) -> None:
+    def __init__(
+        self, memories: tuple[PartMemory | None, ...], first: int, owners: object, endpoint: CopyEndpoint
+    ) -> None:
+        self.endpoint = endpoint
+        """What a batch of copies takes the addresses of `geometries` from, or writes to them."""
         self._memories = memories
         self._first = first
         self._owners = owners  # the memories hold addresses only
@@ -110,11 +117,6 @@ class BoundMemory:
         return memory.place(block - self._first, rect) if memory.part.intersect(rect) == rect else None
 
     @property
-    def endpoint(self) -> CopyEndpoint:
-        """What a batch of copies takes the addresses of `geometries` from, or writes to them."""
-        return HOST
-
-    @property
     def first(self) -> int:
         """The number of the block that lies in row 0 of every geometry."""
         return self._first
@@ -134,6 +136,25 @@ class BoundMemory:
         assert memory is not None
         assert memory.part.layer_start <= layer_start < layer_stop <= memory.part.layer_stop
         return memory.read(block - self._first, layer_start, layer_stop, staging)
+
+
+def _endpoint(memories: Sequence[PartMemory | None]) -> CopyEndpoint:
+    """Returns what holds these memories. What is done with a device's comes after what the calling thread has enqueued
+    there so far. Raises CallerError if they lie in several."""
+    if not DEVICES:
+        return HOST
+    tables = [table for memory in memories if memory is not None and (table := memory.geometry()) is not None]
+    holders = {DEVICES.at(address): None for table in tables for address in table.starts()}
+    if len(holders) > 1:
+        names = " and ".join("memory of this process" if each is None else each.name for each in holders)
+        raise CallerError(f"the layers and groups of one call lie in {names}; expected all of them in one of these")
+    device = next(iter(holders), None)
+    if device is None:
+        return HOST
+    try:
+        return DeviceMemory(device, device.record(device.current()))
+    except DeviceFailed:
+        return DeviceMemory(device, None)
 
 
 def _bind_group(ask: Ask, memory: object) -> PartMemory:

@@ -15,7 +15,7 @@ from kvcluster.core.ids import BlockHash, Epoch, Tenant
 from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Membership
 from kvcluster.core.messages import Refused, RefusedKind, Tier, Tombstone
-from kvcluster.core.miss import MissReason
+from kvcluster.core.miss import OF_CLIENTS, MissReason
 from kvcluster.core.namespaces import NamespaceTable
 from kvcluster.core.pins import PinTable
 from kvcluster.core.probes import ProbeRuns
@@ -73,7 +73,7 @@ class CoordinatorState:
         self.engines = EngineRegistry(ENGINE_TTL_NS)
         self.probes = ProbeRuns()
         self.counters = dict.fromkeys(_COUNTERS, 0)
-        counted: list[MissReason] = [reason for reason in MissReason if reason is not MissReason.COORDINATOR_LOST]
+        counted: list[MissReason] = [reason for reason in MissReason if reason not in OF_CLIENTS]
         self.missed_tokens = dict.fromkeys(counted, 0)
         """Tokens that lookups asked for and did not find, by the reason why the first of them was not found."""
         self.eviction_ages = {tier: AgeHistogram() for tier in Tier}

@@ -43,6 +43,7 @@ class MissReason(Enum):
     SLOWER_THAN_RECOMPUTE = "slower_than_recompute"
     OFF = "off"  # an operator has turned the cache off
     COORDINATOR_LOST = "coordinator_lost"  # it does not answer the client, which alone can name this
+    DEVICE_LOST = "device_lost"  # the device with the caller's memory has failed; only the client can name this
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,9 @@ class Miss:
     def __str__(self) -> str:
         return f"{self.reason.value} ({self.detail})" if self.detail else self.reason.value
 
+
+OF_CLIENTS = (MissReason.COORDINATOR_LOST, MissReason.DEVICE_LOST)
+"""Reasons that no server names: older sides would refuse them."""
 
 PURGING = Miss(MissReason.REBUILDING, "the shards are carrying out a purge")
 """Why a block is not stored between a purge and the next report of its shards: a client asks again. And why a store

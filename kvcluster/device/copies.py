@@ -39,10 +39,10 @@ _WAIT_S = 0.1
 @dataclass(frozen=True, slots=True)
 class DeviceMemory(ForeignMemory):
     """A device's memory, by address. What a batch does with it comes after the event `after`: all that the caller had
-    enqueued, of which its blocks are made."""
+    enqueued, of which its blocks are made. None if the device could not say so any more, since it has failed."""
 
     device: Device
-    after: Event
+    after: Event | None
 
 
 @dataclass(slots=True, eq=False)
@@ -94,7 +94,8 @@ class _BatchRun:
 
     def run(self, start: int, stop: int) -> None:
         """As RunRecords."""
-        self._device.wait(self._stream, self._blocks.after)
+        if self._blocks.after is not None:
+            self._device.wait(self._stream, self._blocks.after)
         under_way: deque[_Chunk] = deque()
         try:
             for records in self._chunks(start, stop):

@@ -82,6 +82,9 @@ class Device(Protocol):
     def stream(self) -> Stream:
         """Returns a new stream. What is enqueued on it comes after everything that the CPU has done."""
 
+    def current(self) -> Stream:
+        """Returns the stream of the calling thread: what it has enqueued by itself."""
+
     def copy(self, into: Range, source: Range, stream: Stream) -> None:
         """Enqueues a copy between ranges of the same length, of this device or pinned, that do not overlap."""
 

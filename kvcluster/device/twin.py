@@ -224,6 +224,8 @@ class Twin:
         assert not _LIBC.mprotect(ctypes.c_void_p(self._start), ctypes.c_size_t(nbytes), _PROT_NONE)
         self._used = 0
         self._allocated: dict[int, Range] = {}
+        self.default = self.stream()
+        """The current stream of every thread."""
 
     def holds(self, address: int) -> bool:
         return self._start <= address < self._start + self._alias.nbytes
@@ -260,6 +262,9 @@ class Twin:
         stream = self.machine.stream()
         self._streams[stream] = None
         return stream
+
+    def current(self) -> Stream:
+        return self.default
 
     @_locked
     def copy(self, into: Range, source: Range, stream: Stream) -> None:

@@ -15,7 +15,7 @@ offset within the buffer): one formula for both. The geometry owns no memory: a 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -68,6 +68,14 @@ class BlockGeometry:
         start = self.bases[at] + self.rows[block] * self.row_strides[at]
         inner = token * self.token_strides[at] + head * self.head_strides[at]
         return start + inner + element * self.element_strides[at]
+
+    def starts(self) -> Iterator[int]:
+        """Yields the address of the first row of each plane of each layer, and that of each block that is a buffer of
+        its own."""
+        if self.rows:
+            yield from (base + self.rows[0] * step for base, step in zip(self.bases, self.row_strides, strict=True))
+        if self.page_layout:
+            yield from self.rows
 
 
 class PlaneLayout(NamedTuple):

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from kvcluster.client import batch_copies
+from kvcluster.client import batch_copies, memory
 from kvcluster.client.memory import BoundMemory
 from kvcluster.client.python_copies import PythonCopies
 from kvcluster.errors import CallerError
@@ -67,7 +67,7 @@ def test_neither_executor_opens_what_the_cpu_does_not_address(made: Callable[[],
 @pytest.fixture
 def lies_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of every call."""
-    monkeypatch.setattr(BoundMemory, "endpoint", ELSEWHERE)
+    monkeypatch.setattr(memory, "_endpoint", lambda memories: ELSEWHERE)
 
 
 @pytest.mark.usefixtures("lies_elsewhere")
@@ -103,7 +103,7 @@ def test_an_executor_that_reaches_it_is_all_that_is_missing(monkeypatch: pytest.
     grant.load()
     assert not any(grant.bench.ranges.left(item) for item in range(BLOCKS))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(BoundMemory, "endpoint", HOST)
+        patched.setattr(memory, "_endpoint", lambda memories: HOST)
         plain = Grant(Bench(room(BLOCKS)))
         plain.load()
         assert plain.bench.so_far() == grant.bench.so_far()

@@ -12,6 +12,7 @@ def test_every_reason_is_a_word_that_explain_can_print() -> None:
     assert [reason.value for reason in MissReason] == [
         *("never_seen", "evicted", "pending", "below_block", "namespace", "part", "lossy", "corrupt"),
         *("shard_lost", "rebuilding", "full", "deadline", "slower_than_recompute", "off", "coordinator_lost"),
+        "device_lost",
     ]
 
 

@@ -77,7 +77,7 @@ def test_a_read_of_the_cpu_before_the_event_is_done_is_named(device: Twin) -> No
     pinned, memory, stream = device.pin(NBYTES), device.allocate(NBYTES), device.stream()
     device.copy(pinned.range, memory.range, stream)
     event = device.record(stream)
-    unordered = pytest.raises(Unordered, match=f"the CPU's read touches what a copy of {NBYTES} bytes on stream 1")
+    unordered = pytest.raises(Unordered, match=f"the CPU's read touches what a copy of {NBYTES} bytes on stream 2")
     with unordered, pinned.opened(0, NBYTES, writes=False):
         raise AssertionError("it may be under way")
     finish(device, event)

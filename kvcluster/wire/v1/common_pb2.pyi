@@ -36,6 +36,7 @@ class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_REASON_SLOWER_THAN_RECOMPUTE: _ClassVar[MissReason]
     MISS_REASON_OFF: _ClassVar[MissReason]
     MISS_REASON_COORDINATOR_LOST: _ClassVar[MissReason]
+    MISS_REASON_DEVICE_LOST: _ClassVar[MissReason]
 
 class RefusedKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -66,6 +67,7 @@ MISS_REASON_DEADLINE: MissReason
 MISS_REASON_SLOWER_THAN_RECOMPUTE: MissReason
 MISS_REASON_OFF: MissReason
 MISS_REASON_COORDINATOR_LOST: MissReason
+MISS_REASON_DEVICE_LOST: MissReason
 REFUSED_KIND_UNSPECIFIED: RefusedKind
 REFUSED_KIND_UNKNOWN_NAMESPACE: RefusedKind
 REFUSED_KIND_STALE: RefusedKind

@@ -1,0 +1,272 @@
+"""A client's loads and stores with an engine's tensors in the memory of a device: over every path, in every layout,
+while the engine's own work is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from kvcluster import Dense, Paged
+from kvcluster.client.client import Client
+from kvcluster.core.ids import Tenant
+from kvcluster.core.messages import ShardAddress
+from kvcluster.core.miss import MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.device.devices import DEVICES
+from kvcluster.device.ordering import Unordered
+from kvcluster.device.staging import DeviceStaging
+from kvcluster.device.twin import Machine, Twin
+from kvcluster.errors import CallerError
+from kvcluster.pages.region import bytes_at
+from kvcluster.runtime.auth import Authenticator
+from kvcluster.runtime.server import GrpcServer, unary_handlers
+from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.testing import MemoryCluster
+from kvcluster.testing.split_transport import SplitTransport
+from kvcluster.transport.base import Transport
+from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
+from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.shm_pages import ShmPages
+from kvcluster.transport.shm_server import ShmServer
+from kvcluster.transport.tcp_pages import TcpPages, TcpServer
+from kvcluster.wire.methods import SHARD
+from tests.device.programs import finish
+
+TENANT = Tenant("default")
+LAYERS, HEADS, DIM, TOKENS, BLOCKS = 3, 4, 8, 4, 6
+SPEC = KVSpec.uniform(
+    model="m",
+    weights="sha256:1",
+    num_layers=LAYERS,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    dtype="bfloat16",
+    block_tokens=TOKENS,
+)
+PROMPT = list(range(BLOCKS * TOKENS))
+PATHS = ("memory", "shm", "tcp", "grpc")
+
+
+def values(seed: int) -> torch.Tensor:
+    """`[blocks, layers, planes, tokens, heads, dim]`"""
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(BLOCKS, LAYERS, 2, TOKENS, HEADS, DIM, generator=draw).bfloat16()
+
+
+@contextmanager
+def client_over(path: str, cluster: MemoryCluster) -> Iterator[Client]:
+    """A client that reaches all shards of a cluster over that path alone."""
+    with ExitStack() as stack:
+        addresses: dict[str, str] = {}
+
+        def served(host: ShardHost) -> Any:
+            if path == "shm":
+                return ShmServer(host, lambda token: TENANT)
+            if path == "tcp":
+                return TcpServer(host, lambda token: TENANT, "127.0.0.1")
+            handlers = unary_handlers(SHARD, host.ask) | page_handlers(host)
+            return GrpcServer(handlers, Authenticator(None, "between shards"), "127.0.0.1", 0, threads=8)
+
+        def opened(shard: ShardAddress) -> Transport:
+            host, address = cluster.shards[shard.shard], addresses.get(shard.shard, "")
+            control = MemoryTransport(host, TENANT)
+            if path == "memory":
+                return control
+            if path == "grpc":
+                return GrpcPages(address, None)
+            return SplitTransport(control, (ShmPages if path == "shm" else TcpPages)(address, None))
+
+        for shard, host in cluster.shards.items() if path != "memory" else ():
+            server = served(host)
+            stack.callback(server.close)
+            server.start()
+            addresses[shard] = server.address
+        client = Client(cluster.port(), opened, SPEC)
+        stack.callback(client.close)
+        yield client
+
+
+class Engine:
+    """An engine whose caches lie in the memory of a twin. Its work goes on the current stream, and it never waits."""
+
+    def __init__(self, twin: Twin) -> None:
+        self.twin = twin
+        self._whole: list[tuple[torch.Tensor, Any]] = []
+
+    def tensor(self, *shape: int) -> torch.Tensor:
+        """A new tensor, whose memory is garbage."""
+        memory = self.twin.allocate(2 * torch.Size(shape).numel())
+        tensor = torch.frombuffer(bytes_at(*memory.range), dtype=torch.bfloat16).view(shape)
+        self._whole.append((tensor, memory))
+        return tensor
+
+    def write(self, tensor: torch.Tensor, content: torch.Tensor) -> None:
+        """Enqueues a write of all of a tensor, as a forward pass would."""
+        memory = next(memory for each, memory in self._whole if each is tensor)
+        pinned = self.twin.pin(memory.range.nbytes)
+        with pinned.opened(0, memory.range.nbytes, writes=True) as view:
+            view[:] = content.contiguous().view(torch.int16).numpy().tobytes()
+        self.twin.copy(memory.range, pinned.range, self.twin.current())
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the engine reads there, behind all that it has enqueued."""
+        memory = next(memory for each, memory in self._whole if each is tensor)
+        pinned, stream = self.twin.pin(memory.range.nbytes), self.twin.current()
+        self.twin.copy(pinned.range, memory.range, stream)
+        finish(self.twin, self.twin.record(stream))
+        with pinned.opened(0, memory.range.nbytes, writes=False) as view:
+            return torch.frombuffer(bytearray(view), dtype=torch.bfloat16).view(tensor.shape)
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    twin = Twin(Machine(Random(7)), nbytes=1 << 22, pinnable=1 << 22)
+    DEVICES.add(DeviceStaging(twin, slot_bytes=4_096, slots=2))
+    yield Engine(twin)
+    DEVICES.remove(twin)
+
+
+@pytest.fixture
+def cluster() -> Iterator[MemoryCluster]:
+    with MemoryCluster(shards=2, ram_bytes="4MiB") as cluster:
+        yield cluster
+
+
+class Caches:
+    """An engine's caches in one layout: memory for a call, and its tensors with the axes of `values`."""
+
+    def __init__(self, engine: Engine, layout: str) -> None:
+        self.engine, self.layout = engine, layout
+        if layout == "dense":
+            self.tensors = [engine.tensor(BLOCKS, LAYERS, 2, TOKENS, HEADS, DIM)]
+            self.memory: Any = Dense(self.tensors[0])
+            return
+        ids = list(reversed(range(BLOCKS)))
+        if layout == "nhd":
+            self.tensors = [engine.tensor(2, BLOCKS, TOKENS, HEADS, DIM) for _ in range(LAYERS)]
+            layers: list[Any] = [each.transpose(0, 1) for each in self.tensors]
+        elif layout == "hnd":
+            self.tensors = [engine.tensor(BLOCKS, 2, HEADS, TOKENS, DIM) for _ in range(LAYERS)]
+            layers = [each.transpose(2, 3) for each in self.tensors]
+        else:  # planes apart, K transposed
+            self.tensors = [
+                engine.tensor(BLOCKS, *shape)
+                for _ in range(LAYERS)
+                for shape in ((HEADS, DIM, TOKENS), (TOKENS, HEADS, DIM))
+            ]
+            pairs = zip(self.tensors[::2], self.tensors[1::2], strict=True)
+            layers = [(k.permute(0, 3, 1, 2), v) for k, v in pairs]
+        self.memory = Paged(layers, ids)
+
+    def each(self, content: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields each tensor with what it has to hold of `content`."""
+        if self.layout == "dense":
+            yield self.tensors[0], content
+            return
+        paged = content.flip(0)
+        for layer in range(LAYERS):
+            both = paged[:, layer]  # blocks, planes, tokens, heads, dim
+            if self.layout == "nhd":
+                yield self.tensors[layer], both.transpose(0, 1)
+            elif self.layout == "hnd":
+                yield self.tensors[layer], both.transpose(2, 3)
+            else:
+                yield self.tensors[2 * layer], both[:, 0].permute(0, 2, 3, 1)
+                yield self.tensors[2 * layer + 1], both[:, 1]
+
+    def write(self, content: torch.Tensor) -> None:
+        for tensor, part in self.each(content):
+            self.engine.write(tensor, part)
+
+    def hold(self, content: torch.Tensor) -> bool:
+        return all(torch.equal(self.engine.read(tensor), part) for tensor, part in self.each(content))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("layout", ["dense", "nhd", "hnd", "apart"])
+def test_what_an_engine_has_computed_is_stored_and_loaded_to_the_last_bit(
+    engine: Engine, cluster: MemoryCluster, path: str, layout: str
+) -> None:
+    """Its forward pass is still under way when it calls; and when the call is over, it may use its blocks again."""
+    caches, others = Caches(engine, layout), Caches(engine, "nhd" if layout == "dense" else "dense")
+    right, wrong = values(1), values(2)
+    with client_over(path, cluster) as client:
+        caches.write(right)
+        assert client.store(PROMPT, caches.memory).blocks == BLOCKS
+        caches.write(wrong)
+        others.write(wrong)
+        assert client.flush()
+        assert client.load(PROMPT, others.memory) == len(PROMPT)
+        assert others.hold(right) and caches.hold(wrong)
+        assert client.load(PROMPT, caches.memory) == len(PROMPT)
+        assert caches.hold(right)
+
+
+@pytest.mark.parametrize("codec", ["q8", "q4"])
+def test_encoded_pages_come_as_the_cpu_decodes_them(engine: Engine, codec: str) -> None:
+    config = {"shard": {"host_bytes": "4MiB"}, "coordinator": {"host_codec": codec, "host_raw_blocks": 0}}
+    with MemoryCluster(shards=1, ram_bytes=2 * BLOCKS * SPEC.block_bytes, config=config) as cluster:
+        client = cluster.client(SPEC)
+        client.store(PROMPT, values(1))
+        assert client.flush()
+        for number in range(1, 6):  # which push the first down
+            client.store([number * 1_000 + token for token in PROMPT], values(number))
+            assert client.flush()
+        plain, caches = torch.empty_like(values(1)), Caches(engine, "hnd")
+        assert client.load(PROMPT, plain) == client.load(PROMPT, caches.memory) == len(PROMPT)
+        assert not torch.equal(plain, values(1)), "it was encoded"
+        assert caches.hold(plain)
+
+
+def test_memory_of_a_device_and_of_this_process_are_not_mixed(engine: Engine, cluster: MemoryCluster) -> None:
+    caches = Caches(engine, "nhd")
+    layers = [*caches.memory.layers[:-1], torch.zeros(BLOCKS, 2, TOKENS, HEADS, DIM, dtype=torch.bfloat16)]
+    with pytest.raises(CallerError, match="twin-0 and memory of this process"):
+        cluster.client(SPEC).load(PROMPT, Paged(layers, range(BLOCKS)))
+
+
+def test_a_call_that_does_not_come_after_the_engines_work_is_noticed(
+    engine: Engine, cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the event were that of another stream."""
+    elsewhere = engine.twin.stream()
+    monkeypatch.setattr(Twin, "current", lambda twin: elsewhere)
+    caches = Caches(engine, "nhd")
+    monkeypatch.undo()
+    caches.write(values(1))
+    monkeypatch.setattr(Twin, "current", lambda twin: elsewhere)
+    with pytest.raises(Unordered):
+        cluster.client(SPEC).store(PROMPT, caches.memory)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_device_that_fails_is_a_miss_of_its_own_and_no_fault_of_a_shard(
+    engine: Engine, cluster: MemoryCluster, path: str
+) -> None:
+    caches, plain = Caches(engine, "nhd"), torch.empty_like(values(1))
+    with client_over(path, cluster) as client:
+        assert client.store(PROMPT, values(1)).blocks == BLOCKS
+        assert client.flush()
+        engine.twin.fail()
+        with client.prepare_load(client.hashes(PROMPT)) as ticket:
+            loaded = client.begin_load(ticket, caches.memory).result()
+        assert loaded.blocks == 0 and loaded.miss is not None and loaded.miss.reason is MissReason.DEVICE_LOST
+        stored = client.store([7, *PROMPT[1:]], caches.memory)
+        assert stored.blocks == 0 and stored.miss is not None and stored.miss.reason is MissReason.DEVICE_LOST
+        assert client.load(PROMPT, plain) == len(PROMPT), "the CPU's memory is served as before"
+        assert torch.equal(plain, values(1))
+
+
+def test_without_a_device_nothing_is_asked_of_addresses(
+    cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(address: int) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(DEVICES, "at", asked)
+    assert cluster.client(SPEC).store(PROMPT, values(1)).blocks == BLOCKS
