@@ -7,7 +7,7 @@ from collections.abc import Callable
 from unittest.mock import patch
 
 from kvcluster.cli.main import main
-from kvcluster.core.ids import CallId
+from kvcluster.core.ids import CallId, Tenant
 from kvcluster.core.messages import CoordinatorQuestion, Reply, Request
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import GrpcServer, unary_handlers
@@ -36,5 +36,5 @@ class Served:
     def close(self) -> None:
         self._server.close(grace_s=0)
 
-    def _ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float) -> Reply:
-        return self.cluster.running_coordinator().ask(build, wait_s)
+    def _ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float, tenant: Tenant) -> Reply:
+        return self.cluster.running_coordinator().ask(build, wait_s, tenant)

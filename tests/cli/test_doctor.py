@@ -101,8 +101,8 @@ class Served:
         self._closing.append(lambda: server.close(grace_s=0))
         return server
 
-    def _ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float) -> Reply:
-        return self.cluster.running_coordinator().ask(build, wait_s)
+    def _ask(self, build: Callable[[CallId], Request[CoordinatorQuestion]], wait_s: float, tenant: Tenant) -> Reply:
+        return self.cluster.running_coordinator().ask(build, wait_s, tenant)
 
     def close(self) -> None:
         for close in self._closing:
