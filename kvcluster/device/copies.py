@@ -148,8 +148,7 @@ class _BatchRun:
         try:
             if self._loads:
                 chunk = self._verified(chunk, at)
-            else:
-                chunk = self._kept(chunk, [not self._stopped(number) for number in records])
+            chunk = self._kept(chunk, [not self._stopped(number) for number in chunk.records])  # meanwhile, maybe
         except BaseException:
             self._staging.give_back(slot)
             raise

@@ -413,6 +413,22 @@ def free_slots(staging: DeviceStaging) -> int:
     return len(taken)
 
 
+def test_what_is_dropped_while_it_is_verified_is_not_scattered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another shard's bytes may take its place."""
+    for seed in range(20):
+        with monkeypatch.context() as patched:
+            case = Case(seed, CopyDirection.LOAD)
+
+            def brought(run: Any, number: int, room: memoryview, case: Case = case) -> bool:
+                case.batch.dropped[case.batch.records.items[number]] = 1
+                return bring(run, number, room)
+
+            patched.setattr(copies._BatchRun, "_bring", brought)
+            case.run()
+        assert set(case.batch.status) == {CopyStatus.STOPPED}
+        assert case.lies_there() == case.memory.known.numpy().tobytes()
+
+
 # ----------------------------------------------------------------------------------------- what is not opened
 
 
