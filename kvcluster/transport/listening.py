@@ -3,6 +3,7 @@ process that starts again and again; and the first free one of a range, so that 
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,14 @@ from typing import TypeVar
 from kvcluster.errors import ConfigError
 
 T = TypeVar("T")
+
+_FREE = range(15_000, 30_000)
+"""Ports that systems give to no outgoing connection, and Kubernetes to no service. A port that is chosen here is bound
+again later, by an actor: meanwhile Ray makes a hundred connections, any of which might have got one of theirs."""
+
+_TRIES = 100
+
+_draw = random.SystemRandom()  # processes that start at the same time must not draw alike
 
 
 def first_free(ports: range, listen: Callable[[int], T]) -> T:
@@ -28,7 +37,12 @@ def first_free(ports: range, listen: Callable[[int], T]) -> T:
 
 
 def bound_socket(host: str, port: int, setting: str) -> socket.socket:
-    """Returns a socket that is bound to that port and does not listen. Raises ConfigError if the port is in use."""
+    """Returns a socket that is bound to that port and does not listen. Port 0 is a free one, which this machine's
+    outgoing connections do not get before it is bound again. Raises ConfigError if the port is in use."""
+    if port == 0:
+        for chosen in _draw.sample(_FREE, _TRIES):
+            with suppress(ConfigError):
+                return bound_socket(host, chosen, setting)
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
