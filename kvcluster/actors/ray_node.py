@@ -11,7 +11,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,8 +154,7 @@ HEAD_OPTIONS = ("--head", "--include-dashboard=false")
 
 def free_port() -> int:
     """Returns a port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with bound_socket("127.0.0.1", 0, "ray.port") as probe:
         port: int = probe.getsockname()[1]
         return port
 

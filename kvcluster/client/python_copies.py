@@ -63,11 +63,8 @@ class PythonCopies:
     def open(self, batch: CopyBatch) -> RunRecords | None:
         """As CopyExecutor: opens every batch whose two endpoints the CPU addresses. It uses bounded views, so that
         wrong numbers in a batch do no harm."""
-        loads = batch.direction is CopyDirection.LOAD
-        pages, blocks = (batch.source, batch.target) if loads else (batch.target, batch.source)
-        if not cpu_addresses(pages) or not cpu_addresses(blocks):
-            return None
-        return partial(self.run, batch, pages)
+        pages = batch.pages
+        return partial(self.run, batch, pages) if cpu_addresses(pages) and cpu_addresses(batch.blocks) else None
 
     def run(self, batch: CopyBatch, pages: CpuMemory, start: int, stop: int) -> None:
         """As RunRecords. `pages`: the end of the batch that has them."""

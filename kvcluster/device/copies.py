@@ -64,14 +64,15 @@ class DeviceCopies:
 
     def open(self, batch: CopyBatch) -> RunRecords | None:
         """As CopyExecutor."""
-        loads = batch.direction is CopyDirection.LOAD
-        pages, blocks = (batch.source, batch.target) if loads else (batch.target, batch.source)
+        pages, blocks = batch.pages, batch.blocks
         if not isinstance(blocks, DeviceMemory) or blocks.device is not self._staging.device:
             return None
         if not cpu_addresses(pages):
             return None
         sizes = [_raw_bytes(batch, at) for at in range(len(batch.records))]
-        if max(sizes, default=0) > self._staging.slot_bytes or not (loads or _has_whole_pages(batch)):
+        if max(sizes, default=0) > self._staging.slot_bytes:
+            return None
+        if batch.direction is CopyDirection.STORE and not _has_whole_pages(batch):
             return None
         return partial(_BatchRun(batch, pages, blocks, self._staging, sizes).run)
 

@@ -1,12 +1,13 @@
 """Device: what kvcluster needs of a GPU. A seam with two sides: a card, and the twin of one (twin.py).
 
 Work is enqueued on streams and carried out later, each stream in its order, different streams in any. An event marks a
-place in a stream; a stream that waits for it goes on when all work before that place is done. Nothing here waits for
-the device: whoever must know asks `done`, from time to time.
+place in a stream; a stream that waits for it goes on when all work before that place is done. No call waits for the
+device: a caller that needs a result asks `done` repeatedly.
 
 Memory is named by address, of the device and of this process alike, since a tensor of the twin is one of the CPU. Only
-enqueued work touches a device's memory. Memory of this process that work touches is pinned, and is touched by the CPU
-within `PinnedMemory.opened` alone, when no work under way touches it: `done` has told so.
+enqueued work reads or writes a device's memory. Work reads and writes memory of this process only if it is pinned. The
+CPU reads and writes pinned memory only within `PinnedMemory.opened`, and only after `done` has returned True for all
+work that uses it.
 """
 
 from __future__ import annotations

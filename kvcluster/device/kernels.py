@@ -78,8 +78,16 @@ class _Move:
 
     def __init__(self, records: Sequence[StagedRecord]) -> None:
         self.records = records
-        self.staged = [record.staged for record in records]
-        self.touched = [touched for record in records for touched, _ in record.planes()]
+
+    @property
+    def staged(self) -> Sequence[Range]:
+        """What it touches of staging."""
+        return [record.staged for record in self.records]
+
+    @property
+    def touched(self) -> Sequence[Range]:
+        """What it touches of blocks: computed row by row, for who judges their order."""
+        return [touched for record in self.records for touched, _ in record.planes()]
 
 
 class Scatter(_Move):

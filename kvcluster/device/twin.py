@@ -1,9 +1,9 @@
 """Twin: a device that is meaner than a card, in memory of this process. It proves that what uses a device is ordered.
 
-A card carries work out soon, and mostly in the order in which it came, so that a wait that is missing shows once in a
-million. The twin carries work out as late as it is allowed to, in any order that streams and events permit, and copies
-in torn pieces, all drawn from a seed. Nothing runs by itself: a piece of work is done when somebody asks whether an
-event is done. New memory and memory that was given back hold garbage.
+A card carries out work soon, and mostly in the order in which it was enqueued, so a missing wait gives wrong bytes
+perhaps once in a million runs. The twin delays work, takes any order that streams and events permit, and splits copies
+into pieces; a seed decides. It has no thread: each call of `done` carries out a few pieces of work. New memory and
+memory that was given back contain random bytes.
 
 Its memory is a memory file that is mapped twice: at the addresses that everybody sees it cannot be touched, which ends
 the process that tries; the twin works through the other mapping. Every access is held to the order (ordering.py), so
@@ -36,7 +36,7 @@ _LIBC = ctypes.CDLL(None)
 _ALIGNED = 256
 _PROT_NONE = 0
 _PIECES_A_QUESTION = 4
-"""At most so many pieces of work, less one, are done when somebody asks."""
+"""A call of `done` carries out fewer pieces of work than this."""
 
 
 @dataclass(eq=False, slots=True)
@@ -279,10 +279,10 @@ class Twin:
     @_locked
     def launch(self, kernel: DeviceKernel, stream: Stream) -> None:
         self._check(stream)
-        for touched in (*kernel.reads, *kernel.writes):
+        reads, writes = kernel.reads, kernel.writes
+        for touched in (*reads, *writes):
             self._opened(touched)
-        what = f"{type(kernel).__name__} on stream {stream}"
-        self.machine.ordering.enqueue(stream, kernel.reads, kernel.writes, what)
+        self.machine.ordering.enqueue(stream, reads, writes, f"{type(kernel).__name__} on stream {stream}")
         self.machine.enqueue(stream, lambda: kernel.run(self._opened))
 
     @_locked

@@ -189,6 +189,16 @@ class CopyBatch:
     deadline_ns: int
     keeps: Sequence[object] = ()
 
+    @property
+    def pages(self) -> CopyEndpoint:
+        """The end that has pages."""
+        return self.source if self.direction is CopyDirection.LOAD else self.target
+
+    @property
+    def blocks(self) -> CopyEndpoint:
+        """The end that has blocks."""
+        return self.target if self.direction is CopyDirection.LOAD else self.source
+
     def is_stopped(self, at: int, now: int) -> bool:
         """Whether this record must not be begun any more."""
         return bool(self.cancel[0] or self.dropped[self.records.items[at]]) or now >= self.deadline_ns

@@ -29,17 +29,16 @@ class NativeCopies:
 
     def open(self, batch: CopyBatch) -> RunRecords | None:
         """As CopyExecutor."""
-        loads = batch.direction is CopyDirection.LOAD
-        pages, blocks = (batch.source, batch.target) if loads else (batch.target, batch.source)
+        pages = batch.pages
         if native.KERNELS is None or not len(batch.records):
             return None
-        if not isinstance(blocks, HostMemory) or not cpu_addresses(pages):
+        if not isinstance(batch.blocks, HostMemory) or not cpu_addresses(pages):
             return None
         if _read_only(batch.items):
             return None
         try:
             copies = native.KERNELS.Copies(
-                loads,
+                batch.direction is CopyDirection.LOAD,
                 _view(pages),
                 _geometries(batch.items),
                 batch.items.columns(),

@@ -132,26 +132,27 @@ class Driver(Generic[M]):
         if decodes_of is None:
             message = build(call)
             with self._turns.of(_turn_of(message), wait_s):
-                reply = self._stepped(call, message)
+                answered = self._stepped(call, message)
         else:
             with self._turns.of(decodes_of, wait_s):
                 with self._turns.decoding(decodes_of):
                     message = build(call)
-                reply = self._stepped(call, message)
-        if not isinstance(reply, _Waiter):
-            return reply
+                answered = self._stepped(call, message)
+        if not isinstance(answered, _Waiter):
+            return answered
+        waiter = answered
         del message  # it may be long, and its answer may take long
-        reply.event.wait(give_up - time.monotonic())
+        waiter.event.wait(give_up - time.monotonic())
         with self._lock:
-            if reply.reply is not None:
-                return reply.reply
+            if waiter.reply is not None:
+                return waiter.reply
             if self._waiters.pop(call, None) is not None:
                 self._abandoned[call] = None
             self._check_alive()
         raise Unavailable(Miss(MissReason.DEADLINE, f"{self._name} has not answered after {wait_s:.1f} s"))
 
     def _stepped(self, call: CallId, message: M) -> Reply | _Waiter:
-        """Steps a message. Returns the answer to it, or who waits for that."""
+        """Steps a message. Returns its answer, or the waiter that a later step gives the answer to."""
         self._mailbox.append(message)
         with self._lock:
             self._drain()

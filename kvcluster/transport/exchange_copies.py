@@ -138,7 +138,6 @@ class RecordSink(ABC):
 
     def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
         """As PageSink."""
-
         assert cpu_addresses(source), "pages of a device come through memory of this process"
 
         def load(at: int) -> None:

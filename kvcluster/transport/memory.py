@@ -9,12 +9,11 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 
 from kvcluster.core import limits
-from kvcluster.core.ids import SUM_BYTES, NamespaceId, Tenant
+from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.core.messages import (
     AttendRequest,
     PageSlot,
     PageWant,
-    PageWants,
     ReadRequest,
     Reply,
     Request,
@@ -32,7 +31,7 @@ from kvcluster.transport.base import ONE_STREAM, Deadline, PageHost, PageSink, P
 from kvcluster.transport.exchange_copies import granted_records, open_store, reserved_records
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.shard_questions import ShardQuestions
-from kvcluster.wire.shm_frames import Places
+from kvcluster.wire.shm_frames import Places, wanted_sums
 
 
 class MemoryTransport(ShardQuestions):
@@ -91,10 +90,9 @@ class MemoryTransport(ShardQuestions):
 
 def _places(granted: Mapping[int, PageSlot], views: Mapping[int, memoryview], wants: Sequence[PageWant] = ()) -> Places:
     """Returns where granted pages lie, as addresses; those of a read with codecs and sums."""
-    slots, columns = list(granted.values()), PageWants.of(wants)
+    slots = list(granted.values())
     layers = {part: part.layers for part in dict.fromkeys([slot.key.part for slot in slots])}
-    of_kind = [slice(SUM_BYTES * kind.layer_start, SUM_BYTES * kind.layer_stop) for kind in columns.kinds]
-    sums = [slot.sums[of_kind[columns.kind_of[item]]] for item, slot in granted.items()] if wants else []
+    sums = wanted_sums(wants, granted) if wants else []
     return Places(
         list(granted),
         [address_of(views[item]) for item in granted],

@@ -84,11 +84,15 @@ def encode_read_grant(
     """Encodes where each page lies that is not a miss; `granted` is in the order of the wants. `starts`: where the
     region of each tier begins in the arena, from whose start offsets count here. Raises LimitError if that does not fit
     a frame."""
+    codecs = struct.pack(f"<{len(granted)}Q", *[slot.codec for slot in granted.values()])
+    return _grant(shard.encode_read_head(outcome), granted.values(), starts, [codecs, *wanted_sums(wants, granted)])
+
+
+def wanted_sums(wants: Sequence[PageWant], granted: Mapping[int, PageSlot]) -> list[bytes]:
+    """Returns for each granted page the packed checksums of the layers that were asked for."""
     columns = PageWants.of(wants)
     spans = [slice(SUM_BYTES * kind.layer_start, SUM_BYTES * kind.layer_stop) for kind in columns.kinds]
-    sums = [slot.sums[spans[columns.kind_of[item]]] for item, slot in granted.items()]
-    codecs = struct.pack(f"<{len(granted)}Q", *[slot.codec for slot in granted.values()])
-    return _grant(shard.encode_read_head(outcome), granted.values(), starts, [codecs, *sums])
+    return [slot.sums[spans[columns.kind_of[item]]] for item, slot in granted.items()]
 
 
 def decode_read_grant(body: bytes, wants: Sequence[PageWant], arena_bytes: int) -> tuple[list[Miss | None], Places]:

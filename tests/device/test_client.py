@@ -3,7 +3,7 @@ while the engine's own work is under way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from random import Random
 from typing import Any
@@ -13,43 +13,23 @@ import torch
 
 from kvcluster import Dense, Paged
 from kvcluster.client.client import Client
-from kvcluster.core.ids import Tenant
-from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import MissReason
-from kvcluster.core.spec import KVSpec
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.ordering import Unordered
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.device.twin import Machine, Twin
 from kvcluster.errors import CallerError
 from kvcluster.pages.region import bytes_at
-from kvcluster.runtime.auth import Authenticator
-from kvcluster.runtime.server import GrpcServer, unary_handlers
-from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.split_transport import SplitTransport
-from kvcluster.transport.base import Transport
-from kvcluster.transport.grpc_pages import GrpcPages, page_handlers
-from kvcluster.transport.memory import MemoryTransport
-from kvcluster.transport.shm_pages import ShmPages
-from kvcluster.transport.shm_server import ShmServer
-from kvcluster.transport.tcp_pages import TcpPages, TcpServer
-from kvcluster.wire.methods import SHARD
+from kvcluster.testing.conformance.world import ONE
+from tests.client.build import BLOCK, DIM, HEADS, LAYERS, spec_of
 from tests.device.programs import finish
+from tests.transport import shm_served, test_grpc, test_tcp
+from tests.transport.peers import InProcess
 
-TENANT = Tenant("default")
-LAYERS, HEADS, DIM, TOKENS, BLOCKS = 3, 4, 8, 4, 6
-SPEC = KVSpec.uniform(
-    model="m",
-    weights="sha256:1",
-    num_layers=LAYERS,
-    num_kv_heads=HEADS,
-    head_dim=DIM,
-    dtype="bfloat16",
-    block_tokens=TOKENS,
-)
+TOKENS, BLOCKS = BLOCK, 6
+SPEC = spec_of(dtype="bfloat16")
 PROMPT = list(range(BLOCKS * TOKENS))
-PATHS = ("memory", "shm", "tcp", "grpc")
 
 
 def values(seed: int) -> torch.Tensor:
@@ -58,35 +38,22 @@ def values(seed: int) -> torch.Tensor:
     return torch.randn(BLOCKS, LAYERS, 2, TOKENS, HEADS, DIM, generator=draw).bfloat16()
 
 
+SERVED: dict[str, Callable[[Any], Any]] = {
+    "memory": InProcess,
+    "shm": shm_served.Served,
+    "tcp": test_tcp.Served,
+    "grpc": test_grpc.Served,
+}
+
+
 @contextmanager
 def client_over(path: str, cluster: MemoryCluster) -> Iterator[Client]:
     """A client that reaches all shards of a cluster over that path alone."""
     with ExitStack() as stack:
-        addresses: dict[str, str] = {}
-
-        def served(host: ShardHost) -> Any:
-            if path == "shm":
-                return ShmServer(host, lambda token: TENANT)
-            if path == "tcp":
-                return TcpServer(host, lambda token: TENANT, "127.0.0.1")
-            handlers = unary_handlers(SHARD, host.ask) | page_handlers(host)
-            return GrpcServer(handlers, Authenticator(None, "between shards"), "127.0.0.1", 0, threads=8)
-
-        def opened(shard: ShardAddress) -> Transport:
-            host, address = cluster.shards[shard.shard], addresses.get(shard.shard, "")
-            control = MemoryTransport(host, TENANT)
-            if path == "memory":
-                return control
-            if path == "grpc":
-                return GrpcPages(address, None)
-            return SplitTransport(control, (ShmPages if path == "shm" else TcpPages)(address, None))
-
-        for shard, host in cluster.shards.items() if path != "memory" else ():
-            server = served(host)
-            stack.callback(server.close)
-            server.start()
-            addresses[shard] = server.address
-        client = Client(cluster.port(), opened, SPEC)
+        served = {shard: SERVED[path](host) for shard, host in cluster.shards.items()}
+        for each in served.values():
+            stack.callback(each.close)
+        client = Client(cluster.port(ONE), lambda shard: served[shard.shard].open(ONE), SPEC)
         stack.callback(client.close)
         yield client
 
@@ -187,7 +154,7 @@ class Caches:
         return all(torch.equal(self.engine.read(tensor), part) for tensor, part in self.each(content))
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", SERVED)
 @pytest.mark.parametrize("layout", ["dense", "nhd", "hnd", "apart"])
 def test_what_an_engine_has_computed_is_stored_and_loaded_to_the_last_bit(
     engine: Engine, cluster: MemoryCluster, path: str, layout: str
@@ -244,7 +211,7 @@ def test_a_call_that_does_not_come_after_the_engines_work_is_noticed(
         cluster.client(SPEC).store(PROMPT, caches.memory)
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", SERVED)
 def test_a_device_that_fails_is_a_miss_of_its_own_and_no_fault_of_a_shard(
     engine: Engine, cluster: MemoryCluster, path: str
 ) -> None:

@@ -200,8 +200,8 @@ class SequenceLoads:
         return self._lost(fetch.blocks[came.blocks], came.miss or Miss(MissReason.DEADLINE, "its load failed"))
 
     def valid(self, loan: BorrowedBlocks) -> bool:
-        """Whether what was read of a loan counts. If not, its blocks are absent. Called while the caller still reads:
-        a sweep returns a loan of which no block is left when nobody does, and then it cannot be told."""
+        """Whether what was read of a loan counts. If not, its blocks are absent. The caller is still `reading`: as soon
+        as no thread is, a sweep may close the loan, and then BorrowedBlocks.valid raises."""
         if loan.valid():
             return True
         with self._runner.lock:
