@@ -90,13 +90,14 @@ class BorrowedPages:
             return self._while_it_lives(ask)
 
     def close(self) -> None:
-        """Returns the lease, and releases the views. May be called again."""
+        """Releases the views, and then returns the lease: no view can be read any more when the shard has it. May be
+        called again."""
         with self._lock:
-            self._finish()
             views, self.views = self.views, [None] * len(self.views)
-        for view in views:
-            if view is not None:
-                _release(view)
+            for view in views:
+                if view is not None:
+                    _release(view)
+            self._finish()
 
     def _while_it_lives(self, work: Callable[[], object]) -> bool:
         """Does the work, and ends the loan if it fails. Returns whether the loan still lives. Called under the lock."""
