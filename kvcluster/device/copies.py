@@ -3,6 +3,8 @@
     load    pages --the CPU verifies and decodes--> pinned --copy--> staging --Scatter--> blocks
     store   blocks --Gather--> staging --copy--> pinned --the CPU copies and sums--> pages
 
+A slot has the table of the moves first (moves.py), and the records behind it.
+
 What the CPU reads or writes of a page is what it has verified or summed; a block is touched by kernels alone, behind
 the event at which the caller made the call. A chunk of records has one slot of staging, and two chunks are under way at
 once, so that the CPU works at one while the device has the other. `run` returns when the device has done everything: a
@@ -14,13 +16,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.device.device import Device, Event, Range
-from kvcluster.device.kernels import Gather, Scatter, StagedRecord
+from kvcluster.device.kernels import Gather, Scatter
+from kvcluster.device.moves import ALIGNED, RECORD_BYTES, StagedRecord, columns_bytes, moves
 from kvcluster.device.staging import DeviceStaging, Slot
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus, encoded_layer_bytes
@@ -47,11 +50,14 @@ class DeviceMemory(ForeignMemory):
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """Records that pass through one slot, and where in it each lies. `event`: behind all work of the device."""
+    """Records that pass through one slot, and where in it each lies: from `first` to `stop`, behind room for their
+    table. `event`: behind all work of the device."""
 
     slot: Slot
     records: Sequence[int]
     starts: Sequence[int]
+    first: int
+    stop: int
     event: Event | None = None
 
 
@@ -69,26 +75,34 @@ class DeviceCopies:
             return None
         if not cpu_addresses(pages):
             return None
-        sizes = [_raw_bytes(batch, at) for at in range(len(batch.records))]
-        if max(sizes, default=0) > self._staging.slot_bytes:
+        sizes = [_aligned(_raw_bytes(batch, at)) for at in range(len(batch.records))]
+        tables = [_aligned(columns_bytes(geometry)) if geometry else 0 for geometry in batch.items.geometries]
+        if max(sizes, default=0) + max(tables, default=0) + RECORD_BYTES > self._staging.slot_bytes:
             return None
         if batch.direction is CopyDirection.STORE and not _has_whole_pages(batch):
             return None
-        return partial(_BatchRun(batch, pages, blocks, self._staging, sizes).run)
+        return partial(_BatchRun(batch, pages, blocks, self._staging, sizes, tables).run)
 
 
 class _BatchRun:
     """The records of one batch."""
 
     def __init__(
-        self, batch: CopyBatch, pages: CpuMemory, blocks: DeviceMemory, staging: DeviceStaging, sizes: Sequence[int]
+        self,
+        batch: CopyBatch,
+        pages: CpuMemory,
+        blocks: DeviceMemory,
+        staging: DeviceStaging,
+        sizes: Sequence[int],
+        tables: Sequence[int],
     ) -> None:
         self._batch = batch
         self._pages = pages
         self._blocks = blocks
         self._device = staging.device
         self._staging = staging
-        self._sizes = sizes
+        self._sizes = sizes  # of records in a slot
+        self._tables = tables  # of geometries
         self._room = Staging()
         self._loads = batch.direction is CopyDirection.LOAD
         self._stream = staging.loads if self._loads else staging.stores
@@ -117,15 +131,19 @@ class _BatchRun:
     def _chunks(self, start: int, stop: int) -> Iterator[list[int]]:
         """Yields the pending records, as many at a time as a slot has room for."""
         chunk: list[int] = []
+        groups: set[int] = set()
         room = self._staging.slot_bytes
         for at in range(start, stop):
             if self._batch.status[at] != CopyStatus.PENDING:
                 continue
-            if chunk and self._sizes[at] > room:
+            group = self._group(at)
+            own = self._sizes[at] + RECORD_BYTES
+            if chunk and own + (group not in groups) * self._tables[group] > room:
                 yield chunk
-                chunk, room = [], self._staging.slot_bytes
+                chunk, groups, room = [], set(), self._staging.slot_bytes
+            room -= own + (group not in groups) * self._tables[group]
             chunk.append(at)
-            room -= self._sizes[at]
+            groups.add(group)
         if chunk:
             yield chunk
 
@@ -141,34 +159,44 @@ class _BatchRun:
 
     def _begun(self, slot: Slot, records: Sequence[int]) -> _Chunk:
         """Has the device begin with these records: for a load, with those that the CPU finds sound."""
-        starts, at = [], 0
+        groups = {self._group(number) for number in records}
+        starts, first = [], len(records) * RECORD_BYTES + sum(self._tables[group] for group in groups)
+        at = first
         for number in records:
             starts.append(at)
             at += self._sizes[number]
-        chunk = _Chunk(slot, records, starts)
+        chunk = _Chunk(slot, records, starts, first, at)
         try:
             if self._loads:
-                chunk = self._verified(chunk, at)
+                chunk = self._verified(chunk)
             chunk = self._kept(chunk, [not self._stopped(number) for number in chunk.records])  # meanwhile, maybe
+            kernel = self._kernel(chunk)
         except BaseException:
             self._staging.give_back(slot)
             raise
-        if chunk.records:
-            self._enqueue(chunk, at)
+        if kernel.launches:  # some block has something of them
+            self._enqueue(chunk, kernel)
         return chunk
 
-    def _enqueue(self, chunk: _Chunk, nbytes: int) -> None:
+    def _kernel(self, chunk: _Chunk) -> Scatter | Gather:
+        """Returns what moves these records, and writes its table into the slot."""
+        memory = chunk.slot.memory.range
+        pairs = zip(chunk.records, chunk.starts, strict=True)
+        records = [self._staged(memory.address + start, number) for number, start in pairs]
+        table, launches = moves(records)
+        with chunk.slot.pinned.opened(0, len(table), writes=True) as room:
+            room[:] = table
+        return (Scatter if self._loads else Gather)(Range(memory.address, len(table)), launches, records)
+
+    def _enqueue(self, chunk: _Chunk, kernel: Scatter | Gather) -> None:
         device, stream = self._device, self._stream
-        pinned, memory = Range(chunk.slot.pinned.range.address, nbytes), Range(chunk.slot.memory.range.address, nbytes)
-        staged = [
-            self._staged(memory.address + at, number) for number, at in zip(chunk.records, chunk.starts, strict=True)
-        ]
-        if self._loads:
-            device.copy(memory, pinned, stream)
-            device.launch(Scatter(staged), stream)
-        else:
-            device.launch(Gather(staged), stream)
-            device.copy(pinned, memory, stream)
+        pinned, memory = chunk.slot.pinned.range, chunk.slot.memory.range
+        brought = chunk.stop if self._loads else kernel.table.nbytes
+        device.copy(_piece(memory, 0, brought), _piece(pinned, 0, brought), stream)
+        device.launch(kernel, stream)
+        if not self._loads:
+            begins, nbytes = chunk.first, chunk.stop - chunk.first
+            device.copy(_piece(pinned, begins, nbytes), _piece(memory, begins, nbytes), stream)
         chunk.event = device.record(stream)
 
     def _end(self, chunk: _Chunk) -> None:
@@ -189,13 +217,14 @@ class _BatchRun:
 
     # ------------------------------------------------------------------------------------------ by the CPU
 
-    def _verified(self, chunk: _Chunk, nbytes: int) -> _Chunk:
+    def _verified(self, chunk: _Chunk) -> _Chunk:
         """Brings records into the slot, raw. Returns the chunk with those that are sound; sets the status of others."""
         sound = []
-        with chunk.slot.pinned.opened(0, nbytes, writes=True) as room:
+        with chunk.slot.pinned.opened(0, chunk.stop, writes=True) as room:
             for number, start in zip(chunk.records, chunk.starts, strict=True):
                 stopped = self._stopped(number)
-                sound.append(not stopped and self._bring(number, room[start : start + self._sizes[number]]))
+                place = room[start : start + _raw_bytes(self._batch, number)]
+                sound.append(not stopped and self._bring(number, place))
                 if not stopped and not sound[-1]:
                     self._batch.status[number] = CopyStatus.MISMATCH
         return self._kept(chunk, sound)
@@ -219,16 +248,18 @@ class _BatchRun:
     def _take_over(self, chunk: _Chunk) -> None:
         """Copies what has arrived in the slot into the pages, and sums what it has written."""
         records, identities = self._batch.records, self._batch.identities
-        last = chunk.starts[-1] + self._sizes[chunk.records[-1]]
-        with chunk.slot.pinned.opened(0, last, writes=False) as room:
+        with chunk.slot.pinned.opened(chunk.first, chunk.stop, writes=False) as room:
             for number, start in zip(chunk.records, chunk.starts, strict=True):
                 into = self._pages.view(records.offsets[number], records.nbytes[number])
-                data, layer = room[start : start + into.nbytes], records.layers[number]
+                data, layer = room[start - chunk.first :][: into.nbytes], records.layers[number]
                 records.set_sums(
                     number, checksum.copy_sums(identities[number], layer, records.counts[number], into, data)
                 )
 
     # ----------------------------------------------------------------------------------------------- records
+
+    def _group(self, number: int) -> int:
+        return self._batch.items.groups[self._batch.records.items[number]]
 
     def _staged(self, address: int, number: int) -> StagedRecord:
         records, items = self._batch.records, self._batch.items
@@ -254,7 +285,15 @@ class _BatchRun:
     def _kept(chunk: _Chunk, wanted: Sequence[bool]) -> _Chunk:
         """Returns the chunk with these of its records."""
         pairs = [pair for pair, keep in zip(zip(chunk.records, chunk.starts, strict=True), wanted, strict=True) if keep]
-        return _Chunk(chunk.slot, [number for number, _ in pairs], [start for _, start in pairs])
+        return replace(chunk, records=[number for number, _ in pairs], starts=[start for _, start in pairs])
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def _piece(memory: Range, start: int, nbytes: int) -> Range:
+    return Range(memory.address + start, nbytes)
 
 
 def _raw_bytes(batch: CopyBatch, number: int) -> int:

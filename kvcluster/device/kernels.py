@@ -1,83 +1,24 @@
-"""The kernels that move pages between staging and the blocks of an engine's memory, as data and as their definition.
-
-In staging, a record lies in page layout, `[layers, planes, block_tokens, heads, dim]`, with all heads of its page;
-blocks have any strides. A kernel moves of each record the layers and heads that the memory has and that are to be
-filled. `run` moves them by the CPU, row by row: it is what a device's own code is held to, and not fast.
-"""
+"""The kernels that move records between staging and the blocks of an engine's memory, as data and as their definition:
+what a device's own code does has to have the same result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from kvcluster.core.groups import Part
 from kvcluster.device.device import Range
-from kvcluster.pages.copy_geometry import BlockGeometry
+from kvcluster.device.moves import Launch, StagedRecord
 
 Opened = Callable[[Range], memoryview]
 
 
-class _Row(NamedTuple):
-    """One head of one token: its first byte in staging, counted from the record's; the address of its first element in
-    the block; its elements, their bytes, and their distance in the block."""
-
-    staged: int
-    block: int
-    elements: int
-    element_bytes: int
-    distance: int
-
-
 @dataclass(frozen=True, slots=True)
-class StagedRecord:
-    """A run of layers of one page, raw, at an address of staging. `part`: its layers, counted in the group, and all
-    heads of its page; `fills`: those of them that are moved. The block is row `block` of `geometry`."""
-
-    address: int
-    part: Part
-    fills: Part
-    geometry: BlockGeometry
-    block: int
-
-    @property
-    def staged(self) -> Range:
-        """The bytes in staging."""
-        return Range(self.address, self.part.layers * self.part.heads * self.geometry.head_bytes)
-
-    def planes(self) -> Iterator[tuple[Range, list[_Row]]]:
-        """Yields for each layer and plane of which something is moved the range of the block in which its rows lie, and
-        the rows."""
-        geometry, part = self.geometry, self.part
-        both = geometry.part.intersect(self.fills)
-        at = 0
-        for layer in range(part.layer_start, part.layer_stop):
-            for number, (tokens, elements, nbytes) in enumerate(geometry.planes):
-                if both is not None and both.layer_start <= layer < both.layer_stop:
-                    rows = list(self._rows(both, layer, number, at))
-                    start = min(row.block for row in rows)
-                    stop = max(row.block + (row.elements - 1) * row.distance + nbytes for row in rows)
-                    yield Range(start, stop - start), rows
-                at += tokens * part.heads * elements * nbytes
-
-    def _rows(self, both: Part, layer: int, plane: int, at: int) -> Iterator[_Row]:
-        geometry, part = self.geometry, self.part
-        tokens, elements, nbytes = geometry.planes[plane]
-        mine = layer - geometry.part.layer_start
-        distance = geometry.element_strides[mine * len(geometry.planes) + plane]
-        for token in range(tokens):
-            for head in range(both.head_start, both.head_stop):
-                staged = at + (token * part.heads + head - part.head_start) * elements * nbytes
-                own = head - geometry.part.head_start
-                block = geometry.address(mine, plane, self.block, token=token, head=own)
-                yield _Row(staged, block, elements, nbytes, distance)
-
-
 class _Move:
-    """Moves of records, as data."""
+    """Moves of `records`, by `table` in the device's memory and `launches` (moves.py)."""
 
-    def __init__(self, records: Sequence[StagedRecord]) -> None:
-        self.records = records
+    table: Range
+    launches: Sequence[Launch]
+    records: Sequence[StagedRecord]
 
     @property
     def staged(self) -> Sequence[Range]:
@@ -86,8 +27,15 @@ class _Move:
 
     @property
     def touched(self) -> Sequence[Range]:
-        """What it touches of blocks: computed row by row, for who judges their order."""
-        return [touched for record in self.records for touched, _ in record.planes()]
+        """What it touches of blocks: computed for who judges their order."""
+        return [touched for record in self.records for touched in record.touched()]
+
+    def pieces(self, opened: Opened) -> Iterator[tuple[memoryview, memoryview]]:
+        """Yields each run of bytes in staging and in a block, by the table alone."""
+        words = opened(self.table).cast("q")
+        for launch in self.launches:
+            for staged, block, nbytes in launch.pieces(words):
+                yield opened(Range(staged, nbytes)), opened(Range(block, nbytes))
 
 
 class Scatter(_Move):
@@ -96,7 +44,7 @@ class Scatter(_Move):
     @property
     def reads(self) -> Sequence[Range]:
         """As DeviceKernel."""
-        return self.staged
+        return [self.table, *self.staged]
 
     @property
     def writes(self) -> Sequence[Range]:
@@ -105,7 +53,7 @@ class Scatter(_Move):
 
     def run(self, opened: Opened) -> None:
         """As DeviceKernel."""
-        for staged, block in _pieces(self.records, opened):
+        for staged, block in self.pieces(opened):
             block[:] = staged
 
 
@@ -115,7 +63,7 @@ class Gather(_Move):
     @property
     def reads(self) -> Sequence[Range]:
         """As DeviceKernel."""
-        return self.touched
+        return [self.table, *self.touched]
 
     @property
     def writes(self) -> Sequence[Range]:
@@ -124,17 +72,5 @@ class Gather(_Move):
 
     def run(self, opened: Opened) -> None:
         """As DeviceKernel."""
-        for staged, block in _pieces(self.records, opened):
+        for staged, block in self.pieces(opened):
             staged[:] = block
-
-
-def _pieces(records: Sequence[StagedRecord], opened: Opened) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yields each run of bytes in staging and in a block."""
-    for record in records:
-        staging = opened(record.staged)
-        for touched, rows in record.planes():
-            block = opened(touched)
-            for staged, address, elements, nbytes, distance in rows:
-                for element in range(elements):
-                    here, there = staged + element * nbytes, address - touched.address + element * distance
-                    yield staging[here : here + nbytes], block[there : there + nbytes]

@@ -1,5 +1,6 @@
 """Compiles the kernels for a card, without one: `python -m tests.triton.compiled 90` prints for each launch that the
-codecs make the bytes that it spills, its registers, and its float operations.
+codecs make, and for each variant of the kernel that moves records, the bytes that it spills, its registers, and its
+float operations, or its accesses to memory.
 
 The interpreter that runs them on a CPU says nothing of what a compiler fuses, approximates or flushes, nor whether the
 kernel fits into registers. The assembler that Triton brings says the latter.
@@ -25,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcluster.core.codecs import layer_bytes
+from kvcluster.device import triton_moves
 from kvcluster.pages import codec_triton
 from tests.pages.layers import DTYPES, LOSSY, group_of
 
@@ -32,6 +34,8 @@ DIMS = (80, 128)
 TOKENS, HEADS = 16, 8
 LAUNCHES = 6 * len(DTYPES) * len(DIMS)
 """Two kernels of q8, and of q4 two for K and two for V."""
+
+MOVES = len(triton_moves.VARIANTS)
 
 POINTERS = {
     torch.int16: "*i16",
@@ -41,6 +45,7 @@ POINTERS = {
     torch.int32: "*i32",
 }
 OPERATION = re.compile(r"\b(?:abs|add|cvt|div|ex2|fma|mad|max|min|mul|neg|rcp|sqrt|sub)\.[\w.]*f(?:16|32)\b[\w.]*")
+ACCESS = re.compile(r"\b(?:ld|st)\.global\b[\w.:]*")
 SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 
@@ -97,19 +102,33 @@ def launches() -> Iterator[Launch]:
                 yield one
 
 
-def compiled(launch: Launch, capability: int) -> tuple[int, int, Counter[str]]:
-    """Returns the spilled bytes, the registers, and how often each operation on float16 or float32 is in the PTX."""
-    log, options = io.StringIO(), {"enable_fp_fusion": False, "num_warps": launch.warps}
+def moves() -> Iterator[tuple[str, ASTSource]]:
+    """The variants of the kernel that moves records, with their names."""
+    fields = triton_moves.Variant._fields
+    for (unit, shape, scatters), variant in triton_moves.VARIANTS.items():
+        signature: dict[str, str] = {}
+        for parameter in triton_moves.move.params:
+            kind = "i64" if parameter.name == "table" else "i32"
+            signature[parameter.name] = "constexpr" if parameter.name in fields else kind
+        assert [name for name, kind in signature.items() if kind == "constexpr"] == list(fields)
+        name = f"move {unit}-{shape}-{'scatter' if scatters else 'gather'}"
+        yield name, ASTSource(triton_moves.move, signature, constexprs=variant._asdict())
+
+
+def compiled(source: ASTSource, warps: int, capability: int) -> tuple[int, int, str]:
+    """Returns the spilled bytes, the registers, and the PTX."""
+    log, options = io.StringIO(), {"enable_fp_fusion": False, "num_warps": warps}
     with contextlib.redirect_stdout(log):
-        made = triton.compile(launch.source(), target=GPUTarget("cuda", capability, 32), options=options)
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     spilled, registers = SPILLED.search(log.getvalue()), REGISTERS.search(log.getvalue())
     assert spilled and registers, log.getvalue()
-    return int(spilled[1]) + int(spilled[2]), int(registers[1]), Counter(OPERATION.findall(made.asm["ptx"]))
+    return int(spilled[1]) + int(spilled[2]), int(registers[1]), made.asm["ptx"]
 
 
 if __name__ == "__main__":
     knobs.nvidia.dump_ptxas_log = True
-    for launch in launches():
-        spilled, registers, found = compiled(launch, int(sys.argv[1]))
-        counts = (f"{name}={times}" for name, times in sorted(found.items()))
-        print(launch.name, f"spilled={spilled}", f"registers={registers}", *counts)
+    codecs = [(launch.name, launch.source(), launch.warps, OPERATION) for launch in launches()]
+    for name, source, warps, counted in codecs + [(*move, 4, ACCESS) for move in moves()]:
+        spilled, registers, ptx = compiled(source, warps, int(sys.argv[1]))
+        counts = (f"{found}={times}" for found, times in sorted(Counter(counted.findall(ptx)).items()))
+        print(name, f"spilled={spilled}", f"registers={registers}", *counts)

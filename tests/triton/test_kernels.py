@@ -1,4 +1,4 @@
-"""The Triton kernels make the same bytes as the definition, and compile to what is meant, as far as can be shown
+"""The Triton kernels make the same bytes as their definitions, and compile to what is meant, as far as can be shown
 without a GPU: they run in Triton's interpreter, and the assembler that Triton brings compiles them for users' cards."""
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.triton.compiled import LAUNCHES
+from tests.triton.compiled import LAUNCHES, MOVES
 
 ROOT = Path(__file__).parents[2]
 SHARES = 4
+WORDS = {16: "v2.b64", 8: "b64", 4: "b32", 2: "b16", 1: "b8"}
 EXACT = r"(abs|min|max|neg|(add|sub|mul)\.rn|div\.rn(\.ftz)?)\.f32|cvt\.(f32\.f16|rn\.(f32\.[su]\d+|f16(x2)?\.f32))"
 
 
@@ -37,16 +38,28 @@ def test_pages_of_all_kinds_are_encoded_and_decoded_as_the_definition_does(share
     assert (int(differ), int(total)) == (0, len(range(share, 270, SHARES)))
 
 
+@pytest.mark.parametrize("share", range(SHARES))
+def test_records_of_all_layouts_are_moved_as_a_loop_over_their_values_moves_them(share: int, tmp_path: Path) -> None:
+    *_, line = said("tests.device.moved", str(300 * share), "100", interpreted=True, cache=tmp_path)
+    differ, total, variants = re.fullmatch(r"(\d+) of (\d+) differ, (\d+) variants", line).groups()  # type: ignore[union-attr]
+    assert int(differ) == 0 and int(total) > 90 and int(variants) > 8
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
-def test_kernels_compile_for_every_card_without_spills_and_with_exact_arithmetic_alone(
+def test_kernels_compile_for_every_card_without_spills_with_exact_arithmetic_and_wide_accesses(
     capability: int, tmp_path: Path
 ) -> None:
     lines = said("tests.triton.compiled", str(capability), interpreted=False, cache=tmp_path)
-    assert len(lines) == LAUNCHES
+    assert len(lines) == LAUNCHES + MOVES
     for line in lines:
-        kernel, stored, spilled, registers, *operations = line.split()
+        kernel, kind, spilled, registers, *counts = line.split()
         assert spilled == "spilled=0", line
         assert 0 < int(registers.removeprefix("registers=")) <= 255
-        assert operations
-        for operation in operations:
-            assert re.fullmatch(EXACT, operation.partition("=")[0]), f"{kernel} of {stored}: {operation}"
+        found = dict(count.split("=") for count in counts)
+        assert found
+        if kernel == "move":
+            word = WORDS[int(kind.partition("-")[0])]
+            assert {name for name in found if name.startswith("st")} == {f"st.global.{word}"}, line
+            assert set(found) == {f"st.global.{word}", f"ld.global.{word}", "ld.global.b64"}, "of the table"
+        else:
+            assert all(re.fullmatch(EXACT, operation) for operation in found), line
