@@ -64,6 +64,7 @@ STEPS = (
     Step("build", 150, "the native core, built where it is missing", ()),
     Step("card", 20, "what the driver says of the card and of its way to host memory"),
     Step("codecs", 120, "bytes of the Triton codecs against their definition", ("torch", "triton")),
+    Step("device", 75, "what kvcluster does with a card: order, moves, loads and stores", ("torch", "triton")),
     Step("copies", 60, "host memory to and from the card", card=True),
     Step("registering", 60, "making host memory known to the card", card=True),
     Step("prefix", 120, "transformers with PrefixCache: loading against computing", ("torch", "transformers")),

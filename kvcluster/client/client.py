@@ -50,7 +50,7 @@ from kvcluster.client.validation import (
 )
 from kvcluster.client.warm_up import warm_up
 from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
-from kvcluster.config import ClientConfig, client_config
+from kvcluster.config import ClientConfig, client_config, size
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
@@ -65,6 +65,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
+from kvcluster.device.devices import DEVICES
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec import implementation
 from kvcluster.runtime.uninterrupted import MainCall, uninterrupted
@@ -135,6 +136,7 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
             config=self._config,
             deadline=deadline,
         )
+        DEVICES.staging_bytes = max(DEVICES.staging_bytes, size(self._config.device_staging_bytes))
         unused = unused_set(spec, self.parts, self._config.resident_bytes)
         self._sequences = SequenceOpener(spec, self._control, resources, unused)
         self.shipped_counter = self._sequences.counter

@@ -20,6 +20,7 @@ from kvcluster.client.tensor_memory import bind_layers
 from kvcluster.client.validation import kind_of
 from kvcluster.core.groups import DTYPE_BYTES, Part, Plane
 from kvcluster.core.spec import KVSpec
+from kvcluster.device.devices import DEVICES
 from kvcluster.errors import CallerError
 
 __all__ = ["Tensor", "bind_tensors", "page_tensor"]
@@ -137,10 +138,7 @@ def _checked(ask: Ask, name: str, array: object, plane: Plane, sizes: dict[str, 
     dtype = _DTYPES[plane.dtype]
     tensor = as_tensor(array, name, dtype=plane.dtype, writable=ask.writable)
     if tensor.device.type != "cpu":
-        raise CallerError(
-            f"{name} is a {tensor.layout} tensor on {tensor.device}; expected torch.strided on cpu, "
-            "the only kind supported so far: pass tensor.cpu()"
-        )
+        _reach(tensor, name)
     if tensor.dtype != dtype:
         raise CallerError(
             f"{name} is {tensor.dtype}; expected {dtype} (plane {plane.name!r} is {plane.dtype}): "
@@ -155,6 +153,25 @@ def _checked(ask: Ask, name: str, array: object, plane: Plane, sizes: dict[str, 
     if ask.writable and tensor.requires_grad:
         raise CallerError(f"{name} requires grad; expected memory that autograd does not track: pass tensor.detach()")
     return tensor
+
+
+def _reach(tensor: Tensor, name: str) -> None:
+    """Has the device of a tensor known to DEVICES. Raises CallerError."""
+    device = tensor.device
+    if device.type != "cuda":
+        raise CallerError(f"{name} is a tensor on {device}; expected one on cpu or cuda: pass tensor.cpu()")
+    if not DEVICES.staging_bytes:
+        raise CallerError(
+            f"{name} is a tensor on {device}, and memory of devices is not served unless you say so, since no release "
+            "has run on a card: pass tensor.cpu(), or set ClientConfig(device_staging_bytes=2**28)"
+        )
+    from kvcluster.device.torch_cuda import reach
+
+    why = reach(device.index)
+    if not why and tensor.numel() and DEVICES.at(tensor.data_ptr()) is None:
+        why = "its driver says that the address is no memory of a device"
+    if why:
+        raise CallerError(f"{name} is a tensor on {device}, which cannot be used: {why}. Pass tensor.cpu()")
 
 
 def _check_block_ids(ask: Ask, block_ids: Sequence[int] | Tensor) -> list[int]:

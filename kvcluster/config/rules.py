@@ -180,10 +180,18 @@ def _ray_rules(config: Config) -> Iterator[_Rule]:
     )
 
 
+_LEAST_STAGING_BYTES = 8 * 2**20
+"""Two chunks are under way at once, and each has room for some records of limits.RECORD_BYTES."""
+
+
 def _client_rules(client: ClientConfig) -> Iterator[_Rule]:
     yield client.accept in LOSSES, f"client.accept must be one of {', '.join(LOSSES)}, not {client.accept!r}"
     yield client.breaker_failures >= 1, "client.breaker_failures must be at least 1"
     yield 0 <= client.store_niceness <= 19, "client.store_niceness must be between 0 and 19"
+    staging = client.device_staging_bytes
+    assert isinstance(staging, int), "sizes are numbers by now"
+    least = f"client.device_staging_bytes must be 0 or at least {_LEAST_STAGING_BYTES}, not {staging}"
+    yield staging == 0 or staging >= _LEAST_STAGING_BYTES, least
 
 
 def _transport_rules(config: Config) -> Iterator[_Rule]:

@@ -209,7 +209,9 @@ class ClientConfig:
     `accept`: the worst loss that loads accept, exact, q8 or q4; pages that have lost more are a miss.
     `store_niceness`: niceness of the threads that store, 0 to 19, above that of the process's others; for callers that
     do not wait for their stores.
-    `resident_bytes`: memory for the pages of open sequences, taken as they grow; a number, or text such as "4GiB"."""
+    `resident_bytes`: memory for the pages of open sequences, taken as they grow; a number, or text such as "4GiB".
+    `device_staging_bytes`: memory of a GPU, and as much pinned memory, through which the KV of CUDA tensors is loaded
+    and stored, for all clients of the process; 0: CUDA tensors are refused. No release has run with it on a card."""
 
     deadline_ms: int = 0
     connect_ms: int = 5_000
@@ -220,6 +222,7 @@ class ClientConfig:
     transports: tuple[str, ...] = TRANSPORTS
     store_niceness: int = 0
     resident_bytes: int | str = 2**30
+    device_staging_bytes: int | str = 0
 
 
 @dataclass(frozen=True, slots=True)

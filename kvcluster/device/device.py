@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, NewType, Protocol
 
 Stream = NewType("Stream", int)
-Event = NewType("Event", int)
+Event = NewType("Event", object)
 
 
 class Range(NamedTuple):

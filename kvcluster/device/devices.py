@@ -3,11 +3,15 @@ address is."""
 
 from __future__ import annotations
 
-from kvcluster.device.copies import DeviceCopies
-from kvcluster.device.device import Device
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from kvcluster.device.copies import DeviceCopies, DeviceMemory
+from kvcluster.device.device import Device, DeviceFailed, NoMemory
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.pages.copy_batch import CopyBatch
-from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.pages.copy_executor import CopyExecutor, RunRecords
 
 
 class Devices:
@@ -15,7 +19,9 @@ class Devices:
     memory is still not the CPU's."""
 
     def __init__(self) -> None:
-        self._added: dict[Device, DeviceCopies] = {}
+        self._added: dict[Device, CopyExecutor] = {}
+        self.staging_bytes = 0
+        """Of each device that is opened from now on, and as much pinned memory: the most that a client was told."""
 
     def __bool__(self) -> bool:
         return bool(self._added)
@@ -23,6 +29,11 @@ class Devices:
     def add(self, staging: DeviceStaging) -> None:
         """From now on batches reach the memory of this device, through that staging."""
         self._added = {**self._added, staging.device: DeviceCopies(staging)}
+
+    def open_later(self, device: Device, make: Callable[[], DeviceStaging]) -> None:
+        """As `add`, with the staging that `make` returns for the first batch. If that raises NoMemory, the batch fails
+        as on a device that has failed, and the next one asks again."""
+        self._added = {**self._added, device: _Unstaged(self, device, make)}
 
     def remove(self, device: Device) -> None:
         """No batch names its memory any more."""
@@ -36,6 +47,36 @@ class Devices:
         """As CopyExecutor."""
         opened = (copies.open(batch) for copies in self._added.values())
         return next((run for run in opened if run is not None), None)
+
+
+class _Unstaged:
+    """The CopyExecutor of a device that has no staging yet."""
+
+    def __init__(self, devices: Devices, device: Device, make: Callable[[], DeviceStaging]) -> None:
+        self._devices = devices
+        self._device = device
+        self._make = make
+        self._lock = threading.Lock()
+        self._copies: DeviceCopies | None = None
+
+    def open(self, batch: CopyBatch) -> RunRecords | None:
+        """As CopyExecutor."""
+        if not isinstance(batch.blocks, DeviceMemory) or batch.blocks.device is not self._device:
+            return None
+        with self._lock:
+            if self._copies is None:
+                try:
+                    staging = self._make()
+                except (NoMemory, DeviceFailed) as refused:
+                    return partial(_fail, f"{self._device.name} has no room for staging: {refused}")
+                self._copies = DeviceCopies(staging)
+                self._devices.add(staging)
+        return self._copies.open(batch)
+
+
+def _fail(why: str, start: int, stop: int) -> None:
+    """A RunRecords that moves nothing."""
+    raise DeviceFailed(why)
 
 
 DEVICES = Devices()

@@ -126,10 +126,11 @@ def enqueue(kernel: Scatter | Gather) -> None:
 
 
 def build() -> None:
-    """Compiles all variants for the current device, or loads them from Triton's cache."""
+    """Compiles all variants for the current device, or takes them from Triton's cache, and loads them."""
     numbers = [1 << 40] + [1] * 18
     for variant in VARIANTS.values():
-        move.warmup(*numbers, *variant, num_warps=4, grid=(1, 1))
+        made = move.warmup(*numbers, *variant, num_warps=4, grid=(1, 1))
+        made._init_handles()  # else the first launch would
 
 
 def _variant(launch: Launch, *, scatters: bool) -> Variant:

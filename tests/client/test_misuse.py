@@ -89,7 +89,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "another number of heads": (lambda: kv(2)[..., 1:, :], "has shape"),
     "too few blocks": (lambda: kv(1), "1 blocks"),
     "another dtype": (lambda: kv(2).to(torch.float16), "float16; expected torch.float32"),
-    "another device": (lambda: kv(2).to("meta"), "on meta; expected torch.strided on cpu"),
+    "another device": (lambda: kv(2).to("meta"), "on meta; expected one on cpu or cuda"),
     "a sparse layout": (lambda: torch.zeros(kv(2).shape).to_sparse(), "torch.sparse_coo tensor"),
     "no memory at all": (lambda: "memory", "a str; expected a torch tensor"),
     "none": (lambda: None, "None"),

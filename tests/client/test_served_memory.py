@@ -282,7 +282,7 @@ ROWS: dict[str, Row] = {
     "too few blocks": Row(too_few_blocks, "has 2 blocks; expected at least 3", "has 2 blocks; expected 3"),
     "too few layers": Row(too_few_layers, "expected .blocks, layers 3", "expected .blocks, layers 3"),
     "another dtype": Row(of_dtype, "is torch.int32; expected torch.float32", "is torch.int32"),
-    "another device": Row(of_device, "on meta; expected torch.strided on cpu", "on meta"),
+    "another device": Row(of_device, "on meta; expected one on cpu or cuda", "on meta"),
     "requires grad": Row(watched, "requires grad"),
     "numpy array": Row(bare_array),
     "numpy array, transposed": Row(transposed_array),

@@ -20,7 +20,7 @@ def test_without_a_card_kernels_run_in_the_interpreter_and_loads_in_ordinary_mem
         "--json",
         str(tmp_path / "gpu.json"),
     ]
-    steps = ["card", "codecs", "copies", "shard", "exported"]
+    steps = ["card", "codecs", "device", "copies", "shard", "exported"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     done = subprocess.run([*command, "--only", *steps], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -29,6 +29,7 @@ def test_without_a_card_kernels_run_in_the_interpreter_and_loads_in_ordinary_mem
     assert {step["step"]: step["status"] for step in report["steps"]} == {
         "card": "right",
         "codecs": "right",
+        "device": "right",
         "copies": "skipped",
         "shard": "right",
         "exported": "skipped",

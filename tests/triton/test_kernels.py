@@ -45,6 +45,12 @@ def test_records_of_all_layouts_are_moved_as_a_loop_over_their_values_moves_them
     assert int(differ) == 0 and int(total) > 90 and int(variants) > 8
 
 
+def test_all_that_moves_records_is_built_when_a_device_is_opened_and_nothing_when_it_is_used(tmp_path: Path) -> None:
+    *_, line = said("tests.triton.launched", interpreted=False, cache=tmp_path)
+    built, launches, besides = re.fullmatch(r"(\d+) built, (\d+) launches, (\d+) built besides", line).groups()  # type: ignore[union-attr]
+    assert int(built) == MOVES and int(launches) > 200 and int(besides) == 0
+
+
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_kernels_compile_for_every_card_without_spills_with_exact_arithmetic_and_wide_accesses(
     capability: int, tmp_path: Path

@@ -1,0 +1,180 @@
+"""What kvcluster does with a card: programs whose order is known, moves between staging and blocks in every layout, and
+loads and stores of a client with tensors of the card, to the last byte; then the speed of the moves, beside a copy
+within the card. Without a card the programs on the twin, and the moves in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from random import Random
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+import kvcluster
+from benchmarks.gpu_steps.copies import gbps
+from benchmarks.gpu_steps.rows import device_seconds, row
+from kvcluster import Paged
+from kvcluster.client.memory import bind
+from kvcluster.device import triton_moves
+from kvcluster.device.cuda import CudaDevice
+from kvcluster.device.device import Device, Range, Stream
+from kvcluster.device.devices import DEVICES
+from kvcluster.device.kernels import Gather, Scatter
+from kvcluster.device.moves import StagedRecord, moves
+from kvcluster.device.torch_cuda import reach
+from kvcluster.device.twin import Machine, Twin
+from kvcluster.testing import MemoryCluster
+from tests.device.moved import drawn
+from tests.device.programs import Program, Xor
+
+LAYERS, HEADS, DIM, TOKENS, BLOCKS = 32, 8, 128, 16, 16
+SPEC = kvcluster.KVSpec.uniform(
+    model="m",
+    weights="sha256:1",
+    num_layers=LAYERS,
+    num_kv_heads=HEADS,
+    head_dim=DIM,
+    dtype="bfloat16",
+    block_tokens=TOKENS,
+)
+
+
+@triton.jit(do_not_specialize=[0, 1, 2])
+def xor(into: tl.tensor, other: tl.tensor, nbytes: tl.tensor, most: tl.constexpr) -> None:
+    """Xors bytes into others, by address."""
+    at = tl.arange(0, most)
+    target, source = into.to(tl.pointer_type(tl.int8)) + at, other.to(tl.pointer_type(tl.int8)) + at
+    inside = at < nbytes
+    tl.store(target, tl.load(target, mask=inside) ^ tl.load(source, mask=inside), mask=inside)
+
+
+def enqueue_xor(kernel: Xor, stream: Stream) -> None:
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
+        xor[1,](kernel.into.address, kernel.other.address, kernel.into.nbytes, 64)
+
+
+def programs(count: int, device: Device | None) -> None:
+    """Programs on one device, or each on a twin of its own."""
+    wrong, began = 0, time.perf_counter()
+    for seed in range(count):
+        program = Program(device or Twin(Machine(Random(-seed))), Random(seed))
+        program.run(40)
+        expected = [bytes(each) for each in program.bytes]
+        wrong += program.all_bytes() != expected
+        for memory in program.memories:
+            memory.release()
+    row("programs", compared=count, differ=wrong, seconds=time.perf_counter() - began, right=not wrong)
+
+
+def moved(count: int, where: str) -> None:
+    """Drawn moves, against a loop over their values."""
+    differ, total, began = 0, 0, time.perf_counter()
+    for seed in range(count):
+        for arena, kernel in drawn(seed, where):
+            for record in kernel.records:
+                arena.move(record, scatters=isinstance(kernel, Scatter))
+            triton_moves.enqueue(kernel)
+            total += 1
+            differ += not arena.same()
+    row("moves", compared=total, differ=differ, seconds=time.perf_counter() - began, right=total > 0 and not differ)
+
+
+# ------------------------------------------------------------------------------------------------ on a card
+
+
+def layouts() -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """For each of vLLM's three usual layouts the tensors, and views of their layers `[blocks, planes, tokens, heads,
+    dim]`. K and V of a head lie side by side."""
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, 2, DIM, dtype=torch.bfloat16, device="cuda")
+
+    lbnhc = [empty(BLOCKS, TOKENS, HEADS) for _ in range(LAYERS)]
+    lbhnc = [empty(BLOCKS, HEADS, TOKENS) for _ in range(LAYERS)]
+    blnhc = empty(BLOCKS, LAYERS, TOKENS, HEADS)
+    return {
+        "LBNHC": (lbnhc, [each.permute(0, 3, 1, 2, 4) for each in lbnhc]),
+        "LBHNC": (lbhnc, [each.permute(0, 3, 2, 1, 4) for each in lbhnc]),
+        "BLNHC": ([blnhc], [blnhc[:, layer].permute(0, 3, 1, 2, 4) for layer in range(LAYERS)]),
+    }
+
+
+def rates() -> None:
+    """Gather and scatter of 32 MiB, 16 pages of an 8B model, beside a copy of as many bytes."""
+    nbytes = BLOCKS * SPEC.block_bytes
+    staging, other = (torch.empty(nbytes + 2**20, dtype=torch.uint8, device="cuda") for _ in range(2))
+    copy = device_seconds(lambda: other[:nbytes].copy_(staging[:nbytes]))
+    row("a copy within the card", layout="", GBps=gbps(nbytes, copy), of_a_copy=1.0)
+    whole = SPEC.whole(0)
+    for name, (_, views) in layouts().items():
+        (geometry,) = bind(Paged(views, range(BLOCKS)), SPEC, (whole,), BLOCKS, writable=True).geometries()
+        assert geometry is not None
+        records = [
+            StagedRecord(staging.data_ptr() + 2**20 + block * SPEC.block_bytes, whole, whole, geometry, block)
+            for block in range(BLOCKS)
+        ]
+        table, launches = moves(records)
+        staging[: len(table)].copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
+        there = Range(staging.data_ptr(), len(table))
+        for kind in (Gather, Scatter):
+            took = device_seconds(lambda kernel=kind(there, launches, records): triton_moves.enqueue(kernel))
+            row(kind.__name__.lower(), layout=name, GBps=gbps(nbytes, took), of_a_copy=copy / took)
+
+
+def clients() -> None:
+    """Stores from one layout and loads into each, while the card is at work, and what that leaves beside the blocks."""
+    prompt = list(range(BLOCKS * TOKENS))
+    with MemoryCluster(shards=2, ram_bytes="128MiB", config={"client": {"device_staging_bytes": 2**26}}) as cluster:
+        client = cluster.client(SPEC)
+        for name, (tensors, views) in layouts().items():
+            client.clear()
+            for each in tensors:
+                torch.cuda._sleep(20_000_000)  # what follows is late
+                each.view(torch.int16).random_()
+            content = [view.clone() for view in views]
+            stored = client.store(prompt, Paged(views, range(BLOCKS)))
+            for each in tensors:
+                each.zero_()
+            good = stored.blocks == BLOCKS and client.flush()
+            for other, (others, into) in layouts().items():
+                for each in others:
+                    torch.cuda._sleep(20_000_000)
+                    each.zero_()
+                loaded = client.load(prompt, Paged(into, list(reversed(range(BLOCKS)))))
+                same = all(
+                    torch.equal(a.flip(0).view(torch.int16), b.view(torch.int16))
+                    for a, b in zip(into, content, strict=True)
+                )
+                row(f"stored from {name}, loaded into {other}", right=good and loaded == len(prompt) and same)
+
+
+def on_a_card() -> None:
+    DEVICES.staging_bytes = 2**26
+    began = time.perf_counter()
+    why = reach(0)
+    row("opening the device, kernels compiled", seconds=time.perf_counter() - began, why=why, right=not why)
+    if why:
+        return
+    device: Any = DEVICES.at(torch.empty(1, device="cuda").data_ptr())
+    row("name", device=getattr(device, "name", "none"), right=isinstance(device, CudaDevice))
+    device._kernels = {**device._kernels, Xor: enqueue_xor}
+    programs(150, device)
+    moved(600, "cuda")
+    clients()
+    rates()
+
+
+def main(device: str) -> None:
+    if device == "cuda":
+        on_a_card()
+    else:
+        programs(100, None)
+        moved(20, "cpu")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,257 @@
+"""CudaDevice: a card, by its driver.
+
+Streams, events and memory are made by the driver and belong to nobody else: torch hands out streams from a pool that an
+engine's may come from, and orders the use of its memory by streams that it knows. The context is the device's primary
+one, which torch uses too, and is current in the calling thread only while a call lasts.
+
+The first error that is not an answer is final, since CUDA itself may answer nothing more in this process: it is logged
+once, and every later call raises DeviceFailed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from pathlib import Path
+from typing import Any
+
+from kvcluster.device.device import Allocation, DeviceFailed, DeviceKernel, Event, NoMemory, PinnedMemory, Range, Stream
+from kvcluster.device.driver import NOT_READY, OUT_OF_MEMORY, SUCCESS, Driver, DriverError
+from kvcluster.pages.region import address_of
+
+_LOG = logging.getLogger(__name__)
+
+_NON_BLOCKING, _NO_TIMING, _PORTABLE = 1, 2, 1
+_REFUSED = {1, 2, 304, 712, 800, 801}
+"""What the driver answers when it does not register memory: invalid for that, no memory, no help from the system,
+registered already, not permitted, not supported."""
+
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_PREFERRED = 1
+
+Enqueue = Callable[[Any, Stream], None]
+"""Enqueues a kernel on a stream of the device whose context is current."""
+
+
+class _CudaEvent:
+    """An event of the driver, which is used again when nobody knows it any more. What waits for it waits for what it
+    stood behind when the wait was enqueued."""
+
+    def __init__(self, handle: c_void_p, free: list[c_void_p]) -> None:
+        self.handle = handle
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self.handle)
+
+
+class _CudaMemory:
+    """An Allocation."""
+
+    def __init__(self, device: CudaDevice, memory: Range) -> None:
+        self._device: CudaDevice | None = device
+        self.range = memory
+
+    def release(self) -> None:
+        device, self._device = self._device, None
+        if device is not None:
+            device.give_back("cuMemFree_v2", c_ulonglong(self.range.address))
+
+
+class _CudaPinned:
+    """A PinnedMemory."""
+
+    def __init__(self, device: CudaDevice, memory: mmap.mmap) -> None:
+        self._device: CudaDevice | None = device
+        self._memory = memoryview(memory)
+        self.range = Range(address_of(self._memory), self._memory.nbytes)
+
+    @contextmanager
+    def opened(self, start: int, stop: int, *, writes: bool) -> Iterator[memoryview]:
+        view = self._memory[start:stop]
+        yield view if writes else view.toreadonly()
+
+    def release(self) -> None:
+        device, self._device = self._device, None
+        if device is not None:
+            device.give_back("cuMemHostUnregister", c_void_p(self.range.address))
+
+
+class CudaDevice:
+    """A Device: number `ordinal` of those that the driver shows to this process.
+
+    `current` returns the calling thread's stream; `kernels` has for each kind of kernel what enqueues it.
+    """
+
+    def __init__(
+        self, driver: Driver, ordinal: int, *, current: Callable[[], int], kernels: Mapping[type, Enqueue]
+    ) -> None:
+        self.name = driver.uuid(ordinal)
+        self._driver = driver
+        self._ordinal = ordinal
+        self._current = current
+        self._kernels = kernels
+        self._process = os.getpid()
+        self._failed = ""
+        self._context = driver.primary_context(ordinal)
+        self._free_events: list[c_void_p] = []
+        self._node = _numa_node(driver.bus_id(ordinal))
+
+    def holds(self, address: int) -> bool:
+        """As Device. Says True if the driver cannot tell: then the CPU must not touch it."""
+        try:
+            with self._driver.entered(self._context):
+                return self._driver.ordinal_at(address) == self._ordinal
+        except DriverError:
+            return True
+
+    # ------------------------------------------------------------------------------------------------ memory
+
+    def allocate(self, nbytes: int) -> Allocation:
+        address = c_ulonglong()
+        with self._entered():
+            self._take({OUT_OF_MEMORY}, "cuMemAlloc_v2", byref(address), c_size_t(nbytes))
+        return _CudaMemory(self, Range(address.value, nbytes))
+
+    def pin(self, nbytes: int) -> PinnedMemory:
+        """As Device. On the NUMA node of the device, if that has room."""
+        try:
+            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError, ValueError) as error:
+            raise NoMemory(f"{nbytes} bytes: {error}") from None
+        pinned = _CudaPinned(self, memory)
+        _prefer(self._node, pinned.range)
+        with self._entered():
+            address, size = c_void_p(pinned.range.address), c_size_t(nbytes)
+            self._take(_REFUSED, "cuMemHostRegister_v2", address, size, c_uint(_PORTABLE))
+        return pinned
+
+    def give_back(self, function: str, address: c_void_p | c_ulonglong) -> None:
+        """As Allocation.release. If the device has failed, the process keeps it until it ends."""
+        try:
+            with self._entered():
+                self._call(function, address)
+        except DeviceFailed:
+            """It is the failed device's."""
+
+    # ------------------------------------------------------------------------------------- streams and events
+
+    def stream(self) -> Stream:
+        """As Device. Its kernels come before those of an engine that wait for room on the device at the same time."""
+        least, greatest, handle = c_int(), c_int(), c_void_p()
+        with self._entered():
+            self._call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))
+            self._call("cuStreamCreateWithPriority", byref(handle), c_uint(_NON_BLOCKING), greatest)
+        return Stream(handle.value or 0)
+
+    def current(self) -> Stream:
+        return Stream(self._current())
+
+    def copy(self, into: Range, source: Range, stream: Stream) -> None:
+        assert into.nbytes == source.nbytes, "a copy of bytes into as many"
+        there, here, size = c_ulonglong(into.address), c_ulonglong(source.address), c_size_t(into.nbytes)
+        with self._entered():
+            self._call("cuMemcpyAsync", there, here, size, c_void_p(stream))
+
+    def launch(self, kernel: DeviceKernel, stream: Stream) -> None:
+        with self._entered():
+            try:
+                self._kernels[type(kernel)](kernel, stream)
+            except RuntimeError as error:  # Triton's for errors of CUDA
+                raise self._fail(f"{type(kernel).__name__}: {error}") from None
+
+    def record(self, stream: Stream) -> Event:
+        with self._entered():
+            try:
+                handle = self._free_events.pop()
+            except IndexError:
+                handle = c_void_p()
+                self._call("cuEventCreate", byref(handle), c_uint(_NO_TIMING))
+            event = _CudaEvent(handle, self._free_events)
+            self._call("cuEventRecord", event.handle, c_void_p(stream))
+        return Event(event)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        with self._entered():
+            self._call("cuStreamWaitEvent", c_void_p(stream), _of_cuda(event).handle, c_uint(0))
+
+    def done(self, event: Event) -> bool:
+        with self._entered():
+            status = self._driver.status("cuEventQuery", _of_cuda(event).handle)
+        if status not in (SUCCESS, NOT_READY):
+            raise self._fail(f"cuEventQuery: {status}")
+        return status == SUCCESS
+
+    # ------------------------------------------------------------------------------------------------ errors
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Returns a Python context for calls of the driver. Raises DeviceFailed."""
+        if self._failed:
+            raise DeviceFailed(self._failed)
+        if os.getpid() != self._process:
+            raise DeviceFailed(f"{self.name} was opened by process {self._process}, of which this one is a fork")
+        try:
+            with self._driver.entered(self._context):
+                yield
+        except DriverError as error:
+            raise self._fail(str(error)) from None
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        self._driver.call(name, *arguments)
+
+    def _take(self, refusals: set[int], name: str, *arguments: Any) -> None:
+        """Calls what takes memory. Raises NoMemory if the answer is one of these."""
+        try:
+            self._call(name, *arguments)
+        except DriverError as error:
+            if error.status in refusals:
+                raise NoMemory(str(error)) from None
+            raise
+
+    def _fail(self, why: str) -> DeviceFailed:
+        """From now on every call fails. Returns the error to raise."""
+        if not self._failed:
+            self._failed = f"{self.name} is used no more in this process: {why}"
+            _LOG.error(
+                "%s. KV in its memory is neither loaded nor stored; restart the process to use it again", self._failed
+            )
+        return DeviceFailed(self._failed)
+
+
+def _of_cuda(event: Event) -> _CudaEvent:
+    assert isinstance(event, _CudaEvent), "an event of this device"
+    return event
+
+
+def _numa_node(bus_id: str) -> int:
+    """Returns the node that the device is attached to; -1 if the system does not say."""
+    try:
+        return int(Path("/sys/bus/pci/devices", bus_id, "numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def _prefer(node: int, memory: Range) -> None:
+    """Has the pages of new memory come from this node, if it has room. Where that cannot be asked for, they come from
+    any."""
+    number = _MBIND.get(platform.machine())
+    if node < 0 or node >= 64 or number is None:
+        return
+    mask = c_ulonglong(1 << node)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(
+        ctypes.c_long(number),
+        c_void_p(memory.address),
+        c_size_t(memory.nbytes),
+        c_int(_PREFERRED),
+        byref(mask),
+        ctypes.c_ulong(65),
+        c_uint(0),
+    )

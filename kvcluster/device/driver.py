@@ -1,0 +1,96 @@
+"""Driver: libcuda by ctypes. torch offers neither streams that are nobody else's, nor events without a current device,
+nor where an address lies, nor the registering of memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+from typing import Any
+
+SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_READY = 0, 1, 2, 600
+
+_POINTER_MEMORY_TYPE, _POINTER_ORDINAL = 2, 9
+_DEVICE_MEMORY = 2
+
+
+class DriverError(RuntimeError):
+    """A call of the driver failed; the message has its name and the driver's name of the error."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Driver:
+    """The library. Raises OSError where there is none, and DriverError for each call that fails. Every number is passed
+    as what ctypes is told that it is: an int alone would have 32 bits."""
+
+    def __init__(self, library: str = "libcuda.so.1") -> None:
+        self._cuda = ctypes.CDLL(library)
+        self.call("cuInit", c_uint(0))
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a function. Raises DriverError if it does not succeed."""
+        status = self.status(name, *arguments)
+        if status != SUCCESS:
+            text = c_char_p()
+            self._cuda.cuGetErrorName(c_int(status), byref(text))
+            raise DriverError(f"{name}: {(text.value or b'?').decode()} ({status})", status)
+
+    def status(self, name: str, *arguments: Any) -> int:
+        """Calls a function, and returns its status."""
+        return int(getattr(self._cuda, name)(*arguments))
+
+    def version(self) -> int:
+        """Returns the newest version of CUDA that it serves, 13000 for 13.0."""
+        value = c_int()
+        self.call("cuDriverGetVersion", byref(value))
+        return value.value
+
+    def attribute(self, number: int, device: int = 0) -> int:
+        """Returns an attribute of a device, by the number that cuda.h gives it."""
+        value = c_int()
+        self.call("cuDeviceGetAttribute", byref(value), c_int(number), c_int(device))
+        return value.value
+
+    def uuid(self, device: int) -> str:
+        """Returns a device's name for all processes, as nvidia-smi prints it."""
+        raw = (ctypes.c_ubyte * 16)()
+        self.call("cuDeviceGetUuid_v2", byref(raw), c_int(device))
+        text = bytes(raw).hex()
+        return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+    def bus_id(self, device: int) -> str:
+        """Returns its place on the PCI bus, as in /sys/bus/pci/devices."""
+        text = ctypes.create_string_buffer(32)
+        self.call("cuDeviceGetPCIBusId", text, c_int(32), c_int(device))
+        return text.value.decode().lower()
+
+    def primary_context(self, device: int) -> c_void_p:
+        """Returns the context of a device that this process shares with torch, which is made if there is none yet."""
+        context = c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", byref(context), c_int(device))
+        return context
+
+    @contextmanager
+    def entered(self, context: c_void_p) -> Iterator[None]:
+        """Returns a Python context in which that one is the thread's current context."""
+        self.call("cuCtxPushCurrent_v2", context)
+        try:
+            yield
+        finally:
+            self.status("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def ordinal_at(self, address: int) -> int | None:
+        """Returns the device whose memory has this address; None if it is no device's. Needs a current context."""
+        kind, ordinal = c_uint(), c_int()
+        for value, attribute in ((kind, _POINTER_MEMORY_TYPE), (ordinal, _POINTER_ORDINAL)):
+            pointer = ctypes.c_ulonglong(address)
+            status = self.status("cuPointerGetAttribute", byref(value), c_int(attribute), pointer)
+            if status == INVALID_VALUE:  # memory that it has never heard of
+                return None
+            if status != SUCCESS:
+                raise DriverError(f"cuPointerGetAttribute: {status}", status)
+        return ordinal.value if kind.value == _DEVICE_MEMORY else None

@@ -1,0 +1,92 @@
+"""The CUDA devices of this process, as torch counts them. One is opened when a call first names memory of it: nothing
+here makes a CUDA context before that.
+
+Opening compiles the kernels or loads them from a folder, for which Triton needs a C compiler; the first batch pins
+memory and takes some of the device's.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from kvcluster.device.cuda import CudaDevice
+from kvcluster.device.device import Stream
+from kvcluster.device.devices import DEVICES
+from kvcluster.device.driver import Driver, DriverError
+from kvcluster.device.kernels import Gather, Scatter
+from kvcluster.device.staging import DeviceStaging
+
+_SLOT_BYTES = 4 << 20
+"""A batch has two slots under way, so the CPU verifies a chunk while the device has the one before; a path carries out
+a batch in slices of 1 to 8 MiB, at whose ends nothing is under way. At 55 GB/s a chunk is 80 us on the link."""
+
+_NEEDED = {41: "unified addressing", 91: "host addresses for registered memory"}
+
+_LOCK = threading.Lock()
+_TRIED: dict[int, str] = {}
+
+
+def reach(index: int) -> str:
+    """Has DEVICES know CUDA device `index` of torch, with staging of `DEVICES.staging_bytes`. Returns why it cannot be
+    used, or "". The answer of the first call holds for the process."""
+    if index not in _TRIED:
+        with _LOCK:
+            if index not in _TRIED:
+                _TRIED[index] = _opened(index)
+    return _TRIED[index]
+
+
+def _opened(index: int) -> str:
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm, whose devices are not supported"
+    try:
+        from kvcluster.device import triton_moves
+    except ImportError as error:
+        return f"its kernels need Triton: {error}"
+    try:
+        driver = Driver()
+        missing = [name for number, name in _NEEDED.items() if not driver.attribute(number, index)]
+        if missing:
+            return f"it has no {' and no '.join(missing)}"
+
+        def enqueue(kernel: Scatter | Gather, stream: Stream) -> None:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index)):  # type: ignore[no-untyped-call]
+                triton_moves.enqueue(kernel)
+
+        def current() -> int:
+            return int(torch.cuda.current_stream(index).cuda_stream)
+
+        with torch.cuda.device(index), _cache():
+            triton_moves.build()
+        device = CudaDevice(driver, index, current=current, kernels={Scatter: enqueue, Gather: enqueue})
+    except (OSError, DriverError, RuntimeError) as error:  # Triton raises RuntimeError without a compiler
+        return f"{type(error).__name__}: {error}"
+    DEVICES.open_later(device, lambda: _staging(device))
+    return ""
+
+
+def _staging(device: CudaDevice) -> DeviceStaging:
+    slot_bytes = min(_SLOT_BYTES, DEVICES.staging_bytes // 2)
+    return DeviceStaging(device, slot_bytes=slot_bytes, slots=DEVICES.staging_bytes // slot_bytes)
+
+
+@contextmanager
+def _cache() -> Iterator[None]:
+    """Has Triton keep what it compiles in a folder of ours; where none can be written, for this time alone."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory(prefix="kvcluster-") as instead, knobs.cache.scope():
+        try:
+            home = Path.home() / ".cache" / "kvcluster" / "triton"
+            home.mkdir(parents=True, exist_ok=True)
+            knobs.cache.dir = str(home) if os.access(home, os.W_OK) else instead
+        except (OSError, RuntimeError):  # there may be no home
+            knobs.cache.dir = instead
+        yield

@@ -1,0 +1,159 @@
+/* A libcuda without a card, with the prototypes of cuda.h: what the tests of cuda.py load. It checks that each call has
+   the context current, known handles and sizes that make sense; work is done when events are asked for, a piece at a
+   time, in the order in which it was enqueued. */
+
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, ILLEGAL = 700 };
+enum { MANY = 65536, STREAMS = 4096, ROOM = 1 << 24 };
+
+typedef unsigned long long ptr;
+typedef struct { int magic, recorded, done; } event;  /* how often; and up to which time that is done */
+typedef struct { ptr into, from; size_t nbytes; event *mark; int time; } work;
+
+static int context_object, streams[STREAMS], stream_count, failing;
+static __thread void *stack[8];
+static __thread int depth;
+static work queue[MANY];
+static int first, last;
+static char *memory;
+static size_t used;
+static struct { void *start; size_t nbytes; } registered[MANY];
+static int registered_count;
+
+int fake_events, fake_freed;
+
+#define NEEDS_CONTEXT                                                  \
+    if (!depth || stack[depth - 1] != &context_object) return INVALID_CONTEXT; \
+    if (failing) return ILLEGAL
+
+static int known(void *stream) { return !stream || ((int *)stream >= streams && (int *)stream < streams + stream_count); }
+
+static int reachable(ptr at, size_t nbytes) {
+    if (memory && at >= (ptr)memory && at + nbytes <= (ptr)memory + used) return 1;
+    for (int i = 0; i < registered_count; i++) {
+        ptr start = (ptr)registered[i].start;
+        if (at >= start && at + nbytes <= start + registered[i].nbytes) return 1;
+    }
+    return 0;
+}
+
+void fake_do(int pieces) {
+    for (; pieces && first < last; pieces--) {
+        work *each = &queue[first++ % MANY];
+        if (each->mark) each->mark->done = each->time;
+        else memcpy((void *)each->into, (void *)each->from, each->nbytes);
+    }
+}
+void fake_fail(void) { failing = 1; }
+void fake_heal(void) { failing = 0; }
+
+int cuInit(unsigned flags) { return flags ? INVALID_VALUE : SUCCESS; }
+int cuGetErrorName(int status, const char **name) {
+    *name = status == OUT_OF_MEMORY ? "CUDA_ERROR_OUT_OF_MEMORY" : status == ILLEGAL ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR";
+    return SUCCESS;
+}
+int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute; return device ? 101 : SUCCESS; }
+int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
+    for (int i = 0; i < 16; i++) uuid[i] = (unsigned char)i;
+    return device ? 101 : SUCCESS;
+}
+int cuDeviceGetPCIBusId(char *text, int room, int device) { strncpy(text, "0000:FF:00.0", (size_t)room); return device ? 101 : SUCCESS; }
+int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &context_object; return device ? 101 : SUCCESS; }
+int cuCtxPushCurrent_v2(void *context) { stack[depth++] = context; return SUCCESS; }
+int cuCtxPopCurrent_v2(void **context) {
+    if (!depth) return INVALID_CONTEXT;
+    *context = stack[--depth];
+    return SUCCESS;
+}
+int cuCtxGetStreamPriorityRange(int *least, int *greatest) { NEEDS_CONTEXT; *least = 0; *greatest = -5; return SUCCESS; }
+
+int cuPointerGetAttribute(void *value, int attribute, ptr address) {
+    NEEDS_CONTEXT;
+    if (!memory || address < (ptr)memory || address >= (ptr)memory + ROOM) {
+        if (!reachable(address, 1)) return INVALID_VALUE;
+        if (attribute == 2) *(unsigned *)value = 1;
+        else *(int *)value = 0;
+        return SUCCESS;
+    }
+    if (attribute == 2) *(unsigned *)value = 2;
+    else if (attribute == 9) *(int *)value = 0;
+    else return INVALID_VALUE;
+    return SUCCESS;
+}
+
+int cuMemAlloc_v2(ptr *address, size_t nbytes) {
+    NEEDS_CONTEXT;
+    if (!memory) memory = aligned_alloc(4096, ROOM);
+    if (nbytes > ROOM - used) return OUT_OF_MEMORY;
+    *address = (ptr)memory + used;
+    memset(memory + used, 0xA5, nbytes);
+    used += (nbytes + 255) / 256 * 256;
+    return SUCCESS;
+}
+int cuMemFree_v2(ptr address) {
+    NEEDS_CONTEXT;
+    if (!reachable(address, 1)) return INVALID_VALUE;
+    fake_freed++;
+    return SUCCESS;
+}
+int cuMemHostRegister_v2(void *address, size_t nbytes, unsigned flags) {
+    NEEDS_CONTEXT;
+    if (flags != 1 || !nbytes) return INVALID_VALUE;
+    if (nbytes > ROOM) return OUT_OF_MEMORY;
+    registered[registered_count].start = address;
+    registered[registered_count++].nbytes = nbytes;
+    return SUCCESS;
+}
+int cuMemHostUnregister(void *address) {
+    NEEDS_CONTEXT;
+    for (int i = 0; i < registered_count; i++)
+        if (registered[i].start == address) {
+            registered[i] = registered[--registered_count];
+            fake_freed++;
+            return SUCCESS;
+        }
+    return 713;
+}
+
+int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
+    NEEDS_CONTEXT;
+    if (flags != 1 || priority != -5 || stream_count == STREAMS) return INVALID_VALUE;
+    *stream = &streams[stream_count++];
+    return SUCCESS;
+}
+int cuEventCreate(void **made, unsigned flags) {
+    NEEDS_CONTEXT;
+    if (flags != 2) return INVALID_VALUE;
+    event *it = calloc(1, sizeof(event));
+    it->magic = 77;
+    *made = it;
+    fake_events++;
+    return SUCCESS;
+}
+int cuEventRecord(event *it, void *stream) {
+    NEEDS_CONTEXT;
+    if (it->magic != 77 || !known(stream) || last - first == MANY) return INVALID_HANDLE;
+    queue[last++ % MANY] = (work){0, 0, 0, it, ++it->recorded};
+    return SUCCESS;
+}
+int cuStreamWaitEvent(void *stream, event *it, unsigned flags) {
+    NEEDS_CONTEXT;
+    return it->magic != 77 || !known(stream) || flags ? INVALID_HANDLE : SUCCESS;
+}
+int cuEventQuery(event *it) {
+    NEEDS_CONTEXT;
+    if (it->magic != 77) return INVALID_HANDLE;
+    fake_do(1);
+    return it->done == it->recorded ? SUCCESS : NOT_READY;
+}
+int cuMemcpyAsync(ptr into, ptr from, size_t nbytes, void *stream) {
+    NEEDS_CONTEXT;
+    if (!known(stream) || last - first == MANY) return INVALID_HANDLE;
+    if (!reachable(into, nbytes) || !reachable(from, nbytes)) return INVALID_VALUE;
+    queue[last++ % MANY] = (work){into, from, nbytes, 0, 0};
+    return SUCCESS;
+}

@@ -1,0 +1,47 @@
+"""A CudaDevice over a libcuda without a card (fake_cuda.c), for claims about how cuda.py calls the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from kvcluster.device.cuda import CudaDevice
+from kvcluster.device.device import Range, Stream
+from kvcluster.device.driver import Driver
+from kvcluster.device.kernels import Gather, Scatter
+from kvcluster.pages.region import bytes_at
+from tests.device.programs import Xor
+
+
+@lru_cache(maxsize=1)
+def library(folder: str) -> str:
+    """Compiles it there, and returns its path."""
+    made, source = Path(folder, "libcuda.so"), Path(__file__).with_name("fake_cuda.c")
+    command = ["cc", "-std=c11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", str(source), "-o", str(made)]
+    subprocess.run(command, check=True)
+    return str(made)
+
+
+class FakeCard:
+    """The library and its device. Kernels run by their definition, when all that was enqueued before is done."""
+
+    def __init__(self, path: str) -> None:
+        self.library = ctypes.CDLL(path)
+        self.library.fake_heal()
+        self.streams = [0]
+        kernels = dict.fromkeys((Xor, Scatter, Gather), self._run)
+        self.device = CudaDevice(Driver(path), 0, current=lambda: self.streams[-1], kernels=kernels)
+
+    def _run(self, kernel: Any, stream: Stream) -> None:
+        self.library.fake_do(-1)
+        kernel.run(lambda wanted: bytes_at(*Range(*wanted)))
+
+    def count(self, name: str) -> int:
+        return ctypes.c_int.in_dll(self.library, name).value
+
+    def fail(self) -> None:
+        """From now on every call that needs the context answers as after an illegal access."""
+        self.library.fake_fail()

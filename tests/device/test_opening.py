@@ -1,0 +1,90 @@
+"""What becomes of a call with tensors on a GPU: by what was set, and by what this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import kvcluster
+from kvcluster import Paged
+from kvcluster.core.miss import MissReason
+from kvcluster.device import torch_cuda
+from kvcluster.device.devices import DEVICES
+from kvcluster.device.staging import DeviceStaging
+from kvcluster.device.twin import Machine, Twin
+from kvcluster.errors import CallerError, ConfigError
+from kvcluster.pages.region import bytes_at
+from kvcluster.testing import MemoryCluster
+from tests.client.build import BLOCK, DIM, HEADS, LAYERS, spec_of
+
+SPEC, TOKENS = spec_of(dtype="bfloat16"), list(range(2 * BLOCK))
+
+
+@pytest.fixture(autouse=True)
+def nothing_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DEVICES, "staging_bytes", 0)
+    monkeypatch.setattr(torch_cuda, "_TRIED", {})
+
+
+@pytest.fixture
+def cluster() -> Iterator[MemoryCluster]:
+    with MemoryCluster(shards=1, ram_bytes="4MiB") as cluster:
+        yield cluster
+
+
+def on_a_card() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(2, LAYERS, 2, BLOCK, HEADS, DIM, dtype=torch.bfloat16, device="cuda:0")
+
+
+def test_tensors_on_a_card_are_refused_unless_their_user_has_said_otherwise(cluster: MemoryCluster) -> None:
+    client = cluster.client(SPEC)
+    for call in (client.store, client.load):
+        with pytest.raises(
+            CallerError, match=r"is a tensor on cuda:0, and .*ClientConfig\(device_staging_bytes=2\*\*28"
+        ):
+            call(TOKENS, on_a_card())
+
+
+def test_without_what_it_takes_the_reason_is_named() -> None:
+    with MemoryCluster(shards=1, config={"client": {"device_staging_bytes": "64MiB"}}) as cluster:
+        client = cluster.client(SPEC)
+        assert DEVICES.staging_bytes == 2**26
+        refused = r"cuda:0, which cannot be used: .*(Triton|libcuda).*\. Pass tensor\.cpu\(\)"
+        with pytest.raises(CallerError, match=refused):
+            client.load(TOKENS, on_a_card())
+    assert not DEVICES
+
+
+def test_a_process_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(torch_cuda, "_opened", lambda index: asked.append(index) or "no")
+    assert torch_cuda.reach(0) == torch_cuda.reach(0) == torch_cuda.reach(1) == "no"
+    assert asked == [0, 1]
+
+
+@pytest.mark.parametrize("nbytes", ["1KiB", 1])
+def test_staging_that_holds_no_chunk_is_refused(nbytes: int | str) -> None:
+    with pytest.raises(ConfigError, match=r"device_staging_bytes must be 0 or at least 8388608, not 1"):
+        kvcluster.local(ray=False, config={"client": {"device_staging_bytes": nbytes}})
+
+
+def test_a_device_without_room_for_staging_is_a_miss_and_is_asked_again(cluster: MemoryCluster) -> None:
+    twin = Twin(Machine(Random(3)), nbytes=1 << 22, pinnable=0)
+    memory = twin.allocate(2 * torch.Size((2, LAYERS, 2, BLOCK, HEADS, DIM)).numel())
+    cache = torch.frombuffer(bytes_at(*memory.range), dtype=torch.bfloat16).view(2, LAYERS, 2, BLOCK, HEADS, DIM)
+    layers = Paged([cache[:, layer] for layer in range(LAYERS)], range(2))
+    DEVICES.open_later(twin, lambda: DeviceStaging(twin, slot_bytes=4_096, slots=2))
+    try:
+        client = cluster.client(SPEC)
+        missed = client.store(TOKENS, layers)
+        assert missed.blocks == 0 and missed.miss is not None and missed.miss.reason is MissReason.DEVICE_LOST
+        assert "twin-0 has no room for staging: 4096 bytes cannot be pinned" in str(missed.miss)
+        twin._pinnable = 1 << 20
+        assert client.store(TOKENS, layers).blocks == 2
+    finally:
+        DEVICES.remove(twin)
