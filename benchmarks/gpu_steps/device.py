@@ -121,7 +121,8 @@ def rates() -> None:
         staging[: len(table)].copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
         there = Range(staging.data_ptr(), len(table))
         for kind in (Gather, Scatter):
-            took = device_seconds(lambda kernel=kind(there, launches, records): triton_moves.enqueue(kernel))
+            kernel = kind(there, launches, records)
+            took = device_seconds(lambda kernel=kernel: triton_moves.enqueue(kernel))
             row(kind.__name__.lower(), layout=name, GBps=gbps(nbytes, took), of_a_copy=copy / took)
 
 

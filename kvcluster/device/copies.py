@@ -21,6 +21,7 @@ from functools import partial
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
+from kvcluster.device.capture import GATE
 from kvcluster.device.device import Device, Event, Range
 from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.device.moves import ALIGNED, RECORD_BYTES, StagedRecord, columns_bytes, moves
@@ -109,10 +110,10 @@ class _BatchRun:
 
     def run(self, start: int, stop: int) -> None:
         """As RunRecords."""
-        if self._blocks.after is not None:
-            self._device.wait(self._stream, self._blocks.after)
         under_way: deque[_Chunk] = deque()
         try:
+            if self._blocks.after is not None and self._is_open():
+                self._device.wait(self._stream, self._blocks.after)
             for records in self._chunks(start, stop):
                 slot = self._slot(under_way)
                 if slot is None:
@@ -149,13 +150,20 @@ class _BatchRun:
 
     def _slot(self, under_way: deque[_Chunk]) -> Slot | None:
         """Returns a slot, for which this run waits holding none itself; None if the batch is stopped meanwhile."""
-        while not self._all_stopped():
+        while self._is_open():
             slot = self._staging.take(wait_s=0 if under_way else _WAIT_S)
             if slot is not None:
                 return slot
             if under_way:
                 self._end(under_way.popleft())
         return None
+
+    def _is_open(self) -> bool:
+        """Waits while a graph is captured. Returns False if the batch is stopped."""
+        while not self._all_stopped():
+            if GATE.wait(_WAIT_S):
+                return True
+        return False
 
     def _begun(self, slot: Slot, records: Sequence[int]) -> _Chunk:
         """Has the device begin with these records: for a load, with those that the CPU finds sound."""

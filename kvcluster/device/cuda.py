@@ -21,6 +21,7 @@ from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from pathlib import Path
 from typing import Any
 
+from kvcluster.device.capture import GATE
 from kvcluster.device.device import Allocation, DeviceFailed, DeviceKernel, Event, NoMemory, PinnedMemory, Range, Stream
 from kvcluster.device.driver import NOT_READY, OUT_OF_MEMORY, SUCCESS, Driver, DriverError
 from kvcluster.pages.region import address_of
@@ -106,7 +107,7 @@ class CudaDevice:
     def holds(self, address: int) -> bool:
         """As Device. Says True if the driver cannot tell: then the CPU must not touch it."""
         try:
-            with self._driver.entered(self._context):
+            with GATE.passed(), self._driver.entered(self._context):
                 return self._driver.ordinal_at(address) == self._ordinal
         except DriverError:
             return True
@@ -198,7 +199,7 @@ class CudaDevice:
         if os.getpid() != self._process:
             raise DeviceFailed(f"{self.name} was opened by process {self._process}, of which this one is a fork")
         try:
-            with self._driver.entered(self._context):
+            with GATE.passed(), self._driver.entered(self._context):
                 yield
         except DriverError as error:
             raise self._fail(str(error)) from None

@@ -25,6 +25,7 @@ from itertools import pairwise
 from random import Random
 from typing import Concatenate, ParamSpec, TypeVar
 
+from kvcluster.device.capture import GATE
 from kvcluster.device.device import DeviceFailed, DeviceKernel, Event, NoMemory, Range, Stream
 from kvcluster.device.ordering import CPU, Clock, Ordering
 from kvcluster.pages.region import address_of
@@ -77,6 +78,8 @@ class Machine:
         self.rng = rng
         self.ordering = Ordering()
         self.lock = threading.RLock()
+        self.captures: int | None = None
+        """The thread that captures a graph: no other may call a device."""
         self._queues: dict[Stream, deque[_Work]] = {}
         self._marks: dict[Event, _Mark] = {}
         self._pinned: dict[int, memoryview] = {}
@@ -197,7 +200,9 @@ def _locked(method: Callable[Concatenate[Twin, P], R]) -> Callable[Concatenate[T
 
     @wraps(method)
     def locked(twin: Twin, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with twin.machine.lock:
+        with GATE.passed(), twin.machine.lock:
+            captures = twin.machine.captures
+            assert captures in (None, threading.get_ident()), f"{method.__name__} while a graph is captured"
             return method(twin, *args, **kwargs)
 
     return locked

@@ -3,6 +3,7 @@ while the engine's own work is under way."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from random import Random
@@ -188,6 +189,33 @@ def test_encoded_pages_come_as_the_cpu_decodes_them(engine: Engine, codec: str) 
         assert client.load(PROMPT, plain) == client.load(PROMPT, caches.memory) == len(PROMPT)
         assert not torch.equal(plain, values(1)), "it was encoded"
         assert caches.hold(plain)
+
+
+@pytest.mark.parametrize("path", SERVED)
+def test_the_thread_that_calls_neither_waits_for_the_device_nor_enqueues_but_one_event(
+    engine: Engine, cluster: MemoryCluster, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an engine's thread must not: it goes on to compute."""
+    called: list[tuple[str, int]] = []
+
+    def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            called.append((name, threading.get_ident()))
+            return method(*arguments)
+
+        return call
+
+    caches = Caches(engine, "nhd")
+    caches.write(values(1))
+    for name in ("copy", "launch", "wait", "record", "done", "stream"):
+        monkeypatch.setattr(Twin, name, noted(name, getattr(Twin, name)))
+    with client_over(path, cluster) as client:
+        stored = client.begin_store(client.hashes(PROMPT), caches.memory, token_ids=PROMPT)
+        assert stored.result().blocks == BLOCKS and client.flush()
+        with client.prepare_load(client.hashes(PROMPT)) as ticket:
+            assert client.begin_load(ticket, caches.memory).result().blocks == BLOCKS
+    assert [name for name, thread in called if thread == threading.get_ident()] == ["record", "record"]
+    assert {"copy", "launch", "wait", "done"} <= {name for name, _ in called}
 
 
 def test_memory_of_a_device_and_of_this_process_are_not_mixed(engine: Engine, cluster: MemoryCluster) -> None:

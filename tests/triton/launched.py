@@ -1,6 +1,6 @@
 """Opens the kernel that moves records and launches drawn moves, for a driver that loads and launches nothing:
-`python -m tests.triton.launched` prints how many kernels opening has built and loaded, how many launches there were, and
-how many kernels those have built and loaded besides."""
+`python -m tests.triton.launched` prints how many kernels opening has built and loaded, how many launches there were,
+and how many kernels those have built and loaded besides."""
 
 from __future__ import annotations
 

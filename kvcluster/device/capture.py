@@ -1,0 +1,57 @@
+"""The gate that keeps this process's devices to an engine while it captures a graph: in CUDA's usual mode, a call of
+another thread meanwhile would fail the capture."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class CaptureGate:
+    """Open, or closed for all threads but one."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._owner: int | None = None
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Returns a context in which no other thread calls a device. Entering it waits for calls that are under way,
+        which is some microseconds; loads and stores go on when it is left, and end at their deadlines all the same."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._owner is None)
+            self._owner = threading.get_ident()
+            self._changed.wait_for(lambda: not self._inside)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._owner = None
+                self._changed.notify_all()
+
+    @contextmanager
+    def passed(self) -> Iterator[None]:
+        """Returns a context for one call of a device. Entering it waits until the gate is open for this thread."""
+        with self._changed:
+            self._changed.wait_for(self._is_open)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until it is open for this thread. Returns whether it is."""
+        with self._changed:
+            return self._changed.wait_for(self._is_open, timeout_s)
+
+    def _is_open(self) -> bool:
+        return self._owner in (None, threading.get_ident())
+
+
+GATE = CaptureGate()
+"""That of all devices of this process."""
