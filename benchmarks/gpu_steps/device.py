@@ -153,10 +153,34 @@ def clients() -> None:
                 row(f"stored from {name}, loaded into {other}", right=good and loaded == len(prompt) and same)
 
 
+def encoded(which: str) -> None:
+    """Loads of pages that a shard has encoded: the card decodes them to the bytes that the CPU makes of them."""
+    prompt = list(range(BLOCKS * TOKENS))
+    config = {
+        "shard": {"host_bytes": "256MiB"},
+        "coordinator": {"host_codec": which, "host_raw_blocks": 0},
+        "client": {"device_staging_bytes": 2**26},
+    }
+    with MemoryCluster(shards=1, ram_bytes=2 * BLOCKS * SPEC.block_bytes, config=config) as cluster:
+        client = cluster.client(SPEC)
+        draw = torch.Generator().manual_seed(3)
+        content = torch.randn(BLOCKS, LAYERS, 2, TOKENS, HEADS, DIM, generator=draw).bfloat16()
+        client.store(prompt, content)
+        client.flush()
+        for number in range(1, 5):  # which push the first down
+            client.store([number * 100_000 + token for token in prompt], content)
+            client.flush()
+        plain, there = torch.empty_like(content), torch.empty_like(content, device="cuda")
+        loaded = client.load(prompt, plain), client.load(prompt, there)
+        same = torch.equal(plain.view(torch.int16), there.cpu().view(torch.int16))
+        lossy = not torch.equal(plain, content)
+        row(f"{which} decoded on the card", tokens=loaded[1], right=loaded == (len(prompt),) * 2 and same and lossy)
+
+
 def on_a_card() -> None:
     DEVICES.staging_bytes = 2**26
     began = time.perf_counter()
-    why = reach(0)
+    why = reach(0, SPEC.groups[0], TOKENS, HEADS)
     row("opening the device, kernels compiled", seconds=time.perf_counter() - began, why=why, right=not why)
     if why:
         return
@@ -166,6 +190,8 @@ def on_a_card() -> None:
     programs(150, device)
     moved(600, "cuda")
     clients()
+    for which in ("q8", "q4"):
+        encoded(which)
     rates()
 
 

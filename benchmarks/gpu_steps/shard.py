@@ -37,7 +37,9 @@ class Loader:
     """A client with two buffers for one chunk each, and the chunks that it loads."""
 
     def __init__(self, address: str, transport: str, *, pinned: bool) -> None:
-        config = ClientConfig(deadline_ms=20_000, connect_ms=20_000, transports=(transport,))
+        config = ClientConfig(
+            deadline_ms=20_000, connect_ms=20_000, transports=(transport,), device_staging_bytes=2**28
+        )
         self.client = kvcluster.connect(address, SPEC, config=config)
         self.buffers = [torch.empty((CHUNK, *SHAPE), dtype=torch.bfloat16, pin_memory=pinned) for _ in range(2)]
         self.stream = torch.cuda.Stream() if pinned else None
@@ -59,6 +61,17 @@ class Loader:
                     event.record()
         if self.stream is not None:
             self.stream.synchronize()
+
+
+class DirectLoader(Loader):
+    """One that loads into tensors of the card."""
+
+    def load(self, chunks: list[int], card: torch.Tensor | None) -> None:
+        assert card is not None
+        for chunk in chunks:
+            loaded = self.client.load(tokens(chunk), card[chunk])
+            if loaded != CHUNK * SPEC.block_tokens:
+                raise RuntimeError(f"{loaded} tokens of chunk {chunk} were loaded into the card")
 
 
 def tokens(chunk: int) -> list[int]:
@@ -158,6 +171,8 @@ def measure(
     took = sorted(together(work, len(loaders)) for _ in range(3))[1]
     cpu = {f"{who}_cpu_s_a_GB": (cpu_seconds(pid) - before[who]) / 3 / nbytes * 1e9 for who, pid in pids.items()}
     what = "loads into host memory, verified" if card is None else "loads and copies to the card, verified"
+    if isinstance(loaders[0], DirectLoader):
+        what = "loads into the card's memory, verified"
     good = card is None or torch.equal(card.cpu().view(torch.int16), source.view(torch.int16))
     rate = gbps(nbytes, took)
     row(what, threads=len(loaders), MiB_a_call=CHUNK * PAGE >> 20, GBps=rate, of_plain=rate / plain, **cpu, right=good)
@@ -178,6 +193,7 @@ def main(device: str) -> None:
             row("memmove from a memory file into pinned memory", threads=threads, MiB_a_call=32, GBps=rate)
     with cluster("3GiB" if on_card else "256MiB") as served:
         loaders = [Loader(served.address, "shm", pinned=on_card) for _ in range(8 if on_card else 1)]
+        direct = [DirectLoader(served.address, "shm", pinned=False) for _ in range(8 if on_card else 0)]
         for chunk in range(chunks):
             stored = loaders[0].client.store(tokens(chunk), source[chunk])
             if stored.blocks != CHUNK:
@@ -188,12 +204,13 @@ def main(device: str) -> None:
             measure(served, loaders[:threads], source, None, plain)
             if card is not None:
                 measure(served, loaders[:threads], source, card, plain)
+                measure(served, direct[:threads], source, card, plain)
         last = loaders[0].buffers[0]
         loaders[0].client.load(tokens(1), last)
         row("one chunk, loaded once more", right=torch.equal(last.view(torch.int16), source[1].view(torch.int16)))
         used = {str(path.get("name")) for path in loaders[0].client.status()["transports"].values()}
         row("transport", value=", ".join(sorted(used)), right=used == {"shm"})
-        for loader in loaders:
+        for loader in [*loaders, *direct]:
             loader.client.close()
     if card is not None:
         beside_a_product(lambda: card[0].copy_(pinned, non_blocking=True), CHUNK * PAGE)

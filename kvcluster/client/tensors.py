@@ -138,7 +138,7 @@ def _checked(ask: Ask, name: str, array: object, plane: Plane, sizes: dict[str, 
     dtype = _DTYPES[plane.dtype]
     tensor = as_tensor(array, name, dtype=plane.dtype, writable=ask.writable)
     if tensor.device.type != "cpu":
-        _reach(tensor, name)
+        _reach(ask, tensor, name)
     if tensor.dtype != dtype:
         raise CallerError(
             f"{name} is {tensor.dtype}; expected {dtype} (plane {plane.name!r} is {plane.dtype}): "
@@ -155,7 +155,7 @@ def _checked(ask: Ask, name: str, array: object, plane: Plane, sizes: dict[str, 
     return tensor
 
 
-def _reach(tensor: Tensor, name: str) -> None:
+def _reach(ask: Ask, tensor: Tensor, name: str) -> None:
     """Has the device of a tensor known to DEVICES. Raises CallerError."""
     device = tensor.device
     if device.type != "cuda":
@@ -167,7 +167,7 @@ def _reach(tensor: Tensor, name: str) -> None:
         )
     from kvcluster.device.torch_cuda import reach
 
-    why = reach(device.index)
+    why = reach(device.index, ask.spec.groups[ask.index], ask.spec.block_tokens, ask.part.heads)
     if not why and tensor.numel() and DEVICES.at(tensor.data_ptr()) is None:
         why = "its driver says that the address is no memory of a device"
     if why:

@@ -1,9 +1,10 @@
 """The executor of copy batches between pages in memory that the CPU addresses and blocks in a device's memory.
 
-    load    pages --the CPU verifies and decodes--> pinned --copy--> staging --Scatter--> blocks
+    load    pages --the CPU copies and verifies--> pinned --copy--> staging (--Decode--> staging) --Scatter--> blocks
     store   blocks --Gather--> staging --copy--> pinned --the CPU copies and sums--> pages
 
-A slot has the table of the moves first (moves.py), and the records behind it.
+A slot has the table of the moves first (moves.py), the records as they come behind it, and in the device's memory as
+much room again for what is decoded.
 
 What the CPU reads or writes of a page is what it has verified or summed; a block is touched by kernels alone, behind
 the event at which the caller made the call. A chunk of records has one slot of staging, and two chunks are under way at
@@ -16,21 +17,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.device.capture import GATE
 from kvcluster.device.device import Device, Event, Range
-from kvcluster.device.kernels import Gather, Scatter
+from kvcluster.device.kernels import Decode, Gather, Scatter
 from kvcluster.device.moves import ALIGNED, RECORD_BYTES, StagedRecord, columns_bytes, moves
 from kvcluster.device.staging import DeviceStaging, Slot
 from kvcluster.pages import checksum, codec
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus, encoded_layer_bytes
+from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyStatus, encoded_layer_bytes
 from kvcluster.pages.copy_endpoints import CpuMemory, ForeignMemory, cpu_addresses
 from kvcluster.pages.copy_executor import RunRecords
-from kvcluster.pages.staging import Staging
 
 _UNDER_WAY = 2
 _PAUSE_S = 50e-6
@@ -49,14 +50,21 @@ class DeviceMemory(ForeignMemory):
     after: Event | None
 
 
+class _Place(NamedTuple):
+    """Where a record lies in a slot: as it comes, and raw in the device's memory; the same if it comes raw."""
+
+    record: int
+    came: int
+    raw: int
+
+
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """Records that pass through one slot, and where in it each lies: from `first` to `stop`, behind room for their
-    table. `event`: behind all work of the device."""
+    """Records that pass through one slot, from `first` to `stop`, behind room for the table of their moves. `event`:
+    behind all work of the device."""
 
     slot: Slot
-    records: Sequence[int]
-    starts: Sequence[int]
+    places: list[_Place]
     first: int
     stop: int
     event: Event | None = None
@@ -76,35 +84,55 @@ class DeviceCopies:
             return None
         if not cpu_addresses(pages):
             return None
-        sizes = [_aligned(_raw_bytes(batch, at)) for at in range(len(batch.records))]
-        tables = [_aligned(columns_bytes(geometry)) if geometry else 0 for geometry in batch.items.geometries]
-        if max(sizes, default=0) + max(tables, default=0) + RECORD_BYTES > self._staging.slot_bytes:
-            return None
         if batch.direction is CopyDirection.STORE and not _has_whole_pages(batch):
             return None
-        return partial(_BatchRun(batch, pages, blocks, self._staging, sizes, tables).run)
+        sizes = _Sizes(batch)
+        if sizes.most > self._staging.slot_bytes:
+            return None
+        return partial(_BatchRun(batch, pages, blocks, self._staging, sizes).run)
+
+
+class _Sizes:
+    """What the records of a batch take of a slot. Raises BadBatch if a record has another length than its codec says:
+    a kernel would read beyond it."""
+
+    def __init__(self, batch: CopyBatch) -> None:
+        records, items = batch.records, batch.items
+        self.came: list[int] = []
+        self.raw: list[int] = []
+        of_layer: dict[tuple[int, int, int], tuple[int, int]] = {}
+        for item, count, nbytes, which in zip(
+            records.items, records.counts, records.nbytes, records.codecs, strict=True
+        ):
+            heads = items.head_stops[item] - items.head_starts[item]
+            kind = items.groups[item], heads, which
+            if kind not in of_layer:
+                geometry = items.geometry(item)
+                raw, coded = (encoded_layer_bytes(geometry, each, heads) for each in (codec.RAW, which))
+                of_layer[kind] = raw, coded
+            raw, coded = of_layer[kind]
+            if nbytes != count * coded:
+                raise BadBatch(f"a record of {count} layers has {nbytes} bytes; expected {count * coded}")
+            self.came.append(_aligned(nbytes))
+            self.raw.append(_aligned(count * raw))
+        self.table = [_aligned(columns_bytes(geometry)) if geometry else 0 for geometry in batch.items.geometries]
+        """Of each geometry."""
+        self.most = max(map(max, self.came, self.raw), default=0) + max(self.table, default=0) + RECORD_BYTES
+        """What the largest record takes alone."""
 
 
 class _BatchRun:
     """The records of one batch."""
 
     def __init__(
-        self,
-        batch: CopyBatch,
-        pages: CpuMemory,
-        blocks: DeviceMemory,
-        staging: DeviceStaging,
-        sizes: Sequence[int],
-        tables: Sequence[int],
+        self, batch: CopyBatch, pages: CpuMemory, blocks: DeviceMemory, staging: DeviceStaging, sizes: _Sizes
     ) -> None:
         self._batch = batch
         self._pages = pages
         self._blocks = blocks
         self._device = staging.device
         self._staging = staging
-        self._sizes = sizes  # of records in a slot
-        self._tables = tables  # of geometries
-        self._room = Staging()
+        self._sizes = sizes
         self._loads = batch.direction is CopyDirection.LOAD
         self._stream = staging.loads if self._loads else staging.stores
 
@@ -133,16 +161,18 @@ class _BatchRun:
         """Yields the pending records, as many at a time as a slot has room for."""
         chunk: list[int] = []
         groups: set[int] = set()
-        room = self._staging.slot_bytes
+        came = raw = self._staging.slot_bytes  # what is left of both halves of the slot
         for at in range(start, stop):
             if self._batch.status[at] != CopyStatus.PENDING:
                 continue
             group = self._group(at)
-            own = self._sizes[at] + RECORD_BYTES
-            if chunk and own + (group not in groups) * self._tables[group] > room:
+            own = self._sizes.came[at] + RECORD_BYTES + (group not in groups) * self._sizes.table[group]
+            if chunk and (own > came or self._sizes.raw[at] > raw):
                 yield chunk
-                chunk, groups, room = [], set(), self._staging.slot_bytes
-            room -= own + (group not in groups) * self._tables[group]
+                chunk, groups = [], set()
+                came = raw = self._staging.slot_bytes
+                own = self._sizes.came[at] + RECORD_BYTES + self._sizes.table[group]
+            came, raw = came - own, raw - self._sizes.raw[at]
             chunk.append(at)
             groups.add(group)
         if chunk:
@@ -168,55 +198,83 @@ class _BatchRun:
     def _begun(self, slot: Slot, records: Sequence[int]) -> _Chunk:
         """Has the device begin with these records: for a load, with those that the CPU finds sound."""
         groups = {self._group(number) for number in records}
-        starts, first = [], len(records) * RECORD_BYTES + sum(self._tables[group] for group in groups)
-        at = first
+        first = len(records) * RECORD_BYTES + sum(self._sizes.table[group] for group in groups)
+        places, came, raw = [], first, self._staging.slot_bytes
         for number in records:
-            starts.append(at)
-            at += self._sizes[number]
-        chunk = _Chunk(slot, records, starts, first, at)
+            is_raw = self._batch.records.codecs[number] == codec.RAW
+            places.append(_Place(number, came, came if is_raw else raw))
+            came, raw = came + self._sizes.came[number], raw + (0 if is_raw else self._sizes.raw[number])
+        chunk = _Chunk(slot, places, first, came)
         try:
             if self._loads:
-                chunk = self._verified(chunk)
-            chunk = self._kept(chunk, [not self._stopped(number) for number in chunk.records])  # meanwhile, maybe
-            kernel = self._kernel(chunk)
+                self._verify(chunk)
+            chunk.places = [place for place in chunk.places if not self._stopped(place.record)]  # meanwhile, maybe
+            move = self._move(chunk)
         except BaseException:
             self._staging.give_back(slot)
             raise
-        if kernel.launches:  # some block has something of them
-            self._enqueue(chunk, kernel)
+        if move.launches:  # some block has something of them
+            self._enqueue(chunk, move)
         return chunk
 
-    def _kernel(self, chunk: _Chunk) -> Scatter | Gather:
+    def _move(self, chunk: _Chunk) -> Scatter | Gather:
         """Returns what moves these records, and writes its table into the slot."""
         memory = chunk.slot.memory.range
-        pairs = zip(chunk.records, chunk.starts, strict=True)
-        records = [self._staged(memory.address + start, number) for number, start in pairs]
+        records = [self._staged(memory.address + place.raw, place.record) for place in chunk.places]
         table, launches = moves(records)
         with chunk.slot.pinned.opened(0, len(table), writes=True) as room:
             room[:] = table
         return (Scatter if self._loads else Gather)(Range(memory.address, len(table)), launches, records)
 
-    def _enqueue(self, chunk: _Chunk, kernel: Scatter | Gather) -> None:
+    def _enqueue(self, chunk: _Chunk, move: Scatter | Gather) -> None:
         device, stream = self._device, self._stream
         pinned, memory = chunk.slot.pinned.range, chunk.slot.memory.range
-        brought = chunk.stop if self._loads else kernel.table.nbytes
+        brought = chunk.stop if self._loads else move.table.nbytes
         device.copy(_piece(memory, 0, brought), _piece(pinned, 0, brought), stream)
-        device.launch(kernel, stream)
+        for decode in self._decodes(chunk):
+            device.launch(decode, stream)
+        device.launch(move, stream)
         if not self._loads:
             begins, nbytes = chunk.first, chunk.stop - chunk.first
             device.copy(_piece(pinned, begins, nbytes), _piece(memory, begins, nbytes), stream)
         chunk.event = device.record(stream)
 
+    def _decodes(self, chunk: _Chunk) -> Iterator[Decode]:
+        """Yields what decodes the records that came encoded: one kernel for records of a kind that lie together."""
+        records, items, memory = self._batch.records, self._batch.items, chunk.slot.memory.range
+        last: Decode | None = None
+        for number, came, raw in chunk.places:
+            if came == raw:
+                continue
+            item, count = records.items[number], records.counts[number]
+            geometry, heads = items.geometry(item), items.head_stops[item] - items.head_starts[item]
+            raw_bytes = count * heads * geometry.head_bytes
+            one = Decode(
+                Codec(records.codecs[number]),
+                geometry.group,
+                geometry.block_tokens,
+                heads,
+                count,
+                _piece(memory, came, records.nbytes[number]),
+                _piece(memory, raw, raw_bytes),
+            )
+            together = None if last is None else last.followed_by(one)
+            if last is not None and together is None:
+                yield last
+            last = together or one
+        if last is not None:
+            yield last
+
     def _end(self, chunk: _Chunk) -> None:
         """Waits until the device is done with a chunk, and does the rest."""
         self._wait(chunk)
         try:
-            if not self._loads and chunk.records:
+            if not self._loads and chunk.places:
                 self._take_over(chunk)
         finally:
             self._staging.give_back(chunk.slot)
-        for number in chunk.records:
-            self._batch.status[number] = CopyStatus.DONE
+        for place in chunk.places:
+            self._batch.status[place.record] = CopyStatus.DONE
 
     def _wait(self, chunk: _Chunk) -> None:
         """Waits until no work with this chunk is under way. Raises DeviceFailed."""
@@ -225,41 +283,35 @@ class _BatchRun:
 
     # ------------------------------------------------------------------------------------------ by the CPU
 
-    def _verified(self, chunk: _Chunk) -> _Chunk:
-        """Brings records into the slot, raw. Returns the chunk with those that are sound; sets the status of others."""
+    def _verify(self, chunk: _Chunk) -> None:
+        """Brings records into the slot as they are. Leaves those in the chunk that are sound; sets the status of
+        others."""
         sound = []
         with chunk.slot.pinned.opened(0, chunk.stop, writes=True) as room:
-            for number, start in zip(chunk.records, chunk.starts, strict=True):
-                stopped = self._stopped(number)
-                place = room[start : start + _raw_bytes(self._batch, number)]
-                sound.append(not stopped and self._bring(number, place))
-                if not stopped and not sound[-1]:
+            for place in chunk.places:
+                number, nbytes = place.record, self._batch.records.nbytes[place.record]
+                if self._stopped(number):
+                    continue
+                if self._bring(number, room[place.came : place.came + nbytes]):
+                    sound.append(place)
+                else:
                     self._batch.status[number] = CopyStatus.MISMATCH
-        return self._kept(chunk, sound)
+        chunk.places = sound
 
     def _bring(self, number: int, room: memoryview) -> bool:
-        """Copies or decodes a record. Returns whether it matches its sums."""
-        batch, records = self._batch, self._batch.records
-        layer, count, codec_id = records.layers[number], records.counts[number], records.codecs[number]
+        """Copies a record. Returns whether it matches its sums."""
+        records, identity = self._batch.records, self._batch.identities[number]
         data = self._pages.view(records.offsets[number], records.nbytes[number])
-        into = room if codec_id == codec.RAW else self._room.room(data.nbytes)
-        came = checksum.copy_sums(batch.identities[number], layer, count, into, data)
-        if came != records.sums_of(number):
-            return False
-        if codec_id != codec.RAW:
-            item = records.items[number]
-            geometry, heads = batch.items.geometry(item), batch.items.head_stops[item] - batch.items.head_starts[item]
-            coder = codec.coder(Codec(codec_id), geometry.group, block_tokens=geometry.block_tokens, heads=heads)
-            coder.decode(into, room, count)
-        return True
+        came = checksum.copy_sums(identity, records.layers[number], records.counts[number], room, data)
+        return came == records.sums_of(number)
 
     def _take_over(self, chunk: _Chunk) -> None:
         """Copies what has arrived in the slot into the pages, and sums what it has written."""
         records, identities = self._batch.records, self._batch.identities
         with chunk.slot.pinned.opened(chunk.first, chunk.stop, writes=False) as room:
-            for number, start in zip(chunk.records, chunk.starts, strict=True):
+            for number, came, _ in chunk.places:
                 into = self._pages.view(records.offsets[number], records.nbytes[number])
-                data, layer = room[start - chunk.first :][: into.nbytes], records.layers[number]
+                data, layer = room[came - chunk.first :][: into.nbytes], records.layers[number]
                 records.set_sums(
                     number, checksum.copy_sums(identities[number], layer, records.counts[number], into, data)
                 )
@@ -289,12 +341,6 @@ class _BatchRun:
             if self._batch.status[number] == CopyStatus.PENDING:
                 self._batch.status[number] = CopyStatus.STOPPED
 
-    @staticmethod
-    def _kept(chunk: _Chunk, wanted: Sequence[bool]) -> _Chunk:
-        """Returns the chunk with these of its records."""
-        pairs = [pair for pair, keep in zip(zip(chunk.records, chunk.starts, strict=True), wanted, strict=True) if keep]
-        return replace(chunk, records=[number for number, _ in pairs], starts=[start for _, start in pairs])
-
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNED) * ALIGNED
@@ -302,14 +348,6 @@ def _aligned(nbytes: int) -> int:
 
 def _piece(memory: Range, start: int, nbytes: int) -> Range:
     return Range(memory.address + start, nbytes)
-
-
-def _raw_bytes(batch: CopyBatch, number: int) -> int:
-    """Returns the bytes of a record, decoded."""
-    records, items = batch.records, batch.items
-    item = records.items[number]
-    heads = items.head_stops[item] - items.head_starts[item]
-    return records.counts[number] * encoded_layer_bytes(items.geometry(item), codec.RAW, heads)
 
 
 def _has_whole_pages(batch: CopyBatch) -> bool:

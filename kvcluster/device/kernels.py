@@ -1,13 +1,16 @@
-"""The kernels that move records between staging and the blocks of an engine's memory, as data and as their definition:
-what a device's own code does has to have the same result."""
+"""The kernels that move records between staging and the blocks of an engine's memory, and that decode them in staging:
+as data, and as their definition, whose result a device's own code has to have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvcluster.core.codecs import Codec
+from kvcluster.core.groups import Group
 from kvcluster.device.device import Range
 from kvcluster.device.moves import Launch, StagedRecord
+from kvcluster.pages import codec
 
 Opened = Callable[[Range], memoryview]
 
@@ -74,3 +77,45 @@ class Gather(_Move):
         """As DeviceKernel."""
         for staged, block in self.pieces(opened):
             staged[:] = block
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """`layers` encoded layers of a group, with `heads` of its heads, into as many raw ones, both in staging."""
+
+    codec: Codec
+    group: Group
+    block_tokens: int
+    heads: int
+    layers: int
+    coded: Range
+    raw: Range
+
+    @property
+    def reads(self) -> Sequence[Range]:
+        """As DeviceKernel."""
+        return [self.coded]
+
+    @property
+    def writes(self) -> Sequence[Range]:
+        """As DeviceKernel."""
+        return [self.raw]
+
+    def run(self, opened: Opened) -> None:
+        """As DeviceKernel."""
+        coder = codec.coder(self.codec, self.group, block_tokens=self.block_tokens, heads=self.heads)
+        coder.decode(opened(self.coded), opened(self.raw), self.layers)
+
+    def followed_by(self, other: Decode) -> Decode | None:
+        """Returns one for both, if they are of one kind and the layers of `other` lie behind these."""
+        coded, raw = self.coded, self.raw
+        lie = other.coded.address == coded.address + coded.nbytes and other.raw.address == raw.address + raw.nbytes
+        if not lie or replace(other, layers=self.layers, coded=coded, raw=raw) != self:
+            return None
+        both = self.layers + other.layers
+        return replace(
+            self,
+            layers=both,
+            coded=coded._replace(nbytes=coded.nbytes + other.coded.nbytes),
+            raw=raw._replace(nbytes=raw.nbytes + other.raw.nbytes),
+        )

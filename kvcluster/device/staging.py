@@ -10,31 +10,33 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from kvcluster.device.device import Allocation, Device, NoMemory, PinnedMemory, Stream
+from kvcluster.device.moves import ALIGNED
 
 
 class Slot(NamedTuple):
-    """As many bytes of pinned memory as of the device's."""
+    """Pinned memory, and twice as much of the device's."""
 
     pinned: PinnedMemory
     memory: Allocation
 
 
 class DeviceStaging:
-    """At most `slots` slots of `slot_bytes` for one device, and the streams by which they are filled and emptied.
+    """At most `slots` slots with `slot_bytes` of pinned memory for one device, and the streams by which they are filled
+    and emptied.
 
     Raises NoMemory if there is not room for one; if there is room for fewer than asked for, it has fewer.
     """
 
     def __init__(self, device: Device, *, slot_bytes: int, slots: int) -> None:
         self.device = device
-        self.slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes - slot_bytes % ALIGNED
         self.loads: Stream = device.stream()
         self.stores: Stream = device.stream()
         self.slots = 0
         self._free: SimpleQueue[Slot] = SimpleQueue()
         for _ in range(slots):
             try:
-                self._free.put(_slot(device, slot_bytes))
+                self._free.put(_slot(device, self.slot_bytes))
             except NoMemory:
                 if not self.slots:
                     raise
@@ -56,7 +58,7 @@ class DeviceStaging:
 def _slot(device: Device, nbytes: int) -> Slot:
     pinned = device.pin(nbytes)
     try:
-        return Slot(pinned, device.allocate(nbytes))
+        return Slot(pinned, device.allocate(2 * nbytes))
     except NoMemory:
         pinned.release()
         raise

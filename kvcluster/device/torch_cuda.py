@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
-from kvcluster.device.cuda import CudaDevice
+from kvcluster.core.groups import Group
+from kvcluster.device.cuda import CudaDevice, Enqueue
 from kvcluster.device.device import Stream
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.driver import Driver, DriverError
-from kvcluster.device.kernels import Gather, Scatter
+from kvcluster.device.kernels import Decode, Gather, Scatter
 from kvcluster.device.staging import DeviceStaging
 
 _SLOT_BYTES = 4 << 20
@@ -31,23 +32,44 @@ _NEEDED = {41: "unified addressing", 91: "host addresses for registered memory"}
 
 _LOCK = threading.Lock()
 _TRIED: dict[int, str] = {}
+_BUILT: set[tuple[int, Group, int, int]] = set()
+_SEEN: dict[tuple[int, int, int, int], tuple[Group, str]] = {}
+"""Answers by the identity of a group, which they keep: a call asks for each of its tensors."""
 
 
-def reach(index: int) -> str:
-    """Has DEVICES know CUDA device `index` of torch, with staging of `DEVICES.staging_bytes`. Returns why it cannot be
-    used, or "". The answer of the first call holds for the process."""
-    if index not in _TRIED:
-        with _LOCK:
-            if index not in _TRIED:
-                _TRIED[index] = _opened(index)
-    return _TRIED[index]
+def reach(index: int, group: Group, block_tokens: int, heads: int) -> str:
+    """Has DEVICES know CUDA device `index` of torch, with staging of `DEVICES.staging_bytes`, and all kernels for pages
+    of this group loaded. Returns why it cannot be used, or ""; that of the first call holds for the process."""
+    seen = index, id(group), block_tokens, heads
+    if seen in _SEEN:
+        return _SEEN[seen][1]
+    with _LOCK:
+        if index not in _TRIED:
+            _TRIED[index] = _opened(index)
+        kind = index, group, block_tokens, heads
+        if not _TRIED[index] and kind not in _BUILT:
+            _TRIED[index] = _built(*kind)
+            _BUILT.add(kind)
+        _SEEN[seen] = group, _TRIED[index]
+        return _TRIED[index]
+
+
+def _built(index: int, group: Group, block_tokens: int, heads: int) -> str:
+    from kvcluster.device import triton_decoding
+
+    try:
+        with torch.cuda.device(index), _cache():
+            triton_decoding.build(group, block_tokens, heads, torch.device("cuda", index))
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _opened(index: int) -> str:
     if torch.version.hip is not None:
         return "this torch is built for ROCm, whose devices are not supported"
     try:
-        from kvcluster.device import triton_moves
+        from kvcluster.device import triton_decoding, triton_moves
     except ImportError as error:
         return f"its kernels need Triton: {error}"
     try:
@@ -60,12 +82,17 @@ def _opened(index: int) -> str:
             with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index)):  # type: ignore[no-untyped-call]
                 triton_moves.enqueue(kernel)
 
+        def enqueue_decode(kernel: Decode, stream: Stream) -> None:
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index)):  # type: ignore[no-untyped-call]
+                triton_decoding.enqueue(kernel, torch.device("cuda", index))
+
         def current() -> int:
             return int(torch.cuda.current_stream(index).cuda_stream)
 
         with torch.cuda.device(index), _cache():
             triton_moves.build()
-        device = CudaDevice(driver, index, current=current, kernels={Scatter: enqueue, Gather: enqueue})
+        kernels: dict[type, Enqueue] = {Scatter: enqueue, Gather: enqueue, Decode: enqueue_decode}
+        device = CudaDevice(driver, index, current=current, kernels=kernels)
     except (OSError, DriverError, RuntimeError) as error:  # Triton raises RuntimeError without a compiler
         return f"{type(error).__name__}: {error}"
     DEVICES.open_later(device, lambda: _staging(device))

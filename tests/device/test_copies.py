@@ -23,7 +23,7 @@ from kvcluster.device.ordering import Unordered
 from kvcluster.device.staging import DeviceStaging, Slot
 from kvcluster.device.twin import Machine, Twin
 from kvcluster.pages import checksum, codec
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
 from kvcluster.pages.copy_endpoints import HOST, ForeignMemory
 from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, strided
 from kvcluster.pages.region import address_of
@@ -105,7 +105,9 @@ class Case:
         largest = max(self.batch.records.counts) * self.raw_bytes
         least = largest + ALIGNED + columns_bytes(self.memory.geometry) + ALIGNED + RECORD_BYTES
         self.staging = DeviceStaging(
-            self.twin, slot_bytes=slot_bytes or int(least * rng.choice((1, 1.5, 3))), slots=rng.choice((1, 2, 3))
+            self.twin,
+            slot_bytes=slot_bytes or int(least * rng.choice((1, 1.5, 3))) + ALIGNED,
+            slots=rng.choice((1, 2, 3)),
         )
 
     def _page(self) -> tuple[torch.Tensor, bytearray]:
@@ -451,9 +453,19 @@ def test_other_devices_and_memory_of_the_cpu_are_left_to_others() -> None:
 
 
 def test_a_record_that_no_slot_has_room_for_is_left_to_others() -> None:
-    case = Case(1, CopyDirection.LOAD, slot_bytes=1)
+    case = Case(1, CopyDirection.LOAD, slot_bytes=ALIGNED)
     case.engine_writes()
     assert DeviceCopies(case.staging).open(case.batch) is None
+
+
+@pytest.mark.parametrize("direction", CopyDirection)
+def test_a_record_of_another_length_than_its_codec_says_is_refused(direction: CopyDirection) -> None:
+    for seed in range(20):
+        case = Case(seed, direction)
+        case.engine_writes()
+        case.batch.records.nbytes[-1] += case.rng.choice((-1, 1, 2**20))
+        with pytest.raises(BadBatch, match=r"a record of \d layers has"):
+            DeviceCopies(case.staging).open(case.batch)
 
 
 def test_a_store_from_memory_that_lacks_a_head_is_left_to_others() -> None:
@@ -464,7 +476,7 @@ def test_a_store_from_memory_that_lacks_a_head_is_left_to_others() -> None:
 
 
 def test_staging_takes_what_there_is_and_says_when_there_is_none() -> None:
-    twin = Twin(Machine(Random(1)), nbytes=2_560, pinnable=10_000)
+    twin = Twin(Machine(Random(1)), nbytes=4_900, pinnable=10_000)
     assert DeviceStaging(twin, slot_bytes=1_024, slots=4).slots == 2
     with pytest.raises(NoMemory):
         DeviceStaging(twin, slot_bytes=1_024, slots=4)

@@ -28,6 +28,7 @@ SPEC, TOKENS = spec_of(dtype="bfloat16"), list(range(2 * BLOCK))
 def nothing_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DEVICES, "staging_bytes", 0)
     monkeypatch.setattr(torch_cuda, "_TRIED", {})
+    monkeypatch.setattr(torch_cuda, "_SEEN", {})
 
 
 @pytest.fixture
@@ -63,7 +64,8 @@ def test_without_what_it_takes_the_reason_is_named() -> None:
 def test_a_process_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(torch_cuda, "_opened", lambda index: asked.append(index) or "no")
-    assert torch_cuda.reach(0) == torch_cuda.reach(0) == torch_cuda.reach(1) == "no"
+    kind = SPEC.groups[0], BLOCK, HEADS
+    assert torch_cuda.reach(0, *kind) == torch_cuda.reach(0, *kind) == torch_cuda.reach(1, *kind) == "no"
     assert asked == [0, 1]
 
 
