@@ -42,7 +42,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 EXTRAS := cluster transformers ray-serve events bench test dev
 say = @printf '==> %s\n'
 
-.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks bounds fuzz fuzz-sequences fuzz-clients fuzz-quick integrity alerts gpu chart pods image image-check compat mutants sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
+.PHONY: help install demo test coverage screens check test-vllm test-triton e2e-vllm bench-vllm bench-observe nightly bench simulate chaos soak attacks bounds fuzz fuzz-sequences fuzz-clients fuzz-quick integrity alerts gpu chart pods image image-check compat mutants unordered sanitizers aarch64 lock wheels wheels-check wheel-vllm fmt proto clean fuzz-vllm
 
 help: ## list what can be made
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -201,6 +201,9 @@ image-check: install .venv-chart/.installed ## build both images with Debian's b
 	@$(BIN)/pytest -q -s --tb=short tests/deploy/image_checks.py
 
 # mutmut has an environment of its own (docs/adr/0032). What runs the tests is .venv.
+unordered: install ## does a test notice when something that orders work on a device is taken away? (2 minutes)
+	@$(BIN)/python -m tools.unordered
+
 mutants: install .venv-mutants/.installed ## do the tests of the core kill mutants of it? (MUTANTS=120, MUTANT_SEED=1; 15 minutes)
 	@mkdir -p build
 	@$(BIN)/python tools/mutants.py --count $(MUTANTS) --seed $(MUTANT_SEED) --json build/mutants.json

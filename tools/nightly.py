@@ -39,6 +39,7 @@ STEPS: dict[str, tuple[str, ...]] = {
     "attacks": ("make", "attacks", "ATTACK_MINUTES=1"),
     "soak": ("make", "soak", "SOAK_MINUTES=20"),
     "mutants": ("make", "mutants"),
+    "unordered": ("make", "unordered"),
 }
 
 

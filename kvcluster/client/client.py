@@ -108,8 +108,7 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
         of the cluster, to be shown."""
         self._config = client_config(config)
         check_connect(spec, token)
-        self._process = OwnProcess()
-        self.spec, self.parts = spec, parts_of(spec, part)
+        self._process, self.spec, self.parts = OwnProcess(), spec, parts_of(spec, part)
         self._control = CoordinatorClient(port)
         lock = threading.RLock()  # guards the decisions of plans and policy: never held during I/O or copies
         policy = ShardPolicy(breaker_failures=self._config.breaker_failures, breaker_ms=self._config.breaker_ms)
@@ -136,7 +135,7 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
             config=self._config,
             deadline=deadline,
         )
-        DEVICES.staging_bytes = max(DEVICES.staging_bytes, size(self._config.device_staging_bytes))
+        DEVICES.expect(size(self._config.device_staging_bytes))
         unused = unused_set(spec, self.parts, self._config.resident_bytes)
         self._sequences = SequenceOpener(spec, self._control, resources, unused)
         self.shipped_counter = self._sequences.counter
@@ -209,7 +208,8 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
 
         `into` is a dense tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`, Paged or Buffers (see
         client/layouts.py), of this client's part; a list with one entry per group if the spec has several. It must not
-        be used until the transfer says so. The ticket names its adapter; `adapter` is needed only by a client that
+        be used until the transfer says so. On a GPU it is written after all that the calling thread has enqueued on its
+        current stream. The ticket names its adapter; `adapter` is needed only by a client that
         redeems a ticket of an adapter that it has never used. Raises CallerError if an argument does not fit.
         """
         self._check_usable()
@@ -249,12 +249,12 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
     ) -> Transfer[Stored]:
         """Begins to store `hashes[first:]`, whose KV lies in `source` (as `into` of begin_load). Returns at once.
 
-        `hashes` is the chain from the first block of the sequence. `source` must not change until `source_free()`.
-        `loss` is the loss of the prefix over which the KV was computed (Loaded.loss). Blocks that others have stored
-        with no more loss, or are storing, are not moved. If this client already has limits.STORES_QUEUED stores
-        waiting, the returned transfer has already ended, with a miss `full`. `token_ids` are the tokens of
-        `hashes[first:]`, for KV events; they are sent only if the cluster `wants_tokens`. Raises CallerError if an
-        argument does not fit.
+        `hashes` is the chain from the first block of the sequence. `source` must not change until `source_free()`; on a
+        GPU it is read after all that the calling thread has enqueued on its current stream. `loss` is the loss of the
+        prefix over which the KV was computed (Loaded.loss). Blocks that others have stored with no more loss, or are
+        storing, are not moved. If this client already has limits.STORES_QUEUED stores waiting, the returned transfer
+        has already ended, with a miss `full`. `token_ids` are the tokens of `hashes[first:]`, for KV events; they are
+        sent only if the cluster `wants_tokens`. Raises CallerError if an argument does not fit.
         """
         check_hashes(hashes)
         check_first(first, hashes)

@@ -210,7 +210,7 @@ class ClientConfig:
     `store_niceness`: niceness of the threads that store, 0 to 19, above that of the process's others; for callers that
     do not wait for their stores.
     `resident_bytes`: memory for the pages of open sequences, taken as they grow; a number, or text such as "4GiB".
-    `device_staging_bytes`: memory of a GPU, and as much pinned memory, through which the KV of CUDA tensors is loaded
+    `device_staging_bytes`: memory of a GPU, and half as much pinned memory, through which KV of CUDA tensors is loaded
     and stored, for all clients of the process; 0: CUDA tensors are refused. No release has run with it on a card."""
 
     deadline_ms: int = 0

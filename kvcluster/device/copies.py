@@ -26,7 +26,7 @@ from kvcluster.core.groups import Part
 from kvcluster.device.capture import GATE
 from kvcluster.device.device import Device, Event, Range
 from kvcluster.device.kernels import Decode, Gather, Scatter
-from kvcluster.device.moves import ALIGNED, RECORD_BYTES, StagedRecord, columns_bytes, moves
+from kvcluster.device.moves import ALIGNED, StagedRecord, columns_bytes, moves, record_bytes
 from kvcluster.device.staging import DeviceStaging, Slot
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyStatus, encoded_layer_bytes
@@ -115,9 +115,13 @@ class _Sizes:
                 raise BadBatch(f"a record of {count} layers has {nbytes} bytes; expected {count * coded}")
             self.came.append(_aligned(nbytes))
             self.raw.append(_aligned(count * raw))
-        self.table = [_aligned(columns_bytes(geometry)) if geometry else 0 for geometry in batch.items.geometries]
-        """Of each geometry."""
-        self.most = max(map(max, self.came, self.raw), default=0) + max(self.table, default=0) + RECORD_BYTES
+        geometries = batch.items.geometries
+        self.columns = [_aligned(columns_bytes(geometry)) if geometry else 0 for geometry in geometries]
+        """Of the table, for each geometry."""
+        self.entry = [_aligned(record_bytes(geometry)) if geometry else 0 for geometry in geometries]
+        """Of the table, for each record of each geometry."""
+        tables = max(self.columns, default=0) + max(self.entry, default=0)
+        self.most = max(map(max, self.came, self.raw), default=0) + tables
         """What the largest record takes alone."""
 
 
@@ -166,13 +170,13 @@ class _BatchRun:
             if self._batch.status[at] != CopyStatus.PENDING:
                 continue
             group = self._group(at)
-            own = self._sizes.came[at] + RECORD_BYTES + (group not in groups) * self._sizes.table[group]
-            if chunk and (own > came or self._sizes.raw[at] > raw):
+            own = self._sizes.came[at] + self._sizes.entry[group]
+            columns = 0 if group in groups else self._sizes.columns[group]
+            if chunk and (own + columns > came or self._sizes.raw[at] > raw):
                 yield chunk
-                chunk, groups = [], set()
+                chunk, groups, columns = [], set(), self._sizes.columns[group]
                 came = raw = self._staging.slot_bytes
-                own = self._sizes.came[at] + RECORD_BYTES + self._sizes.table[group]
-            came, raw = came - own, raw - self._sizes.raw[at]
+            came, raw = came - own - columns, raw - self._sizes.raw[at]
             chunk.append(at)
             groups.add(group)
         if chunk:
@@ -197,8 +201,8 @@ class _BatchRun:
 
     def _begun(self, slot: Slot, records: Sequence[int]) -> _Chunk:
         """Has the device begin with these records: for a load, with those that the CPU finds sound."""
-        groups = {self._group(number) for number in records}
-        first = len(records) * RECORD_BYTES + sum(self._sizes.table[group] for group in groups)
+        groups = [self._group(number) for number in records]
+        first = sum(map(self._sizes.entry.__getitem__, groups)) + sum(map(self._sizes.columns.__getitem__, set(groups)))
         places, came, raw = [], first, self._staging.slot_bytes
         for number in records:
             is_raw = self._batch.records.codecs[number] == codec.RAW

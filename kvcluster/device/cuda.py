@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.device.capture import GATE
+from kvcluster.device.cuda_driver import NOT_READY, OUT_OF_MEMORY, SUCCESS, CudaDriver, DriverError
 from kvcluster.device.device import Allocation, DeviceFailed, DeviceKernel, Event, NoMemory, PinnedMemory, Range, Stream
-from kvcluster.device.driver import NOT_READY, OUT_OF_MEMORY, SUCCESS, Driver, DriverError
 from kvcluster.pages.region import address_of
 
 _LOG = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class CudaDevice:
     """
 
     def __init__(
-        self, driver: Driver, ordinal: int, *, current: Callable[[], int], kernels: Mapping[type, Enqueue]
+        self, driver: CudaDriver, ordinal: int, *, current: Callable[[], int], kernels: Mapping[type, Enqueue]
     ) -> None:
         self.name = driver.uuid(ordinal)
         self._driver = driver

@@ -21,10 +21,14 @@ class Devices:
     def __init__(self) -> None:
         self._added: dict[Device, CopyExecutor] = {}
         self.staging_bytes = 0
-        """Of each device that is opened from now on, and as much pinned memory: the most that a client was told."""
+        """Of each device that is opened from now on, beside half as much pinned memory."""
 
     def __bool__(self) -> bool:
         return bool(self._added)
+
+    def expect(self, staging_bytes: int) -> None:
+        """A client of this process uses so much: the most that any has is taken."""
+        self.staging_bytes = max(self.staging_bytes, staging_bytes)
 
     def add(self, staging: DeviceStaging) -> None:
         """From now on batches reach the memory of this device, through that staging."""

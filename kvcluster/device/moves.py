@@ -3,8 +3,8 @@
 In staging, a record lies in page layout, `[layers, planes, block_tokens, heads, dim]`, with all heads of its page;
 blocks have any strides. Of each record, the layers and heads are moved that the memory has and that are to be filled.
 
-The table has the five columns of each geometry, and four words for each record. A kernel computes all addresses from it
-and from the numbers of its launch; `Launch.pieces` is that computation, and what kernels are held to.
+The table has the five columns of each geometry, four words for each record, and the numbers of each launch. A kernel
+computes all addresses from it; `Launch.pieces` is that computation, and what kernels are held to.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, product
+from typing import NamedTuple
 
 from kvcluster.core.groups import Part
 from kvcluster.device.device import Range
@@ -25,8 +26,6 @@ ALIGNED = 16
 _WORD_BYTES = 8
 _COLUMNS = 5
 _RECORD_WORDS = 4
-RECORD_BYTES = _RECORD_WORDS * _WORD_BYTES
-"""Of the table, for each record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +67,15 @@ class StagedRecord:
             yield Range(start, sum(map(abs, steps)) + shape.element_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One launch of a kernel: records of one geometry and of the same heads, and consecutive planes of one shape.
+class Numbers(NamedTuple):
+    """The numbers of one launch, as they stand in the table: of records of one geometry and of the same heads, and of
+    consecutive planes of one shape.
 
     `columns` and `records` are the words of the table with which its columns and its records begin; a column has
     `entries` words, one for each layer and each of `planes` planes. It moves `plane_count` planes from `first_plane`
-    on, of `count` records with at most `layers` layers each; of each plane `tokens` rows of `heads` heads with
-    `elements` values of `element_bytes` each.
-    The other numbers are bytes: in staging from one layer to the next, from a layer to the first value that is moved,
-    from one plane, token and head to the next. `head_at`: the first head, counted in the geometry. `unit`: a power of
-    two that divides every address, and the bytes that lie together.
+    on; of each plane `tokens` rows of `heads` heads with `elements` values of `element_bytes` each. The other numbers
+    are bytes: in staging from one layer to the next, from a layer to the first value that is moved, from one plane,
+    token and head to the next. `head_at`: the first head, counted in the geometry.
     """
 
     columns: int
@@ -87,8 +84,6 @@ class Launch:
     first_plane: int
     plane_count: int
     records: int
-    count: int
-    layers: int
     head_at: int
     tokens: int
     heads: int
@@ -99,26 +94,38 @@ class Launch:
     staged_plane: int
     staged_token: int
     staged_head: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a kernel, whose numbers stand at word `at` of the table: of `count` records with at most `layers`
+    layers each. `unit`: a power of two that divides every address, and the bytes that lie together."""
+
+    at: int
+    count: int
+    layers: int
     unit: int
+    numbers: Numbers
 
     def pieces(self, table: memoryview) -> Iterator[tuple[int, int, int]]:
         """Yields the address in staging and in a block, and the length, of all bytes that lie together. `table`: its
         64-bit words."""
+        n = Numbers(*table[self.at : self.at + len(Numbers._fields)])
         for record in range(self.count):
-            at = self.records + _RECORD_WORDS * record
+            at = n.records + _RECORD_WORDS * record
             staged, row, first, layers = table[at : at + _RECORD_WORDS]
-            for layer, plane in product(range(layers), range(self.plane_count)):
-                entry = self.columns + (first + layer) * self.planes + self.first_plane + plane
+            for layer, plane in product(range(layers), range(n.plane_count)):
+                entry = n.columns + (first + layer) * n.planes + n.first_plane + plane
                 base, by_row, by_token, by_head, by_element = (
-                    table[entry + column * self.entries] for column in range(_COLUMNS)
+                    table[entry + column * n.entries] for column in range(_COLUMNS)
                 )
-                block = base + row * by_row + self.head_at * by_head
-                here = staged + layer * self.staged_layer + self.staged_first + plane * self.staged_plane
-                for token, head, element in product(range(self.tokens), range(self.heads), range(self.elements)):
+                block = base + row * by_row + n.head_at * by_head
+                here = staged + layer * n.staged_layer + n.staged_first + plane * n.staged_plane
+                for token, head, element in product(range(n.tokens), range(n.heads), range(n.elements)):
                     yield (
-                        here + token * self.staged_token + head * self.staged_head + element * self.element_bytes,
+                        here + token * n.staged_token + head * n.staged_head + element * n.element_bytes,
                         block + token * by_token + head * by_head + element * by_element,
-                        self.element_bytes,
+                        n.element_bytes,
                     )
 
 
@@ -127,9 +134,14 @@ def columns_bytes(geometry: BlockGeometry) -> int:
     return _COLUMNS * _WORD_BYTES * len(geometry.bases)
 
 
+def record_bytes(geometry: BlockGeometry) -> int:
+    """Returns the most bytes of the table for one record with such blocks, beside those for its geometry."""
+    return _WORD_BYTES * (_RECORD_WORDS + len(geometry.planes) * len(Numbers._fields))
+
+
 def moves(records: Sequence[StagedRecord]) -> tuple[bytes, list[Launch]]:
-    """Returns the table of these records, and the launches that move them. The table has at most RECORD_BYTES for each
-    record and `columns_bytes` for each geometry."""
+    """Returns the table of these records, and the launches that move them. The table has at most `record_bytes` for
+    each record and `columns_bytes` for each geometry."""
     table = array("q")
     launches: list[Launch] = []
     columns: dict[int, int] = {}
@@ -144,7 +156,10 @@ def moves(records: Sequence[StagedRecord]) -> tuple[bytes, list[Launch]]:
         first = len(table)
         for record in same:
             table.extend(_record_words(record))
-        launches += _launches(columns[id(geometry)], first, same)
+        layers = max(record.moved.layers for record in same if record.moved is not None)
+        for numbers in _numbers(columns[id(geometry)], first, same[0]):
+            launches.append(Launch(len(table), len(same), layers, _unit(numbers, same), numbers))
+            table.extend(numbers)
     return table.tobytes(), launches
 
 
@@ -169,25 +184,22 @@ def _record_words(record: StagedRecord) -> tuple[int, ...]:
     return record.address + skipped, geometry.rows[record.block], first, moved.layers
 
 
-def _launches(columns: int, first: int, records: Sequence[StagedRecord]) -> Iterator[Launch]:
-    """Yields the launches for records of one kind, whose words begin at `first`."""
-    geometry, heads, moved = records[0].geometry, records[0].part.heads, records[0].moved
+def _numbers(columns: int, first: int, record: StagedRecord) -> Iterator[Numbers]:
+    """Yields the numbers of the launches for records like this one, whose words begin at `first`."""
+    geometry, heads, moved = record.geometry, record.part.heads, record.moved
     assert moved is not None
-    layers = max(record.moved.layers for record in records if record.moved is not None)
-    head_at, skipped = moved.head_start - geometry.part.head_start, moved.head_start - records[0].part.head_start
+    head_at, skipped = moved.head_start - geometry.part.head_start, moved.head_start - record.part.head_start
     at = 0
     for (tokens, elements, element_bytes), alike in groupby(enumerate(geometry.planes), lambda pair: pair[1]):
-        numbers = [number for number, _ in alike]
+        planes = [number for number, _ in alike]
         row = elements * element_bytes
-        launch = Launch(
+        numbers = Numbers(
             columns=columns,
             entries=len(geometry.bases),
             planes=len(geometry.planes),
-            first_plane=numbers[0],
-            plane_count=len(numbers),
+            first_plane=planes[0],
+            plane_count=len(planes),
             records=first,
-            count=len(records),
-            layers=layers,
             head_at=head_at,
             tokens=tokens,
             heads=moved.heads,
@@ -198,47 +210,46 @@ def _launches(columns: int, first: int, records: Sequence[StagedRecord]) -> Iter
             staged_plane=tokens * heads * row,
             staged_token=heads * row,
             staged_head=row,
-            unit=1,
         )
-        yield _with_unit(_together(launch, geometry), records)
-        at += len(numbers) * tokens * heads * row
+        yield _together(numbers, geometry)
+        at += len(planes) * tokens * heads * row
 
 
-def _together(launch: Launch, geometry: BlockGeometry) -> Launch:
-    """Returns the launch with longer rows, where what it moves of heads, or of tokens too, lies together on both
-    sides."""
-    row = launch.element_bytes
-    if launch.elements > 1 or launch.staged_token != launch.heads * row:
-        return launch
-    if launch.heads > 1 and set(_of_planes(launch, geometry.head_strides)) != {row}:
-        return launch
-    row *= launch.heads
-    launch = replace(launch, heads=1, element_bytes=row, staged_head=row)
-    if launch.tokens > 1 and set(_of_planes(launch, geometry.token_strides)) == {row}:
-        row *= launch.tokens
-        launch = replace(launch, tokens=1, element_bytes=row, staged_token=row, staged_head=row)
-    return launch
+def _together(n: Numbers, geometry: BlockGeometry) -> Numbers:
+    """Returns numbers with longer rows, where what is moved of heads, or of tokens too, lies together on both sides."""
+    row = n.element_bytes
+    if n.elements > 1 or n.staged_token != n.heads * row:
+        return n
+    if n.heads > 1 and set(_of_planes(n, geometry.head_strides)) != {row}:
+        return n
+    row *= n.heads
+    n = n._replace(heads=1, element_bytes=row, staged_head=row)
+    if n.tokens > 1 and set(_of_planes(n, geometry.token_strides)) == {row}:
+        row *= n.tokens
+        n = n._replace(tokens=1, element_bytes=row, staged_token=row, staged_head=row)
+    return n
 
 
-def _with_unit(launch: Launch, records: Sequence[StagedRecord]) -> Launch:
-    """Returns the launch with what divides all that its addresses are sums of."""
+def _unit(n: Numbers, records: Sequence[StagedRecord]) -> int:
+    """Returns what divides all that addresses are sums of, and the bytes that lie together."""
     geometry = records[0].geometry
-    steps = [launch.staged_layer, launch.staged_first, launch.staged_plane, launch.staged_token, launch.staged_head]
-    steps += _of_planes(launch, geometry.bases)
+    steps = [n.staged_layer, n.staged_first, n.staged_plane, n.staged_token, n.staged_head]
+    steps += _of_planes(n, geometry.bases)
     if geometry.page_layout:
         steps += [geometry.rows[record.block] for record in records]
     else:
-        steps += _of_planes(launch, geometry.row_strides)
-    if launch.tokens > 1:
-        steps += _of_planes(launch, geometry.token_strides)
-    if launch.heads > 1 or launch.head_at:
-        steps += _of_planes(launch, geometry.head_strides)
-    if launch.elements > 1:
-        steps += _of_planes(launch, geometry.element_strides)
-    return replace(launch, unit=math.gcd(ALIGNED, launch.element_bytes, *steps))
+        steps += _of_planes(n, geometry.row_strides)
+    if n.tokens > 1:
+        steps += _of_planes(n, geometry.token_strides)
+    if n.heads > 1 or n.head_at:
+        steps += _of_planes(n, geometry.head_strides)
+    if n.elements > 1:
+        steps += _of_planes(n, geometry.element_strides)
+    return math.gcd(ALIGNED, n.element_bytes, *steps)
 
 
-def _of_planes(launch: Launch, column: array[int]) -> list[int]:
-    """Returns what a column has for the planes of the launch, of all layers."""
-    planes = range(launch.first_plane, launch.first_plane + launch.plane_count)
-    return [number for plane in planes for number in column[plane :: launch.planes]]
+def _of_planes(n: Numbers, column: array[int]) -> list[int]:
+    """Returns what a column has for the planes of a launch, of all layers."""
+    return [
+        number for plane in range(n.first_plane, n.first_plane + n.plane_count) for number in column[plane :: n.planes]
+    ]

@@ -18,9 +18,9 @@ import torch
 
 from kvcluster.core.groups import Group
 from kvcluster.device.cuda import CudaDevice, Enqueue
+from kvcluster.device.cuda_driver import CudaDriver, DriverError
 from kvcluster.device.device import Stream
 from kvcluster.device.devices import DEVICES
-from kvcluster.device.driver import Driver, DriverError
 from kvcluster.device.kernels import Decode, Gather, Scatter
 from kvcluster.device.staging import DeviceStaging
 
@@ -73,7 +73,7 @@ def _opened(index: int) -> str:
     except ImportError as error:
         return f"its kernels need Triton: {error}"
     try:
-        driver = Driver()
+        driver = CudaDriver()
         missing = [name for number, name in _NEEDED.items() if not driver.attribute(number, index)]
         if missing:
             return f"it has no {' and no '.join(missing)}"
@@ -100,8 +100,9 @@ def _opened(index: int) -> str:
 
 
 def _staging(device: CudaDevice) -> DeviceStaging:
-    slot_bytes = min(_SLOT_BYTES, DEVICES.staging_bytes // 2)
-    return DeviceStaging(device, slot_bytes=slot_bytes, slots=DEVICES.staging_bytes // slot_bytes)
+    pinned = DEVICES.staging_bytes // 2
+    slot_bytes = min(_SLOT_BYTES, pinned // 2)
+    return DeviceStaging(device, slot_bytes=slot_bytes, slots=pinned // slot_bytes)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The moves of moves.py on a GPU: one Triton kernel, in so few variants that all are built before they are used.
 
 A variant is fixed by what one access moves: 16 bytes, or 8, 4, 2 or 1 where addresses or strides are divisible by no
-more. Everything else is a number of the launch or of the table. Nothing of a launch is specialised by value.
+more. Everything else is a number of the table.
 
 Triton makes 128-bit accesses of a tile only if it knows that its rows begin at multiples of 16 bytes and that what lies
 in them is consecutive: an address is a scalar with a hint, and a tile is rows of consecutive 64-bit words.
@@ -9,7 +9,6 @@ in them is consecutive: an address is a scalar with a hint, and a tile is rows o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import triton
@@ -18,30 +17,11 @@ import triton.language as tl
 from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.device.moves import Launch
 
-_LARGEST = 2**31 - 1
 
-
-@triton.jit(do_not_specialize=list(range(19)))
+@triton.jit(do_not_specialize=["table", "launch"])
 def move(
     table: tl.tensor,
-    columns: tl.tensor,
-    entries: tl.tensor,
-    planes: tl.tensor,
-    first_plane: tl.tensor,
-    plane_count: tl.tensor,
-    records: tl.tensor,
-    row_tiles: tl.tensor,
-    tiles: tl.tensor,
-    head_at: tl.tensor,
-    rows: tl.tensor,
-    heads: tl.tensor,
-    row_bytes: tl.tensor,
-    apart: tl.tensor,
-    staged_layer: tl.tensor,
-    staged_first: tl.tensor,
-    staged_plane: tl.tensor,
-    staged_token: tl.tensor,
-    staged_head: tl.tensor,
+    launch: tl.tensor,
     word: tl.constexpr,
     word_bytes: tl.constexpr,
     unit: tl.constexpr,
@@ -49,42 +29,44 @@ def move(
     words_a_tile: tl.constexpr,
     scatters: tl.constexpr,
 ) -> None:
-    """One tile of one plane, layer and record: axis 0 is records times tiles, axis 1 layers times planes.
-
-    `table` is its address; `rows` are tokens times heads, of `row_bytes` each. `apart`: the words of one value, if the
-    values of a row lie apart in blocks, else 0; then the unit is not 16.
-    """
+    """One tile of one plane, layer and record: axis 0 is records times tiles, axis 1 layers times planes. `table` is an
+    address; `launch` is the word with which `moves.Numbers` begin there."""
+    words = table.to(tl.pointer_type(tl.int64))
+    n = words + launch
+    plane_count, heads = tl.load(n + 4).to(tl.int32), tl.load(n + 8).to(tl.int32)
+    elements, element_bytes = tl.load(n + 9).to(tl.int32), tl.load(n + 10).to(tl.int32)
+    # What divides addresses divides these numbers of words:
+    hint: tl.constexpr = unit // word_bytes
+    row_words = tl.multiple_of(elements * element_bytes // word_bytes, hint)
+    row_tiles = tl.cdiv(row_words, words_a_tile)
+    rows = tl.load(n + 7).to(tl.int32) * heads
+    tiles = row_tiles * tl.cdiv(rows, rows_a_tile)
     which, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     layer, plane = tl.program_id(1) // plane_count, tl.program_id(1) % plane_count
-    numbers = table.to(tl.pointer_type(tl.int64))
-    record = numbers + records + which * 4
-    staged, row, first, layers = tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-    if layer < layers:
-        entry = numbers + columns + (first + layer) * planes + first_plane + plane
+    record = words + tl.load(n + 5) + which * 4
+    if layer < tl.load(record + 3):
+        entry = words + tl.load(n) + (tl.load(record + 2) + layer) * tl.load(n + 2) + tl.load(n + 3) + plane
+        staging = tl.load(record) + layer * tl.load(n + 11) + tl.load(n + 12) + plane * tl.load(n + 13)
+        entries = tl.load(n + 1)
         by_token, by_head = tl.load(entry + 2 * entries), tl.load(entry + 3 * entries)
-        block = tl.load(entry) + row * tl.load(entry + entries) + head_at * by_head
-        staging = staged + layer.to(tl.int64) * staged_layer + staged_first + plane.to(tl.int64) * staged_plane
-        # What divides addresses divides these numbers of words:
-        hint: tl.constexpr = unit // word_bytes
-        blocks = tl.multiple_of(block.to(tl.pointer_type(word)), unit)
-        stage = tl.multiple_of(staging.to(tl.pointer_type(word)), unit)
-        token_words = tl.multiple_of(by_token // word_bytes, hint)
-        head_words = tl.multiple_of(by_head // word_bytes, hint)
-        staged_token_words = tl.multiple_of(staged_token // word_bytes, hint)
-        staged_head_words = tl.multiple_of(staged_head // word_bytes, hint)
-        row_words = tl.multiple_of(row_bytes // word_bytes, hint)
+        block = tl.load(entry) + tl.load(record + 1) * tl.load(entry + entries) + tl.load(n + 6) * by_head
         at = (tile // row_tiles) * rows_a_tile + tl.arange(0, rows_a_tile)[:, None]
-        words = (tile % row_tiles) * words_a_tile + tl.arange(0, words_a_tile)[None, :]
-        token, head = at // heads, at % heads
-        inside = (at < rows) & (words < row_words)
-        here = token.to(tl.int64) * staged_token_words + head.to(tl.int64) * staged_head_words + words
-        there = token.to(tl.int64) * token_words + head.to(tl.int64) * head_words + words
-        if unit < 16 and apart > 0:
-            there += words // apart * (tl.load(entry + 4 * entries) // word_bytes - apart)
+        within = (tile % row_tiles) * words_a_tile + tl.arange(0, words_a_tile)[None, :]
+        token, head = (at // heads).to(tl.int64), (at % heads).to(tl.int64)
+        here = token * tl.multiple_of(tl.load(n + 14) // word_bytes, hint) + within
+        here += head * tl.multiple_of(tl.load(n + 15) // word_bytes, hint)
+        there = token * tl.multiple_of(by_token // word_bytes, hint) + within
+        there += head * tl.multiple_of(by_head // word_bytes, hint)
+        if unit < 16 and elements > 1:  # the values of a row may lie apart in blocks
+            value = element_bytes // word_bytes
+            there += within // value * (tl.load(entry + 4 * entries) // word_bytes - value)
+        blocks = tl.multiple_of(block.to(tl.pointer_type(word)), unit) + there
+        stage = tl.multiple_of(staging.to(tl.pointer_type(word)), unit) + here
+        inside = (at < rows) & (within < row_words)
         if scatters:
-            tl.store(blocks + there, tl.load(stage + here, mask=inside), mask=inside)
+            tl.store(blocks, tl.load(stage, mask=inside), mask=inside)
         else:
-            tl.store(stage + here, tl.load(blocks + there, mask=inside), mask=inside)
+            tl.store(stage, tl.load(blocks, mask=inside), mask=inside)
 
 
 class Variant(NamedTuple):
@@ -112,68 +94,32 @@ VARIANTS = {
 """All that can be asked for."""
 
 
-def launches(kernel: Scatter | Gather) -> Iterator[tuple[tuple[int, int], tuple[int, ...], Variant]]:
-    """Yields the grid, the numbers and the variant of each launch."""
-    for launch in kernel.launches:
-        variant = _variant(launch, scatters=isinstance(kernel, Scatter))
-        yield _grid(launch, variant), _numbers(kernel.table.address, launch, variant), variant
-
-
 def enqueue(kernel: Scatter | Gather) -> None:
     """Enqueues it on the current stream of torch. Does not wait for the device."""
-    for grid, numbers, variant in launches(kernel):
-        move[grid](*numbers, *variant, num_warps=4)
+    for launch in kernel.launches:
+        variant = variant_of(launch, scatters=isinstance(kernel, Scatter))
+        move[_grid(launch, variant)](kernel.table.address, launch.at, *variant, num_warps=4)
 
 
 def build() -> None:
     """Compiles all variants for the current device, or takes them from Triton's cache, and loads them."""
-    numbers = [1 << 40] + [1] * 18
     for variant in VARIANTS.values():
-        made = move.warmup(*numbers, *variant, num_warps=4, grid=(1, 1))
+        made = move.warmup(1 << 40, 1, *variant, num_warps=4, grid=(1, 1))
         made._init_handles()  # else the first launch would
 
 
-def _variant(launch: Launch, *, scatters: bool) -> Variant:
-    apart = launch.elements > 1
+def variant_of(launch: Launch, *, scatters: bool) -> Variant:
+    """Returns the variant that carries out a launch."""
+    apart = launch.numbers.elements > 1
     unit = min(launch.unit, 8) if apart else launch.unit
-    wide = unit == 16 and launch.element_bytes > 2 * _NARROW_BYTES
+    wide = unit == 16 and launch.numbers.element_bytes > 2 * _NARROW_BYTES
     return VARIANTS[unit, "wide" if wide else "narrow", scatters]
 
 
-def _tiles(launch: Launch, variant: Variant) -> tuple[int, int]:
-    """Returns the tiles along a row, and all of a plane."""
-    row_bytes = launch.elements * launch.element_bytes
-    along = triton.cdiv(row_bytes // variant.word_bytes, variant.words_a_tile)
-    return along, along * triton.cdiv(launch.tokens * launch.heads, variant.rows_a_tile)
-
-
 def _grid(launch: Launch, variant: Variant) -> tuple[int, int]:
-    grid = launch.count * _tiles(launch, variant)[1], launch.layers * launch.plane_count
-    assert grid[0] <= _LARGEST and grid[1] < 2**16, "limits of a grid"
+    n = launch.numbers
+    along = triton.cdiv(n.elements * n.element_bytes // variant.word_bytes, variant.words_a_tile)
+    tiles = along * triton.cdiv(n.tokens * n.heads, variant.rows_a_tile)
+    grid = launch.count * tiles, launch.layers * n.plane_count
+    assert grid[0] < 2**31 and grid[1] < 2**16, "limits of a grid"
     return grid
-
-
-def _numbers(table: int, launch: Launch, variant: Variant) -> tuple[int, ...]:
-    along, tiles = _tiles(launch, variant)
-    numbers = (
-        launch.columns,
-        launch.entries,
-        launch.planes,
-        launch.first_plane,
-        launch.plane_count,
-        launch.records,
-        along,
-        tiles,
-        launch.head_at,
-        launch.tokens * launch.heads,
-        launch.heads,
-        launch.elements * launch.element_bytes,
-        launch.element_bytes // variant.word_bytes if launch.elements > 1 else 0,
-        launch.staged_layer,
-        launch.staged_first,
-        launch.staged_plane,
-        launch.staged_token,
-        launch.staged_head,
-    )
-    assert max(numbers) <= _LARGEST, "numbers of 32 bits"
-    return table, *numbers

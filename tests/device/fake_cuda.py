@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.device.cuda import CudaDevice
+from kvcluster.device.cuda_driver import CudaDriver
 from kvcluster.device.device import Range, Stream
-from kvcluster.device.driver import Driver
 from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.pages.region import bytes_at
 from tests.device.programs import Xor
@@ -33,7 +33,7 @@ class FakeCard:
         self.library.fake_heal()
         self.streams = [0]
         kernels = dict.fromkeys((Xor, Scatter, Gather), self._run)
-        self.device = CudaDevice(Driver(path), 0, current=lambda: self.streams[-1], kernels=kernels)
+        self.device = CudaDevice(CudaDriver(path), 0, current=lambda: self.streams[-1], kernels=kernels)
 
     def _run(self, kernel: Any, stream: Stream) -> None:
         self.library.fake_do(-1)

@@ -166,7 +166,8 @@ def main(first: int, count: int, device: str) -> None:
             for record in kernel.records:
                 arena.move(record, scatters=isinstance(kernel, Scatter))
             triton_moves.enqueue(kernel)
-            used |= {variant[1:] for _, _, variant in triton_moves.launches(kernel)}
+            scatters = isinstance(kernel, Scatter)
+            used |= {triton_moves.variant_of(launch, scatters=scatters)[1:] for launch in kernel.launches}
             total += 1
             if not arena.same():
                 differ += 1

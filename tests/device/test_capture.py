@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -65,14 +64,21 @@ def test_a_call_while_a_graph_is_captured_is_noticed_without_the_gate(monkeypatc
         assert "while a graph is captured" in str(call.exception())
 
 
-@pytest.mark.parametrize("stopped", ["cancelled", "late"])
-def test_a_batch_that_waits_for_a_capture_ends_when_it_is_stopped(stopped: str) -> None:
-    case = Case(3, CopyDirection.LOAD)
+def test_a_batch_that_waits_for_a_capture_ends_when_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, waits, wait = Case(3, CopyDirection.LOAD), threading.Event(), twin.GATE.wait
     case.engine_writes()
-    batch = replace(case.batch, deadline_ns=1) if stopped == "late" else replace(case.batch, cancel=array("I", [1]))
-    with captured(case, twin.GATE), ThreadPoolExecutor(1) as pool:
-        pool.submit(runs(case), batch).result()
-    assert set(batch.status) == {CopyStatus.STOPPED}
+
+    def waited(timeout_s: float) -> bool:
+        waits.set()
+        return wait(timeout_s)
+
+    monkeypatch.setattr(twin.GATE, "wait", waited)
+    with ThreadPoolExecutor(1) as pool, captured(case, twin.GATE):
+        call = pool.submit(runs(case), case.batch)
+        assert waits.wait(20)
+        case.batch.cancel[0] = 1
+        call.result(timeout=20)
+    assert set(case.batch.status) == {CopyStatus.STOPPED}
 
 
 def test_a_gate_is_closed_by_one_thread_at_a_time_and_only_when_nobody_is_inside() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -18,7 +19,7 @@ from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.device import copies
 from kvcluster.device.copies import DeviceCopies, DeviceMemory
 from kvcluster.device.device import DeviceFailed, Event, NoMemory, Range, Stream
-from kvcluster.device.moves import ALIGNED, RECORD_BYTES, columns_bytes
+from kvcluster.device.moves import ALIGNED, columns_bytes, record_bytes
 from kvcluster.device.ordering import Unordered
 from kvcluster.device.staging import DeviceStaging, Slot
 from kvcluster.device.twin import Machine, Twin
@@ -103,7 +104,8 @@ class Case:
         self.pages = [self._page() for _ in range(self.blocks)]
         self.batch = self._batch(direction)
         largest = max(self.batch.records.counts) * self.raw_bytes
-        least = largest + ALIGNED + columns_bytes(self.memory.geometry) + ALIGNED + RECORD_BYTES
+        geometry = self.memory.geometry
+        least = largest + columns_bytes(geometry) + record_bytes(geometry) + 3 * ALIGNED
         self.staging = DeviceStaging(
             self.twin,
             slot_bytes=slot_bytes or int(least * rng.choice((1, 1.5, 3))) + ALIGNED,
@@ -393,6 +395,32 @@ def test_an_error_of_the_cpu_leaves_nothing_under_way(
                 case.run()
         assert free_slots(case.staging) == case.staging.slots
         assert case.lies_there() == case.memory.known.numpy().tobytes()
+
+
+def test_after_an_error_slots_are_free_only_when_the_device_has_done_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next batch writes into the slots that were under way."""
+    summed, tried = copies.checksum.copy_sums, 0
+    for seed in range(40):
+        case = Case(seed, CopyDirection.LOAD)
+        case.engine_writes()
+        again = replace(case.batch, status=bytearray(len(case.batch.records)))
+        left = [2]
+
+        def fails(*arguments: Any, left: list[int] = left) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                raise ValueError("closed")
+            return summed(*arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(copies.checksum, "copy_sums", fails)
+            with suppress(ValueError):
+                case.move()
+        tried += left[0] <= 0
+        case.batch = again
+        case.move()
+        assert set(again.status) == {CopyStatus.DONE}
+    assert tried > 20
 
 
 def test_batches_of_many_threads_share_slots_and_all_end() -> None:

@@ -11,8 +11,8 @@ import threading
 import pytest
 
 from kvcluster.device.cuda import CudaDevice
+from kvcluster.device.cuda_driver import CudaDriver, DriverError
 from kvcluster.device.device import DeviceFailed, NoMemory
-from kvcluster.device.driver import Driver, DriverError
 from tests.device.conformance import DeviceConformance
 from tests.device.fake_cuda import FakeCard, library
 from tests.device.programs import NBYTES, finish
@@ -128,6 +128,6 @@ def test_a_process_that_was_forked_cannot_use_it(card: FakeCard, monkeypatch: py
 
 def test_without_a_library_or_a_device_it_says_so(path: str) -> None:
     with pytest.raises(OSError, match="libcuda-none"):
-        Driver("libcuda-none.so")
+        CudaDriver("libcuda-none.so")
     with pytest.raises(DriverError, match=r"cuDeviceGetUuid_v2: .* \(101\)"):
-        CudaDevice(Driver(path), 1, current=int, kernels={})
+        CudaDevice(CudaDriver(path), 1, current=int, kernels={})

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 
 import pytest
 
+from kvcluster.device.device import Range
 from kvcluster.device.kernels import Gather, Scatter
-from kvcluster.device.moves import RECORD_BYTES, columns_bytes
+from kvcluster.device.moves import Numbers, columns_bytes, record_bytes
 from tests.device.moved import Arena, drawn
 
 SEEDS = range(400)
 
 
-def differs(arena: Arena, kernel: Scatter | Gather, run: Scatter | Gather) -> bool:
-    """Whether `run` does something else than `kernel` should."""
+def differs(arena: Arena, kernel: Scatter | Gather) -> bool:
+    """Whether a kernel does something else than it should."""
     done = Arena(bytes(arena.known), "cpu")
-    shift = arena.start - done.start
-    run.run(lambda wanted: done.opened(wanted._replace(address=wanted.address - shift)))
+    kernel.run(partial(shifted, done, arena.start - done.start))
     for record in kernel.records:
         arena.move(record, scatters=isinstance(kernel, Scatter))
     return bytes(done.known) != bytes(arena.known)
@@ -27,23 +27,37 @@ def test_records_of_all_layouts_are_moved_as_a_loop_over_their_values_moves_them
     units = set()
     for seed in SEEDS:
         for arena, kernel in drawn(seed, "cpu"):
-            assert not differs(arena, kernel, kernel), f"seed {seed}"
+            assert not differs(arena, kernel), f"seed {seed}"
             units |= {launch.unit for launch in kernel.launches}
     assert units == {1, 2, 4, 8, 16}
 
 
-@pytest.mark.parametrize("field", ["head_at", "staged_first", "staged_layer", "count", "layers", "plane_count"])
+@pytest.mark.parametrize("field", Numbers._fields)
 def test_a_number_of_a_launch_that_is_wrong_is_noticed(field: str) -> None:
-    """All but `layers`, by which only a grid is made: the table says how many a record has."""
     found = 0
-    for seed in range(150):
+    for seed in range(200):
         for arena, kernel in drawn(seed, "cpu"):
-            launches = [replace(launch, **{field: getattr(launch, field) - 1}) for launch in kernel.launches]
+            wrong = Arena(bytes(arena.known), "cpu")
+            words = wrong.known[kernel.table.address - arena.start :][: kernel.table.nbytes].cast("q")
+            for launch in kernel.launches:
+                words[launch.at + Numbers._fields.index(field)] -= 1
+            shift = arena.start - wrong.start
+            opened = partial(shifted, wrong, shift)
             try:
-                found += differs(arena, kernel, replace(kernel, launches=launches))
+                kernel.run(opened)
             except (AssertionError, IndexError):
                 found += 1
-    assert (found == 0) if field == "layers" else found > 10
+                continue
+            for record in kernel.records:
+                arena.move(record, scatters=isinstance(kernel, Scatter))
+            table = slice(kernel.table.address - arena.start, kernel.table.address - arena.start + kernel.table.nbytes)
+            arena.known[table] = wrong.known[table]
+            found += bytes(arena.known) != bytes(wrong.known)
+    assert found > 8
+
+
+def shifted(arena: Arena, shift: int, wanted: Range) -> memoryview:
+    return arena.opened(wanted._replace(address=wanted.address - shift))
 
 
 def test_what_a_kernel_says_that_it_touches_is_what_it_touches() -> None:
@@ -63,5 +77,6 @@ def test_a_table_is_as_large_as_is_said() -> None:
     for seed in range(50):
         for _, kernel in drawn(seed, "cpu"):
             geometries = {id(record.geometry): record.geometry for record in kernel.records}.values()
-            most = len(kernel.records) * RECORD_BYTES + sum(map(columns_bytes, geometries))
+            entries = sum(record_bytes(record.geometry) for record in kernel.records)
+            most = entries + sum(map(columns_bytes, geometries))
             assert kernel.table.nbytes <= most

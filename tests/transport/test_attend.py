@@ -186,6 +186,7 @@ def bench(request: pytest.FixtureRequest, cluster: MemoryCluster, pool: Tensor) 
         def again() -> Stored:
             known = len(client.hashes(TOKENS))
             cluster.wait_until(lambda: host.core.info().pages < known)
+            cluster.wait_until(lambda: client.lookup(TOKENS).blocks < known)  # the coordinator has been told
             stored = client.store(TOKENS, pool)
             assert client.flush()
             return stored

@@ -1,5 +1,5 @@
-"""Driver: libcuda by ctypes. torch offers neither streams that are nobody else's, nor events without a current device,
-nor where an address lies, nor the registering of memory."""
+"""CudaDriver: libcuda by ctypes. torch offers neither streams that are nobody else's, nor events without a current
+device, nor where an address lies, nor the registering of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DriverError(RuntimeError):
         self.status = status
 
 
-class Driver:
+class CudaDriver:
     """The library. Raises OSError where there is none, and DriverError for each call that fails. Every number is passed
     as what ctypes is told that it is: an int alone would have 32 bits."""
 
