@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
-from kvcluster.cli import engine_doctor
+from kvcluster.cli import engine_doctor, gpu_doctor
 from kvcluster.cli.cluster_doctor import judged, probe_cluster
 from kvcluster.cli.coordinator_args import add_coordinator_args, address_of, check_listens, read_status
 from kvcluster.cli.doctor_view import add_diagnosis
@@ -81,6 +81,11 @@ def add(commands: Any) -> None:
         help="check nothing; print the ports that a cluster with this TOML configuration uses, who listens and who "
         "connects (default: check the cluster)",
     )
+    doctor.add_argument(
+        "--gpu",
+        action="store_true",
+        help="check no cluster; print what this machine has for KV in the memory of a GPU, and what is missing",
+    )
     engine_doctor.add_arguments(doctor)
     add_coordinator_args(doctor)
     doctor.set_defaults(run=_doctor)
@@ -90,6 +95,8 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.ports:
         _print_ports(load(options.ports), as_json=options.json)
         return 0
+    if options.gpu:
+        return gpu_doctor.run(as_json=options.json)
     if engine_doctor.is_asked(options):
         return engine_doctor.run(options, examine)
     found = examine(address_of(options), options.token)

@@ -11,6 +11,9 @@ from typing import Any
 
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_READY = 0, 1, 2, 600
 
+NEEDED = {41: "unified addressing", 91: "host addresses for registered memory"}
+"""Attributes without which a device cannot be used."""
+
 _POINTER_MEMORY_TYPE, _POINTER_ORDINAL = 2, 9
 _DEVICE_MEMORY = 2
 
@@ -47,6 +50,24 @@ class CudaDriver:
         """Returns the newest version of CUDA that it serves, 13000 for 13.0."""
         value = c_int()
         self.call("cuDriverGetVersion", byref(value))
+        return value.value
+
+    def count(self) -> int:
+        """Returns how many devices it shows to this process."""
+        value = c_int()
+        self.call("cuDeviceGetCount", byref(value))
+        return value.value
+
+    def device_name(self, device: int) -> str:
+        """Returns the product's name."""
+        text = ctypes.create_string_buffer(256)
+        self.call("cuDeviceGetName", text, c_int(256), c_int(device))
+        return text.value.decode(errors="replace")
+
+    def memory_bytes(self, device: int) -> int:
+        """Returns the size of a device's memory."""
+        value = ctypes.c_size_t()
+        self.call("cuDeviceTotalMem_v2", byref(value), c_int(device))
         return value.value
 
     def attribute(self, number: int, device: int = 0) -> int:

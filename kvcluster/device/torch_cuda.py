@@ -12,23 +12,21 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
 from kvcluster.core.groups import Group
 from kvcluster.device.cuda import CudaDevice, Enqueue
-from kvcluster.device.cuda_driver import CudaDriver, DriverError
+from kvcluster.device.cuda_driver import NEEDED, CudaDriver, DriverError
 from kvcluster.device.device import Stream
 from kvcluster.device.devices import DEVICES
+from kvcluster.device.examine import kernel_cache
 from kvcluster.device.kernels import Decode, Gather, Scatter
 from kvcluster.device.staging import DeviceStaging
 
 _SLOT_BYTES = 4 << 20
 """A batch has two slots under way, so the CPU verifies a chunk while the device has the one before; a path carries out
 a batch in slices of 1 to 8 MiB, at whose ends nothing is under way. At 55 GB/s a chunk is 80 us on the link."""
-
-_NEEDED = {41: "unified addressing", 91: "host addresses for registered memory"}
 
 _LOCK = threading.Lock()
 _TRIED: dict[int, str] = {}
@@ -74,7 +72,7 @@ def _opened(index: int) -> str:
         return f"its kernels need Triton: {error}"
     try:
         driver = CudaDriver()
-        missing = [name for number, name in _NEEDED.items() if not driver.attribute(number, index)]
+        missing = [name for number, name in NEEDED.items() if not driver.attribute(number, index)]
         if missing:
             return f"it has no {' and no '.join(missing)}"
 
@@ -112,7 +110,7 @@ def _cache() -> Iterator[None]:
 
     with tempfile.TemporaryDirectory(prefix="kvcluster-") as instead, knobs.cache.scope():
         try:
-            home = Path.home() / ".cache" / "kvcluster" / "triton"
+            home = kernel_cache()
             home.mkdir(parents=True, exist_ok=True)
             knobs.cache.dir = str(home) if os.access(home, os.W_OK) else instead
         except (OSError, RuntimeError):  # there may be no home

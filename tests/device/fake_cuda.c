@@ -56,6 +56,9 @@ int cuGetErrorName(int status, const char **name) {
     return SUCCESS;
 }
 int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
+int cuDeviceGetCount(int *count) { *count = 1; return SUCCESS; }
+int cuDeviceGetName(char *name, int room, int device) { strncpy(name, "Paper H100", (size_t)room); return device ? 101 : SUCCESS; }
+int cuDeviceTotalMem_v2(size_t *nbytes, int device) { *nbytes = 80ull << 30; return device ? 101 : SUCCESS; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute; return device ? 101 : SUCCESS; }
 int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
     for (int i = 0; i < 16; i++) uuid[i] = (unsigned char)i;
