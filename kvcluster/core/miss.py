@@ -43,7 +43,7 @@ class MissReason(Enum):
     SLOWER_THAN_RECOMPUTE = "slower_than_recompute"
     OFF = "off"  # an operator has turned the cache off
     COORDINATOR_LOST = "coordinator_lost"  # it does not answer the client, which alone can name this
-    DEVICE_LOST = "device_lost"  # the device with the caller's memory has failed, or has no room; only a client can name this
+    DEVICE_LOST = "device_lost"  # that of the caller's memory has failed, or has no room; only a client can name this
 
 
 @dataclass(frozen=True, slots=True)

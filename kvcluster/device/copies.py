@@ -72,7 +72,7 @@ class _Chunk:
 
 class DeviceCopies:
     """A CopyExecutor for one device. It opens a batch if one end is memory of that device and the CPU addresses the
-    other, no record is larger than a slot, and a store has all of its pages."""
+    other, no record is larger than a slot, and a store has all of its pages and leaves them raw."""
 
     def __init__(self, staging: DeviceStaging) -> None:
         self._staging = staging
@@ -84,7 +84,7 @@ class DeviceCopies:
             return None
         if not cpu_addresses(pages):
             return None
-        if batch.direction is CopyDirection.STORE and not _has_whole_pages(batch):
+        if batch.direction is CopyDirection.STORE and not (_has_whole_pages(batch) and _is_raw(batch)):
             return None
         sizes = _Sizes(batch)
         if sizes.most > self._staging.slot_bytes:
@@ -352,6 +352,10 @@ def _aligned(nbytes: int) -> int:
 
 def _piece(memory: Range, start: int, nbytes: int) -> Range:
     return Range(memory.address + start, nbytes)
+
+
+def _is_raw(batch: CopyBatch) -> bool:
+    return all(which == codec.RAW for which in batch.records.codecs)
 
 
 def _has_whole_pages(batch: CopyBatch) -> bool:

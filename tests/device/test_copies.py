@@ -486,6 +486,13 @@ def test_a_record_that_no_slot_has_room_for_is_left_to_others() -> None:
     assert DeviceCopies(case.staging).open(case.batch) is None
 
 
+def test_a_store_that_encodes_is_left_to_others() -> None:
+    case = Case(1, CopyDirection.STORE)
+    case.engine_writes()
+    case.batch.records.codecs[-1] = Codec.Q8
+    assert DeviceCopies(case.staging).open(case.batch) is None
+
+
 @pytest.mark.parametrize("direction", CopyDirection)
 def test_a_record_of_another_length_than_its_codec_says_is_refused(direction: CopyDirection) -> None:
     for seed in range(20):
