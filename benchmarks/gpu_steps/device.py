@@ -184,7 +184,7 @@ def on_a_card() -> None:
     row("opening the device, kernels compiled", seconds=time.perf_counter() - began, why=why, right=not why)
     if why:
         return
-    device: Any = DEVICES.at(torch.empty(1, device="cuda").data_ptr())
+    device: Any = DEVICES.holders([torch.empty(1, device="cuda").data_ptr()])[0]
     row("name", device=getattr(device, "name", "none"), right=isinstance(device, CudaDevice))
     device._kernels = {**device._kernels, Xor: enqueue_xor}
     programs(150, device)

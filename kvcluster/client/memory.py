@@ -144,11 +144,11 @@ def _endpoint(memories: Sequence[PartMemory | None]) -> CopyEndpoint:
     if not DEVICES:
         return HOST
     tables = [table for memory in memories if memory is not None and (table := memory.geometry()) is not None]
-    holders = {DEVICES.at(address): None for table in tables for address in table.starts()}
+    holders = DEVICES.holders(address for table in tables for address in table.starts())
     if len(holders) > 1:
         names = " and ".join("memory of this process" if each is None else each.name for each in holders)
         raise CallerError(f"the layers and groups of one call lie in {names}; expected all of them in one of these")
-    device = next(iter(holders), None)
+    device = holders[0] if holders else None
     if device is None:
         return HOST
     try:

@@ -70,6 +70,7 @@ def _bind_dense(ask: Ask, array: object) -> PartMemory:
         )
     plane, sizes = ask.planes[0], {"layers": ask.part.layers, **_sizes(ask, ask.planes[0], joined=True)}
     tensor = _checked(ask, ask.name, array, plane, sizes)
+    _check_held(ask, [tensor])
     ask.check_count(tensor.shape[0])
     runs = [[_full(layer, plane, joined=True) for layer in tensor.unbind(1)]]
     return bind_layers(ask, runs, range(ask.blocks), tensor)
@@ -93,7 +94,7 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
     sizes = [_sizes(ask, plane, joined=joined) for plane in planes]
     least, most = (min(rows), max(rows)) if rows else (0, -1)
     runs: list[list[Tensor]] = [[] for _ in planes]
-    keeps: list[object] = []
+    keeps: list[Tensor] = []
     for number, layer in enumerate(layers):
         name = f"layer {number} of {ask.name}"
         tensors = layer if isinstance(layer, (list, tuple)) else (layer,)
@@ -108,6 +109,7 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
                     f"they are indices of its first dimension{ask.unplaced}"
                 )
             run.append(_full(tensor, plane, joined=joined))
+    _check_held(ask, keeps)
     return bind_layers(ask, runs, rows, keeps)
 
 
@@ -168,13 +170,24 @@ def _reach(ask: Ask, tensor: Tensor, name: str) -> None:
     from kvcluster.device.torch_cuda import reach
 
     why = reach(device.index, ask.spec.groups[ask.index], ask.spec.block_tokens, ask.part.heads)
-    if not why and tensor.numel() and DEVICES.at(tensor.data_ptr()) is None:
-        why = "its driver says that the address is no memory of a device"
     if why:
         raise CallerError(f"{name} is a tensor on {device}, which cannot be used: {why}. Pass tensor.cpu()")
 
 
+def _check_held(ask: Ask, tensors: Sequence[Tensor]) -> None:
+    """Raises CallerError for a tensor that torch says is on a device whose driver knows nothing of it: the CPU would be
+    taken to address it."""
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.device.type != "cpu" and tensor.numel()]
+    if addresses and None in DEVICES.holders(addresses):
+        raise CallerError(f"{ask.name} has tensors of a device at addresses that its driver does not know")
+
+
 def _check_block_ids(ask: Ask, block_ids: Sequence[int] | Tensor) -> list[int]:
+    if isinstance(block_ids, Tensor) and block_ids.device.type != "cpu":
+        raise CallerError(
+            f"block_ids of {ask.name} are a tensor on {block_ids.device}, whose values this thread would have to wait "
+            "for: pass the ids that the engine has on the CPU"
+        )
     try:
         ids = list(map(operator.index, block_ids.tolist() if isinstance(block_ids, Tensor) else block_ids))
     except TypeError:

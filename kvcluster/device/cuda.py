@@ -104,13 +104,15 @@ class CudaDevice:
         self._free_events: list[c_void_p] = []
         self._node = _numa_node(driver.bus_id(ordinal))
 
-    def holds(self, address: int) -> bool:
-        """As Device. Says True if the driver cannot tell: then the CPU must not touch it."""
+    def around(self, address: int) -> Range | None:
+        """As Device. If the driver cannot tell, it is this device's: then the CPU must not touch it."""
         try:
             with GATE.passed(), self._driver.entered(self._context):
-                return self._driver.ordinal_at(address) == self._ordinal
+                if self._driver.ordinal_at(address) != self._ordinal:
+                    return None
+                return Range(*self._driver.allocation_at(address))
         except DriverError:
-            return True
+            return Range(address, 1)
 
     # ------------------------------------------------------------------------------------------------ memory
 

@@ -14,7 +14,7 @@ SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_READY = 0, 1, 2, 600
 NEEDED = {41: "unified addressing", 91: "host addresses for registered memory"}
 """Attributes without which a device cannot be used."""
 
-_POINTER_MEMORY_TYPE, _POINTER_ORDINAL = 2, 9
+_POINTER_MEMORY_TYPE, _POINTER_ORDINAL, _POINTER_START, _POINTER_NBYTES = 2, 9, 11, 12
 _DEVICE_MEMORY = 2
 
 
@@ -115,3 +115,10 @@ class CudaDriver:
             if status != SUCCESS:
                 raise DriverError(f"cuPointerGetAttribute: {status}", status)
         return ordinal.value if kind.value == _DEVICE_MEMORY else None
+
+    def allocation_at(self, address: int) -> tuple[int, int]:
+        """Returns the first address and the bytes of the allocation that a device's address lies in."""
+        start, nbytes = ctypes.c_ulonglong(), ctypes.c_size_t()
+        for value, attribute in ((start, _POINTER_START), (nbytes, _POINTER_NBYTES)):
+            self.call("cuPointerGetAttribute", byref(value), c_int(attribute), ctypes.c_ulonglong(address))
+        return start.value, nbytes.value

@@ -71,8 +71,8 @@ class Device(Protocol):
     @property
     def name(self) -> str: ...
 
-    def holds(self, address: int) -> bool:
-        """Whether this is an address of this device's memory."""
+    def around(self, address: int) -> Range | None:
+        """Returns the memory around this address that was allocated as one; None if it is not this device's."""
 
     def allocate(self, nbytes: int) -> Allocation:
         """Returns new memory of the device, with any content. Raises NoMemory."""

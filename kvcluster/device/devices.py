@@ -4,11 +4,11 @@ address is."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvcluster.device.copies import DeviceCopies, DeviceMemory
-from kvcluster.device.device import Device, DeviceFailed, NoMemory
+from kvcluster.device.device import Device, DeviceFailed, NoMemory, Range
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.pages.copy_batch import CopyBatch
 from kvcluster.pages.copy_executor import CopyExecutor, RunRecords
@@ -43,9 +43,23 @@ class Devices:
         """No batch names its memory any more."""
         self._added = {each: copies for each, copies in self._added.items() if each is not device}
 
-    def at(self, address: int) -> Device | None:
-        """Returns the device whose memory has this address; None if it is memory of this process."""
-        return next((device for device in self._added if device.holds(address)), None)
+    def holders(self, addresses: Iterable[int]) -> list[Device | None]:
+        """Returns each device whose memory has one of these addresses, and None if one is memory of this process. What
+        is not freed meanwhile is asked for once: an engine's caches are few allocations."""
+        found: dict[Device | None, None] = {}
+        known: list[Range] = []
+        for address in addresses:
+            if any(start <= address < start + nbytes for start, nbytes in known):
+                continue
+            holder = None
+            for device in self._added:
+                memory = device.around(address)
+                if memory is not None:
+                    holder = device
+                    known.append(memory)
+                    break
+            found[holder] = None
+        return list(found)
 
     def open(self, batch: CopyBatch) -> RunRecords | None:
         """As CopyExecutor."""

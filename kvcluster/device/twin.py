@@ -232,8 +232,9 @@ class Twin:
         self.default = self.stream()
         """The current stream of every thread."""
 
-    def holds(self, address: int) -> bool:
-        return self._start <= address < self._start + self._alias.nbytes
+    def around(self, address: int) -> Range | None:
+        whole = Range(self._start, self._alias.nbytes)
+        return whole if whole.address <= address < sum(whole) else None
 
     @_locked
     def allocate(self, nbytes: int) -> TwinMemory:

@@ -84,6 +84,8 @@ int cuPointerGetAttribute(void *value, int attribute, ptr address) {
     }
     if (attribute == 2) *(unsigned *)value = 2;
     else if (attribute == 9) *(int *)value = 0;
+    else if (attribute == 11) *(ptr *)value = (ptr)memory;
+    else if (attribute == 12) *(size_t *)value = ROOM;
     else return INVALID_VALUE;
     return SUCCESS;
 }

@@ -263,5 +263,5 @@ def test_without_a_device_nothing_is_asked_of_addresses(
     def asked(address: int) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(DEVICES, "at", asked)
+    monkeypatch.setattr(DEVICES, "holders", asked)
     assert cluster.client(SPEC).store(PROMPT, values(1)).blocks == BLOCKS

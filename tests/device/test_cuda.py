@@ -12,7 +12,7 @@ import pytest
 
 from kvcluster.device.cuda import CudaDevice
 from kvcluster.device.cuda_driver import CudaDriver, DriverError
-from kvcluster.device.device import DeviceFailed, NoMemory
+from kvcluster.device.device import DeviceFailed, NoMemory, Range
 from tests.device.conformance import DeviceConformance
 from tests.device.fake_cuda import FakeCard, library
 from tests.device.programs import NBYTES, finish
@@ -102,7 +102,7 @@ def test_the_first_error_is_final_and_logged_once(card: FakeCard, caplog: pytest
 def test_an_address_that_a_failed_device_cannot_tell_is_not_the_cpus(card: FakeCard) -> None:
     memory = card.device.allocate(NBYTES)
     card.fail()
-    assert card.device.holds(memory.range.address)
+    assert card.device.around(memory.range.address) == Range(memory.range.address, 1)
 
 
 def test_memory_that_is_not_pinned_is_an_error_and_not_a_copy(card: FakeCard) -> None:

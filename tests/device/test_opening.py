@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
@@ -13,7 +13,8 @@ import kvcluster
 from kvcluster import Paged
 from kvcluster.core.miss import MissReason
 from kvcluster.device import torch_cuda
-from kvcluster.device.devices import DEVICES
+from kvcluster.device.device import Range
+from kvcluster.device.devices import DEVICES, Devices
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.device.twin import Machine, Twin
 from kvcluster.errors import CallerError, ConfigError
@@ -90,3 +91,31 @@ def test_a_device_without_room_for_staging_is_a_miss_and_is_asked_again(cluster:
         assert client.store(TOKENS, layers).blocks == 2
     finally:
         DEVICES.remove(twin)
+
+
+def test_allocations_are_asked_for_once_a_call() -> None:
+    one, other = (Twin(Machine(Random(seed)), f"twin-{seed}") for seed in (0, 1))
+    asked: list[int] = []
+    devices = Devices()
+    for twin in (one, other):
+        around = twin.around
+
+        def noted(address: int, around: Callable[[int], Range | None] = around) -> Range | None:
+            asked.append(address)
+            return around(address)
+
+        twin.around = noted  # type: ignore[method-assign]
+        devices.add(DeviceStaging(twin, slot_bytes=64, slots=1))
+    memories = [twin.allocate(64).range.address for twin in (one, other)]
+    here = id(asked)
+    addresses = [memories[0], memories[0] + 8, memories[1], memories[1] + 63, memories[0], here, here]
+    assert devices.holders(addresses) == [one, other, None]
+    assert asked == [memories[0], memories[1], memories[1], here, here, here, here]
+
+
+def test_ids_on_a_card_are_refused_since_they_would_be_waited_for(cluster: MemoryCluster) -> None:
+    with FakeTensorMode():
+        ids = torch.zeros(2, dtype=torch.int64, device="cuda:0")
+    layers = [torch.zeros(2, 2, BLOCK, HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    with pytest.raises(CallerError, match="are a tensor on cuda:0, whose values this thread would have to wait for"):
+        cluster.client(SPEC).load(TOKENS, Paged(layers, ids))
