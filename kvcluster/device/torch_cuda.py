@@ -18,11 +18,12 @@ import torch
 from kvcluster.core.groups import Group
 from kvcluster.device.cuda import CudaDevice, Enqueue
 from kvcluster.device.cuda_driver import NEEDED, CudaDriver, DriverError
-from kvcluster.device.device import Stream
+from kvcluster.device.device import NoMemory, Stream
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.examine import kernel_cache
 from kvcluster.device.kernels import Decode, Gather, Scatter
 from kvcluster.device.staging import DeviceStaging
+from kvcluster.pages.arena import memory_limit_bytes
 
 _SLOT_BYTES = 4 << 20
 """A batch has two slots under way, so the CPU verifies a chunk while the device has the one before; a path carries out
@@ -98,7 +99,10 @@ def _opened(index: int) -> str:
 
 
 def _staging(device: CudaDevice) -> DeviceStaging:
-    pinned = DEVICES.staging_bytes // 2
+    """Returns the staging of a device. Raises NoMemory; pinning beyond a container's limit would end the process."""
+    pinned, limit = DEVICES.staging_bytes // 2, memory_limit_bytes()
+    if pinned > limit:
+        raise NoMemory(f"{pinned} bytes of pinned memory are more than the {limit} of this machine or container")
     slot_bytes = min(_SLOT_BYTES, pinned // 2)
     return DeviceStaging(device, slot_bytes=slot_bytes, slots=pinned // slot_bytes)
 
