@@ -17,7 +17,7 @@ import torch
 
 from kvcluster.core.groups import Group
 from kvcluster.device.cuda import CudaDevice, Enqueue
-from kvcluster.device.cuda_driver import NEEDED, CudaDriver, DriverError
+from kvcluster.device.cuda_driver import NEEDED, CudaDriver
 from kvcluster.device.device import NoMemory, Stream
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.examine import kernel_cache
@@ -59,8 +59,8 @@ def _built(index: int, group: Group, block_tokens: int, heads: int) -> str:
     try:
         with torch.cuda.device(index), _cache():
             triton_decoding.build(group, block_tokens, heads, torch.device("cuda", index))
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return _reason(error)
     return ""
 
 
@@ -92,10 +92,15 @@ def _opened(index: int) -> str:
             triton_moves.build()
         kernels: dict[type, Enqueue] = {Scatter: enqueue, Gather: enqueue, Decode: enqueue_decode}
         device = CudaDevice(driver, index, current=current, kernels=kernels)
-    except (OSError, DriverError, RuntimeError) as error:  # Triton raises RuntimeError without a compiler
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return _reason(error)
     DEVICES.open_later(device, lambda: _staging(device))
     return ""
+
+
+def _reason(error: Exception) -> str:
+    """Says why a device cannot be used. A driver, a compiler and Triton fail in many ways, and none is the caller's."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _staging(device: CudaDevice) -> DeviceStaging:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from random import Random
+from subprocess import CalledProcessError
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,8 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kvcluster
 from kvcluster import Paged
+from kvcluster import device as device_package
 from kvcluster.core.miss import MissReason
 from kvcluster.device import torch_cuda
+from kvcluster.device.cuda import CudaDevice
+from kvcluster.device.cuda_driver import CudaDriver
 from kvcluster.device.device import NoMemory, Range
 from kvcluster.device.devices import DEVICES, Devices
 from kvcluster.device.staging import DeviceStaging
@@ -21,6 +30,7 @@ from kvcluster.errors import CallerError, ConfigError
 from kvcluster.pages.region import bytes_at
 from kvcluster.testing import MemoryCluster
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, spec_of
+from tests.device.fake_cuda import FakeCard, library
 
 SPEC, TOKENS = spec_of(dtype="bfloat16"), list(range(2 * BLOCK))
 
@@ -126,3 +136,57 @@ def test_more_pinned_memory_than_a_container_may_have_is_refused_and_not_tried(m
     DEVICES.staging_bytes = 2**28
     with pytest.raises(NoMemory, match="134217728 bytes of pinned memory are more than the 134217727"):
         torch_cuda._staging(object())  # type: ignore[arg-type]
+
+
+class Kernels(ModuleType):
+    """Stands in for a module that Triton is needed for."""
+
+    def __init__(self, fails: Exception | None) -> None:
+        super().__init__("kernels")
+        self.fails, self.built = fails, 0
+
+    def build(self, *arguments: object) -> None:
+        self.built += 1
+        if self.fails is not None:
+            raise self.fails
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Exception | None, Exception | None], None]:
+    """Has a driver with a device, and kernels that are built or not."""
+
+    def has(moves: Exception | None, decoding: Exception | None) -> None:
+        for name, fails in (("triton_moves", moves), ("triton_decoding", decoding)):
+            monkeypatch.setitem(sys.modules, f"kvcluster.device.{name}", Kernels(fails))
+            monkeypatch.setattr(device_package, name, sys.modules[f"kvcluster.device.{name}"], raising=False)
+        monkeypatch.setattr(torch_cuda, "CudaDriver", partial(CudaDriver, library(str(tmp_path))))
+        monkeypatch.setattr(torch_cuda, "_cache", nullcontext)
+        monkeypatch.setattr(torch_cuda, "_BUILT", set())
+        monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+        monkeypatch.setattr(torch_cuda, "DEVICES", Devices())
+        FakeCard(library(str(tmp_path)))
+
+    return has
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_kernels_that_cannot_be_built_are_a_reason(
+    card: Callable[[Exception | None, Exception | None], None], which: int
+) -> None:
+    failed = CalledProcessError(1, ["gcc"])
+    card(*((failed, None) if which == 0 else (None, failed)))
+    for _ in range(2):
+        assert "CalledProcessError: Command '['gcc']'" in torch_cuda.reach(0, SPEC.groups[0], BLOCK, HEADS)
+
+
+def test_a_device_is_opened_once_and_built_for_each_kind_of_page(
+    card: Callable[[Exception | None, Exception | None], None],
+) -> None:
+    card(None, None)
+    for heads in (HEADS, HEADS, HEADS + 1, HEADS):
+        assert torch_cuda.reach(0, SPEC.groups[0], BLOCK, heads) == ""
+    (device,) = torch_cuda.DEVICES._added
+    assert isinstance(device, CudaDevice)
+    assert sys.modules["kvcluster.device.triton_moves"].built == 1
+    assert sys.modules["kvcluster.device.triton_decoding"].built == 2
+    assert "cuDeviceGetAttribute" in torch_cuda.reach(1, SPEC.groups[0], BLOCK, HEADS), "there is no second one"
