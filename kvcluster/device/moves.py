@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, product
 from typing import NamedTuple
 
@@ -31,23 +31,23 @@ _RECORD_WORDS = 4
 @dataclass(frozen=True, slots=True)
 class StagedRecord:
     """A run of layers of one page, raw, at an address of staging. `part`: its layers, counted in the group, and all
-    heads of its page; `fills`: those of them that are moved. The block is row `block` of `geometry`."""
+    heads of its page; `fills`: those of them that are to be moved, `moved` those of them that the memory has. The block
+    is row `block` of `geometry`."""
 
     address: int
     part: Part
     fills: Part
     geometry: BlockGeometry
     block: int
+    moved: Part | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moved", self.geometry.part.intersect(self.fills))
 
     @property
     def staged(self) -> Range:
         """The bytes in staging."""
         return Range(self.address, self.part.layers * self.part.heads * self.geometry.head_bytes)
-
-    @property
-    def moved(self) -> Part | None:
-        """The layers and heads that are moved, if there are any."""
-        return self.geometry.part.intersect(self.fills)
 
     def touched(self) -> Iterator[Range]:
         """Yields for each layer and plane of which something is moved the range of the block in which that lies."""

@@ -25,9 +25,9 @@ from kvcluster.device.kernels import Decode, Gather, Scatter
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.pages.arena import memory_limit_bytes
 
-_SLOT_BYTES = 4 << 20
-"""A batch has two slots under way, so the CPU verifies a chunk while the device has the one before; a path carries out
-a batch in slices of 1 to 8 MiB, at whose ends nothing is under way. At 55 GB/s a chunk is 80 us on the link."""
+_SLOT_BYTES = (8 << 20) + (128 << 10)
+"""The largest slice in which a path carries out a batch, and the table of its moves: what Python does for a chunk, some
+100 us, is done once for it. A link of 55 GB/s takes 150 us."""
 
 _LOCK = threading.Lock()
 _TRIED: dict[int, str] = {}
