@@ -1,5 +1,5 @@
-"""Every thirtieth comparison of the codecs under NVIDIA's compute-sanitizer: accesses outside of memory, and memory
-that is read before it was written."""
+"""Every thirtieth comparison of the codecs, and some drawn moves, under NVIDIA's compute-sanitizer: accesses outside of
+memory, and memory that is read before it was written."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from pathlib import Path
 
 from benchmarks.gpu_steps.rows import row, skip
 
+CODECS, MOVES = ["tests.pages.coders", "triton", "cuda"], ["tests.device.moved", "0", "60", "cuda"]
+RUNS = (
+    ("memcheck", "codecs", [*CODECS, "7/30"]),
+    ("initcheck", "codecs", [*CODECS, "11/60"]),
+    ("memcheck", "moves", MOVES),
+)
+
 
 def main() -> None:
     found = shutil.which("compute-sanitizer")
     program = next((str(p) for p in [Path("/usr/local/cuda/bin/compute-sanitizer")] if p.exists()), found)
     if program is None:
         skip("compute-sanitizer is not installed")
-    for tool, share in (("memcheck", "7/30"), ("initcheck", "11/60")):
+    for tool, of, module in RUNS:
         done = subprocess.run(
-            [program, "--tool", tool, sys.executable, "-m", "tests.pages.coders", "triton", "cuda", share],
+            [program, "--tool", tool, sys.executable, "-m", *module],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -28,12 +35,13 @@ def main() -> None:
         errors = re.search(r"ERROR SUMMARY: (\d+) error", done.stdout)
         compared = re.search(r"^(\d+) of (\d+) differ", done.stdout, re.MULTILINE)
         if errors is None or compared is None:
-            row(tool, said=done.stdout[-800:], right=False)
+            row(tool, of=of, said=done.stdout[-800:], right=False)
             continue
         if errors[1] != "0":
             print(done.stdout[:3_000])
         row(
             tool,
+            of=of,
             compared=int(compared[2]),
             differ=int(compared[1]),
             errors=int(errors[1]),
