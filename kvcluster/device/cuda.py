@@ -105,7 +105,10 @@ class CudaDevice:
         self._node = _numa_node(driver.bus_id(ordinal))
 
     def around(self, address: int) -> Range | None:
-        """As Device. If the driver cannot tell, it is this device's: then the CPU must not touch it."""
+        """As Device. If the driver cannot tell, it is this device's: then the CPU must not touch it. A process that was
+        forked has no memory of devices, and nothing can be asked there."""
+        if os.getpid() != self._process:
+            return None
         try:
             with GATE.passed(), self._driver.entered(self._context):
                 if self._driver.ordinal_at(address) != self._ordinal:

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from kvcluster.device import cuda
 from kvcluster.device.cuda import CudaDevice
 from kvcluster.device.cuda_driver import CudaDriver, DriverError
 from kvcluster.device.device import DeviceFailed, NoMemory, Range
@@ -120,10 +121,13 @@ def test_a_size_that_is_refused_is_an_answer(card: FakeCard) -> None:
 
 
 def test_a_process_that_was_forked_cannot_use_it(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is anything asked there: a lock may be held by a thread that the child does not have."""
     stream, parent = card.device.stream(), os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: parent + 1)
     with pytest.raises(DeviceFailed, match=f"opened by process {parent}, of which this one is a fork"):
         card.device.record(stream)
+    monkeypatch.setattr(cuda.GATE, "passed", None)
+    assert card.device.around(id(card)) is None
 
 
 def test_without_a_library_or_a_device_it_says_so(path: str) -> None:
