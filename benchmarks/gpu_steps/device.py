@@ -14,33 +14,25 @@ import torch
 import triton
 import triton.language as tl
 
-import kvcluster
 from benchmarks.gpu_steps.copies import gbps
 from benchmarks.gpu_steps.rows import device_seconds, row
+from benchmarks.gpu_steps.shard import CHUNK, SHAPE, SPEC
 from kvcluster import Paged
 from kvcluster.client.memory import bind
 from kvcluster.device import triton_moves
 from kvcluster.device.cuda import CudaDevice
-from kvcluster.device.device import Device, Range, Stream
+from kvcluster.device.device import Device, Range
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.device.moves import StagedRecord, moves
-from kvcluster.device.torch_cuda import reach
+from kvcluster.device.torch_cuda import on_stream, reach
 from kvcluster.device.twin import Machine, Twin
 from kvcluster.testing import MemoryCluster
-from tests.device.moved import drawn
+from tests.device.moved import compared
 from tests.device.programs import Program, Xor
 
-LAYERS, HEADS, DIM, TOKENS, BLOCKS = 32, 8, 128, 16, 16
-SPEC = kvcluster.KVSpec.uniform(
-    model="m",
-    weights="sha256:1",
-    num_layers=LAYERS,
-    num_kv_heads=HEADS,
-    head_dim=DIM,
-    dtype="bfloat16",
-    block_tokens=TOKENS,
-)
+LAYERS, _, TOKENS, HEADS, DIM = SHAPE
+BLOCKS = CHUNK
 
 
 @triton.jit(do_not_specialize=[0, 1, 2])
@@ -52,9 +44,8 @@ def xor(into: tl.tensor, other: tl.tensor, nbytes: tl.tensor, most: tl.constexpr
     tl.store(target, tl.load(target, mask=inside) ^ tl.load(source, mask=inside), mask=inside)
 
 
-def enqueue_xor(kernel: Xor, stream: Stream) -> None:
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream)):
-        xor[1,](kernel.into.address, kernel.other.address, kernel.into.nbytes, 64)
+def enqueue_xor(kernel: Xor) -> None:
+    xor[1,](kernel.into.address, kernel.other.address, kernel.into.nbytes, 64)
 
 
 def programs(count: int, device: Device | None) -> None:
@@ -62,9 +53,7 @@ def programs(count: int, device: Device | None) -> None:
     wrong, began = 0, time.perf_counter()
     for seed in range(count):
         program = Program(device or Twin(Machine(Random(-seed))), Random(seed))
-        program.run(40)
-        expected = [bytes(each) for each in program.bytes]
-        wrong += program.all_bytes() != expected
+        wrong += not program.agrees(40)
         for memory in program.memories:
             memory.release()
     row("programs", compared=count, differ=wrong, seconds=time.perf_counter() - began, right=not wrong)
@@ -72,15 +61,10 @@ def programs(count: int, device: Device | None) -> None:
 
 def moved(count: int, where: str) -> None:
     """Drawn moves, against a loop over their values."""
-    differ, total, began = 0, 0, time.perf_counter()
-    for seed in range(count):
-        for arena, kernel in drawn(seed, where):
-            for record in kernel.records:
-                arena.move(record, scatters=isinstance(kernel, Scatter))
-            triton_moves.enqueue(kernel)
-            total += 1
-            differ += not arena.same()
-    row("moves", compared=total, differ=differ, seconds=time.perf_counter() - began, right=total > 0 and not differ)
+    began = time.perf_counter()
+    differ, total, _ = compared(range(count), where)
+    seconds = time.perf_counter() - began
+    row("moves", compared=total, differ=len(differ), seconds=seconds, right=total > 0 and not differ)
 
 
 # ------------------------------------------------------------------------------------------------ on a card
@@ -186,7 +170,7 @@ def on_a_card() -> None:
         return
     device: Any = DEVICES.holders([torch.empty(1, device="cuda").data_ptr()])[0]
     row("name", device=getattr(device, "name", "none"), right=isinstance(device, CudaDevice))
-    device._kernels = {**device._kernels, Xor: enqueue_xor}
+    device._kernels = {**device._kernels, Xor: on_stream(0, enqueue_xor)}
     programs(150, device)
     moved(600, "cuda")
     clients()

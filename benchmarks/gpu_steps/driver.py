@@ -1,14 +1,13 @@
-"""Functions of the CUDA driver that torch does not offer, by ctypes: attributes, and memory that is exported."""
+"""Functions of the CUDA driver that only measurements need, by ctypes: memory that is exported, or registered."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
-from typing import Any
+from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 
+from kvcluster.device.cuda_driver import CudaDriver, DriverError
 
-class DriverError(RuntimeError):
-    """A call of the driver failed; the message has its name and the driver's name of the error."""
+__all__ = ["Driver", "DriverError"]
 
 
 class _Location(ctypes.Structure):
@@ -36,35 +35,12 @@ _PINNED, _POSIX_FD, _DEVICE = 1, 1, 1
 READ, READ_WRITE = 1, 3
 
 
-class Driver:
-    """libcuda. Raises OSError where there is none, and DriverError for each call that fails."""
-
-    def __init__(self) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
-        self.call("cuInit", 0)
-
-    def call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._cuda, name)(*arguments)
-        if status:
-            text = c_char_p()
-            self._cuda.cuGetErrorName(status, byref(text))
-            raise DriverError(f"{name}: {(text.value or b'?').decode()} ({status})")
-
-    def attribute(self, number: int, device: int = 0) -> int:
-        value = c_int()
-        self.call("cuDeviceGetAttribute", byref(value), number, device)
-        return value.value
-
-    def version(self) -> int:
-        value = c_int()
-        self.call("cuDriverGetVersion", byref(value))
-        return value.value
+class Driver(CudaDriver):
+    """The driver, with what only these measurements ask of it."""
 
     def retain_context(self, device: int = 0) -> None:
         """Makes the device's primary context, which torch uses as well, current in this thread."""
-        context = c_void_p()
-        self.call("cuDevicePrimaryCtxRetain", byref(context), device)
-        self.call("cuCtxSetCurrent", context)
+        self.call("cuCtxSetCurrent", self.primary_context(device))
 
     def free_bytes(self) -> int:
         free, total = c_size_t(), c_size_t()

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -33,14 +33,36 @@ CHUNK = 16
 """Blocks of one call: 32 MiB."""
 
 
-class Loader:
-    """A client with two buffers for one chunk each, and the chunks that it loads."""
+class DirectLoader:
+    """A client that loads chunks into tensors of the card."""
 
-    def __init__(self, address: str, transport: str, *, pinned: bool) -> None:
+    what = "loads into the card's memory, verified"
+
+    def __init__(self, address: str, transport: str) -> None:
         config = ClientConfig(
             deadline_ms=20_000, connect_ms=20_000, transports=(transport,), device_staging_bytes=2**28
         )
         self.client = kvcluster.connect(address, SPEC, config=config)
+
+    def load(self, chunks: list[int], card: torch.Tensor | None) -> None:
+        assert card is not None
+        for chunk in chunks:
+            self.fill(card[chunk], chunk)
+
+    def fill(self, into: torch.Tensor, chunk: int) -> None:
+        """Loads one chunk. Raises RuntimeError if not all of it came."""
+        loaded = self.client.load(tokens(chunk), into)
+        if loaded != CHUNK * SPEC.block_tokens:
+            raise RuntimeError(f"{loaded} tokens of chunk {chunk} were loaded: {self.client.explain(tokens(chunk))[0]}")
+
+
+class Loader(DirectLoader):
+    """One with two buffers for one chunk each, through which the chunks go."""
+
+    what = "loads and copies to the card, verified"
+
+    def __init__(self, address: str, transport: str, *, pinned: bool) -> None:
+        super().__init__(address, transport)
         self.buffers = [torch.empty((CHUNK, *SHAPE), dtype=torch.bfloat16, pin_memory=pinned) for _ in range(2)]
         self.stream = torch.cuda.Stream() if pinned else None
         self.free = [torch.cuda.Event() if pinned else None for _ in range(2)]
@@ -50,28 +72,13 @@ class Loader:
             buffer, event = self.buffers[number % 2], self.free[number % 2]
             if event is not None and number > 1:
                 event.synchronize()
-            loaded = self.client.load(tokens(chunk), buffer)
-            if loaded != CHUNK * SPEC.block_tokens:
-                raise RuntimeError(
-                    f"{loaded} tokens of chunk {chunk} were loaded: {self.client.explain(tokens(chunk))[0]}"
-                )
+            self.fill(buffer, chunk)
             if card is not None and event is not None:
                 with torch.cuda.stream(self.stream):
                     card[chunk].copy_(buffer, non_blocking=True)
                     event.record()
         if self.stream is not None:
             self.stream.synchronize()
-
-
-class DirectLoader(Loader):
-    """One that loads into tensors of the card."""
-
-    def load(self, chunks: list[int], card: torch.Tensor | None) -> None:
-        assert card is not None
-        for chunk in chunks:
-            loaded = self.client.load(tokens(chunk), card[chunk])
-            if loaded != CHUNK * SPEC.block_tokens:
-                raise RuntimeError(f"{loaded} tokens of chunk {chunk} were loaded into the card")
 
 
 def tokens(chunk: int) -> list[int]:
@@ -153,7 +160,7 @@ def together(work: Callable[[int], None], threads: int) -> float:
 
 
 def measure(
-    served: Cluster, loaders: list[Loader], source: torch.Tensor, card: torch.Tensor | None, plain: float
+    served: Cluster, loaders: Sequence[DirectLoader], source: torch.Tensor, card: torch.Tensor | None, plain: float
 ) -> None:
     """Loads all chunks by these loaders, each in a thread, and with `card` copies them there. A row."""
     chunks, nbytes = len(source), source.numel() * 2
@@ -170,9 +177,7 @@ def measure(
     before = {who: cpu_seconds(pid) for who, pid in pids.items()}
     took = sorted(together(work, len(loaders)) for _ in range(3))[1]
     cpu = {f"{who}_cpu_s_a_GB": (cpu_seconds(pid) - before[who]) / 3 / nbytes * 1e9 for who, pid in pids.items()}
-    what = "loads into host memory, verified" if card is None else "loads and copies to the card, verified"
-    if isinstance(loaders[0], DirectLoader):
-        what = "loads into the card's memory, verified"
+    what = "loads into host memory, verified" if card is None else loaders[0].what
     good = card is None or torch.equal(card.cpu().view(torch.int16), source.view(torch.int16))
     rate = gbps(nbytes, took)
     row(what, threads=len(loaders), MiB_a_call=CHUNK * PAGE >> 20, GBps=rate, of_plain=rate / plain, **cpu, right=good)
@@ -193,7 +198,7 @@ def main(device: str) -> None:
             row("memmove from a memory file into pinned memory", threads=threads, MiB_a_call=32, GBps=rate)
     with cluster("3GiB" if on_card else "256MiB") as served:
         loaders = [Loader(served.address, "shm", pinned=on_card) for _ in range(8 if on_card else 1)]
-        direct = [DirectLoader(served.address, "shm", pinned=False) for _ in range(8 if on_card else 0)]
+        direct = [DirectLoader(served.address, "shm") for _ in range(8 if on_card else 0)]
         for chunk in range(chunks):
             stored = loaders[0].client.store(tokens(chunk), source[chunk])
             if stored.blocks != CHUNK:

@@ -209,8 +209,8 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
         `into` is a dense tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`, Paged or Buffers (see
         client/layouts.py), of this client's part; a list with one entry per group if the spec has several. It must not
         be used until the transfer says so. On a GPU it is written after all that the calling thread has enqueued on its
-        current stream. The ticket names its adapter; `adapter` is needed only by a client that
-        redeems a ticket of an adapter that it has never used. Raises CallerError if an argument does not fit.
+        current stream. The ticket names its adapter; `adapter` is needed only by a client that redeems a ticket of an
+        adapter that it has never used. Raises CallerError if an argument does not fit.
         """
         self._check_usable()
         spec = self._tickets.spec_of(ticket, self._spec(adapter), adapter)

@@ -70,7 +70,7 @@ def _bind_dense(ask: Ask, array: object) -> PartMemory:
         )
     plane, sizes = ask.planes[0], {"layers": ask.part.layers, **_sizes(ask, ask.planes[0], joined=True)}
     tensor = _checked(ask, ask.name, array, plane, sizes)
-    _check_held(ask, [tensor])
+    _reach(ask, [tensor])
     ask.check_count(tensor.shape[0])
     runs = [[_full(layer, plane, joined=True) for layer in tensor.unbind(1)]]
     return bind_layers(ask, runs, range(ask.blocks), tensor)
@@ -109,7 +109,7 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
                     f"they are indices of its first dimension{ask.unplaced}"
                 )
             run.append(_full(tensor, plane, joined=joined))
-    _check_held(ask, keeps)
+    _reach(ask, keeps)
     return bind_layers(ask, runs, rows, keeps)
 
 
@@ -140,7 +140,7 @@ def _checked(ask: Ask, name: str, array: object, plane: Plane, sizes: dict[str, 
     dtype = _DTYPES[plane.dtype]
     tensor = as_tensor(array, name, dtype=plane.dtype, writable=ask.writable)
     if tensor.device.type != "cpu":
-        _reach(ask, tensor, name)
+        _check_device(tensor.device, name)
     if tensor.dtype != dtype:
         raise CallerError(
             f"{name} is {tensor.dtype}; expected {dtype} (plane {plane.name!r} is {plane.dtype}): "
@@ -157,9 +157,8 @@ def _checked(ask: Ask, name: str, array: object, plane: Plane, sizes: dict[str, 
     return tensor
 
 
-def _reach(ask: Ask, tensor: Tensor, name: str) -> None:
-    """Has the device of a tensor known to DEVICES. Raises CallerError."""
-    device = tensor.device
+def _check_device(device: torch.device, name: str) -> None:
+    """Raises CallerError for a tensor on a device that is not served, or that its user has not asked for."""
     if device.type != "cuda":
         raise CallerError(f"{name} is a tensor on {device}; expected one on cpu or cuda: pass tensor.cpu()")
     if not DEVICES.staging_bytes:
@@ -167,18 +166,21 @@ def _reach(ask: Ask, tensor: Tensor, name: str) -> None:
             f"{name} is a tensor on {device}, and memory of devices is not served unless you say so, since no release "
             "has run on a card: pass tensor.cpu(), or set ClientConfig(device_staging_bytes=2**28)"
         )
+
+
+def _reach(ask: Ask, tensors: Sequence[Tensor]) -> None:
+    """Has the devices of these tensors known to DEVICES. Raises CallerError if one cannot be used, or if a tensor is on
+    a device whose driver does not know its address: the CPU would be taken to address it."""
+    there = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    if not there:
+        return
     from kvcluster.device.torch_cuda import reach
 
-    why = reach(device.index, ask.spec.groups[ask.index], ask.spec.block_tokens, ask.part.heads)
-    if why:
-        raise CallerError(f"{name} is a tensor on {device}, which cannot be used: {why}. Pass tensor.cpu()")
-
-
-def _check_held(ask: Ask, tensors: Sequence[Tensor]) -> None:
-    """Raises CallerError for a tensor that torch says is on a device whose driver knows nothing of it: the CPU would be
-    taken to address it."""
-    addresses = [tensor.data_ptr() for tensor in tensors if tensor.device.type != "cpu" and tensor.numel()]
-    if addresses and None in DEVICES.holders(addresses):
+    for device in dict.fromkeys(tensor.device for tensor in there):
+        why = reach(device.index, ask.spec.groups[ask.index], ask.spec.block_tokens, ask.part.heads)
+        if why:
+            raise CallerError(f"{ask.name} has tensors on {device}, which cannot be used: {why}. Pass tensor.cpu()")
+    if None in DEVICES.holders(tensor.data_ptr() for tensor in there if tensor.numel()):
         raise CallerError(f"{ask.name} has tensors of a device at addresses that its driver does not know")
 
 

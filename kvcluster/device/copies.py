@@ -146,11 +146,11 @@ class _BatchRun:
         try:
             if self._blocks.after is not None and self._is_open():
                 self._device.wait(self._stream, self._blocks.after)
-            for records in self._chunks(start, stop):
+            for records, table in self._chunks(start, stop):
                 slot = self._slot(under_way)
                 if slot is None:
                     break
-                under_way.append(self._begun(slot, records))
+                under_way.append(self._begun(slot, records, table))
                 if len(under_way) == _UNDER_WAY:
                     self._end(under_way.popleft())
             while under_way:
@@ -161,26 +161,27 @@ class _BatchRun:
                 self._staging.give_back(chunk.slot)
         self._stop(range(start, stop))
 
-    def _chunks(self, start: int, stop: int) -> Iterator[list[int]]:
-        """Yields the pending records, as many at a time as a slot has room for."""
+    def _chunks(self, start: int, stop: int) -> Iterator[tuple[list[int], int]]:
+        """Yields the pending records, as many at a time as a slot has room for, and the bytes to leave for their
+        table."""
+        sizes, room = self._sizes, self._staging.slot_bytes
         chunk: list[int] = []
         groups: set[int] = set()
-        came = raw = self._staging.slot_bytes  # what is left of both halves of the slot
+        table = came = raw = 0
         for at in range(start, stop):
             if self._batch.status[at] != CopyStatus.PENDING:
                 continue
-            group = self._group(at)
-            own = self._sizes.came[at] + self._sizes.entry[group]
-            columns = 0 if group in groups else self._sizes.columns[group]
-            if chunk and (own + columns > came or self._sizes.raw[at] > raw):
-                yield chunk
-                chunk, groups, columns = [], set(), self._sizes.columns[group]
-                came = raw = self._staging.slot_bytes
-            came, raw = came - own - columns, raw - self._sizes.raw[at]
+            group = self._batch.items.groups[self._batch.records.items[at]]
+            entry = sizes.entry[group] + (0 if group in groups else sizes.columns[group])
+            if chunk and (table + entry + came + sizes.came[at] > room or raw + sizes.raw[at] > room):
+                yield chunk, table
+                chunk, groups, table, came, raw = [], set(), 0, 0, 0
+                entry = sizes.entry[group] + sizes.columns[group]
             chunk.append(at)
             groups.add(group)
+            table, came, raw = table + entry, came + sizes.came[at], raw + sizes.raw[at]
         if chunk:
-            yield chunk
+            yield chunk, table
 
     def _slot(self, under_way: deque[_Chunk]) -> Slot | None:
         """Returns a slot, for which this run waits holding none itself; None if the batch is stopped meanwhile."""
@@ -199,16 +200,15 @@ class _BatchRun:
                 return True
         return False
 
-    def _begun(self, slot: Slot, records: Sequence[int]) -> _Chunk:
-        """Has the device begin with these records: for a load, with those that the CPU finds sound."""
-        groups = [self._group(number) for number in records]
-        first = sum(map(self._sizes.entry.__getitem__, groups)) + sum(map(self._sizes.columns.__getitem__, set(groups)))
-        places, came, raw = [], first, self._staging.slot_bytes
+    def _begun(self, slot: Slot, records: Sequence[int], table: int) -> _Chunk:
+        """Has the device begin with these records, behind `table` bytes: for a load, with those that the CPU finds
+        sound."""
+        places, came, raw = [], table, self._staging.slot_bytes
         for number in records:
             is_raw = self._batch.records.codecs[number] == codec.RAW
             places.append(_Place(number, came, came if is_raw else raw))
             came, raw = came + self._sizes.came[number], raw + (0 if is_raw else self._sizes.raw[number])
-        chunk = _Chunk(slot, places, first, came)
+        chunk = _Chunk(slot, places, table, came)
         try:
             if self._loads:
                 self._verify(chunk)
@@ -321,9 +321,6 @@ class _BatchRun:
                 )
 
     # ----------------------------------------------------------------------------------------------- records
-
-    def _group(self, number: int) -> int:
-        return self._batch.items.groups[self._batch.records.items[number]]
 
     def _staged(self, address: int, number: int) -> StagedRecord:
         records, items = self._batch.records, self._batch.items

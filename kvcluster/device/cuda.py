@@ -1,8 +1,9 @@
 """CudaDevice: a card, by its driver.
 
-Streams, events and memory are made by the driver and belong to nobody else: torch hands out streams from a pool that an
-engine's may come from, and orders the use of its memory by streams that it knows. The context is the device's primary
-one, which torch uses too, and is current in the calling thread only while a call lasts.
+The driver makes the streams, events and memory, and no other code of the process uses them. Those of torch would be
+shared: an engine may get the same stream from torch's pool, and torch's allocator hands memory on by the streams that
+it knows. The context is the device's primary one, which torch uses too; it is current in the calling thread only during
+a call.
 
 The first error that is not an answer is final, since CUDA itself may answer nothing more in this process: it is logged
 once, and every later call raises DeviceFailed.
@@ -41,8 +42,8 @@ Enqueue = Callable[[Any, Stream], None]
 
 
 class _CudaEvent:
-    """An event of the driver, which is used again when nobody knows it any more. What waits for it waits for what it
-    stood behind when the wait was enqueued."""
+    """An event of the driver. When this object is collected, its handle serves for another event: a wait that was
+    enqueued before keeps to the place that this event had then."""
 
     def __init__(self, handle: c_void_p, free: list[c_void_p]) -> None:
         self.handle = handle
@@ -142,7 +143,7 @@ class CudaDevice:
         """As Allocation.release. If the device has failed, the process keeps it until it ends."""
         try:
             with self._entered():
-                self._call(function, address)
+                self._driver.call(function, address)
         except DeviceFailed:
             """It is the failed device's."""
 
@@ -152,8 +153,8 @@ class CudaDevice:
         """As Device. Its kernels come before those of an engine that wait for room on the device at the same time."""
         least, greatest, handle = c_int(), c_int(), c_void_p()
         with self._entered():
-            self._call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))
-            self._call("cuStreamCreateWithPriority", byref(handle), c_uint(_NON_BLOCKING), greatest)
+            self._driver.call("cuCtxGetStreamPriorityRange", byref(least), byref(greatest))
+            self._driver.call("cuStreamCreateWithPriority", byref(handle), c_uint(_NON_BLOCKING), greatest)
         return Stream(handle.value or 0)
 
     def current(self) -> Stream:
@@ -163,7 +164,7 @@ class CudaDevice:
         assert into.nbytes == source.nbytes, "a copy of bytes into as many"
         there, here, size = c_ulonglong(into.address), c_ulonglong(source.address), c_size_t(into.nbytes)
         with self._entered():
-            self._call("cuMemcpyAsync", there, here, size, c_void_p(stream))
+            self._driver.call("cuMemcpyAsync", there, here, size, c_void_p(stream))
 
     def launch(self, kernel: DeviceKernel, stream: Stream) -> None:
         with self._entered():
@@ -178,14 +179,14 @@ class CudaDevice:
                 handle = self._free_events.pop()
             except IndexError:
                 handle = c_void_p()
-                self._call("cuEventCreate", byref(handle), c_uint(_NO_TIMING))
+                self._driver.call("cuEventCreate", byref(handle), c_uint(_NO_TIMING))
             event = _CudaEvent(handle, self._free_events)
-            self._call("cuEventRecord", event.handle, c_void_p(stream))
+            self._driver.call("cuEventRecord", event.handle, c_void_p(stream))
         return Event(event)
 
     def wait(self, stream: Stream, event: Event) -> None:
         with self._entered():
-            self._call("cuStreamWaitEvent", c_void_p(stream), _of_cuda(event).handle, c_uint(0))
+            self._driver.call("cuStreamWaitEvent", c_void_p(stream), _of_cuda(event).handle, c_uint(0))
 
     def done(self, event: Event) -> bool:
         with self._entered():
@@ -209,13 +210,10 @@ class CudaDevice:
         except DriverError as error:
             raise self._fail(str(error)) from None
 
-    def _call(self, name: str, *arguments: Any) -> None:
-        self._driver.call(name, *arguments)
-
     def _take(self, refusals: set[int], name: str, *arguments: Any) -> None:
         """Calls what takes memory. Raises NoMemory if the answer is one of these."""
         try:
-            self._call(name, *arguments)
+            self._driver.call(name, *arguments)
         except DriverError as error:
             if error.status in refusals:
                 raise NoMemory(str(error)) from None

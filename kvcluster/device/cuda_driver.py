@@ -1,5 +1,5 @@
-"""CudaDriver: libcuda by ctypes. torch offers neither streams that are nobody else's, nor events without a current
-device, nor where an address lies, nor the registering of memory."""
+"""CudaDriver: calls libcuda by ctypes, for what torch does not offer: new streams instead of those of its pool, events
+of a device that is not the current one, the device that an address belongs to, and the registering of memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any
 
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_READY = 0, 1, 2, 600
 
-NEEDED = {41: "unified addressing", 91: "host addresses for registered memory"}
-"""Attributes without which a device cannot be used."""
+_NEEDED = {41: "unified addressing", 91: "host addresses for registered memory"}
 
 _POINTER_MEMORY_TYPE, _POINTER_ORDINAL, _POINTER_START, _POINTER_NBYTES = 2, 9, 11, 12
 _DEVICE_MEMORY = 2
@@ -27,8 +26,8 @@ class DriverError(RuntimeError):
 
 
 class CudaDriver:
-    """The library. Raises OSError where there is none, and DriverError for each call that fails. Every number is passed
-    as what ctypes is told that it is: an int alone would have 32 bits."""
+    """The library. Raises OSError where there is none, and DriverError for each call that fails. Callers pass numbers
+    as ctypes objects, such as c_size_t(n): ctypes would pass a plain int as 32 bits."""
 
     def __init__(self, library: str = "libcuda.so.1") -> None:
         self._cuda = ctypes.CDLL(library)
@@ -76,6 +75,10 @@ class CudaDriver:
         self.call("cuDeviceGetAttribute", byref(value), c_int(number), c_int(device))
         return value.value
 
+    def lacks(self, device: int) -> list[str]:
+        """Returns what a device has not and cannot be used without."""
+        return [name for number, name in _NEEDED.items() if not self.attribute(number, device)]
+
     def uuid(self, device: int) -> str:
         """Returns a device's name for all processes, as nvidia-smi prints it."""
         raw = (ctypes.c_ubyte * 16)()
@@ -110,7 +113,7 @@ class CudaDriver:
         for value, attribute in ((kind, _POINTER_MEMORY_TYPE), (ordinal, _POINTER_ORDINAL)):
             pointer = ctypes.c_ulonglong(address)
             status = self.status("cuPointerGetAttribute", byref(value), c_int(attribute), pointer)
-            if status == INVALID_VALUE:  # memory that it has never heard of
+            if status == INVALID_VALUE:  # an address that is not known to the driver
                 return None
             if status != SUCCESS:
                 raise DriverError(f"cuPointerGetAttribute: {status}", status)

@@ -37,7 +37,7 @@ class Devices:
     def open_later(self, device: Device, make: Callable[[], DeviceStaging]) -> None:
         """As `add`, with the staging that `make` returns for the first batch. If that raises NoMemory, the batch fails
         as on a device that has failed, and the next one asks again."""
-        self._added = {**self._added, device: _Unstaged(self, device, make)}
+        self._added = {**self._added, device: _StagedLater(device, make)}
 
     def remove(self, device: Device) -> None:
         """No batch names its memory any more."""
@@ -67,11 +67,10 @@ class Devices:
         return next((run for run in opened if run is not None), None)
 
 
-class _Unstaged:
-    """The CopyExecutor of a device that has no staging yet."""
+class _StagedLater:
+    """The CopyExecutor of a device whose staging is made for its first batch."""
 
-    def __init__(self, devices: Devices, device: Device, make: Callable[[], DeviceStaging]) -> None:
-        self._devices = devices
+    def __init__(self, device: Device, make: Callable[[], DeviceStaging]) -> None:
         self._device = device
         self._make = make
         self._lock = threading.Lock()
@@ -84,11 +83,9 @@ class _Unstaged:
         with self._lock:
             if self._copies is None:
                 try:
-                    staging = self._make()
+                    self._copies = DeviceCopies(self._make())
                 except (NoMemory, DeviceFailed) as refused:
                     return partial(_fail, f"{self._device.name} has no room for staging: {refused}")
-                self._copies = DeviceCopies(staging)
-                self._devices.add(staging)
         return self._copies.open(batch)
 
 

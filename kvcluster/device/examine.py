@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvcluster.device.cuda_driver import NEEDED, CudaDriver, DriverError
+from kvcluster.device.cuda_driver import CudaDriver, DriverError
 
 _MULTIPROCESSORS, _REGISTERS_READ_ONLY = 16, 113
 _COMPILERS = ("gcc", "clang", "cc")
@@ -56,8 +56,7 @@ def _devices(missing: list[str]) -> tuple[str | None, list[dict[str, Any]]]:
         return None, []
     devices = []
     for ordinal in range(count):
-        lacks = [name for attribute, name in NEEDED.items() if not driver.attribute(attribute, ordinal)]
-        missing.extend(f"{driver.uuid(ordinal)} has no {name}" for name in lacks)
+        missing.extend(f"{driver.uuid(ordinal)} has no {name}" for name in driver.lacks(ordinal))
         devices.append(
             {
                 "uuid": driver.uuid(ordinal),

@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
 from kvcluster.core.groups import Group
 from kvcluster.device.cuda import CudaDevice, Enqueue
-from kvcluster.device.cuda_driver import NEEDED, CudaDriver
+from kvcluster.device.cuda_driver import CudaDriver
 from kvcluster.device.device import NoMemory, Stream
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.examine import kernel_cache
@@ -32,16 +34,11 @@ _SLOT_BYTES = (8 << 20) + (128 << 10)
 _LOCK = threading.Lock()
 _TRIED: dict[int, str] = {}
 _BUILT: set[tuple[int, Group, int, int]] = set()
-_SEEN: dict[tuple[int, int, int, int], tuple[Group, str]] = {}
-"""Answers by the identity of a group, which they keep: a call asks for each of its tensors."""
 
 
 def reach(index: int, group: Group, block_tokens: int, heads: int) -> str:
     """Has DEVICES know CUDA device `index` of torch, with staging of `DEVICES.staging_bytes`, and all kernels for pages
     of this group loaded. Returns why it cannot be used, or ""; that of the first call holds for the process."""
-    seen = index, id(group), block_tokens, heads
-    if seen in _SEEN:
-        return _SEEN[seen][1]
     with _LOCK:
         if index not in _TRIED:
             _TRIED[index] = _opened(index)
@@ -49,7 +46,6 @@ def reach(index: int, group: Group, block_tokens: int, heads: int) -> str:
         if not _TRIED[index] and kind not in _BUILT:
             _TRIED[index] = _built(*kind)
             _BUILT.add(kind)
-        _SEEN[seen] = group, _TRIED[index]
         return _TRIED[index]
 
 
@@ -73,29 +69,34 @@ def _opened(index: int) -> str:
         return f"its kernels need Triton: {error}"
     try:
         driver = CudaDriver()
-        missing = [name for number, name in NEEDED.items() if not driver.attribute(number, index)]
+        missing = driver.lacks(index)
         if missing:
             return f"it has no {' and no '.join(missing)}"
-
-        def enqueue(kernel: Scatter | Gather, stream: Stream) -> None:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index)):  # type: ignore[no-untyped-call]
-                triton_moves.enqueue(kernel)
-
-        def enqueue_decode(kernel: Decode, stream: Stream) -> None:
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index)):  # type: ignore[no-untyped-call]
-                triton_decoding.enqueue(kernel, torch.device("cuda", index))
 
         def current() -> int:
             return int(torch.cuda.current_stream(index).cuda_stream)
 
         with torch.cuda.device(index), _cache():
             triton_moves.build()
-        kernels: dict[type, Enqueue] = {Scatter: enqueue, Gather: enqueue, Decode: enqueue_decode}
+        move = on_stream(index, triton_moves.enqueue)
+        decode = on_stream(index, partial(triton_decoding.enqueue, device=torch.device("cuda", index)))
+        kernels: dict[type, Enqueue] = {Scatter: move, Gather: move, Decode: decode}
         device = CudaDevice(driver, index, current=current, kernels=kernels)
     except Exception as error:
         return _reason(error)
     DEVICES.open_later(device, lambda: _staging(device))
     return ""
+
+
+def on_stream(index: int, enqueue: Callable[[Any], None]) -> Enqueue:
+    """Returns what enqueues a kernel on a given stream of that device, by a function that does so on the current one of
+    torch."""
+
+    def enqueue_on(kernel: object, stream: Stream) -> None:
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device=index)):  # type: ignore[no-untyped-call]
+            enqueue(kernel)
+
+    return enqueue_on
 
 
 def _reason(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +17,6 @@ from kvcluster.device.cuda_driver import CudaDriver
 from tests.device.fake_cuda import library
 
 Versions = dict[str, str]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return library(str(tmp_path_factory.mktemp("cuda")))
 
 
 @pytest.fixture
@@ -43,13 +39,13 @@ def found(capsys: pytest.CaptureFixture[str], status: int) -> dict[str, object]:
 
 
 def test_a_machine_that_has_all_of_it(
-    machine: Callable[..., None], path: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    machine: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    machine(path, torch="2.11.0+cu130", triton="3.6.0")
-    told = found(capsys, 0)
-    assert told["missing"] == [] and told["driver"] == "13.0"
-    assert told["cache"] == str(tmp_path / ".cache/kvcluster/triton") and not list(tmp_path.iterdir())
-    assert told["devices"] == [
+    machine(library(), torch="2.11.0+cu130", triton="3.6.0")
+    findings = found(capsys, 0)
+    assert findings["missing"] == [] and findings["driver"] == "13.0"
+    assert findings["cache"] == str(tmp_path / ".cache/kvcluster/triton") and not list(tmp_path.iterdir())
+    assert findings["devices"] == [
         {
             "uuid": "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f",
             "name": "Paper H100",
@@ -74,9 +70,9 @@ def test_a_machine_that_has_all_of_it(
     ],
 )
 def test_what_is_missing_is_named(
-    machine: Callable[..., None], path: str, capsys: pytest.CaptureFixture[str], versions: Versions, missing: str
+    machine: Callable[..., None], capsys: pytest.CaptureFixture[str], versions: Versions, missing: str
 ) -> None:
-    machine(path, **versions)
+    machine(library(), **versions)
     assert missing in str(found(capsys, 1)["missing"])
 
 
@@ -85,14 +81,12 @@ def test_without_a_driver_or_a_compiler(
 ) -> None:
     machine("libcuda-none.so", torch="2.11.0+cu130", triton="3.6.0")
     monkeypatch.setattr(examine.shutil, "which", lambda name: None)
-    told = found(capsys, 1)
-    assert told["driver"] is None and told["devices"] == []
-    assert "no driver of NVIDIA's" in str(told["missing"]) and "no C compiler" in str(told["missing"])
+    findings = found(capsys, 1)
+    assert findings["driver"] is None and findings["devices"] == []
+    assert "no driver of NVIDIA's" in str(findings["missing"]) and "no C compiler" in str(findings["missing"])
 
 
 def test_it_imports_neither_torch_nor_triton(capsys: pytest.CaptureFixture[str]) -> None:
-    import subprocess
-
     script = "import sys; from kvcluster.cli.main import main; main(['doctor', '--gpu', '--json']); "
     script += "print({'torch', 'triton'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvcluster.device.cuda import CudaDevice
@@ -15,11 +16,14 @@ from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.pages.region import bytes_at
 from tests.device.programs import Xor
 
+_FOLDER = TemporaryDirectory(prefix="kvcluster-cuda-")
+"""Removed with the process."""
 
-@lru_cache(maxsize=1)
-def library(folder: str) -> str:
-    """Compiles it there, and returns its path."""
-    made, source = Path(folder, "libcuda.so"), Path(__file__).with_name("fake_cuda.c")
+
+@cache
+def library() -> str:
+    """Compiles it, and returns its path."""
+    made, source = Path(_FOLDER.name, "libcuda.so"), Path(__file__).with_name("fake_cuda.c")
     command = ["cc", "-std=c11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", str(source), "-o", str(made)]
     subprocess.run(command, check=True)
     return str(made)
@@ -28,12 +32,12 @@ def library(folder: str) -> str:
 class FakeCard:
     """The library and its device. Kernels run by their definition, when all that was enqueued before is done."""
 
-    def __init__(self, path: str) -> None:
-        self.library = ctypes.CDLL(path)
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(library())
         self.library.fake_heal()
         self.streams = [0]
         kernels = dict.fromkeys((Xor, Scatter, Gather), self._run)
-        self.device = CudaDevice(CudaDriver(path), 0, current=lambda: self.streams[-1], kernels=kernels)
+        self.device = CudaDevice(CudaDriver(library()), 0, current=lambda: self.streams[-1], kernels=kernels)
 
     def _run(self, kernel: Any, stream: Stream) -> None:
         self.library.fake_do(-1)

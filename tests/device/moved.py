@@ -156,12 +156,14 @@ def drawn(seed: int, device: str) -> Iterator[tuple[Arena, Scatter | Gather]]:
     yield probe, kind(Range(at, len(table)), launches, records)
 
 
-def main(first: int, count: int, device: str) -> None:
+def compared(seeds: range, device: str) -> tuple[list[int], int, set[object]]:
+    """Carries out the moves of these seeds by the Triton kernel. Returns the seeds that differ, how many moves there
+    were, and the variants that were used."""
     from kvcluster.device import triton_moves
 
-    differ = total = 0
-    used: set[object] = set()
-    for seed in range(first, first + count):
+    differ: list[int] = []
+    total, used = 0, set[object]()
+    for seed in seeds:
         for arena, kernel in drawn(seed, device):
             for record in kernel.records:
                 arena.move(record, scatters=isinstance(kernel, Scatter))
@@ -170,9 +172,15 @@ def main(first: int, count: int, device: str) -> None:
             used |= {triton_moves.variant_of(launch, scatters=scatters)[1:] for launch in kernel.launches}
             total += 1
             if not arena.same():
-                differ += 1
-                print(f"seed {seed} differs")
-    print(f"{differ} of {total} differ, {len(used)} variants")
+                differ.append(seed)
+    return differ, total, used
+
+
+def main(first: int, count: int, device: str) -> None:
+    differ, total, used = compared(range(first, first + count), device)
+    for seed in differ:
+        print(f"seed {seed} differs")
+    print(f"{len(differ)} of {total} differ, {len(used)} variants")
 
 
 if __name__ == "__main__":

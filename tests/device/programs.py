@@ -105,6 +105,12 @@ class Program:
                 return False
         return True
 
+    def agrees(self, steps: int) -> bool:
+        """Runs, with all waits, and returns whether the memories then hold what the plain bytes say."""
+        assert self.run(steps)
+        expected = [bytes(each) for each in self.bytes]
+        return self.all_bytes() == expected
+
     def step(self) -> None:
         rng = self.rng
         nbytes = rng.randrange(1, NBYTES // 2)

@@ -28,6 +28,7 @@ from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyI
 from kvcluster.pages.copy_endpoints import HOST, ForeignMemory
 from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, strided
 from kvcluster.pages.region import address_of
+from tests.device.moved import cut
 from tests.device.programs import finish
 
 NEVER = 2**62
@@ -202,11 +203,6 @@ class Case:
             own = slice(mine.head_start - self.held.head_start, mine.head_stop - self.held.head_start)
             theirs = slice(mine.head_start - self.page.head_start, mine.head_stop - self.page.head_start)
             yield known[here, records.items[number], :, own], page[there, :, theirs]
-
-
-def cut(rng: Random, most: int) -> tuple[int, int]:
-    start = rng.randrange(most)
-    return start, rng.randrange(start + 1, most + 1)
 
 
 def load_case(seed: int) -> None:

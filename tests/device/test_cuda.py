@@ -19,14 +19,9 @@ from tests.device.fake_cuda import FakeCard, library
 from tests.device.programs import NBYTES, finish
 
 
-@pytest.fixture(scope="session")
-def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return library(str(tmp_path_factory.mktemp("cuda")))
-
-
 @pytest.fixture
-def card(path: str) -> FakeCard:
-    return FakeCard(path)
+def card() -> FakeCard:
+    return FakeCard()
 
 
 @pytest.fixture
@@ -130,8 +125,8 @@ def test_a_process_that_was_forked_cannot_use_it(card: FakeCard, monkeypatch: py
     assert card.device.around(id(card)) is None
 
 
-def test_without_a_library_or_a_device_it_says_so(path: str) -> None:
+def test_without_a_library_or_a_device_it_says_so() -> None:
     with pytest.raises(OSError, match="libcuda-none"):
         CudaDriver("libcuda-none.so")
     with pytest.raises(DriverError, match=r"cuDeviceGetUuid_v2: .* \(101\)"):
-        CudaDevice(CudaDriver(path), 1, current=int, kernels={})
+        CudaDevice(CudaDriver(library()), 1, current=int, kernels={})

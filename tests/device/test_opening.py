@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from random import Random
 from subprocess import CalledProcessError
 from types import ModuleType
@@ -39,7 +38,6 @@ SPEC, TOKENS = spec_of(dtype="bfloat16"), list(range(2 * BLOCK))
 def nothing_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DEVICES, "staging_bytes", 0)
     monkeypatch.setattr(torch_cuda, "_TRIED", {})
-    monkeypatch.setattr(torch_cuda, "_SEEN", {})
 
 
 @pytest.fixture
@@ -145,6 +143,9 @@ class Kernels(ModuleType):
         super().__init__("kernels")
         self.fails, self.built = fails, 0
 
+    def enqueue(self, kernel: object, **settings: object) -> None:
+        """Is not called."""
+
     def build(self, *arguments: object) -> None:
         self.built += 1
         if self.fails is not None:
@@ -152,19 +153,19 @@ class Kernels(ModuleType):
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Exception | None, Exception | None], None]:
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception | None, Exception | None], None]:
     """Has a driver with a device, and kernels that are built or not."""
 
     def has(moves: Exception | None, decoding: Exception | None) -> None:
         for name, fails in (("triton_moves", moves), ("triton_decoding", decoding)):
             monkeypatch.setitem(sys.modules, f"kvcluster.device.{name}", Kernels(fails))
             monkeypatch.setattr(device_package, name, sys.modules[f"kvcluster.device.{name}"], raising=False)
-        monkeypatch.setattr(torch_cuda, "CudaDriver", partial(CudaDriver, library(str(tmp_path))))
+        monkeypatch.setattr(torch_cuda, "CudaDriver", partial(CudaDriver, library()))
         monkeypatch.setattr(torch_cuda, "_cache", nullcontext)
         monkeypatch.setattr(torch_cuda, "_BUILT", set())
         monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
         monkeypatch.setattr(torch_cuda, "DEVICES", Devices())
-        FakeCard(library(str(tmp_path)))
+        FakeCard()
 
     return has
 
