@@ -102,6 +102,20 @@ class AttentionCall:
         return self.query.shape[1] // (self.heads[1] - self.heads[0])
 
 
+def check_query(query: Tensor, layout: PageLayout, start: int, stop: int) -> None:
+    """Raises CallerError for a query that does not fit heads `start` to `stop` of pages."""
+    if not 0 <= start < stop <= layout.heads:
+        raise CallerError(f"heads {start} to {stop} are no range of the {layout.heads} heads of a page")
+    if query.dim() != 3 or query.shape[2] != layout.key.dim or not query.is_floating_point():
+        raise CallerError(
+            f"the query is {query.dtype} {list(query.shape)}, not floats [tokens, heads, {layout.key.dim}]"
+        )
+    if query.device.type != "cpu":
+        raise CallerError("the query must be in memory of the CPU")
+    if not query.shape[1] or query.shape[1] % (stop - start):
+        raise CallerError(f"{query.shape[1]} query heads cannot be grouped over {stop - start} heads of pages")
+
+
 def check_call(
     layout: PageLayout,
     layer: int,
@@ -116,16 +130,7 @@ def check_call(
     if type(layer) is not int or not 0 <= layer < layout.layers:
         raise CallerError(f"there is no layer {layer!r}; a page has {layout.layers}, counted from 0")
     start, stop = (0, layout.heads) if heads is None else heads
-    if not 0 <= start < stop <= layout.heads:
-        raise CallerError(f"heads {start} to {stop} are no range of the {layout.heads} heads of a page")
-    if query.dim() != 3 or query.shape[2] != layout.key.dim or not query.is_floating_point():
-        raise CallerError(
-            f"the query is {query.dtype} {list(query.shape)}, not floats [tokens, heads, {layout.key.dim}]"
-        )
-    if query.device.type != "cpu":
-        raise CallerError("the query must be in memory of the CPU")
-    if not query.shape[1] or query.shape[1] % (stop - start):
-        raise CallerError(f"{query.shape[1]} query heads cannot be grouped over {stop - start} heads of pages")
+    check_query(query, layout, start, stop)
     for within in dict.fromkeys(row_withins):
         if not (within.level >= 0 and within.index >= 0 and ROOT.contains(within)):
             raise CallerError(f"{within} is outside a tree of {TREE_LEVELS} levels")

@@ -112,14 +112,18 @@ def merge(partials: Sequence[Partial], *, sinks: Tensor | None = None) -> Partia
     if sinks is None:
         return merged
     out, lse = merged.out, merged.lse
-    found: object = sinks
-    shape = list(found.shape) if isinstance(found, Tensor) else None
-    if shape != list(lse.shape[1:]):
-        given = f"of shape {shape}" if shape is not None else repr(found)
-        raise CallerError(f"there are {lse.shape[1]} heads, and the sinks are {given}; expected a tensor [heads]")
+    check_sinks(sinks, lse.shape[1])
     sink = sinks.detach().float().expand(lse.shape)
     outs, lses = torch.stack([out, torch.zeros_like(out)]), torch.stack([lse, sink])
     return Partial(ROOT, *_merged(outs, lses, [(0, 1)], 0))
+
+
+def check_sinks(sinks: object, heads: int) -> None:
+    """Raises CallerError unless `sinks` is a tensor with a number for each of `heads` heads."""
+    shape = list(sinks.shape) if isinstance(sinks, Tensor) else None
+    if shape != [heads]:
+        given = f"of shape {shape}" if shape is not None else repr(sinks)
+        raise CallerError(f"there are {heads} heads, and the sinks are {given}; expected a tensor [heads]")
 
 
 def merge_stacked(subtrees: Sequence[Subtree], outs: Tensor, lses: Tensor) -> Partial:

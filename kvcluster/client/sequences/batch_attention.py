@@ -28,6 +28,8 @@ from kvcluster.attention import (
     partial,
     subtree_partials,
 )
+from kvcluster.attention.call import check_query
+from kvcluster.attention.partial import check_sinks
 from kvcluster.client.deadlines import remaining_ms
 from kvcluster.client.sequences.attend_explanation import AttendExplanation
 from kvcluster.client.sequences.attend_planner import AttendPlanner
@@ -105,6 +107,9 @@ class BatchAttention:
             self._group, self._states[0].block_tokens, self._part.layers, self._part.heads, scores.latent_values
         )
         scoring = Scoring(layout.key.dim**-0.5 if scores.scale is None else scores.scale, scores.softcap, scores.window)
+        check_query(query, layout, 0, layout.heads)
+        if scores.sinks is not None:
+            check_sinks(scores.sinks, query.shape[1])
         with self._runner.lock:
             if not self._runner.readers:
                 self._loads.settle()  # what has come is found faster in the resident set

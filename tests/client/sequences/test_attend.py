@@ -200,6 +200,12 @@ def test_pages_that_the_cluster_has_lost_are_named_by_their_position(start: Star
         with pytest.raises(LostTokens) as lost:
             again.attend(0, asked(1))
         assert lost.value.position == 0
+        with pytest.raises(CallerError, match="the query is"):  # what does not fit is said first
+            again.attend(0, asked(1)[:, :, 1:])
+        with pytest.raises(CallerError, match="query heads"):
+            again.attend(0, asked(1)[:, :0])
+        with pytest.raises(CallerError, match="the sinks are"):
+            again.attend(0, asked(1), sinks=torch.zeros(1))
 
 
 @pytest.mark.parametrize("codec", ["q8", "q4"])
