@@ -27,16 +27,13 @@ from kvcluster.device.capture import GATE
 from kvcluster.device.device import Device, Event, Range
 from kvcluster.device.kernels import Decode, Gather, Scatter
 from kvcluster.device.moves import ALIGNED, StagedRecord, columns_bytes, moves, record_bytes
-from kvcluster.device.staging import DeviceStaging, Slot
+from kvcluster.device.staging import DeviceStaging, Slot, wait_done
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyStatus, encoded_layer_bytes
 from kvcluster.pages.copy_endpoints import CpuMemory, ForeignMemory, cpu_addresses
 from kvcluster.pages.copy_executor import RunRecords
 
 _UNDER_WAY = 2
-_PAUSE_S = 50e-6
-"""Between two questions whether an event is done."""
-
 _WAIT_S = 0.1
 """Between two looks whether a batch that waits for a slot has been cancelled."""
 
@@ -282,8 +279,8 @@ class _BatchRun:
 
     def _wait(self, chunk: _Chunk) -> None:
         """Waits until no work with this chunk is under way. Raises DeviceFailed."""
-        while chunk.event is not None and not self._device.done(chunk.event):
-            time.sleep(_PAUSE_S)
+        if chunk.event is not None:
+            wait_done(self._device, chunk.event)
 
     # ------------------------------------------------------------------------------------------ by the CPU
 

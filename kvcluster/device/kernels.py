@@ -3,7 +3,7 @@ as data, and as their definition, whose result a device's own code has to have."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvcluster.core.codecs import Codec
@@ -17,11 +17,12 @@ Opened = Callable[[Range], memoryview]
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Moves of `records`, by `table` in the device's memory and `launches` (moves.py)."""
+    """Moves of `records`, by `table` in the device's memory and `launches` (moves.py). Only who judges their order goes
+    through `records`."""
 
     table: Range
     launches: Sequence[Launch]
-    records: Sequence[StagedRecord]
+    records: Iterable[StagedRecord]
 
     @property
     def staged(self) -> Sequence[Range]:
@@ -30,7 +31,7 @@ class _Move:
 
     @property
     def touched(self) -> Sequence[Range]:
-        """What it touches of blocks: computed for who judges their order."""
+        """What it touches of blocks."""
         return [touched for record in self.records for touched in record.touched()]
 
     def pieces(self, opened: Opened) -> Iterator[tuple[memoryview, memoryview]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from typing import NamedTuple
 
@@ -161,6 +161,61 @@ def moves(records: Sequence[StagedRecord]) -> tuple[bytes, list[Launch]]:
             launches.append(Launch(len(table), len(same), layers, _unit(numbers, same), numbers))
             table.extend(numbers)
     return table.tobytes(), launches
+
+
+class WholeBlocks:
+    """Moves of whole blocks, as much of each page as some geometries have, by a table that is made once: a call writes
+    no more of it than four words for each block.
+
+    The table is `fixed` and then, from byte `records_at` on, room for the records of `most` blocks of each geometry,
+    one geometry after the other. A page of geometry i has `exact_bytes[i]`, and takes `page_bytes[i]` of staging.
+    """
+
+    def __init__(self, geometries: Sequence[BlockGeometry], most: int) -> None:
+        self._geometries = geometries
+        self._most = most
+        self.exact_bytes = [each.part.layers * each.part.heads * each.head_bytes for each in geometries]
+        self.page_bytes = [-(-exact // ALIGNED) * ALIGNED for exact in self.exact_bytes]
+        table = array("q")
+        columns = []
+        for geometry in geometries:
+            columns.append(len(table))
+            for column in _columns(geometry):
+                table.frombytes(column.tobytes())
+        launches = sum(len(list(groupby(geometry.planes))) for geometry in geometries)
+        first = len(table) + launches * len(Numbers._fields)
+        self.records_at = _WORD_BYTES * first
+        self.nbytes = self.records_at + _WORD_BYTES * _RECORD_WORDS * most * len(geometries)
+        self._launches: list[list[Launch]] = []
+        for number, geometry in enumerate(geometries):
+            # Rows are at equal distances, so what divides the first two divides all.
+            rows = range(min(2, len(geometry.rows)))
+            pair = [StagedRecord(0, geometry.part, geometry.part, geometry, row) for row in rows]
+            made = []
+            for numbers in _numbers(columns[number], first + _RECORD_WORDS * most * number, pair[0]):
+                made.append(Launch(len(table), most, geometry.part.layers, _unit(numbers, pair), numbers))
+                table.extend(numbers)
+            self._launches.append(made)
+        self.fixed = table.tobytes()
+
+    def place(self, which: int, blocks: Sequence[int], address: int) -> tuple[int, bytes]:
+        """Returns words of the table for these blocks of a geometry, whose pages lie one after the other from `address`
+        of staging on, and the byte of the table at which they belong."""
+        geometry, step = self._geometries[which], self.page_bytes[which]
+        words = array("q")
+        for at, block in enumerate(blocks):
+            words.extend((address + at * step, geometry.rows[block], 0, geometry.part.layers))
+        return self.records_at + _WORD_BYTES * _RECORD_WORDS * self._most * which, words.tobytes()
+
+    def launches(self, count: int) -> list[Launch]:
+        """Returns the launches that move the first `count` blocks of each geometry."""
+        return [replace(launch, count=count) for made in self._launches for launch in made]
+
+    def records(self, which: int, blocks: Sequence[int], address: int) -> Iterator[StagedRecord]:
+        """Yields what is moved for `place`."""
+        geometry, step = self._geometries[which], self.page_bytes[which]
+        for at, block in enumerate(blocks):
+            yield StagedRecord(address + at * step, geometry.part, geometry.part, geometry, block)
 
 
 def _kind(record: StagedRecord) -> tuple[int, ...]:

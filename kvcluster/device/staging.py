@@ -6,23 +6,27 @@ done. A slot of a device that has failed is never given back: work with it may b
 
 from __future__ import annotations
 
+import time
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from kvcluster.device.device import Allocation, Device, NoMemory, PinnedMemory, Stream
+from kvcluster.device.device import Allocation, Device, Event, NoMemory, PinnedMemory, Stream
 from kvcluster.device.moves import ALIGNED
+
+_PAUSE_S = 50e-6
+"""Between two questions whether an event is done."""
 
 
 class Slot(NamedTuple):
-    """Pinned memory, and twice as much of the device's."""
+    """Pinned memory and memory of the device."""
 
     pinned: PinnedMemory
     memory: Allocation
 
 
 class DeviceStaging:
-    """At most `slots` slots with `slot_bytes` of pinned memory for one device, and the streams by which they are filled
-    and emptied.
+    """At most `slots` slots with `slot_bytes` of pinned memory and twice as much of one device's, and the streams by
+    which they are filled and emptied.
 
     Raises NoMemory if there is not room for one; if there is room for fewer than asked for, it has fewer.
     """
@@ -36,7 +40,7 @@ class DeviceStaging:
         self._free: SimpleQueue[Slot] = SimpleQueue()
         for _ in range(slots):
             try:
-                self._free.put(_slot(device, self.slot_bytes))
+                self._free.put(slot_of(device, self.slot_bytes, 2 * self.slot_bytes))
             except NoMemory:
                 if not self.slots:
                     raise
@@ -55,10 +59,18 @@ class DeviceStaging:
         self._free.put(slot)
 
 
-def _slot(device: Device, nbytes: int) -> Slot:
-    pinned = device.pin(nbytes)
+def slot_of(device: Device, pinned_bytes: int, nbytes: int) -> Slot:
+    """Returns a new slot with so much pinned memory, and `nbytes` of the device's. Raises NoMemory, having taken
+    nothing."""
+    pinned = device.pin(pinned_bytes)
     try:
-        return Slot(pinned, device.allocate(2 * nbytes))
+        return Slot(pinned, device.allocate(nbytes))
     except NoMemory:
         pinned.release()
         raise
+
+
+def wait_done(device: Device, event: Event) -> None:
+    """Waits until the event is done: for a thread that has nothing else to do. Raises DeviceFailed."""
+    while not device.done(event):
+        time.sleep(_PAUSE_S)

@@ -135,9 +135,7 @@ class Mover:
 
     def until_idle(self) -> Outcome:
         """Steps without orders, when nothing moves any more; what they came to together."""
-        for one in [*self.side._loads, *self.side._stores]:
-            if one.transfer is not None:
-                assert one.transfer.wait_ended(Deadline.after_ms(BOUND_S * 1e3))
+        assert self.side.wait_idle(Deadline.after_ms(BOUND_S * 1e3))
         return self.do()
 
     def hashes(self, tokens: Sequence[int]) -> list[BlockHash]:

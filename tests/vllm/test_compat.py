@@ -231,7 +231,6 @@ def test_views_of_k_and_v_that_differ_in_size_show_each() -> None:
         (torch.zeros(5, 2, BLOCK, 8), "expected .blocks, heads, 4, 16."),
         (torch.zeros(5, 2, 16, BLOCK).transpose(2, 3), "with strides"),
         (torch.zeros(0, 2, BLOCK, 16), "the layout of layer"),
-        (torch.zeros(5, 2, BLOCK, 16, device="meta"), "is on meta; kvcluster moves KV in CPU memory only"),
     ],
 )
 def test_a_layout_that_is_not_known_is_refused_with_its_shape(cache: torch.Tensor, why: str) -> None:

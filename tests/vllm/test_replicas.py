@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvcluster.client.layouts import Dense
 from kvcluster.core.ids import ShardId
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.engines.vllm import worker
+from kvcluster.engines.vllm import stores
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Unavailable
 from tests.client.build import prompt
@@ -36,7 +36,7 @@ LOST = Miss(MissReason.SHARD_LOST, "gone")
 @pytest.fixture(autouse=True)
 def stores_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine would drop stores of blocks that leave their window: that is right, and another test's claim."""
-    monkeypatch.setattr(worker, "_GRACE_NS", 10 * 10**9)
+    monkeypatch.setattr(stores, "_GRACE_NS", 10 * 10**9)
 
 
 def audit(cluster: MemoryCluster, engine: Engine) -> int:

@@ -58,7 +58,6 @@ def test_what_is_given_stands_and_the_rest_has_its_default() -> None:
 def test_without_loads_and_stores_no_address_is_needed_and_none_is_in_the_way(mode: str) -> None:
     assert settings.parse_settings({"mode": mode}).mode == mode
     assert settings.parse_settings(ADDRESS | {"mode": mode}).mode == mode
-    assert KVClusterConnector.requires_piecewise_for_cudagraph({"mode": mode}) is False
 
 
 def test_a_token_is_what_its_file_holds(tmp_path: Path) -> None:
@@ -91,7 +90,13 @@ def test_an_engine_that_would_fail_requests_for_a_failed_load_does_not_start(lla
         KVConnectorFactory.create_connector(config, KVConnectorRole.SCHEDULER, kv_config(config))
 
 
-@pytest.mark.parametrize(("layerwise_ms", "piecewise"), [(20, True), (0, False)])
-def test_waiting_within_a_pass_leaves_room_between_layers(layerwise_ms: int, piecewise: bool) -> None:
+@pytest.mark.parametrize("layerwise_ms", [20, 0])
+def test_full_graphs_are_kept(layerwise_ms: int) -> None:
+    """On a GPU no load runs within a pass, so none waits between layers."""
     extra = ADDRESS | {"layerwise_ms": layerwise_ms}
-    assert KVClusterConnector.requires_piecewise_for_cudagraph(extra) is piecewise
+    assert KVClusterConnector.requires_piecewise_for_cudagraph(extra) is False
+
+
+def test_staging_that_is_too_little_is_refused() -> None:
+    with pytest.raises(ConfigError, match="staging_bytes must be at least 33,554,432, not 1,000"):
+        settings.parse_settings(ADDRESS | {"staging_bytes": 1_000})

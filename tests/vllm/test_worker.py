@@ -15,7 +15,7 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.engines.vllm.step_metadata import LoadOrder, StoreOrder
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
-from kvcluster.transport.base import Unavailable
+from kvcluster.transport.base import Deadline, Unavailable
 from tests.client.build import BOUND_S, Hold, Steps, prompt
 from tests.client.conftest import Start
 from tests.vllm.build import BLOCK, WINDOW
@@ -295,5 +295,5 @@ def test_nothing_is_left_of_a_rank_that_is_closed_in_the_midst(make: Make, llama
     receiving.let_go()
     closing.join(BOUND_S)
     assert not closing.is_alive()
-    assert all(one.transfer.done() for one in [*rank.side._loads, *rank.side._stores])
+    assert rank.side.wait_idle(Deadline.after_ms(0))
     # That no lease, ticket or half-written page is left says the bill of the cluster.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.engines.vllm import worker
+from kvcluster.engines.vllm import stores, worker
 from kvcluster.engines.vllm.step_metadata import StoreOrder
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Unavailable
@@ -50,7 +50,8 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1_000_000_000
         self.on_sleep: Callable[[], object] = lambda: None
-        monkeypatch.setattr(worker, "time", self)
+        for module in (stores, worker):
+            monkeypatch.setattr(module, "time", self)
 
     def monotonic_ns(self) -> int:
         return self.now
@@ -130,7 +131,7 @@ def test_a_store_is_given_a_moment_to_end(make: Make, llama: Path, clock: Clock)
 
     def end() -> None:
         hold.let_go()
-        rank.side._stores[0].transfer.result()
+        rank.side._stores._stores[0].transfer.result()
 
     clock.on_sleep = end
     rank.side.before(rank.step(written=MINE))
@@ -153,7 +154,7 @@ def test_all_stores_of_a_step_share_that_moment(make: Make, llama: Path, clock: 
     hold.wait_reached()
     began = clock.now
     rank.side.before(rank.step(written=(1, 2, 3, 4)))
-    assert clock.now - began <= 2 * worker._GRACE_NS
+    assert clock.now - began <= 2 * stores._GRACE_NS
     hold.let_go()
     rank.until_idle()
     assert rank.total.dropped == 4
@@ -296,4 +297,4 @@ def test_of_a_request_that_is_gone_nothing_is_remembered(make: Make, llama: Path
     rank.until_idle()
     rank.do(gone=("a",), held=("a",))
     side = rank.side
-    assert not side._chains and not side._held and not side._stores and not side._loads
+    assert not side._chains and not side._held and not side._stores._stores and not side._loads

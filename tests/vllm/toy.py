@@ -208,9 +208,7 @@ class Rank:
 
     def wait_idle(self) -> None:
         """Until nothing of this rank moves."""
-        for one in [*self.side._loads, *self.side._stores]:
-            if one.transfer is not None:
-                assert one.transfer.wait_ended(Deadline.after_ms(BOUND_S * 1e3))
+        assert self.side.wait_idle(Deadline.after_ms(BOUND_S * 1e3))
 
     def close(self) -> None:
         self.connector.shutdown()

@@ -131,10 +131,6 @@ def views(kv_caches: Mapping[str, torch.Tensor], layout: Layout, number: int) ->
         cache = kv_caches[name]
         if cache.ndim != 4 or cache.shape[0] == 0 or cache.shape[2:] != (layout.block_tokens, k_dim + v_dim):
             raise _unknown(name, cache, layout, number)
-        if cache.device.type != "cpu":
-            raise CallerError(
-                f"{name} is on {cache.device}; kvcluster moves KV in CPU memory only: start without this connector"
-            )
         try:
             out.append(layout.formats[number].views(cache, k_dim=k_dim, v_dim=v_dim, heads=layout.groups[number].heads))
         except CallerError:
@@ -289,6 +285,11 @@ def scheduled(output: Any) -> Iterator[Scheduled]:
 
 def _ids(blocks: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(of_group) for of_group in blocks)
+
+
+def copied_into(output: Any) -> tuple[int, ...]:
+    """Returns the blocks into which a step copies others before it computes."""
+    return tuple(copy.dst_block_id for copy in getattr(output, "kv_cache_block_copies", None) or ())
 
 
 def scheduled_tokens(output: Any) -> int:

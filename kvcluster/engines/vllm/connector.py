@@ -94,7 +94,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                 'kvcluster needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: with "fail" a request '
                 "fails whenever a shard is lost"
             )
-        if not compat.takes_back_within(vllm_config):
+        if not compat.takes_back_within(vllm_config) or compat.device() != "cpu":
             chosen = replace(chosen, layerwise_ms=0)
         layout = compat.layout(vllm_config, kv_cache_config)
         registration = Registration(vllm_config, layout, chosen, whole=on_scheduler, log=_logger.info)
@@ -121,12 +121,6 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         """False: a failed store is only a later miss, and no reason to compute a request again."""
         return False
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether loads may run within a forward pass: they wait between layers, which a full CUDA graph cannot."""
-        chosen = settings.parse_settings(extra_config)
-        return chosen.mode == "on" and chosen.layerwise_ms > 0
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._of_scheduler.matched(request, num_computed_tokens)
@@ -175,8 +169,16 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._of_worker.register(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 calls this before the memory of its KV goes away, as it does while an engine sleeps."""
+        self._of_worker.unregister()
+
+    def restore_kv_caches(self) -> None:
+        self._of_worker.restore()
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """vLLM calls this first in every step, before anything is written."""
+        """vLLM calls this in every step before the forward pass. Its second model runner has by then enqueued what the
+        step copies into blocks, or zeroes: on a GPU nothing of ours may be enqueued between that and this call."""
         assert isinstance(kv_connector_metadata, KVClusterMetadata)
         self._of_worker.before(kv_connector_metadata.step)
 

@@ -58,6 +58,12 @@ class IdleWorker:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """No KV is touched, so its layout does not matter."""
 
+    def unregister(self) -> None:
+        """Nothing uses it."""
+
+    def restore(self) -> None:
+        """Nothing uses it."""
+
     def before(self, step: Step) -> None:
         """No store reads anything."""
 

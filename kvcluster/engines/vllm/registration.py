@@ -89,7 +89,7 @@ class Registration:
         self._withdrawn = 0
         self._private = False
         self._ready = True
-        self._log = log
+        self.log = log
         self._wanted = settings.weights  # "" until the fingerprint is read
         self._left: Client | None = None  # to be closed on this object's own thread
         self._stop = threading.Event()
@@ -144,7 +144,7 @@ class Registration:
                     left.close()
         except Exception as error:  # a thread must not die silently
             self.why = error_text(error)
-            self._log(f"neither loads nor stores: {self.why}")
+            self.log(f"neither loads nor stores: {self.why}")
 
     def _attend(self) -> None:
         """Registers periodically until the client is gone or this object is closed."""
@@ -165,7 +165,7 @@ class Registration:
             return
         with self._changed:
             if told.weights and self._private and self._withdrawn == info.withdrawn:
-                self._log(f"an operator has named the weights {told.weights}; caching under them from now on")
+                self.log(f"an operator has named the weights {told.weights}; caching under them from now on")
                 self._private = False
                 self.use(told.weights)
 
@@ -208,7 +208,7 @@ class Registration:
             except Unreachable as error:
                 self.why = str(error)
                 if told != self.why:
-                    self._log(f"computing everything until the cluster answers: {error}")
+                    self.log(f"computing everything until the cluster answers: {error}")
                     told = self.why
                 self._stop.wait(_PAUSE_S)
                 continue
@@ -218,7 +218,7 @@ class Registration:
                 if self._wanted == wanted and not self._stop.is_set():
                     watch(client)
                     self.client, self.why = client, ""
-                    self._log(f"caching {spec.model} under weights {wanted} at {settings.address}")
+                    self.log(f"caching {spec.model} under weights {wanted} at {settings.address}")
                     return
             client.close()
 

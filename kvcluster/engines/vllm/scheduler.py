@@ -179,6 +179,7 @@ class SchedulerSide:
         if not within:
             self._matcher.prefill.began(self._step, sum(one.tokens for one in scheduled), now)
         loaded_into = [block for load in loads for of_group in load.into for block in of_group]
+        written = [*loaded_into, *self._computed_into(scheduled), *compat.copied_into(output)]
         client = self._registration.client
         chains, stores, handed_over = self._store_orders(scheduled, client)
         gone, self._gone = tuple(self._gone), []
@@ -189,7 +190,7 @@ class SchedulerSide:
             chains=tuple(chains),
             loads=loads,
             stores=tuple(stores),
-            written=tuple(b for b in loaded_into + self._computed_into(scheduled) if b != compat.NULL_BLOCK),
+            written=tuple(block for block in written if block != compat.NULL_BLOCK),
             gone=gone,
             held=held,
             handed_over=tuple(handed_over),

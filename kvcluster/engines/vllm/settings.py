@@ -13,6 +13,8 @@ from kvcluster.core import limits
 from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
 
+_LEAST_STAGING_BYTES = 1 << 25
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
@@ -29,6 +31,9 @@ class ConnectorSettings:
     deadline of a load. `store_ms`: the deadline of a store. `hold_ms`: the longest that the blocks of a finished
     request are kept for their stores. `handover_ms`: in prefill/decode disaggregation, the longest that the prefill
     server's answer waits until its blocks are committed, and that the decode server waits until it finds them.
+    `staging_bytes`: for KV on a GPU, the GPU's memory through which it is loaded and stored, half of it for either, and
+    three quarters as much pinned memory; of each rank. `share_across_devices`: KV is shared with engines on other GPUs,
+    and by other attention backends, whose bits may differ.
     `report`: every answer says in `kv_transfer_params` what was loaded for it, and why no more. `transports`, `accept`:
     as in the client's own configuration.
     """
@@ -45,6 +50,8 @@ class ConnectorSettings:
     store_ms: int = 5_000
     hold_ms: int = 1_000
     handover_ms: int = 1_000
+    staging_bytes: int = 2**28
+    share_across_devices: bool = False
     report: bool = False
     transports: tuple[str, ...] = TRANSPORTS
     accept: str = "q4"
@@ -69,6 +76,8 @@ def parse_settings(given: Mapping[str, Any]) -> ConnectorSettings:
         raise ConfigError('kv_connector_extra_config needs "address": the coordinator\'s host:port')
     if settings.trace_bytes < limits.LEAST_TRACE_BYTES:
         raise ConfigError(f"trace_bytes must be at least {limits.LEAST_TRACE_BYTES:,}, not {settings.trace_bytes:,}")
+    if settings.staging_bytes < _LEAST_STAGING_BYTES:
+        raise ConfigError(f"staging_bytes must be at least {_LEAST_STAGING_BYTES:,}, not {settings.staging_bytes:,}")
     if settings.accept not in LOSSES:
         raise ConfigError(f"accept must be one of {', '.join(LOSSES)}, not {settings.accept!r}")
     return settings

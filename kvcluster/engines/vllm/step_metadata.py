@@ -114,12 +114,21 @@ class StepReport:
     dropped: int = 0
     store_misses: Counter[str] = field(default_factory=Counter)
 
+    def refused(self, order: StoreOrder, why: str) -> None:
+        """Adds an order of which nothing is stored."""
+        self.drained[order.number] += 1
+        self.store_misses[why] += 1
+
     def merge(self, other: StepReport) -> None:
         """Adds another rank's report of the same step."""
         self.step = min(self.step, other.step)
         for request, load in other.loads.items():
             mine = self.loads.get(request)
             self.loads[request] = load if mine is None else mine.with_others(load)
+        self.add_stores(other)
+
+    def add_stores(self, other: StepReport) -> None:
+        """Adds what another report says of stores."""
         self.drained += other.drained
         self.stored += other.stored
         self.store_bytes += other.store_bytes

@@ -2,11 +2,8 @@
 
 A load writes into blocks that the engine has allocated for it. Within a forward pass each layer waits for its own KV,
 and blocks that have not arrived by the end of the pass are reported as invalid; a load beside the passes is reported
-when it ends. A store reads the engine's blocks after the pass that filled them, on threads of the client. So a block is
-read while the engine continues, and the engine may give it to a new owner meanwhile: each step lists the blocks that it
-reassigns, and before the step runs, stores that read them get a short grace time and are then cancelled. Once
-`Transfer.cancel` returns nothing is read any more, and a cancelled store is not committed, so a block that was copied
-too late never becomes visible.
+when it ends. A store reads blocks after the pass that filled them: in place from CPU memory (stores.py), by snapshots
+from a GPU (snapshot_stores.py), where loads go beside the passes alone and this thread never waits.
 """
 
 from __future__ import annotations
@@ -19,19 +16,19 @@ import torch
 
 import kvcluster.engines.vllm.compat as compat
 from kvcluster.client.layouts import Paged
-from kvcluster.client.results import Loaded, Stored
+from kvcluster.client.results import Loaded
 from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.engines.texts import miss_of
+from kvcluster.engines.vllm.device_kv import device_kv
 from kvcluster.engines.vllm.registration import Registration
 from kvcluster.engines.vllm.settings import ConnectorSettings
+from kvcluster.engines.vllm.snapshot_stores import SnapshotStores
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
+from kvcluster.engines.vllm.stores import InPlaceStores, Stores
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.base import Deadline
-
-_GRACE_NS = 5_000_000
-"""The total time that one step waits for stores that read blocks it will overwrite: enough to copy a few blocks."""
 
 
 class _Load:
@@ -59,16 +56,6 @@ class _Load:
         return LoadReport(loaded.blocks, loaded.nbytes, loaded.took_ns or took_ns, loaded.loss, loaded.miss)
 
 
-class _Store:
-    """One store order whose transfer has started."""
-
-    def __init__(self, order: StoreOrder, transfer: Transfer[Stored]) -> None:
-        self.order = order
-        self.transfer = transfer
-        self.told_drained = False
-        self.dropped = False
-
-
 class WorkerSide:
     """The workers' side of one rank. Every method is called on the thread that runs the model."""
 
@@ -76,6 +63,7 @@ class WorkerSide:
         self._settings = settings
         self._layout = layout
         self._registration = registration
+        self._kv_caches: Mapping[str, torch.Tensor] = {}
         self._views: list[list[Any]] = []
         self._layer_numbers: dict[str, int] = {
             name: number
@@ -84,7 +72,8 @@ class WorkerSide:
         }
         self._chains: dict[str, list[BlockHash]] = {}
         self._loads: list[_Load] = []
-        self._stores: list[_Store] = []
+        self._stores: Stores = InPlaceStores(self._memory, settings.store_ms)
+        self._off = ""  # why nothing is loaded or stored
         self._held: dict[str, int] = {}  # by ended request: until when its blocks are kept for its stores
         self._invalid: set[int] = set()
         self._failed: set[str] = set()
@@ -93,24 +82,33 @@ class WorkerSide:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers the engine's KV, one tensor per layer. Raises CallerError for an unknown layout."""
+        self._kv_caches = kv_caches
         self._views = [compat.views(kv_caches, self._layout, number) for number in range(len(self._layout.groups))]
+        kv = device_kv(self._layout, self._views, self._settings.staging_bytes)
+        if isinstance(kv, str):
+            self._off = kv
+            self._registration.log(f"neither loads nor stores: {kv}")
+        elif kv is not None:
+            self._stores = SnapshotStores(kv.snapshots(), self._settings.store_ms)
+
+    def unregister(self) -> None:
+        """The memory of the engine's KV goes away, until `restore`: ends all that reads or writes it. May be called
+        again."""
+        self._cancel()
+        self._stores = InPlaceStores(self._memory, self._settings.store_ms)
+        self._views = []
+
+    def restore(self) -> None:
+        """The memory is there again, at the same addresses. May be called again."""
+        if not self._views:
+            self.register(self._kv_caches)
 
     # ------------------------------------------------------------------------------------------ one step, in order
 
     def before(self, step: Step) -> None:
         """Called before the step writes anything: ends stores that read blocks which the step overwrites, and loads of
         ended requests."""
-        written = set(step.written)
-        until = time.monotonic_ns() + _GRACE_NS
-        for store in self._stores:
-            mine = (block for of_group in store.order.source for block in of_group)
-            if store.transfer.source_free() or written.isdisjoint(mine):
-                continue
-            while not store.transfer.source_free() and time.monotonic_ns() < until:
-                time.sleep(0.0002)
-            if not store.transfer.source_free():
-                store.transfer.cancel()
-                store.dropped = True
+        self._stores.before(step.written)
         if step.weights and (spec := self._registration.spec) is not None and spec.weights != step.weights:
             self._registration.use(step.weights)
         for name, first, hashes in step.chains:
@@ -141,11 +139,9 @@ class WorkerSide:
             self._end_load(load)
         for order in step.stores:
             self._begin_store(order)
+        self._stores.begun()
         if step.handed_over:
-            deadline = Deadline.after_ms(self._settings.handover_ms)
-            for store in self._stores:
-                if store.order.request in step.handed_over:
-                    store.transfer.wait_ended(deadline)
+            self._stores.wait_ended(step.handed_over, Deadline.after_ms(self._settings.handover_ms))
         self._report.step = step.number
 
     def settle(self) -> tuple[set[str], set[str], set[str]]:
@@ -153,8 +149,8 @@ class WorkerSide:
         them whose loads failed."""
         for load in [one for one in self._loads if not one.order.layerwise and one.over()]:
             self._end_load(load)
-        self._settle_stores()
-        sent = {name for name in self._held if not self._is_read(name)}
+        self._stores.settle(self._held, self._report)
+        sent = {name for name in self._held if not self._stores.reads(name)}
         for name in sent:
             del self._held[name]
         received, self._received = self._received, set()
@@ -171,17 +167,28 @@ class WorkerSide:
         report, self._report = self._report, StepReport(step=self._report.step)
         return report
 
+    def wait_idle(self, deadline: Deadline) -> bool:
+        """Waits until no transfer is under way. Returns whether none is."""
+        loads = all(load.transfer is None or load.transfer.wait_ended(deadline) for load in self._loads)
+        return loads and self._stores.wait_idle(deadline)
+
     def close(self) -> None:
         """Cancels all transfers in progress."""
-        for transfer in [*(load.transfer for load in self._loads), *(store.transfer for store in self._stores)]:
-            if transfer is not None:
-                transfer.cancel()
+        self._cancel()
         self._registration.close()
+
+    def _cancel(self) -> None:
+        for load in self._loads:
+            if load.transfer is not None:
+                load.transfer.cancel()
+        self._stores.close()
 
     # --------------------------------------------------------------------------------------------------- loads
 
     def _begin_load(self, order: LoadOrder) -> tuple[Transfer[Loaded] | None, Miss | None]:
         client = self._registration.client
+        if self._off or not self._views:
+            return None, Miss(MissReason.DEVICE_LOST, self._off or "the engine's KV is not in memory")
         if client is None:
             return None, Miss(MissReason.COORDINATOR_LOST, f"a worker has no cluster: {self._registration.why}")
         try:
@@ -211,65 +218,13 @@ class WorkerSide:
 
     def _begin_store(self, order: StoreOrder) -> None:
         client = self._registration.client
-        if client is None:
-            self._refuse(order, "a worker has no cluster")
-            return
-        hashes = self._chains[order.request][: order.first + len(order.source[0])]
-        try:
-            transfer = client.begin_store(
-                hashes,
-                self._memory(order.source),
-                first=order.first,
-                loss=order.loss,
-                token_ids=order.tokens,
-                adapter=order.adapter,
-                deadline_ms=self._settings.store_ms,
-            )
-        except KVClusterError as error:
-            self._refuse(order, str(error))
-            return
-        self._stores.append(_Store(order, transfer))
-
-    def _refuse(self, order: StoreOrder, why: str) -> None:
-        self._report.drained[order.number] += 1
-        self._report.store_misses[why] += 1
-
-    def _settle_stores(self) -> None:
-        now = time.monotonic_ns()
-        running: list[_Store] = []
-        for store in self._stores:
-            if store.transfer.source_free():
-                self._tell_drained(store)
-            elif self._held.get(store.order.request, now) < now:
-                store.transfer.cancel()
-                store.dropped = True
-            if store.transfer.done():
-                self._tell_drained(store)
-                self._count(store)
-            else:
-                running.append(store)
-        self._stores = running
-
-    def _tell_drained(self, store: _Store) -> None:
-        if not store.told_drained:
-            store.told_drained = True
-            self._report.drained[store.order.number] += 1
-
-    def _count(self, store: _Store) -> None:
-        try:
-            stored = store.transfer.result(0)
-        except KVClusterError as error:
-            self._report.store_misses[str(error)] += 1
-            return
-        self._report.stored += stored.blocks
-        self._report.store_bytes += stored.nbytes
-        if store.dropped:
-            self._report.dropped += 1
-        elif stored.miss is not None:
-            self._report.store_misses[stored.miss.reason.value] += 1
-
-    def _is_read(self, name: str) -> bool:
-        return any(s.order.request == name and not s.transfer.source_free() and not s.dropped for s in self._stores)
+        if self._off or not self._views:
+            self._report.refused(order, self._off or "the engine's KV is not in memory")
+        elif client is None:
+            self._report.refused(order, "a worker has no cluster")
+        else:
+            hashes = self._chains[order.request][: order.first + len(order.source[0])]
+            self._stores.begin(order, hashes, client)
 
     def _memory(self, blocks: BlockIds) -> list[Paged]:
         return [Paged(views, of_group) for views, of_group in zip(self._views, blocks, strict=True)]

@@ -1,0 +1,162 @@
+"""Snapshots: pages that are copied out of an engine's blocks in the order of the engine's own stream.
+
+    blocks --Gather, on the engine's stream--> staging --copy, on a stream of ours--> pinned
+
+Once `take` has returned, the engine may do with its blocks what it likes: whatever it enqueues comes after the Gather.
+So a store whose source is a snapshot needs no time of the engine's, and no promise that a block stays as it is.
+
+A slot has, in the device's memory and in as much pinned memory, the table of the moves first (moves.WholeBlocks) and
+then the pages, those of one group after those of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from queue import Empty, SimpleQueue
+
+from kvcluster.device.device import Allocation, Device, Event, NoMemory, Range, Stream
+from kvcluster.device.kernels import Gather
+from kvcluster.device.moves import ALIGNED, StagedRecord, WholeBlocks
+from kvcluster.device.staging import Slot, slot_of, wait_done
+from kvcluster.pages.copy_geometry import BlockGeometry
+from kvcluster.pages.region import bytes_at
+
+_SLOT_BYTES = 8 << 20
+"""A link of 55 GB/s takes 150 us for so much; what Python does for a slot takes about as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Records:
+    """What a snapshot moves, worked out each time that somebody goes through it."""
+
+    moves: WholeBlocks
+    blocks: Sequence[Sequence[int]]
+    starts: Sequence[int]
+
+    def __iter__(self) -> Iterator[StagedRecord]:
+        each = zip(range(len(self.blocks)), self.blocks, self.starts, strict=True)
+        return chain.from_iterable(self.moves.records(*of_group) for of_group in each)
+
+
+class Snapshots:
+    """Snapshots of the blocks of one engine, whose groups have these geometries, within `nbytes` of the device's memory
+    and as much pinned memory.
+
+    `take` is for the engine's thread, all else for one other.
+    """
+
+    def __init__(self, device: Device, geometries: Sequence[BlockGeometry], *, nbytes: int) -> None:
+        self.device = device
+        self._nbytes = nbytes
+        one = WholeBlocks(geometries, 1)
+        block_bytes = sum(one.page_bytes) + (one.nbytes - one.records_at)
+        fixed_bytes = one.records_at + ALIGNED
+        slot_bytes = max(min(_SLOT_BYTES, nbytes // 2), fixed_bytes + block_bytes)
+        self.most = (slot_bytes - fixed_bytes) // block_bytes
+        """The most blocks of one snapshot."""
+        self.moves = WholeBlocks(geometries, self.most)
+        self.starts: list[int] = []
+        """Where in a slot the pages of each group begin."""
+        at = -(-self.moves.nbytes // ALIGNED) * ALIGNED
+        for page_bytes in self.moves.page_bytes:
+            self.starts.append(at)
+            at += self.most * page_bytes
+        self._slot_bytes = at
+        self._free: SimpleQueue[Slot] = SimpleQueue()
+        self._slots: list[Slot] = []
+        self._out: Stream | None = None
+
+    def open(self) -> None:
+        """Allocates as many slots as there is room for, and waits until they are ready. Raises NoMemory if there is no
+        room for one."""
+        device, out = self.device, self.device.stream()
+        fixed = self.moves.fixed
+        for _ in range(max(1, self._nbytes // self._slot_bytes)):
+            try:
+                slot = slot_of(device, self._slot_bytes, self._slot_bytes)
+            except NoMemory:
+                if not self._slots:
+                    raise
+                break
+            with slot.pinned.opened(0, len(fixed), writes=True) as view:
+                view[:] = fixed
+            device.copy(_piece(slot.memory, 0, len(fixed)), _piece(slot.pinned, 0, len(fixed)), out)
+            self._slots.append(slot)
+        wait_done(device, device.record(out))
+        self._out = out
+        for slot in self._slots:
+            self._free.put(slot)
+
+    def close(self) -> None:
+        """Gives the memory back. All snapshots have been released."""
+        while self._slots:
+            slot = self._slots.pop()
+            slot.pinned.release()
+            slot.memory.release()
+
+    def take(self, blocks: Sequence[Sequence[int]]) -> Snapshot | None:
+        """Enqueues a snapshot of these blocks, for each group as many, at most `most`: behind all that the calling
+        thread has enqueued, and before all that it will. Returns None if no slot is free. Raises DeviceFailed."""
+        try:
+            slot = self._free.get_nowait()
+        except Empty:
+            return None
+        device, out = self.device, self._out
+        assert out is not None, "`open` has returned"
+        stream, count = device.current(), len(blocks[0])
+        addresses = [slot.memory.range.address + start for start in self.starts]
+        for group, (of_group, address) in enumerate(zip(blocks, addresses, strict=True)):
+            at, words = self.moves.place(group, of_group, address)
+            with slot.pinned.opened(at, at + len(words), writes=True) as view:
+                view[:] = words
+            device.copy(_piece(slot.memory, at, len(words)), _piece(slot.pinned, at, len(words)), stream)
+        table = _piece(slot.memory, 0, self.moves.nbytes)
+        device.launch(Gather(table, self.moves.launches(count), _Records(self.moves, blocks, addresses)), stream)
+        device.wait(out, device.record(stream))
+        for start, page_bytes in zip(self.starts, self.moves.page_bytes, strict=True):
+            nbytes = count * page_bytes
+            device.copy(_piece(slot.pinned, start, nbytes), _piece(slot.memory, start, nbytes), out)
+        return Snapshot(self, slot, count, device.record(out))
+
+    def give_back(self, slot: Slot) -> None:
+        """Nothing of it is read or under way any more."""
+        self._free.put(slot)
+
+
+class Snapshot:
+    """The pages of `count` blocks, once `done` has returned True, until `release`."""
+
+    def __init__(self, of: Snapshots, slot: Slot, count: int, event: Event) -> None:
+        self._of = of
+        self._slot = slot
+        self._event = event
+        self._opened = ExitStack()
+        self.count = count
+
+    def done(self) -> bool:
+        """Whether the pages have arrived. Raises DeviceFailed."""
+        return self._of.device.done(self._event)
+
+    def open(self) -> None:
+        """From now on, until `release`, the CPU reads the pages."""
+        for start, page_bytes in zip(self._of.starts, self._of.moves.page_bytes, strict=True):
+            stop = start + self.count * page_bytes
+            self._opened.enter_context(self._slot.pinned.opened(start, stop, writes=False))
+
+    def pages(self, group: int, first: int, stop: int) -> list[memoryview]:
+        """Returns the pages of blocks `first` to `stop`, for whom wants their address and does not write them."""
+        moves, address = self._of.moves, self._slot.pinned.range.address + self._of.starts[group]
+        step, nbytes = moves.page_bytes[group], moves.exact_bytes[group]
+        return [bytes_at(address + at * step, nbytes) for at in range(first, stop)]
+
+    def release(self) -> None:
+        """Nobody reads the pages any more, and `done` has returned True."""
+        self._opened.close()
+        self._of.give_back(self._slot)
+
+
+def _piece(memory: Allocation, start: int, nbytes: int) -> Range:
+    return Range(memory.range.address + start, nbytes)

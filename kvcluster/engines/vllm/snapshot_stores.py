@@ -1,0 +1,292 @@
+"""Stores of one rank whose KV lies in the memory of a GPU: they read snapshots, and never the engine's blocks.
+
+`begun`, on the model's thread, enqueues a snapshot of each block behind the work that fills it (device/snapshots.py);
+then the engine may do with the block what it likes. A thread of ours waits until the pages have arrived in pinned
+memory, and stores them. Blocks that find no slot free wait, in the order of their chains, for a later step: while their
+request owns them, or the engine keeps them for it. A step that writes one of them first drops it, and what comes behind
+it in its order. The model's thread never waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from kvcluster.client.client import Client
+from kvcluster.client.layouts import Buffers
+from kvcluster.client.results import Stored
+from kvcluster.client.transfer import Transfer
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.miss import MissReason
+from kvcluster.device.device import DeviceFailed, NoMemory
+from kvcluster.device.snapshots import Snapshot, Snapshots
+from kvcluster.engines.vllm.step_metadata import StepReport, StoreOrder
+from kvcluster.engines.vllm.stores import begin_store, count_store
+from kvcluster.errors import KVClusterError
+from kvcluster.transport.base import Deadline
+from kvcluster.transport.thread_start import start_thread
+
+_LOG = logging.getLogger(__name__)
+
+_PAUSE_S = 0.0005
+"""Between two looks at snapshots and stores under way."""
+
+_AGAIN_S = 10.0
+"""From a refusal of memory to the next try."""
+
+_CLOSE_S = 5.0
+"""The longest that `close` waits for a device that answers no more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """An order, of which blocks `next` to `stop` are still to be taken, counted in the order."""
+
+    order: StoreOrder
+    hashes: Sequence[BlockHash]
+    client: Client
+    stop: int
+    next: int = 0
+
+
+class _Piece(NamedTuple):
+    """Blocks `first` to `stop` of an order, from block `at` of a snapshot on."""
+
+    of: _Waiting
+    first: int
+    stop: int
+    at: int
+
+
+class _UnderWay:
+    """A snapshot and, once its pages have arrived, the stores that read them."""
+
+    def __init__(self, snapshot: Snapshot, pieces: Sequence[_Piece]) -> None:
+        self.snapshot = snapshot
+        self.pieces = pieces
+        self.transfers: list[Transfer[Stored]] | None = None
+
+
+class SnapshotStores:
+    """Stores by snapshots. The first one starts the thread, which allocates the staging: before that nothing is asked
+    of the device."""
+
+    def __init__(self, snapshots: Snapshots, store_ms: int) -> None:
+        self._snapshots = snapshots
+        self._store_ms = store_ms
+        self._waiting: deque[_Waiting] = deque()
+        self._new: SimpleQueue[_UnderWay | None] = SimpleQueue()
+        self._report = StepReport()  # of the model's thread
+        self._ended = StepReport()  # of ours, under the lock
+        self._lock = threading.Lock()
+        self._taken = self._given_back = 0  # slots: by the model's thread, by ours
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._ready = threading.Event()
+        self._refused = ""
+        self._failed = ""
+        self._refused_at = 0.0
+
+    # ------------------------------------------------------------------------------------- the model's thread
+
+    def before(self, written: Collection[int]) -> None:
+        """As Stores."""
+        if self._waiting:
+            blocks = set(written)
+            for one in self._waiting:
+                rest = range(one.next, one.stop)
+                lost = next((at for at in rest if any(of[at] in blocks for of in one.order.source)), None)
+                if lost is not None:
+                    one.stop = lost
+                    self._report.dropped += 1
+            self._take()
+
+    def begin(self, order: StoreOrder, hashes: Sequence[BlockHash], client: Client) -> None:
+        """As Stores."""
+        if self._failed:
+            self._report.refused(order, self._failed)
+            return
+        if self._thread is None and not self._start():
+            self._report.refused(order, self._refused)
+            return
+        self._waiting.append(_Waiting(order, hashes, client, len(order.source[0])))
+
+    def begun(self) -> None:
+        """As Stores: enqueues what there is room for."""
+        if self._waiting:
+            self._take()
+
+    def wait_ended(self, requests: Collection[str], deadline: Deadline) -> None:
+        """As Stores. The engine that continues waits for the blocks itself."""
+
+    def wait_idle(self, deadline: Deadline) -> bool:
+        """As Stores. Blocks that wait for a slot are not under way."""
+        while self._taken > self._given_back and not self._failed and deadline.remaining_s():
+            time.sleep(_PAUSE_S)
+        return self._taken == self._given_back or bool(self._failed)
+
+    def settle(self, held: Mapping[str, int], report: StepReport) -> None:
+        """As Stores."""
+        now = time.monotonic_ns()
+        for one in self._waiting:
+            if held.get(one.order.request, now) < now and one.next < one.stop:
+                one.stop = one.next
+                self._report.dropped += 1
+        self._forget_ended()
+        with self._lock:
+            ended, self._ended = self._ended, StepReport()
+        report.add_stores(ended)
+        report.add_stores(self._report)
+        self._report = StepReport()
+
+    def reads(self, request: str) -> bool:
+        """As Stores."""
+        return any(one.order.request == request and one.next < one.stop for one in self._waiting)
+
+    def close(self) -> None:
+        """As Stores. Waits for what was enqueued, which reads the engine's blocks."""
+        self._waiting.clear()
+        self._stop.set()
+        self._new.put(None)
+        if self._thread is not None and self._thread.ident is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _take(self) -> None:
+        """Enqueues snapshots of what waits, as long as there are slots."""
+        if self._ready.is_set() and not self._failed:
+            try:
+                while self._take_one():
+                    """There may be room for another."""
+            except DeviceFailed as error:
+                self._failed = f"{MissReason.DEVICE_LOST.value}: {error}"
+        if self._failed or (self._refused and not self._ready.is_set()):
+            for one in self._waiting:
+                one.stop = one.next
+                self._report.store_misses[self._failed or self._refused] += 1
+        self._forget_ended()
+
+    def _take_one(self) -> bool:
+        """Enqueues one snapshot. Returns False if nothing waits or no slot is free."""
+        pieces: list[_Piece] = []
+        blocks: list[list[int]] = [[] for _ in self._snapshots.starts]
+        for one in self._waiting:
+            room = self._snapshots.most - len(blocks[0])
+            first, stop = one.next, min(one.stop, one.next + room)
+            if first < stop:
+                pieces.append(_Piece(one, first, stop, len(blocks[0])))
+                for mine, of_group in zip(blocks, one.order.source, strict=True):
+                    mine += of_group[first:stop]
+        snapshot = self._snapshots.take(blocks) if pieces else None
+        if snapshot is None:
+            return False
+        for one, _, stop, _ in pieces:
+            one.next = stop
+        self._taken += 1
+        self._new.put(_UnderWay(snapshot, pieces))
+        self._forget_ended()
+        return True
+
+    def _forget_ended(self) -> None:
+        """Orders of which nothing waits do not read blocks any more."""
+        while self._waiting and self._waiting[0].next == self._waiting[0].stop:
+            self._report.drained[self._waiting.popleft().order.number] += 1
+        if any(one.next == one.stop for one in self._waiting):
+            still = deque[_Waiting]()
+            for one in self._waiting:
+                if one.next < one.stop:
+                    still.append(one)
+                else:
+                    self._report.drained[one.order.number] += 1
+            self._waiting = still
+
+    def _start(self) -> bool:
+        """Starts the thread. Returns False if it was refused memory a short while ago, or cannot be started."""
+        if self._refused and time.monotonic() < self._refused_at + _AGAIN_S:
+            return False
+        self._refused = ""
+        thread = threading.Thread(target=self._run, name="kvcluster-snapshots", daemon=True)
+        try:
+            start_thread(thread)
+        except KVClusterError as error:
+            self._refused, self._refused_at = str(error), time.monotonic()
+            return False
+        self._thread = thread
+        return True
+
+    # ---------------------------------------------------------------------------------------------- our thread
+
+    def _run(self) -> None:
+        try:
+            self._snapshots.open()
+        except (NoMemory, DeviceFailed) as error:
+            self._refused_at = time.monotonic()
+            self._refused = f"no room for staging: {error}"
+            _LOG.warning("KV on %s is not stored: %s", self._snapshots.device.name, self._refused)
+            self._thread = None
+            return
+        self._ready.set()
+        under_way: list[_UnderWay] = []
+        try:
+            while not self._stop.is_set() or under_way:
+                self._collect(under_way)
+                under_way[:] = [one for one in under_way if not self._advance(one)]
+            self._snapshots.close()
+        except DeviceFailed as error:  # its slots may be in use for ever
+            self._fail(under_way, f"{MissReason.DEVICE_LOST.value}: {error}")
+
+    def _collect(self, under_way: list[_UnderWay]) -> None:
+        """Takes over new snapshots; waits for one, or for a while."""
+        try:
+            new = self._new.get(timeout=_PAUSE_S if under_way else None)
+            while True:
+                if new is not None:
+                    under_way.append(new)
+                new = self._new.get_nowait()
+        except Empty:
+            return
+
+    def _advance(self, one: _UnderWay) -> bool:
+        """Does what can be done for a snapshot. Returns whether its slot has been given back."""
+        if one.transfers is None:
+            if not one.snapshot.done():
+                return False
+            one.snapshot.open()
+            one.transfers = [] if self._stop.is_set() else self._begun(one)
+        if self._stop.is_set():
+            for transfer in one.transfers:
+                transfer.cancel()
+        if not all(transfer.done() for transfer in one.transfers):
+            return False
+        with self._lock:
+            for transfer in one.transfers:
+                count_store(transfer, self._ended, dropped=False)
+        one.snapshot.release()
+        self._given_back += 1
+        return True
+
+    def _begun(self, one: _UnderWay) -> list[Transfer[Stored]]:
+        transfers: list[Transfer[Stored]] = []
+        for waiting, first, stop, at in one.pieces:
+            order = waiting.order
+            source = [Buffers(one.snapshot.pages(group, at, at + stop - first)) for group in range(len(order.source))]
+            hashes = waiting.hashes[: order.first + stop]
+            try:
+                transfers.append(begin_store(waiting.client, order, hashes, source, self._store_ms, first))
+            except KVClusterError as error:
+                with self._lock:
+                    self._ended.store_misses[str(error)] += 1
+        return transfers
+
+    def _fail(self, under_way: Sequence[_UnderWay], why: str) -> None:
+        self._failed = why
+        for one in under_way:
+            for transfer in one.transfers or ():
+                transfer.cancel()
+        with self._lock:
+            self._ended.store_misses[why] += sum(len(one.pieces) for one in under_way if one.transfers is None)
