@@ -26,7 +26,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.output:CachedRequestData": (
         *("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
     ),
-    "vllm.v1.core.sched.output:KVCacheBlockCopy": ("dst_block_id",),
     "vllm.v1.outputs:KVConnectorOutput": ("finished_sending", "kv_connector_worker_meta"),
     "vllm.v1.kv_cache_interface:KVCacheConfig": ("num_blocks", "kv_cache_groups"),
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": (
@@ -56,6 +55,7 @@ def complaints() -> Iterator[str]:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
     from vllm.v1.request import Request
 
     from kvcluster.engines.vllm import KVClusterConnector
@@ -82,6 +82,8 @@ def complaints() -> Iterator[str]:
         for name in names:
             if name not in has:
                 yield f"{kind} has no {name}"
+    if "dst_block_id" not in KVCacheBlockCopy._fields:
+        yield "KVCacheBlockCopy has no dst_block_id"
     if not hasattr(KVCacheManager, "evict_blocks"):
         yield "KVCacheManager has no evict_blocks"
     for name in ("max_concurrent_batches", "use_v2_model_runner"):

@@ -28,7 +28,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -42,6 +43,7 @@ from tests.vllm.build import BLOCK, GEMMA, LLAMA, model_folder
 from tests.vllm.conftest import Bench, a_bench
 from tests.vllm.scripted import PATIENT
 from tests.vllm.toy import Engine, Picture
+from tests.vllm.twin_toy import STAGINGS, TwinRank, twins
 
 OPERATIONS = 150
 """Of one scenario."""
@@ -73,16 +75,19 @@ class Traits:
     options: dict[str, Any]
     settings: dict[str, int]
     calm: bool
+    twin: bool = False
 
 
 class Scenario:
     """The engines of one seed, and the operations that befall them."""
 
-    def __init__(self, bench: Bench, models: dict[str, Path], seed: int) -> None:
+    def __init__(self, bench: Bench, models: dict[str, Path], seed: int, *, twin: bool = False) -> None:
         self._random = random.Random(f"scenario {seed}")  # a number of few bits makes the first draws alike
         self._bench = bench
         self._models = models
-        self._traits = self._drawn()
+        self._traits = replace(self._drawn(), twin=twin)
+        if twin:  # loads go beside the passes, and staging is as much as some blocks
+            self._traits.settings.update(layerwise_ms=0, staging_bytes=self._random.choice(STAGINGS))
         bench.start(shards=self._random.randint(1, 2), ram_bytes=self._random.choice(["64KiB", "128KiB", "1MiB"]))
         self._roots = [[self._random.randrange(3) for _ in range(_LENGTH)] for _ in range(3)]
         self._lives = 0
@@ -246,7 +251,10 @@ class Scenario:
         self._lives += 1
         traits = self._traits
         model = self._models[traits.model]
-        engine = self._bench.engine(model, dict(traits.settings), at_once=traits.calm, **traits.options)
+        options = dict(traits.options)
+        if traits.twin:
+            options["rank"] = partial(TwinRank, seed=self._random.getrandbits(32), second=self._random.random() < 0.5)
+        engine = self._bench.engine(model, dict(traits.settings), at_once=traits.calm, **options)
         if traits.calm:
             engine.on_step = lambda output: engine.wait_idle()
         return engine, self._lives, engine.free_blocks()
@@ -280,10 +288,13 @@ def models(folder: Path) -> Iterator[dict[str, Path]]:
         yield {name: model_folder(folder / name, of) for name, of in (("llama", LLAMA), ("gemma", GEMMA))}
 
 
-def run_scenario(folders: dict[str, Path], seed: int, operations: int = OPERATIONS) -> Counter[str]:
-    """Runs the scenario of a seed. Returns what happened; raises AssertionError for a finding."""
-    with a_bench() as bench:
-        scenario = Scenario(bench, folders, seed)
+def run_scenario(
+    folders: dict[str, Path], seed: int, operations: int = OPERATIONS, *, twin: bool = False
+) -> Counter[str]:
+    """Runs the scenario of a seed; with `twin`, of engines whose KV lies in the memory of a twin. Returns what
+    happened; raises AssertionError for a finding."""
+    with twins() if twin else nullcontext(), a_bench() as bench:
+        scenario = Scenario(bench, folders, seed, twin=twin)
         scenario.run(operations)
     return scenario.events
 
@@ -292,6 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", type=int, default=20_000, help="operations of all scenarios (20000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first scenario (0)")
+    parser.add_argument("--twin", action="store_true", help="engines whose KV lies in the memory of a twin")
     chosen = parser.parse_args(arguments)
     began, done, events, failed = time.monotonic(), 0, Counter[str](), 0
     with ExitStack() as stack:
@@ -300,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
         seed = chosen.seed
         while done < chosen.operations:
             try:
-                events += run_scenario(folders, seed)
+                events += run_scenario(folders, seed, twin=chosen.twin)
             except Exception as error:  # whatever it is, the other seeds still run
                 failed += 1
                 print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0], flush=True)

@@ -137,6 +137,9 @@ class ScriptedRank:
     def wait_idle(self) -> None:
         """It never moves anything."""
 
+    def await_step(self) -> None:
+        """It computes at once."""
+
     def close(self) -> None:
         """It has nothing."""
 

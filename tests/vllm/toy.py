@@ -121,8 +121,8 @@ class Rank:
         connector = KVConnectorFactory.create_connector(self.config, KVConnectorRole.WORKER, deepcopy(kv))
         assert isinstance(connector, KVClusterConnector)
         self.connector = connector
-        self.caches = kv_caches(self.config, kv)
-        self.connector.register_kv_caches(self.caches)
+        self.caches = self._allocated(kv)
+        self._register()
         self.tables: dict[str, list[list[int]]] = {}
         self._kv = kv
         layout = compat.layout(self.config, deepcopy(kv))
@@ -134,6 +134,12 @@ class Rank:
             for number, name in zip(group.layers, names, strict=True)
         ]
         self._layers = sorted(layers)
+
+    def _allocated(self, kv: KVCacheConfig) -> dict[str, torch.Tensor]:
+        return kv_caches(self.config, kv)
+
+    def _register(self) -> None:
+        self.connector.register_kv_caches(self.caches)
 
     @property
     def side(self) -> WorkerSide:
@@ -174,10 +180,18 @@ class Rank:
                     mine += new
 
     def _forward(self, output: SchedulerOutput, texts: dict[str, Text]) -> dict[str, int]:
-        spans = spans_of(output, texts)
+        """A forward pass. Returns what is said, by request: to be looked at after `await_step`."""
+        return self.compute(spans_of(output, texts), texts, self.connector.wait_for_layer_load)
+
+    def await_step(self) -> None:
+        """Waits until the oldest step that is out has been computed."""
+
+    def compute(
+        self, spans: dict[str, tuple[int, int, int]], texts: dict[str, Text], wait: Callable[[str], object]
+    ) -> dict[str, int]:
         wrong: set[str] = set()
         for layer, name, group in self._layers:
-            self.connector.wait_for_layer_load(name)
+            wait(name)
             for request, (start, stop, _) in spans.items():  # all write before any attends, as in a batch
                 values = texts[request].values(start, stop)
                 cache, blocks, offsets = self._cells(name, group, request, start, stop)
@@ -193,12 +207,16 @@ class Rank:
 
     def reads_right(self, request: str, text: Text, layer: int, name: str, group: int, stop: int) -> bool:
         """Does a query at `stop - 1` find what it needs of that layer?"""
-        spec = self._kv.kv_cache_groups[group].kv_cache_spec
-        first = max(0, stop - spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
+        first = self._first_read(group, stop)
         cache, blocks, offsets = self._cells(name, group, request, first, stop)
         return torch.equal(
             cache[blocks, :, offsets], rows(text.values(first, stop), layer, self._heads, cache.shape[3])
         )
+
+    def _first_read(self, group: int, stop: int) -> int:
+        """The first position that a query at `stop - 1` sees."""
+        spec = self._kv.kv_cache_groups[group].kv_cache_spec
+        return max(0, stop - spec.sliding_window) if isinstance(spec, SlidingWindowSpec) else 0
 
     def _cells(self, name: str, group: int, request: str, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         """A layer's memory, and for each position its block and its place in there."""
@@ -272,7 +290,7 @@ class Engine:
         self.reports: list[StepReport] = []
         self._aggregator = KVOutputAggregator(len(self.ranks))
         self._depth = 2 if overlap else 1
-        self._out: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self._out: deque[tuple[SchedulerOutput, list[tuple[KVConnectorOutput, dict[str, int]]]]] = deque()
         self.on_step: Callable[[SchedulerOutput], None] = lambda output: None
 
     @property
@@ -313,14 +331,15 @@ class Engine:
         output = self.scheduler.schedule()
         self.on_step(output)
         self.steps.append(output.kv_connector_metadata.step)
-        self._out.append((output, self._execute(output)))
+        self._out.append((output, [rank.execute(output, self.texts) for rank in self.ranks]))
         if len(self._out) >= self._depth:
             self.take_back()
         return output
 
     def take_back(self) -> None:
         """The oldest step that is out ends."""
-        output, result = self._out.popleft()
+        output, told = self._out.popleft()
+        result = self._result(output, told)
         meta = result.kv_connector_output.kv_connector_worker_meta if result.kv_connector_output else None
         if meta is not None:
             self.reports.append(meta.report)
@@ -328,18 +347,20 @@ class Engine:
         for outputs in by_client.values():
             stats = outputs.scheduler_stats
             self.counts.update((stats and stats.kv_connector_stats) or {})
-        for told in (one for outputs in by_client.values() for one in outputs.outputs):
-            if told.kv_transfer_params:
-                self.params[told.request_id] = told.kv_transfer_params
+        for one in (one for outputs in by_client.values() for one in outputs.outputs):
+            if one.kv_transfer_params:
+                self.params[one.request_id] = one.kv_transfer_params
         for name, request in self.requests.items():
             text = self.texts[name]
             said, start = list(request.output_token_ids), len(text.prompt)
             assert said == [text.token(start + at) for at in range(len(said))], f"{name} was told nonsense"
 
-    def _execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+    def _result(
+        self, output: SchedulerOutput, of_ranks: list[tuple[KVConnectorOutput, dict[str, int]]]
+    ) -> ModelRunnerOutput:
         results = []
-        for rank in self.ranks:
-            told, said = rank.execute(output, self.texts)
+        for rank, (told, said) in zip(self.ranks, of_ranks, strict=True):
+            rank.await_step()
             names = list(output.num_scheduled_tokens)
             results.append(
                 ModelRunnerOutput(

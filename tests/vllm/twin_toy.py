@@ -1,0 +1,201 @@
+"""Workers of toy engines whose KV lies in the memory of a twin: the forward pass is work that the twin does late, in
+vLLM's own order of calls, by either of its model runners.
+
+Blocks that a step takes are overwritten with garbage before the pass: as the second runner does with copies and
+zeroing, before it tells the connector of the step; as the first one does, after it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.gpu import kv_connector as second_runner
+
+from kvcluster.device.device import Event, Range
+from kvcluster.device.devices import DEVICES
+from kvcluster.device.ordering import Ordering, Unordered
+from kvcluster.device.staging import DeviceStaging, wait_done
+from kvcluster.device.twin import Machine, Twin
+from kvcluster.engines.vllm import compat, settings
+from kvcluster.pages.region import bytes_at
+from tests.vllm.build import kv_caches
+from tests.vllm.toy import Rank, Text, spans_of
+
+STAGINGS = (4 << 10, 16 << 10, 64 << 10)
+"""Bytes of a device for loads and stores: a few blocks of a toy, or all that it stores at once."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A kernel of the engine's."""
+
+    reads: Sequence[Range]
+    writes: Sequence[Range]
+    memory: Range
+    do: Callable[[memoryview], None]
+
+    def run(self, opened: Callable[[Range], memoryview]) -> None:
+        self.do(opened(self.memory))
+
+
+class Watched(Ordering):
+    """It keeps what it finds: an error in a thread of the product's might be taken for a failed transfer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def _touch(self, access: Any) -> None:
+        try:
+            super()._touch(access)
+        except Unordered as error:
+            self.found.append(str(error))
+            raise
+
+
+class TwinRank(Rank):
+    """A worker with its own device. `second`: by vLLM's second model runner."""
+
+    def __init__(
+        self, config: VllmConfig, kv: KVCacheConfig, number: int, *, seed: int = 0, second: bool = False
+    ) -> None:
+        self._second = second
+        self._rng = Random(f"twin {seed} {number}")
+        self._out: deque[Event] = deque()
+        super().__init__(config, kv, number)
+
+    def _allocated(self, kv: KVCacheConfig) -> dict[str, torch.Tensor]:
+        self._plain = kv_caches(self.config, kv)
+        nbytes = next(iter(self._plain.values())).untyped_storage().nbytes()
+        machine = Machine(self._rng)
+        machine.ordering = self.watched = Watched()
+        self.device = Twin(machine, nbytes=nbytes + (1 << 18), pinnable=1 << 18)
+        self._memory = self.device.allocate(nbytes).range
+        DEVICES.add(DeviceStaging(self.device, slot_bytes=4_096, slots=2))
+        return self._over(bytes_at(*self._memory))
+
+    def _over(self, memory: memoryview) -> dict[str, torch.Tensor]:
+        """The caches over these bytes, as vLLM lays them out."""
+        flat = torch.frombuffer(memory, dtype=torch.int8)
+        return {
+            name: flat.view(cache.dtype).as_strided(cache.shape, cache.stride(), cache.storage_offset())
+            for name, cache in self._plain.items()
+        }
+
+    def _register(self) -> None:
+        if not self._second:
+            super()._register()
+            return
+        with patch.object(second_runner, "get_kv_transfer_group", lambda: self.connector):
+            self._runner = second_runner.ActiveKVConnector(self.config, self.caches)
+
+    # ------------------------------------------------------------------------------------------------- a step
+
+    def execute(self, output: SchedulerOutput, texts: dict[str, Text]) -> tuple[KVConnectorOutput, dict[str, int]]:
+        told, said = self._by_second_runner(output, texts) if self._second else super().execute(output, texts)
+        self._out.append(self.device.record(self.device.current()))
+        return told, said
+
+    def await_step(self) -> None:
+        wait_done(self.device, self._out.popleft())
+
+    def _by_second_runner(
+        self, output: SchedulerOutput, texts: dict[str, Text]
+    ) -> tuple[KVConnectorOutput, dict[str, int]]:
+        output = deepcopy(output)
+        output.kv_connector_metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
+        self._spoil(output)
+        self._update_tables(output)
+        said: dict[str, int] = {}
+        with patch.multiple(
+            second_runner, get_forward_context=lambda: None, is_forward_context_available=lambda: True
+        ):
+            self._runner.pre_forward(output)
+            if output.total_num_scheduled_tokens:
+                said = self._forward(output, texts)
+            self._runner.finish_forward()
+            told = self._runner.post_forward(output.finished_req_ids)
+        assert told is not None
+        told.kv_connector_worker_meta = pickle.loads(pickle.dumps(told.kv_connector_worker_meta))
+        return told, said
+
+    def _forward(self, output: SchedulerOutput, texts: dict[str, Text]) -> dict[str, int]:
+        if not self._second:
+            self._spoil(output)
+        spans, said = spans_of(output, texts), dict[str, int]()
+        late = copy(self)
+        late.tables = deepcopy(self.tables)
+        reads, writes = list[Range](), list[Range]()
+        for _, name, group in self._layers:
+            self.connector.wait_for_layer_load(name)
+            for request, (start, stop, _) in spans.items():
+                table = self.tables[request][group]
+                reads += self._ranges(name, table[self._first_read(group, stop) // self._block : -(-stop // self._block)])
+                writes += self._ranges(name, table[start // self._block : -(-stop // self._block)])
+
+        def do(memory: memoryview) -> None:
+            late.caches = self._over(memory)
+            said.update(late.compute(spans, texts, lambda name: None))
+
+        self._launch(reads, writes, do)
+        return said
+
+    def _spoil(self, output: SchedulerOutput) -> None:
+        """Overwrites the blocks that the step takes and does not have computed."""
+        taken: list[tuple[int, int]] = []
+        cached = output.scheduled_cached_reqs
+        each = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        for at, (name, blocks) in enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True)):
+            if blocks is not None:
+                each.append((blocks, cached.num_computed_tokens[at] if name in cached.resumed_req_ids else 0))
+        for blocks, computed in each:
+            for group, of_group in enumerate(blocks):
+                taken += [(group, block) for block in of_group[-(-computed // self._block) :] if block != 0]
+        ranges = [
+            one for _, name, group in self._layers for one in self._ranges(name, [b for of, b in taken if of == group])
+        ]
+        garbage = [self._rng.randbytes(one.nbytes) for one in ranges]
+
+        def do(memory: memoryview) -> None:
+            for one, content in zip(ranges, garbage, strict=True):
+                at = one.address - self._memory.address
+                memory[at : at + one.nbytes] = content
+
+        if ranges:
+            self._launch([], ranges, do)
+
+    def _launch(self, reads: Sequence[Range], writes: Sequence[Range], do: Callable[[memoryview], None]) -> None:
+        self.device.launch(Work(reads, writes, self._memory, do), self.device.current())
+
+    def _ranges(self, name: str, blocks: Sequence[int]) -> list[Range]:
+        """The bytes of a layer's blocks, which lie together in the layout of these tests."""
+        cache = self.caches[name]
+        nbytes = cache[0].numel() * cache.element_size()
+        assert cache[0].is_contiguous()
+        step = cache.stride(0) * cache.element_size()
+        return [Range(cache.data_ptr() + block * step, nbytes) for block in dict.fromkeys(blocks)]
+
+    def close(self) -> None:
+        super().close()
+        DEVICES.remove(self.device)
+        assert not self.watched.found, self.watched.found[0]
+
+
+@contextmanager
+def twins() -> Iterator[None]:
+    """Within it engines of TwinRank take little staging, and are engines on a GPU for whoever asks vLLM."""
+    with patch.object(settings, "_LEAST_STAGING_BYTES", 1), patch.object(compat, "device", lambda: "cuda"):
+        yield
