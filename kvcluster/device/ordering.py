@@ -21,6 +21,9 @@ CPU = 0
 
 Clock = dict[int, int]
 
+_PIECE_BYTES = 1024
+"""Accesses are looked up by pieces of memory: few lie in one of an engine's blocks."""
+
 
 class Unordered(AssertionError):
     """Nothing orders two accesses to the same memory."""
@@ -43,7 +46,7 @@ class Ordering:
     def __init__(self) -> None:
         self._steps: Clock = {CPU: 0}
         self._clocks: dict[int, Clock] = {CPU: {}}
-        self._accesses: list[_Access] = []
+        self._accesses: dict[int, list[_Access]] = {}  # by each piece of _PIECE_BYTES that they touch
 
     def begin(self, stream: int) -> None:
         """Adds a stream."""
@@ -73,7 +76,9 @@ class Ordering:
         """The memory is given back, which touches all of it. Raises Unordered."""
         self.cpu(memory, writes=True, what=what)
         start, stop = memory.address, memory.address + memory.nbytes
-        self._accesses = [access for access in self._accesses if access.start < start or stop < access.stop]
+        for piece in _pieces(start, stop):
+            left = [each for each in self._accesses[piece] if each.start < start or stop < each.stop]
+            self._accesses[piece] = left
 
     def _learn(self, actor: int, clock: Clock) -> None:
         known = self._clocks[actor]
@@ -87,11 +92,26 @@ class Ordering:
                 self._touch(_Access(address, address + nbytes, written, actor, self._steps[actor], what))
 
     def _touch(self, access: _Access) -> None:
-        before, kept = self._clocks[access.actor], []
-        for other in self._accesses:
-            meets = access.start < other.stop and other.start < access.stop and (access.writes or other.writes)
-            if meets and other.actor != access.actor and before.get(other.actor, 0) < other.step:
-                raise Unordered(f"{access.what} touches what {other.what} touches, and nothing orders them")
-            if not (access.writes and access.start <= other.start and other.stop <= access.stop):
-                kept.append(other)  # what comes after a write of all of it comes after it, too
-        self._accesses = [*kept, access]
+        before = self._clocks[access.actor]
+        for piece in _pieces(access.start, access.stop):
+            kept = []
+            for other in self._accesses.get(piece, ()):
+                meets = access.start < other.stop and other.start < access.stop and (access.writes or other.writes)
+                if meets and other.actor != access.actor and before.get(other.actor, 0) < other.step:
+                    raise Unordered(f"{access.what} touches what {other.what} touches, and nothing orders them")
+                if not _stands_for(access, other, piece):
+                    kept.append(other)
+            kept.append(access)
+            self._accesses[piece] = kept
+
+
+def _pieces(start: int, stop: int) -> range:
+    return range(start // _PIECE_BYTES, -(-stop // _PIECE_BYTES))
+
+
+def _stands_for(access: _Access, other: _Access, piece: int) -> bool:
+    """Whether what is ordered after `access` is ordered after an earlier one, too, as far as that touches this piece:
+    it is behind a write of all of it, or behind a later read by the same actor."""
+    start, stop = piece * _PIECE_BYTES, (piece + 1) * _PIECE_BYTES
+    covers = access.start <= max(other.start, start) and min(other.stop, stop) <= access.stop
+    return covers and (access.writes or (access.actor == other.actor and not other.writes))

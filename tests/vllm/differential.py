@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,9 @@ from typing import Any
 from unittest.mock import patch
 
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
 
+from kvcluster.client.load_sink import LoadSink
 from kvcluster.client.store_source import StoreSource
 from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.kv_format import KVFormat
@@ -47,6 +49,9 @@ from tests.vllm.twin_toy import STAGINGS, TwinRank, twins
 
 OPERATIONS = 150
 """Of one scenario."""
+
+TWIN_OPERATIONS = 40
+"""Of one scenario of engines over a twin, which is slow."""
 
 _LENGTH = 12 * BLOCK
 _TOKENS = _LENGTH + 26
@@ -85,8 +90,9 @@ class Scenario:
         self._random = random.Random(f"scenario {seed}")  # a number of few bits makes the first draws alike
         self._bench = bench
         self._models = models
-        self._traits = replace(self._drawn(), twin=twin)
-        if twin:  # loads go beside the passes, and staging is as much as some blocks
+        self._traits = self._drawn()
+        if twin:  # loads go beside the passes, staging is as much as some blocks, and much is under way at once
+            self._traits = replace(self._traits, twin=True, calm=self._random.random() < 0.2)
             self._traits.settings.update(layerwise_ms=0, staging_bytes=self._random.choice(STAGINGS))
         bench.start(shards=self._random.randint(1, 2), ram_bytes=self._random.choice(["64KiB", "128KiB", "1MiB"]))
         self._roots = [[self._random.randrange(3) for _ in range(_LENGTH)] for _ in range(3)]
@@ -100,7 +106,8 @@ class Scenario:
     def run(self, operations: int = OPERATIONS) -> None:
         kinds, weights = list(_OPERATIONS), list(_OPERATIONS.values())
         drawing = self._random
-        with nullcontext() if self._traits.calm else slow_stores(random.Random(drawing.getrandbits(48))):
+        slowed = (StoreSource, LoadSink) if self._traits.twin else (StoreSource,)
+        with nullcontext() if self._traits.calm else slow_copies(random.Random(drawing.getrandbits(48)), *slowed):
             for _ in range(operations):
                 at, (kind,) = drawing.randrange(2), drawing.choices(kinds, weights)
                 self._random = random.Random(drawing.getrandbits(48))  # what one draws may depend on what it meets
@@ -186,7 +193,10 @@ class Scenario:
             engine.abort(self._random.choice(running))
 
     def _abort(self, at: int) -> None:
-        self._abort_one(self._engines[at][0], [*self._engines[at][0].requests])
+        engine = self._engines[at][0]
+        loading = [name for name, one in engine.requests.items() if one.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
+        aborts_a_load = self._traits.twin and loading and self._random.random() < 0.7
+        self._abort_one(engine, loading if aborts_a_load else [*engine.requests])
 
     def _restart(self, at: int) -> None:
         engine = self._engines[at][0]
@@ -269,15 +279,19 @@ class Scenario:
 
 
 @contextmanager
-def slow_stores(rng: random.Random) -> Iterator[None]:
-    """Within it some stores read the engine's blocks for so long that these get a new owner meanwhile."""
-    run = StoreSource.run
+def slow_copies(rng: random.Random, *kinds: type) -> Iterator[None]:
+    """Within it some copies to or from the engine's blocks take so long that these get a new owner meanwhile."""
 
-    def slowed(self: StoreSource, *given: Any) -> None:
-        threading.Event().wait(rng.choice(_PAUSES_S))
-        run(self, *given)
+    def slowed(run: Callable[..., None]) -> Callable[..., None]:
+        def slow(*given: Any) -> None:
+            threading.Event().wait(rng.choice(_PAUSES_S))
+            run(*given)
 
-    with patch.object(StoreSource, "run", slowed):
+        return slow
+
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(patch.object(kind, "run", slowed(kind.run)))
         yield
 
 
@@ -305,6 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first scenario (0)")
     parser.add_argument("--twin", action="store_true", help="engines whose KV lies in the memory of a twin")
     chosen = parser.parse_args(arguments)
+    operations = TWIN_OPERATIONS if chosen.twin else OPERATIONS
     began, done, events, failed = time.monotonic(), 0, Counter[str](), 0
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -312,11 +327,11 @@ def main(arguments: list[str] | None = None) -> int:
         seed = chosen.seed
         while done < chosen.operations:
             try:
-                events += run_scenario(folders, seed, twin=chosen.twin)
+                events += run_scenario(folders, seed, operations, twin=chosen.twin)
             except Exception as error:  # whatever it is, the other seeds still run
                 failed += 1
                 print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
-            done += OPERATIONS
+            done += operations
             seed += 1
     seconds = time.monotonic() - began
     rate = done / seconds
