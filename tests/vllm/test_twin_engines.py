@@ -6,26 +6,32 @@ right, nothing is unordered, and faults that are planted in the connector are fo
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcluster.core.miss import Loss
+from kvcluster.device.device import NoMemory
 from kvcluster.device.snapshots import Snapshots
 from kvcluster.device.twin import Twin
-from kvcluster.engines.vllm import worker
+from kvcluster.engines.vllm import compat, worker
 from kvcluster.engines.vllm.scheduler import SchedulerSide
 from kvcluster.engines.vllm.snapshot_stores import SnapshotStores
 from kvcluster.engines.vllm.step_metadata import LoadReport, Step
 from kvcluster.engines.vllm.worker import WorkerSide
+from kvcluster.transport.base import Deadline
 from tests.vllm import differential
+from tests.vllm.build import BLOCK
 from tests.vllm.conftest import Bench
 from tests.vllm.scripted import PATIENT
 from tests.vllm.toy import Engine
 from tests.vllm.twin_toy import TwinRank, twins
+
+STAGING = 16 << 10
+PROMPT = list(range(42))
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +44,113 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
 def test_every_text_is_right_and_nothing_is_unordered(folders: dict[str, Path], seed: int) -> None:
     events = differential.run_scenario(folders, seed, differential.TWIN_OPERATIONS, twin=True)
     assert events["loads"]
+
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture
+def start(bench: Bench, llama: Path) -> Iterator[Start]:
+    """Starts an engine over a twin, with staging for a few blocks."""
+    with twins():
+
+        def one(*, second: bool = True, settings: dict[str, Any] | None = None, **options: Any) -> Engine:
+            extra = {"prefill_tokens_per_s": 1, "staging_bytes": STAGING, **PATIENT, **(settings or {})}
+            options = {"at_once": True, "enable_prefix_caching": False} | options
+            return bench.engine(llama, extra, rank=partial(TwinRank, second=second), **options)
+
+        yield one
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_one_engine_loads_what_another_has_stored(start: Start, second: bool) -> None:
+    one, other = start(second=second), start(second=not second)
+    for engine in (one, other):
+        engine.add("a", PROMPT, max_tokens=6)
+        engine.run()
+        engine.drain()
+        assert engine.client.lookup(PROMPT).blocks == len(PROMPT) // BLOCK
+    assert other.counts["loads"] == 1
+    assert other.counts["loaded_bytes"] == (len(PROMPT) - 1) // BLOCK * one.client.spec.block_bytes
+
+
+def test_a_prompt_of_many_times_the_staging_is_stored_whole(start: Start) -> None:
+    """Its blocks are kept when it has ended, and taken by steps that compute nothing."""
+    engine = start(settings={"staging_bytes": 4 << 10}, max_num_batched_tokens=64, blocks=100)
+    engine.add("a", list(range(240)), max_tokens=1)
+    engine.run()
+    engine.drain(most=400)
+    assert engine.client.lookup(list(range(240))).blocks == 240 // BLOCK
+    assert not engine.counts["dropped_stores"]
+
+
+def test_the_memory_of_a_sleeping_engine_is_let_alone(start: Start) -> None:
+    engine, other = start(), start()
+    engine.add("a", PROMPT)
+    engine.run()
+    connector = engine.ranks[0].connector
+    for _ in range(2):
+        connector.unregister_kv_caches()
+    engine.drain()
+    assert engine.ranks[0].side.wait_idle(Deadline.after_ms(0))
+    for _ in range(2):
+        connector.restore_kv_caches()
+    for each in (engine, other):
+        each.add("b", PROMPT)
+        each.run()
+        each.drain()
+    assert other.counts["loads"] == 1
+
+
+def test_a_device_that_fails_switches_the_cache_off_and_no_more(start: Start) -> None:
+    engine = start()
+    engine.add("a", PROMPT)
+    engine.run()
+    engine.drain()
+    rank = engine.ranks[0]
+    broken = Twin(rank.device.machine, nbytes=1 << 18, pinnable=1 << 18)
+    broken.fail()
+    rank.side._stores._snapshots.device = broken  # as if CUDA answered with an error
+    for number, name in enumerate("bcd"):
+        engine.add(name, [number, *PROMPT])
+        engine.run()
+    engine.drain()
+    assert engine.counts["failed_stores"]
+    assert not engine.side._loads and not engine.side._stores
+    asked = engine.counts["lookups"]
+    engine.add("e", PROMPT)
+    engine.run()
+    assert engine.counts["lookups"] == asked
+
+
+def test_staging_that_is_refused_is_said_and_stores_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Twin, nbytes: int) -> Any:
+        raise NoMemory("the device is full")
+
+    engine = start()
+    monkeypatch.setattr(Twin, "allocate", refuse)
+    for number, name in enumerate("ab"):
+        engine.add(name, [number, *PROMPT])
+        engine.run()
+        engine.drain()
+    assert not engine.counts["stored_pages"]
+    assert engine.counts["failed_stores"] == 2
+    assert not engine.ranks[0].side._stores.failed, "it is tried again, after a while"
+
+
+def test_engines_share_where_the_same_kernels_compute(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        @staticmethod
+        def get_name() -> str:
+            return "ANOTHER"
+
+    one, like = start(), start()
+    assert dict(one.client.spec.extra)["attention"] == "CPU_ATTN"
+    assert one.client.spec == like.client.spec
+    monkeypatch.setattr(compat, "get_attn_backend", lambda *given, **named: Other)
+    assert start().client.spec != one.client.spec
+    spec = start(settings={"share_across_devices": True}).client.spec
+    assert not {"device", "attention"} & {name for name, _ in spec.extra}
 
 
 # --------------------------------------------------------------------------------------------------- planted faults
@@ -107,6 +220,7 @@ def found_at(folders: dict[str, Path], most: int) -> int | None:
     return None
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__.strip("_"))
 def test_a_planted_fault_is_found(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]

@@ -120,9 +120,7 @@ class TwinRank(Rank):
         self._spoil(output)
         self._update_tables(output)
         said: dict[str, int] = {}
-        with patch.multiple(
-            second_runner, get_forward_context=lambda: None, is_forward_context_available=lambda: True
-        ):
+        with patch.multiple(second_runner, get_forward_context=lambda: None, is_forward_context_available=lambda: True):
             self._runner.pre_forward(output)
             if output.total_num_scheduled_tokens:
                 said = self._forward(output, texts)
@@ -143,7 +141,9 @@ class TwinRank(Rank):
             self.connector.wait_for_layer_load(name)
             for request, (start, stop, _) in spans.items():
                 table = self.tables[request][group]
-                reads += self._ranges(name, table[self._first_read(group, stop) // self._block : -(-stop // self._block)])
+                reads += self._ranges(
+                    name, table[self._first_read(group, stop) // self._block : -(-stop // self._block)]
+                )
                 writes += self._ranges(name, table[start // self._block : -(-stop // self._block)])
 
         def do(memory: memoryview) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 import vllm
 from huggingface_hub import snapshot_download
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
+from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, SlidingWindowSpec
 
@@ -41,7 +43,8 @@ _IRRELEVANT = """
 class Layout:
     """The KV of one engine: the `groups` of the whole model, and for each group the part that one rank holds and the
     byte order of its blocks (`formats`). `layers` are the engine's names of a group's layers, in the order of
-    `groups[i].layers`; `dims` are the dimensions of K and of V of one head."""
+    `groups[i].layers`; `dims` are the dimensions of K and of V of one head. `kernels` names what computes KV on a GPU,
+    as (name, value), since the bits depend on it; it is empty on a CPU, whose kernels stand in `formats`."""
 
     block_tokens: int
     groups: tuple[Group, ...]
@@ -49,6 +52,7 @@ class Layout:
     layers: tuple[tuple[str, ...], ...]
     dims: tuple[tuple[int, int], ...]
     formats: tuple[KVFormat, ...]
+    kernels: tuple[tuple[str, str], ...] = ()
 
     @property
     def may_fail_in_part(self) -> bool:
@@ -82,7 +86,27 @@ def layout(config: Any, kv: Any) -> Layout:
         dims.append(of_head)
         formats.append(of_kernel)
     block_tokens = kv.kv_cache_groups[0].kv_cache_spec.block_size
-    return Layout(block_tokens, tuple(groups), tuple(parts), tuple(names), tuple(dims), tuple(formats))
+    kernels = _kernels(config, groups, dims) if device() != "cpu" else ()
+    return Layout(block_tokens, tuple(groups), tuple(parts), tuple(names), tuple(dims), tuple(formats), kernels)
+
+
+def _kernels(config: Any, groups: Sequence[Group], dims: Sequence[tuple[int, int]]) -> tuple[tuple[str, str], ...]:
+    """Asks vLLM, and NVIDIA's management library, but neither torch nor CUDA. vLLM keeps its current config for the
+    process, so this is for the thread that starts the engine."""
+    with set_current_vllm_config(config):
+        names = [
+            get_attn_backend(
+                k_dim,
+                config.model_config.dtype,
+                config.cache_config.cache_dtype,
+                has_sliding_window=group.reuse.kind == "window",
+                num_heads=config.model_config.get_num_attention_heads(config.parallel_config),
+            ).get_name()
+            for group, (k_dim, _) in zip(groups, dims, strict=True)
+        ]
+    capability = current_platform.get_device_capability()
+    kind = device() if capability is None else f"{device()} {capability.as_version_str()}"
+    return (("device", kind), ("attention", ", ".join(dict.fromkeys(names))))
 
 
 def refusals(config: Any, kv: Any) -> Iterator[str]:
@@ -362,6 +386,7 @@ def facts(config: Any, layout: Layout) -> tuple[tuple[str, str], ...]:
         ("dtype", str(config.model_config.dtype).removeprefix("torch.")),
         ("kv format", ", ".join(dict.fromkeys(map(str, layout.formats)))),
         ("ranks", str(parallel.tensor_parallel_size)),
+        *layout.kernels,
     )
 
 

@@ -67,12 +67,12 @@ def examine(
         return found | {"refused": [f"vLLM refuses this engine by itself: {_first_line(error)}"]}
     found["model"] = _model(config)
     found["identity"] = _identity(config, chosen, read=read_weights)
-    found["refused"] = list(_device(chosen))
+    found["refused"] = []
     layout = None
     try:
         kv = planned_kv(config)
         found["refused"] += list(compat.refusals(config, kv))
-        if not found["refused"] or compat.device() != "cpu":
+        if not found["refused"]:
             layout = compat.layout(config, kv)
             found["layout"] = _layout(config, layout, chosen)
     except ConfigError as error:
@@ -101,7 +101,9 @@ def _config(model: str, transfer: Mapping[str, Any], arguments: Sequence[str]) -
 def _releases() -> dict[str, str]:
     minor = compat.version()
     tried = (
-        "engines of this release are run by the tests"
+        "the interface of this release is checked; no engine of it has run with its KV on a GPU"
+        if compat.device() != "cpu" and minor in (*_RUN, *_FITS)
+        else "engines of this release are run by the tests"
         if minor in _RUN
         else "the interface of this release is checked, its engines are not run"
         if minor in _FITS
@@ -155,11 +157,6 @@ def _wiring(given: Mapping[str, Any], chosen: ConnectorSettings) -> Iterator[str
         yield 'kv_load_failure_policy must be "recompute" in --kv-transfer-config, or a failed load fails its request'
 
 
-def _device(chosen: ConnectorSettings) -> Iterator[str]:
-    if compat.device() != "cpu" and chosen.mode == "on":
-        yield f'its KV lies in {compat.device()} memory; kvcluster moves KV in CPU memory only: use "mode": "observe"'
-
-
 def _layout(config: Any, layout: compat.Layout, chosen: ConnectorSettings) -> dict[str, Any]:
     spec = spec_of(config, layout, chosen, chosen.weights or "unread")
     facts = dict(compat.facts(config, layout))
@@ -190,7 +187,7 @@ def _features(config: Any, layout: compat.Layout | None, chosen: ConnectorSettin
         known = method == "ngram"
         detail = f"{method}" if known else f"{method}: a draft model's KV is refused when the engine starts"
         yield "speculative decoding", SERVED if known else UNKNOWN, detail
-    within = chosen.layerwise_ms > 0 and compat.takes_back_within(config)
+    within = chosen.layerwise_ms > 0 and compat.takes_back_within(config) and compat.device() == "cpu"
     within = within and layout is not None and layout.may_fail_in_part
     why = "short loads run within the forward pass" if within else "all loads run beside the forward passes"
     yield "layer-by-layer loads", SERVED if within else UNUSED, why

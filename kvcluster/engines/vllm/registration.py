@@ -58,13 +58,15 @@ def spec_of(config: Any, layout: compat.Layout, settings: ConnectorSettings, fin
     isas = dict.fromkeys(of_group.isa for of_group in layout.formats if of_group.isa)
     if isas:  # kernels round differently, even if they order K and V alike
         extra.append(("isa", "cpu " + ",".join(isas)))
+    if not settings.share_across_devices:
+        extra += layout.kernels
     return KVSpec(
         model=settings.model or PurePath(config.model_config.model).name,
         weights=fingerprint,
         block_tokens=layout.block_tokens,
         groups=layout.groups,
         rope=canonical(rope),
-        extra=tuple(extra),
+        extra=tuple(sorted(extra)),
     )
 
 

@@ -246,6 +246,8 @@ class SchedulerSide:
             if drained is not None and drained in self._requests:
                 self._requests[drained].orders.discard(number)
         self.stats.stored(report)
+        if report.off:  # a rank can move nothing any more, so nothing is asked for
+            self._loads = self._stores = False
 
     def _loaded(self, name: str, load: LoadReport, now: int) -> None:
         ended = self._in_flight.report(name, load)

@@ -90,7 +90,7 @@ class SnapshotStores:
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._refused = ""
-        self._failed = ""
+        self.failed = ""
         self._refused_at = 0.0
 
     # ------------------------------------------------------------------------------------- the model's thread
@@ -109,8 +109,8 @@ class SnapshotStores:
 
     def begin(self, order: StoreOrder, hashes: Sequence[BlockHash], client: Client) -> None:
         """As Stores."""
-        if self._failed:
-            self._report.refused(order, self._failed)
+        if self.failed:
+            self._report.refused(order, self.failed)
             return
         if self._thread is None and not self._start():
             self._report.refused(order, self._refused)
@@ -127,9 +127,9 @@ class SnapshotStores:
 
     def wait_idle(self, deadline: Deadline) -> bool:
         """As Stores. Blocks that wait for a slot are not under way."""
-        while self._taken > self._given_back and not self._failed and deadline.remaining_s():
+        while self._taken > self._given_back and not self.failed and deadline.remaining_s():
             time.sleep(_PAUSE_S)
-        return self._taken == self._given_back or bool(self._failed)
+        return self._taken == self._given_back or bool(self.failed)
 
     def settle(self, held: Mapping[str, int], report: StepReport) -> None:
         """As Stores."""
@@ -151,7 +151,10 @@ class SnapshotStores:
 
     def close(self) -> None:
         """As Stores. Waits for what was enqueued, which reads the engine's blocks."""
-        self._waiting.clear()
+        for one in self._waiting:
+            self._report.dropped += one.next < one.stop
+            one.stop = one.next
+        self._forget_ended()
         self._stop.set()
         self._new.put(None)
         if self._thread is not None and self._thread.ident is not None:
@@ -159,16 +162,16 @@ class SnapshotStores:
 
     def _take(self) -> None:
         """Enqueues snapshots of what waits, as long as there are slots."""
-        if self._ready.is_set() and not self._failed:
+        if self._ready.is_set() and not self.failed:
             try:
                 while self._take_one():
                     """There may be room for another."""
             except DeviceFailed as error:
-                self._failed = f"{MissReason.DEVICE_LOST.value}: {error}"
-        if self._failed or (self._refused and not self._ready.is_set()):
+                self.failed = f"{MissReason.DEVICE_LOST.value}: {error}"
+        if self.failed or (self._refused and not self._ready.is_set()):
             for one in self._waiting:
                 one.stop = one.next
-                self._report.store_misses[self._failed or self._refused] += 1
+                self._report.store_misses[self.failed or self._refused] += 1
         self._forget_ended()
 
     def _take_one(self) -> bool:
@@ -284,7 +287,7 @@ class SnapshotStores:
         return transfers
 
     def _fail(self, under_way: Sequence[_UnderWay], why: str) -> None:
-        self._failed = why
+        self.failed = why
         for one in under_way:
             for transfer in one.transfers or ():
                 transfer.cancel()

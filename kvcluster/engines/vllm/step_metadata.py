@@ -104,6 +104,7 @@ class StepReport:
     `drained` counts for each store order the ranks that no longer read its source. `stored` and `store_bytes` are pages
     that this engine stored and that became READY, and the bytes transferred for them. `dropped` counts stores that were
     cancelled because their source was given to a new owner; `store_misses` counts the reasons of other failed stores.
+    `off` says why the rank can load and store nothing any more; "" while it can.
     """
 
     step: int = 0
@@ -113,6 +114,7 @@ class StepReport:
     store_bytes: int = 0
     dropped: int = 0
     store_misses: Counter[str] = field(default_factory=Counter)
+    off: str = ""
 
     def refused(self, order: StoreOrder, why: str) -> None:
         """Adds an order of which nothing is stored."""
@@ -125,6 +127,7 @@ class StepReport:
         for request, load in other.loads.items():
             mine = self.loads.get(request)
             self.loads[request] = load if mine is None else mine.with_others(load)
+        self.off = self.off or other.off
         self.add_stores(other)
 
     def add_stores(self, other: StepReport) -> None:
@@ -136,4 +139,4 @@ class StepReport:
         self.store_misses += other.store_misses
 
     def __bool__(self) -> bool:
-        return bool(self.loads or self.drained or self.stored or self.dropped or self.store_misses)
+        return bool(self.loads or self.drained or self.stored or self.dropped or self.store_misses or self.off)

@@ -27,7 +27,11 @@ _GRACE_NS = 5_000_000
 
 
 class Stores(Protocol):
-    """The stores of one rank. Every method is called on the thread that runs the model."""
+    """The stores of one rank. Every method is called on the thread that runs the model. `failed` says why nothing can
+    be stored any more; "" while it can."""
+
+    @property
+    def failed(self) -> str: ...
 
     def before(self, written: Collection[int]) -> None:
         """The step that begins now writes these blocks: what still reads them ends."""
@@ -54,7 +58,7 @@ class Stores(Protocol):
         ...
 
     def close(self) -> None:
-        """Cancels everything. No block is read any more."""
+        """Cancels everything. No block is read any more; `settle` may be called once more."""
 
 
 class _Store:
@@ -71,6 +75,7 @@ class InPlaceStores:
     """Stores that read the engine's blocks where they lie. `memory` names blocks as the source of a call."""
 
     def __init__(self, memory: Callable[[BlockIds], Any], store_ms: int) -> None:
+        self.failed = ""
         self._memory = memory
         self._store_ms = store_ms
         self._stores: list[_Store] = []

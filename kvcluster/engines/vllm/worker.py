@@ -95,6 +95,7 @@ class WorkerSide:
         """The memory of the engine's KV goes away, until `restore`: ends all that reads or writes it. May be called
         again."""
         self._cancel()
+        self._stores.settle({}, self._report)
         self._stores = InPlaceStores(self._memory, self._settings.store_ms)
         self._views = []
 
@@ -165,6 +166,7 @@ class WorkerSide:
     def take_report(self) -> StepReport:
         """Returns the report since the last call."""
         report, self._report = self._report, StepReport(step=self._report.step)
+        self._off = report.off = self._off or self._stores.failed
         return report
 
     def wait_idle(self, deadline: Deadline) -> bool:
@@ -203,6 +205,8 @@ class WorkerSide:
     def _end_load(self, load: _Load) -> None:
         self._loads.remove(load)
         order, report = load.order, load.report()
+        if report.miss is not None and report.miss.reason is MissReason.DEVICE_LOST:
+            self._off = self._off or str(report.miss)
         self._report.loads[order.request] = report
         if not order.layerwise:
             self._received.add(order.request)
