@@ -96,8 +96,8 @@ test-vllm: .venv-vllm ## the connector over vLLM's own objects, and a smoke run 
 test-triton: .venv-vllm ## the Triton kernels in Triton's interpreter, and compiled for four kinds of cards; what `make gpu` does without one
 	@.venv-vllm/bin/python -m pytest -q -n $(TEST_JOBS) -c tests/triton/pytest.ini tests/triton
 
-fuzz-vllm: .venv-vllm ## engines over one cluster against an oracle (FUZZ_OPERATIONS=1000000; FUZZ_SEED=1 for others)
-	@.venv-vllm/bin/python -m tests.vllm.differential --operations $(FUZZ_OPERATIONS) --seed $(FUZZ_SEED)
+fuzz-vllm: .venv-vllm ## engines over one cluster against an oracle (FUZZ_OPERATIONS=1000000; FUZZ_SEED=1 for others; FUZZ_ARGS=--twin: KV on a twin of a GPU)
+	@.venv-vllm/bin/python -m tests.vllm.differential --operations $(FUZZ_OPERATIONS) --seed $(FUZZ_SEED) $(FUZZ_ARGS)
 
 e2e-vllm: .venv-vllm ## real vLLM engines and servers over a real cluster, the long form (E2E_ARGS="--only llama" for a part)
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm $(E2E_ARGS)

@@ -24,8 +24,9 @@ from kvcluster.device.staging import Slot, slot_of, wait_done
 from kvcluster.pages.copy_geometry import BlockGeometry
 from kvcluster.pages.region import bytes_at
 
-_SLOT_BYTES = 8 << 20
-"""A link of 55 GB/s takes 150 us for so much; what Python does for a slot takes about as long."""
+_SLOT_BYTES = (8 << 20) + (128 << 10)
+"""Four pages of a model of 8B and their table. A link of 55 GB/s takes 150 us for so much; what Python does for a slot
+takes about as long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,7 +237,7 @@ def test_what_needs_to_be_known_of_the_traces_is_noted(tmp_path: Path, capsys: p
     notes = report(capsys, str(tmp_path))["notes"]
     for part in (
         "torn, as the process ended while it wrote it; dropped",
-        "keeps its KV in cuda memory, which this release does not serve yet",
+        "keeps its KV in cuda memory, from where this release has moved none on a card",
         "b:1 is not observed: it keeps no KV",
         "c:1 noted no request yet",
         "no trace of this release",

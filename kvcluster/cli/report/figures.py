@@ -111,8 +111,8 @@ def _notes(traces: Sequence[EngineTrace]) -> Iterator[str]:
             yield f"{engine}: the fingerprint of its weights is not known, so it is taken to share with no other engine"
         if trace.header.facts.get("device", "cpu") != "cpu":
             yield (
-                f"{engine} keeps its KV in {trace.header.facts['device']} memory, which this release does not serve "
-                "yet: the figures say what it would save"
+                f"{engine} keeps its KV in {trace.header.facts['device']} memory, from where this release "
+                "has moved none on a card: the figures say what it would save"
             )
         if trace.cost.dropped:
             yield f"{engine}: {trace.cost.dropped:,} line(s) of its trace were dropped, so it has gaps"

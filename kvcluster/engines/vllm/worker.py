@@ -89,6 +89,10 @@ class WorkerSide:
             self._off = kv
             self._registration.log(f"neither loads nor stores: {kv}")
         elif kv is not None:
+            self._registration.log(
+                f"KV lies in the memory of {kv.device.name}: no release of kvcluster has run so on a card. If answers "
+                'differ from those with "mode": "off", tell us'
+            )
             self._stores = SnapshotStores(kv.snapshots(), self._settings.store_ms)
 
     def unregister(self) -> None:
