@@ -16,24 +16,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULES = ("kvcluster/device/copies.py", "kvcluster/client/memory.py")
-TESTS = ("tests/device/test_copies.py", "tests/device/test_client.py", "tests/device/test_capture.py")
-INSTEAD = {"wait": "None", "_wait": "None", "record": "None", "done": "True"}
+DEVICE = Path("kvcluster/device")
+MODULES = (
+    *(str(DEVICE / name) for name in ("copies.py", "snapshots.py", "staging.py")),
+    "kvcluster/client/memory.py",
+)
+TESTS = tuple(f"tests/device/test_{name}.py" for name in ("snapshots", "copies", "client", "capture"))
+INSTEAD = {"wait": "None", "_wait": "None", "wait_done": "None", "record": "None", "done": "True"}
 
 
 def calls(source: str) -> Iterator[ast.Call]:
     """Yields the calls that order something."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in INSTEAD:
+        if isinstance(node, ast.Call) and _name(node) in INSTEAD:
             yield node
+
+
+def _name(call: ast.Call) -> str:
+    of = call.func
+    return of.attr if isinstance(of, ast.Attribute) else of.id if isinstance(of, ast.Name) else ""
 
 
 def without(source: str, call: ast.Call) -> str:
     """Returns the source with that call replaced."""
-    assert isinstance(call.func, ast.Attribute)
     assert call.end_lineno == call.lineno and call.end_col_offset is not None, "a call on one line"
-    of_gate = ast.unparse(call.func.value) == "GATE"
-    instead = "True" if of_gate else INSTEAD[call.func.attr]
+    instead = "True" if ast.unparse(call.func).startswith("GATE.") else INSTEAD[_name(call)]
     lines = source.splitlines(keepends=True)
     line = lines[call.lineno - 1]
     lines[call.lineno - 1] = line[: call.col_offset] + instead + line[call.end_col_offset :]

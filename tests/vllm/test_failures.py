@@ -188,7 +188,7 @@ def test_what_was_computed_over_blocks_that_did_not_come_is_in_no_cache_when_the
     (rank,) = engine.ranks
     output = engine.scheduler.schedule()
     assert output.num_scheduled_tokens == {"a": len(longer) - 6 * BLOCK}, "the other blocks are computed in the step"
-    result = engine._execute(output)
+    result = engine._result(output, engine._execute(output))
     if within:
         engine.abort("a")
     engine.scheduler.update_from_output(output, result)
@@ -209,7 +209,7 @@ def test_also_where_the_request_ended_before_its_step_did(bench: Bench, llama: P
     fill(engine.client, SIX)
     engine.add("a", SIX, max_tokens=4)
     output = engine.scheduler.schedule()
-    result = engine._execute(output)
+    result = engine._result(output, engine._execute(output))
     engine.abort("a")  # as the engine's core does with what has been aborted meanwhile
     engine.scheduler.update_from_output(output, result)
     manager = engine.scheduler.kv_cache_manager

@@ -331,7 +331,7 @@ class Engine:
         output = self.scheduler.schedule()
         self.on_step(output)
         self.steps.append(output.kv_connector_metadata.step)
-        self._out.append((output, [rank.execute(output, self.texts) for rank in self.ranks]))
+        self._out.append((output, self._execute(output)))
         if len(self._out) >= self._depth:
             self.take_back()
         return output
@@ -354,6 +354,9 @@ class Engine:
             text = self.texts[name]
             said, start = list(request.output_token_ids), len(text.prompt)
             assert said == [text.token(start + at) for at in range(len(said))], f"{name} was told nonsense"
+
+    def _execute(self, output: SchedulerOutput) -> list[tuple[KVConnectorOutput, dict[str, int]]]:
+        return [rank.execute(output, self.texts) for rank in self.ranks]
 
     def _result(
         self, output: SchedulerOutput, of_ranks: list[tuple[KVConnectorOutput, dict[str, int]]]
