@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
@@ -25,6 +26,7 @@ from typing import Any
 from kvcluster.device.capture import GATE
 from kvcluster.device.cuda_driver import NOT_READY, OUT_OF_MEMORY, SUCCESS, CudaDriver, DriverError
 from kvcluster.device.device import Allocation, DeviceFailed, DeviceKernel, Event, NoMemory, PinnedMemory, Range, Stream
+from kvcluster.pages.arena import memory_limit_bytes
 from kvcluster.pages.region import address_of
 
 _LOG = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class _CudaPinned:
         device, self._device = self._device, None
         if device is not None:
             device.give_back("cuMemHostUnregister", c_void_p(self.range.address))
+            device.unpinned(self.range.nbytes)
 
 
 class CudaDevice:
@@ -103,6 +106,8 @@ class CudaDevice:
         self._failed = ""
         self._context = driver.primary_context(ordinal)
         self._free_events: list[c_void_p] = []
+        self._lock = threading.Lock()
+        self._pinned_bytes = 0
         self._node = _numa_node(driver.bus_id(ordinal))
 
     def around(self, address: int) -> Range | None:
@@ -127,7 +132,25 @@ class CudaDevice:
         return _CudaMemory(self, Range(address.value, nbytes))
 
     def pin(self, nbytes: int) -> PinnedMemory:
-        """As Device. On the NUMA node of the device, if that has room."""
+        """As Device. On the NUMA node of the device, if that has room. Beyond the memory of the machine or container,
+        the system would end the process instead of refusing."""
+        with self._lock:
+            pinned_bytes, limit = self._pinned_bytes + nbytes, memory_limit_bytes()
+            if pinned_bytes > limit:
+                raise NoMemory(f"{pinned_bytes} pinned bytes are more than the {limit} of this machine or container")
+            self._pinned_bytes = pinned_bytes
+        try:
+            return self._pinned(nbytes)
+        except BaseException:
+            self.unpinned(nbytes)
+            raise
+
+    def unpinned(self, nbytes: int) -> None:
+        """So many pinned bytes are not pinned any more."""
+        with self._lock:
+            self._pinned_bytes -= nbytes
+
+    def _pinned(self, nbytes: int) -> PinnedMemory:
         try:
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:

@@ -20,12 +20,11 @@ import torch
 from kvcluster.core.groups import Group
 from kvcluster.device.cuda import CudaDevice, Enqueue
 from kvcluster.device.cuda_driver import CudaDriver
-from kvcluster.device.device import NoMemory, Stream
+from kvcluster.device.device import Stream
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.examine import kernel_cache
 from kvcluster.device.kernels import Decode, Gather, Scatter
 from kvcluster.device.staging import DeviceStaging
-from kvcluster.pages.arena import memory_limit_bytes
 
 _SLOT_BYTES = (8 << 20) + (128 << 10)
 """The largest slice in which a path carries out a batch, and the table of its moves: what Python does for a chunk, some
@@ -105,10 +104,8 @@ def _reason(error: Exception) -> str:
 
 
 def _staging(device: CudaDevice) -> DeviceStaging:
-    """Returns the staging of a device. Raises NoMemory; pinning beyond a container's limit would end the process."""
-    pinned, limit = DEVICES.staging_bytes // 2, memory_limit_bytes()
-    if pinned > limit:
-        raise NoMemory(f"{pinned} bytes of pinned memory are more than the {limit} of this machine or container")
+    """Returns the staging of a device. Raises NoMemory."""
+    pinned = DEVICES.staging_bytes // 2
     slot_bytes = min(_SLOT_BYTES, pinned // 2)
     return DeviceStaging(device, slot_bytes=slot_bytes, slots=pinned // slot_bytes)
 

@@ -232,12 +232,19 @@ def test_the_image_has_a_vllm_that_engines_were_run_with() -> None:
     assert f"-t kvcluster-vllm:{version} " in text
 
 
-def test_an_engine_on_a_gpu_is_refused_as_the_documents_say() -> None:
-    """Once one is served, the manifests and docs/kubernetes.md have to say how."""
-    code = (ROOT / "kvcluster/engines/vllm/compat.py").read_text(encoding="utf-8")
-    assert 'if cache.device.type != "cpu":' in code and "KV that does not lie in CPU memory" in DOCUMENT
+def test_what_a_pod_with_a_gpu_needs_is_said_and_that_none_has_run() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^- \*\*GPUs\*\*: .*?(?=^- )", page, re.MULTILINE | re.DOTALL)
+    (version,) = re.findall(
+        r"^FROM vllm/vllm-openai-cpu:(v[\d.]+)$", (FOLDER / "vllm.Dockerfile").read_text("utf-8"), re.MULTILINE
+    )
+    (staging_bytes,) = re.findall(
+        r"^\| `staging_bytes` \| (\d+) \|.* three quarters as much pinned", DOCUMENT, re.MULTILINE
+    )
+    pinned_mib = int(staging_bytes) * 3 // 4 >> 20
+    assert f"vllm/vllm-openai:{version}" in row and f"{pinned_mib} MiB more memory" in row
     assert not [name for name in engine(manifests())["resources"]["limits"] if "gpu" in name]
-    assert "refuses KV in a GPU's memory" in (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert "**No such pod has run.**" in row
 
 
 def test_the_chart_asks_for_the_image_of_this_release() -> None:

@@ -115,6 +115,20 @@ def test_a_size_that_is_refused_is_an_answer(card: FakeCard) -> None:
     assert card.device.allocate(NBYTES).range.nbytes == NBYTES
 
 
+def test_more_pinned_memory_than_a_container_may_have_is_refused_and_not_tried(
+    card: FakeCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "memory_limit_bytes", lambda: 2 * NBYTES)
+    first, _ = card.device.pin(NBYTES), card.device.pin(NBYTES)
+    with pytest.raises(NoMemory, match=f"{2 * NBYTES + 1} pinned bytes are more than the {2 * NBYTES} of this machine"):
+        card.device.pin(1)
+    first.release()
+    first.release()
+    with pytest.raises(NoMemory, match="pinned bytes"):
+        card.device.pin(NBYTES + 1)
+    assert card.device.pin(NBYTES).range.nbytes == NBYTES
+
+
 def test_a_process_that_was_forked_cannot_use_it(card: FakeCard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is anything asked there: a lock may be held by a thread that the child does not have."""
     stream, parent = card.device.stream(), os.getpid()

@@ -26,6 +26,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import MissReason
 from kvcluster.device.device import DeviceFailed, NoMemory
 from kvcluster.device.snapshots import Snapshot, Snapshots
+from kvcluster.engines.texts import error_text
 from kvcluster.engines.vllm.step_metadata import StepReport, StoreOrder
 from kvcluster.engines.vllm.stores import begin_store, count_store
 from kvcluster.errors import KVClusterError
@@ -242,6 +243,9 @@ class SnapshotStores:
             self._snapshots.close()
         except DeviceFailed as error:  # its slots may be in use for ever
             self._fail(under_way, f"{MissReason.DEVICE_LOST.value}: {error}")
+        except Exception as error:  # a thread must not die silently
+            self._fail(under_way, error_text(error))
+            _LOG.exception("KV on %s is stored no more", self._snapshots.device.name)
 
     def _collect(self, under_way: list[_UnderWay]) -> None:
         """Takes over new snapshots; waits for one, or for a while."""
