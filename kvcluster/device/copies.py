@@ -26,7 +26,7 @@ from kvcluster.core.groups import Part
 from kvcluster.device.capture import GATE
 from kvcluster.device.device import Device, Event, Range
 from kvcluster.device.kernels import Decode, Gather, Scatter
-from kvcluster.device.moves import ALIGNED, StagedRecord, columns_bytes, moves, record_bytes
+from kvcluster.device.moves import StagedRecord, aligned, columns_bytes, moves, record_bytes
 from kvcluster.device.staging import DeviceStaging, Slot, wait_done
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyStatus, encoded_layer_bytes
@@ -110,12 +110,12 @@ class _Sizes:
             raw, coded = of_layer[kind]
             if nbytes != count * coded:
                 raise BadBatch(f"a record of {count} layers has {nbytes} bytes; expected {count * coded}")
-            self.came.append(_aligned(nbytes))
-            self.raw.append(_aligned(count * raw))
+            self.came.append(aligned(nbytes))
+            self.raw.append(aligned(count * raw))
         geometries = batch.items.geometries
-        self.columns = [_aligned(columns_bytes(geometry)) if geometry else 0 for geometry in geometries]
+        self.columns = [aligned(columns_bytes(geometry)) if geometry else 0 for geometry in geometries]
         """Of the table, for each geometry."""
-        self.entry = [_aligned(record_bytes(geometry)) if geometry else 0 for geometry in geometries]
+        self.entry = [aligned(record_bytes(geometry)) if geometry else 0 for geometry in geometries]
         """Of the table, for each record of each geometry."""
         tables = max(self.columns, default=0) + max(self.entry, default=0)
         self.most = max(map(max, self.came, self.raw), default=0) + tables
@@ -231,13 +231,13 @@ class _BatchRun:
         device, stream = self._device, self._stream
         pinned, memory = chunk.slot.pinned.range, chunk.slot.memory.range
         brought = chunk.stop if self._loads else move.table.nbytes
-        device.copy(_piece(memory, 0, brought), _piece(pinned, 0, brought), stream)
+        device.copy(memory.piece(0, brought), pinned.piece(0, brought), stream)
         for decode in self._decodes(chunk):
             device.launch(decode, stream)
         device.launch(move, stream)
         if not self._loads:
             begins, nbytes = chunk.first, chunk.stop - chunk.first
-            device.copy(_piece(pinned, begins, nbytes), _piece(memory, begins, nbytes), stream)
+            device.copy(pinned.piece(begins, nbytes), memory.piece(begins, nbytes), stream)
         chunk.event = device.record(stream)
 
     def _decodes(self, chunk: _Chunk) -> Iterator[Decode]:
@@ -256,8 +256,8 @@ class _BatchRun:
                 geometry.block_tokens,
                 heads,
                 count,
-                _piece(memory, came, records.nbytes[number]),
-                _piece(memory, raw, raw_bytes),
+                memory.piece(came, records.nbytes[number]),
+                memory.piece(raw, raw_bytes),
             )
             together = None if last is None else last.followed_by(one)
             if last is not None and together is None:
@@ -338,14 +338,6 @@ class _BatchRun:
         for number in records:
             if self._batch.status[number] == CopyStatus.PENDING:
                 self._batch.status[number] = CopyStatus.STOPPED
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED
-
-
-def _piece(memory: Range, start: int, nbytes: int) -> Range:
-    return Range(memory.address + start, nbytes)
 
 
 def _is_raw(batch: CopyBatch) -> bool:

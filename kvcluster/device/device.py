@@ -26,6 +26,10 @@ class Range(NamedTuple):
     address: int
     nbytes: int
 
+    def piece(self, start: int, nbytes: int) -> Range:
+        """Returns `nbytes` bytes of it, from its byte `start` on."""
+        return Range(self.address + start, nbytes)
+
 
 class NoMemory(Exception):
     """The device has no such memory left, or the system refuses to pin so much. Nothing has changed."""

@@ -23,9 +23,15 @@ from kvcluster.pages.copy_geometry import BlockGeometry
 ALIGNED = 16
 """Records begin at multiples of it in staging: bytes that one thread of a GPU moves at once."""
 
+
 _WORD_BYTES = 8
 _COLUMNS = 5
 _RECORD_WORDS = 4
+
+
+def aligned(nbytes: int) -> int:
+    """Returns the bytes that so many take of staging."""
+    return -(-nbytes // ALIGNED) * ALIGNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +181,7 @@ class WholeBlocks:
         self._geometries = geometries
         self._most = most
         self.exact_bytes = [each.part.layers * each.part.heads * each.head_bytes for each in geometries]
-        self.page_bytes = [-(-exact // ALIGNED) * ALIGNED for exact in self.exact_bytes]
+        self.page_bytes = [aligned(exact) for exact in self.exact_bytes]
         table = array("q")
         columns = []
         for geometry in geometries:

@@ -17,21 +17,17 @@ from dataclasses import dataclass
 from itertools import chain
 from queue import Empty, SimpleQueue
 
-from kvcluster.device.device import Allocation, Device, Event, NoMemory, Range, Stream
+from kvcluster.device.device import Device, Event, Stream
 from kvcluster.device.kernels import Gather
-from kvcluster.device.moves import ALIGNED, StagedRecord, WholeBlocks
-from kvcluster.device.staging import Slot, slot_of, wait_done
+from kvcluster.device.moves import ALIGNED, StagedRecord, WholeBlocks, aligned
+from kvcluster.device.staging import SLOT_BYTES, Slot, slots_of, wait_done
 from kvcluster.pages.copy_geometry import BlockGeometry
 from kvcluster.pages.region import bytes_at
-
-_SLOT_BYTES = (8 << 20) + (128 << 10)
-"""Four pages of a model of 8B and their table. A link of 55 GB/s takes 150 us for so much; what Python does for a slot
-takes about as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """What a snapshot moves, worked out each time that somebody goes through it."""
+    """The records of a snapshot, which are made when they are iterated over: only a twin does that."""
 
     moves: WholeBlocks
     blocks: Sequence[Sequence[int]]
@@ -55,13 +51,13 @@ class Snapshots:
         one = WholeBlocks(geometries, 1)
         block_bytes = sum(one.page_bytes) + (one.nbytes - one.records_at)
         fixed_bytes = one.records_at + ALIGNED
-        slot_bytes = max(min(_SLOT_BYTES, nbytes // 2), fixed_bytes + block_bytes)
+        slot_bytes = max(min(SLOT_BYTES, nbytes // 2), fixed_bytes + block_bytes)
         self.most = (slot_bytes - fixed_bytes) // block_bytes
         """The most blocks of one snapshot."""
         self.moves = WholeBlocks(geometries, self.most)
         self.starts: list[int] = []
         """Where in a slot the pages of each group begin."""
-        at = -(-self.moves.nbytes // ALIGNED) * ALIGNED
+        at = aligned(self.moves.nbytes)
         for page_bytes in self.moves.page_bytes:
             self.starts.append(at)
             at += self.most * page_bytes
@@ -75,17 +71,13 @@ class Snapshots:
         room for one."""
         device, out = self.device, self.device.stream()
         fixed = self.moves.fixed
-        for _ in range(max(1, self._nbytes // self._slot_bytes)):
-            try:
-                slot = slot_of(device, self._slot_bytes, self._slot_bytes)
-            except NoMemory:
-                if not self._slots:
-                    raise
-                break
+        self._slots = slots_of(
+            device, self._slot_bytes, self._slot_bytes, most=max(1, self._nbytes // self._slot_bytes)
+        )
+        for slot in self._slots:
             with slot.pinned.opened(0, len(fixed), writes=True) as view:
                 view[:] = fixed
-            device.copy(_piece(slot.memory, 0, len(fixed)), _piece(slot.pinned, 0, len(fixed)), out)
-            self._slots.append(slot)
+            device.copy(slot.memory.range.piece(0, len(fixed)), slot.pinned.range.piece(0, len(fixed)), out)
         wait_done(device, device.record(out))
         self._out = out
         for slot in self._slots:
@@ -113,13 +105,13 @@ class Snapshots:
             at, words = self.moves.place(group, of_group, address)
             with slot.pinned.opened(at, at + len(words), writes=True) as view:
                 view[:] = words
-            device.copy(_piece(slot.memory, at, len(words)), _piece(slot.pinned, at, len(words)), stream)
-        table = _piece(slot.memory, 0, self.moves.nbytes)
+            device.copy(slot.memory.range.piece(at, len(words)), slot.pinned.range.piece(at, len(words)), stream)
+        table = slot.memory.range.piece(0, self.moves.nbytes)
         device.launch(Gather(table, self.moves.launches(count), _Records(self.moves, blocks, addresses)), stream)
         device.wait(out, device.record(stream))
         for start, page_bytes in zip(self.starts, self.moves.page_bytes, strict=True):
             nbytes = count * page_bytes
-            device.copy(_piece(slot.pinned, start, nbytes), _piece(slot.memory, start, nbytes), out)
+            device.copy(slot.pinned.range.piece(start, nbytes), slot.memory.range.piece(start, nbytes), out)
         return Snapshot(self, slot, count, device.record(out))
 
     def give_back(self, slot: Slot) -> None:
@@ -154,10 +146,6 @@ class Snapshot:
         return [bytes_at(address + at * step, nbytes) for at in range(first, stop)]
 
     def release(self) -> None:
-        """Nobody reads the pages any more, and `done` has returned True."""
+        """Gives the slot back. `done` has returned True, and the caller reads the pages no more."""
         self._opened.close()
         self._of.give_back(self._slot)
-
-
-def _piece(memory: Allocation, start: int, nbytes: int) -> Range:
-    return Range(memory.range.address + start, nbytes)

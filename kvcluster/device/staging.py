@@ -13,6 +13,10 @@ from typing import NamedTuple
 from kvcluster.device.device import Allocation, Device, Event, NoMemory, PinnedMemory, Stream
 from kvcluster.device.moves import ALIGNED
 
+SLOT_BYTES = (8 << 20) + (128 << 10)
+"""The largest slice in which a path carries out a batch, or four pages of a model of 8B, and the table of its moves:
+what Python does for a slot, some 100 us, is done once for it. A link of 55 GB/s takes 150 us."""
+
 _PAUSE_S = 50e-6
 """Between two questions whether an event is done."""
 
@@ -36,16 +40,11 @@ class DeviceStaging:
         self.slot_bytes = slot_bytes - slot_bytes % ALIGNED
         self.loads: Stream = device.stream()
         self.stores: Stream = device.stream()
-        self.slots = 0
+        taken = slots_of(device, self.slot_bytes, 2 * self.slot_bytes, most=slots)
+        self.slots = len(taken)
         self._free: SimpleQueue[Slot] = SimpleQueue()
-        for _ in range(slots):
-            try:
-                self._free.put(slot_of(device, self.slot_bytes, 2 * self.slot_bytes))
-            except NoMemory:
-                if not self.slots:
-                    raise
-                break
-            self.slots += 1
+        for slot in taken:
+            self._free.put(slot)
 
     def take(self, *, wait_s: float) -> Slot | None:
         """Returns a slot; None if none is free within `wait_s`."""
@@ -59,9 +58,21 @@ class DeviceStaging:
         self._free.put(slot)
 
 
-def slot_of(device: Device, pinned_bytes: int, nbytes: int) -> Slot:
-    """Returns a new slot with so much pinned memory, and `nbytes` of the device's. Raises NoMemory, having taken
-    nothing."""
+def slots_of(device: Device, pinned_bytes: int, nbytes: int, *, most: int) -> list[Slot]:
+    """Returns new slots with so much pinned memory and `nbytes` of the device's, at most `most`: as many as there is
+    room for. Raises NoMemory if there is no room for one."""
+    slots: list[Slot] = []
+    while len(slots) < most:
+        try:
+            slots.append(_slot(device, pinned_bytes, nbytes))
+        except NoMemory:
+            if not slots:
+                raise
+            break
+    return slots
+
+
+def _slot(device: Device, pinned_bytes: int, nbytes: int) -> Slot:
     pinned = device.pin(pinned_bytes)
     try:
         return Slot(pinned, device.allocate(nbytes))

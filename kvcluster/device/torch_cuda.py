@@ -24,11 +24,7 @@ from kvcluster.device.device import Stream
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.examine import kernel_cache
 from kvcluster.device.kernels import Decode, Gather, Scatter
-from kvcluster.device.staging import DeviceStaging
-
-_SLOT_BYTES = (8 << 20) + (128 << 10)
-"""The largest slice in which a path carries out a batch, and the table of its moves: what Python does for a chunk, some
-100 us, is done once for it. A link of 55 GB/s takes 150 us."""
+from kvcluster.device.staging import SLOT_BYTES, DeviceStaging
 
 _LOCK = threading.Lock()
 _TRIED: dict[int, str] = {}
@@ -106,7 +102,7 @@ def _reason(error: Exception) -> str:
 def _staging(device: CudaDevice) -> DeviceStaging:
     """Returns the staging of a device. Raises NoMemory."""
     pinned = DEVICES.staging_bytes // 2
-    slot_bytes = min(_SLOT_BYTES, pinned // 2)
+    slot_bytes = min(SLOT_BYTES, pinned // 2)
     return DeviceStaging(device, slot_bytes=slot_bytes, slots=pinned // slot_bytes)
 
 

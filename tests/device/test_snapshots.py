@@ -119,7 +119,7 @@ def test_what_is_under_way_is_not_read() -> None:
 
 def test_as_many_slots_are_taken_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(3)
-    monkeypatch.setattr(module, "_SLOT_BYTES", 1 << 17)
+    monkeypatch.setattr(module, "SLOT_BYTES", 1 << 17)
     taken = Snapshots(engine.twin, engine.geometries, nbytes=1 << 30)
     taken.open()
     left = Snapshots(engine.twin, engine.geometries, nbytes=1 << 30)

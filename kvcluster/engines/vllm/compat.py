@@ -248,11 +248,12 @@ def roles(config: Any) -> tuple[bool, bool]:
     return role in ("kv_producer", "kv_both"), role in ("kv_consumer", "kv_both")
 
 
-def takes_back_within(config: Any) -> bool:
-    """Whether the engine correctly recomputes what a step computed over KV that did not arrive within its pass. It does
-    not if the next step was scheduled by then, nor with its second model runner: both continue from results that should
-    have been rolled back (https://github.com/vllm-project/vllm/issues/49250)."""
-    return config.max_concurrent_batches == 1 and not config.use_v2_model_runner
+def loads_within(config: Any) -> bool:
+    """Whether KV may be loaded within a forward pass. The engine has to recompute what a step computed over KV that did
+    not arrive. It does not if the next step was scheduled by then, nor with its second model runner: both continue from
+    results that should have been rolled back (https://github.com/vllm-project/vllm/issues/49250). On a GPU the model's
+    thread would have to wait between layers, which a full CUDA graph cannot."""
+    return device() == "cpu" and config.max_concurrent_batches == 1 and not config.use_v2_model_runner
 
 
 def preemptions(request: Any) -> int:

@@ -94,7 +94,7 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
                 'kvcluster needs "kv_load_failure_policy": "recompute" in --kv-transfer-config: with "fail" a request '
                 "fails whenever a shard is lost"
             )
-        if not compat.takes_back_within(vllm_config) or compat.device() != "cpu":
+        if not compat.loads_within(vllm_config):
             chosen = replace(chosen, layerwise_ms=0)
         layout = compat.layout(vllm_config, kv_cache_config)
         registration = Registration(vllm_config, layout, chosen, whole=on_scheduler, log=_logger.info)

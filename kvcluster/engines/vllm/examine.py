@@ -67,7 +67,6 @@ def examine(
         return found | {"refused": [f"vLLM refuses this engine by itself: {_first_line(error)}"]}
     found["model"] = _model(config)
     found["identity"] = _identity(config, chosen, read=read_weights)
-    found["refused"] = []
     layout = None
     try:
         kv = planned_kv(config)
@@ -187,7 +186,7 @@ def _features(config: Any, layout: compat.Layout | None, chosen: ConnectorSettin
         known = method == "ngram"
         detail = f"{method}" if known else f"{method}: a draft model's KV is refused when the engine starts"
         yield "speculative decoding", SERVED if known else UNKNOWN, detail
-    within = chosen.layerwise_ms > 0 and compat.takes_back_within(config) and compat.device() == "cpu"
+    within = chosen.layerwise_ms > 0 and compat.loads_within(config)
     within = within and layout is not None and layout.may_fail_in_part
     why = "short loads run within the forward pass" if within else "all loads run beside the forward passes"
     yield "layer-by-layer loads", SERVED if within else UNUSED, why

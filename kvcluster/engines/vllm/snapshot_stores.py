@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -55,6 +54,10 @@ class _Waiting:
     stop: int
     next: int = 0
 
+    @property
+    def left(self) -> bool:
+        return self.next < self.stop
+
 
 class _Piece(NamedTuple):
     """Blocks `first` to `stop` of an order, from block `at` of a snapshot on."""
@@ -81,7 +84,7 @@ class SnapshotStores:
     def __init__(self, snapshots: Snapshots, store_ms: int) -> None:
         self._snapshots = snapshots
         self._store_ms = store_ms
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: list[_Waiting] = []
         self._new: SimpleQueue[_UnderWay | None] = SimpleQueue()
         self._report = StepReport()  # of the model's thread
         self._ended = StepReport()  # of ours, under the lock
@@ -104,8 +107,7 @@ class SnapshotStores:
                 rest = range(one.next, one.stop)
                 lost = next((at for at in rest if any(of[at] in blocks for of in one.order.source)), None)
                 if lost is not None:
-                    one.stop = lost
-                    self._report.dropped += 1
+                    self._drop(one, lost)
             self._take()
 
     def begin(self, order: StoreOrder, hashes: Sequence[BlockHash], client: Client) -> None:
@@ -136,9 +138,8 @@ class SnapshotStores:
         """As Stores."""
         now = time.monotonic_ns()
         for one in self._waiting:
-            if held.get(one.order.request, now) < now and one.next < one.stop:
-                one.stop = one.next
-                self._report.dropped += 1
+            if held.get(one.order.request, now) < now:
+                self._drop(one, one.next)
         self._forget_ended()
         with self._lock:
             ended, self._ended = self._ended, StepReport()
@@ -148,17 +149,16 @@ class SnapshotStores:
 
     def reads(self, request: str) -> bool:
         """As Stores."""
-        return any(one.order.request == request and one.next < one.stop for one in self._waiting)
+        return any(one.order.request == request and one.left for one in self._waiting)
 
     def close(self) -> None:
         """As Stores. Waits for what was enqueued, which reads the engine's blocks."""
         for one in self._waiting:
-            self._report.dropped += one.next < one.stop
-            one.stop = one.next
+            self._drop(one, one.next)
         self._forget_ended()
         self._stop.set()
         self._new.put(None)
-        if self._thread is not None and self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(_CLOSE_S)
 
     def _take(self) -> None:
@@ -181,6 +181,8 @@ class SnapshotStores:
         blocks: list[list[int]] = [[] for _ in self._snapshots.starts]
         for one in self._waiting:
             room = self._snapshots.most - len(blocks[0])
+            if not room:
+                break
             first, stop = one.next, min(one.stop, one.next + room)
             if first < stop:
                 pieces.append(_Piece(one, first, stop, len(blocks[0])))
@@ -193,21 +195,17 @@ class SnapshotStores:
             one.next = stop
         self._taken += 1
         self._new.put(_UnderWay(snapshot, pieces))
-        self._forget_ended()
         return True
 
     def _forget_ended(self) -> None:
         """Orders of which nothing waits do not read blocks any more."""
-        while self._waiting and self._waiting[0].next == self._waiting[0].stop:
-            self._report.drained[self._waiting.popleft().order.number] += 1
-        if any(one.next == one.stop for one in self._waiting):
-            still = deque[_Waiting]()
-            for one in self._waiting:
-                if one.next < one.stop:
-                    still.append(one)
-                else:
-                    self._report.drained[one.order.number] += 1
-            self._waiting = still
+        self._report.drained.update(one.order.number for one in self._waiting if not one.left)
+        self._waiting = [one for one in self._waiting if one.left]
+
+    def _drop(self, one: _Waiting, stop: int) -> None:
+        """Blocks of an order from `stop` on are not taken any more."""
+        self._report.dropped += one.left
+        one.stop = stop
 
     def _start(self) -> bool:
         """Starts the thread. Returns False if it was refused memory a short while ago, or cannot be started."""
