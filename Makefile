@@ -90,6 +90,8 @@ test-vllm: .venv-vllm ## the connector over vLLM's own objects, and a smoke run 
 	@tools/vllm_compat.sh .venv-vllm
 	$(say) "the connector over vLLM's own objects"
 	@.venv-vllm/bin/python -m pytest -q -n $(TEST_JOBS) -c tests/vllm/pytest.ini tests/vllm
+	$(say) "the same engines with their KV in the memory of a twin of a GPU"
+	@.venv-vllm/bin/python -m pytest -q -n $(TEST_JOBS) -c tests/vllm/pytest.ini tests/vllm --twin
 	$(say) "real engines, the short form"
 	@$(BIN)/python -m tests.vllm.e2e --env .venv-vllm --only smoke
 

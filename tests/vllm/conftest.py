@@ -17,6 +17,7 @@ os.environ |= {
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +41,16 @@ from tests.client.build import BOUND_S, Steps, watched_client
 from tests.client.conftest import settle, start  # noqa: F401
 from tests.vllm.build import GEMMA, LLAMA, engine_config, model_folder
 from tests.vllm.toy import Engine, Rank
+from tests.vllm.twin_toy import TwinRank, twins
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--twin", action="store_true", help="engines whose KV lies in the memory of a twin of a GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--twin"):  # those that start engines
+        items[:] = [item for item in items if "bench" in getattr(item, "fixturenames", ())]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,6 +85,8 @@ class Bench:
         self.clusters: list[MemoryCluster] = []
         self.steps = Steps()
         self.on_connect: Callable[[KVSpec], None] = lambda spec: None
+        self.twin = False
+        """Whether KV lies in the memory of a twin, where a test does not say what its workers are."""
 
     @property
     def cluster(self) -> MemoryCluster:
@@ -103,14 +116,17 @@ class Bench:
         overlap: bool = False,
         at_once: bool = False,
         joined: bool = True,
-        rank: Any = Rank,
+        rank: Any = None,
         **arguments: Any,
     ) -> Engine:
         """An engine replica whose processes have their clients, where it is `joined`."""
         cluster = self.cluster  # started here, and not by whichever of its threads comes first
-        engine = Engine(
-            engine_config(model, extra, **arguments), blocks=blocks, overlap=overlap, at_once=at_once, rank=rank
-        )
+        with ExitStack() as within:
+            if rank is None and self.twin:
+                within.enter_context(twins())
+                rank, extra = partial(TwinRank, warm=True), {"staging_bytes": 1 << 16, **(extra or {})}
+            config = engine_config(model, extra, **arguments)
+            engine = Engine(config, blocks=blocks, overlap=overlap, at_once=at_once, rank=rank or Rank)
         self._engines.callback(engine.close)
         if joined:
             engine.join(cluster.wait_until)
@@ -130,6 +146,7 @@ def a_bench() -> Iterator[Bench]:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     with a_bench() as bench:
+        bench.twin = request.config.getoption("--twin")
         yield bench

@@ -5,7 +5,7 @@
 A scenario draws from its seed two engines (full attention or groups with windows, one or two ranks, chunked prefill,
 overlapping steps, few blocks, with and without vLLM's own prefix cache, loads within or beside the passes) and a
 cluster with too little memory. Then it draws operations: requests with shared prefixes, salts and pictures, steps,
-aborts between steps and within them, flipped bits, purges, and engines that end and start again. Requests whose loads
+aborts between steps and within them, flipped bits, purges, engines that end and start again, and sleep. Requests whose loads
 have failed are often aborted, and asked again. Engines give different pictures one name.
 
 The oracle is toy.py's Text, which shares no code with kvcluster: what the KV of a position must be follows from the
@@ -45,7 +45,7 @@ from tests.vllm.build import BLOCK, GEMMA, LLAMA, model_folder
 from tests.vllm.conftest import Bench, a_bench
 from tests.vllm.scripted import PATIENT
 from tests.vllm.toy import Engine, Picture
-from tests.vllm.twin_toy import STAGINGS, TwinRank, twins
+from tests.vllm.twin_toy import STAGINGS, TwinRank, copies_blocks, twins
 
 OPERATIONS = 150
 """Of one scenario."""
@@ -69,6 +69,7 @@ _OPERATIONS = {
     "purge": 1,
     "reset": 2,
     "spoil": 6,
+    "sleep": 3,
 }
 
 
@@ -94,6 +95,7 @@ class Scenario:
         if twin:  # loads go beside the passes, staging is as much as some blocks, and much is under way at once
             self._traits = replace(self._traits, twin=True, calm=self._random.random() < 0.2)
             self._traits.settings.update(layerwise_ms=0, staging_bytes=self._random.choice(STAGINGS))
+        self._weights = {kind: weight for kind, weight in _OPERATIONS.items() if twin or kind != "sleep"}
         bench.start(shards=self._random.randint(1, 2), ram_bytes=self._random.choice(["64KiB", "128KiB", "1MiB"]))
         self._roots = [[self._random.randrange(3) for _ in range(_LENGTH)] for _ in range(3)]
         self._lives = 0
@@ -104,7 +106,7 @@ class Scenario:
         """What happened in all engines: a scenario that never loads shows nothing."""
 
     def run(self, operations: int = OPERATIONS) -> None:
-        kinds, weights = list(_OPERATIONS), list(_OPERATIONS.values())
+        kinds, weights = list(self._weights), list(self._weights.values())
         drawing = self._random
         slowed = (StoreSource, LoadSink) if self._traits.twin else (StoreSource,)
         with nullcontext() if self._traits.calm else slow_copies(random.Random(drawing.getrandbits(48)), *slowed):
@@ -200,9 +202,21 @@ class Scenario:
 
     def _restart(self, at: int) -> None:
         engine = self._engines[at][0]
-        self._end(engine)
+        if self._traits.twin and self._random.random() < 0.5:
+            self._finish(engine)  # what is under way then ends in the middle
+        else:
+            self._end(engine)
         engine.close()
         self._engines[at] = self._started()
+
+    def _sleep(self, at: int) -> None:
+        """As vLLM puts an engine to sleep: when no request is left, whatever still moves."""
+        engine = self._engines[at][0]
+        self._finish(engine)
+        assert engine.scheduler.reset_prefix_cache()
+        for rank in engine.ranks:
+            rank.sleep()
+        self.events["sleeps"] += 1
 
     def _spoil(self, at: int) -> None:
         """A prompt that the cluster has is asked, with more behind it, while a block of it is damaged, and the engine's
@@ -265,9 +279,24 @@ class Scenario:
         if traits.twin:
             options["rank"] = partial(TwinRank, seed=self._random.getrandbits(32), second=self._random.random() < 0.5)
         engine = self._bench.engine(model, dict(traits.settings), at_once=traits.calm, **options)
+        if traits.twin:
+            copies_blocks(engine, random.Random(self._random.getrandbits(32)))
         if traits.calm:
             engine.on_step = lambda output: engine.wait_idle()
         return engine, self._lives, engine.free_blocks()
+
+    def _finish(self, engine: Engine) -> None:
+        """All its requests end, and nothing is held any more. Does not wait for anything else that moves."""
+        engine.run(most=2_000)
+        for _ in range(10_000):
+            if engine._out:
+                engine.take_back()
+            elif engine.scheduler.has_requests():
+                engine.step()
+                threading.Event().wait(0.0002)
+            else:
+                return
+        raise AssertionError("something is held for ever")
 
     def _end(self, engine: Engine) -> None:
         """All its requests end, and it gives everything back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from tests.vllm.build import BLOCK, WEIGHTS, engine_config, kv_config
 from tests.vllm.conftest import Bench
 from tests.vllm.scripted import BESIDE
 from tests.vllm.toy import Engine, Rank
+from tests.vllm.twin_toy import TwinRank, Work, twins
 
 SIX = prompt(6, block_tokens=BLOCK, rest=2)
 OTHER = prompt(6, block_tokens=BLOCK, rest=2, seed=3)
@@ -37,6 +39,10 @@ class IdleRank(Rank):
 
     def wait_idle(self) -> None:
         """It never moves anything."""
+
+
+class IdleTwinRank(TwinRank, IdleRank):
+    """The same with its KV on a device."""
 
 
 Observe = Callable[..., Engine]
@@ -84,6 +90,24 @@ def test_nothing_is_loaded_or_stored_and_the_request_is_noted(observe: Observe, 
     assert trace.spec is not None and trace.spec.weights == WEIGHTS
     assert (trace.cost.requests, trace.dropped, trace.notes) == (1, [], [])
     assert trace.cost.steps >= 7 and trace.cost.step_ns >= trace.cost.worst_step_ns > 0 < trace.cost.request_ns
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_nothing_on_a_gpu_is_touched(bench: Bench, llama: Path, tmp_path: Path, second: bool) -> None:
+    given = {"mode": "observe", "address": "", "trace_dir": str(tmp_path)}
+    with twins():
+        engine = bench.engine(llama, given, rank=partial(IdleTwinRank, second=second), joined=False)
+        device = engine.ranks[0].device
+        launched, memory = list[object](), dict(device._allocated)
+        with patch.object(device, "launch", side_effect=device.launch) as launch, patch.object(device, "copy") as copy:
+            for name in "ab":
+                engine.add(name, SIX, max_tokens=7)
+                engine.run()
+            launched += [call.args[0] for call in launch.call_args_list]
+    assert launched and all(isinstance(kernel, Work) for kernel in launched), "the engine's own work"
+    copy.assert_not_called()
+    assert device._allocated == memory
+    assert [request.asked for request in trace_of(tmp_path, engine).requests] == [6, 6]
 
 
 def test_equal_prompts_have_equal_hashes_at_every_engine(observe: Observe, llama: Path, tmp_path: Path) -> None:

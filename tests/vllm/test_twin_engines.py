@@ -6,6 +6,7 @@ right, nothing is unordered, and faults that are planted in the connector are fo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from kvcluster.core.miss import Loss
 from kvcluster.device.device import NoMemory
-from kvcluster.device.snapshots import Snapshots
+from kvcluster.device.snapshots import Snapshot, Snapshots
 from kvcluster.device.twin import Twin
 from kvcluster.engines.vllm import compat, worker
 from kvcluster.engines.vllm.scheduler import SchedulerSide
@@ -23,12 +24,14 @@ from kvcluster.engines.vllm.snapshot_stores import SnapshotStores
 from kvcluster.engines.vllm.step_metadata import LoadReport, Step
 from kvcluster.engines.vllm.worker import WorkerSide
 from kvcluster.transport.base import Deadline
+from tests.client.build import BOUND_S
 from tests.vllm import differential
 from tests.vllm.build import BLOCK
 from tests.vllm.conftest import Bench
 from tests.vllm.scripted import PATIENT
 from tests.vllm.toy import Engine
 from tests.vllm.twin_toy import TwinRank, twins
+from tests.waiting import eventually
 
 STAGING = 16 << 10
 PROMPT = list(range(42))
@@ -100,6 +103,40 @@ def test_the_memory_of_a_sleeping_engine_is_let_alone(start: Start) -> None:
         each.run()
         each.drain()
     assert other.counts["loads"] == 1
+
+
+def test_what_was_enqueued_just_before_the_end_has_been_read_when_that_returns(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread is about to look for new work when it is told to end, with work behind which nothing has waited."""
+    engine = start()
+    engine.add("a", PROMPT)
+    engine.run()
+    engine.drain()
+    stores, release = engine.ranks[0].side._stores, Snapshot.release
+    reached, enough = threading.Event(), threading.Event()
+
+    def released(self: Snapshot) -> None:
+        release(self)
+        reached.set()
+        assert enough.wait(BOUND_S)
+
+    monkeypatch.setattr(Snapshot, "release", released)
+    engine.add("b", [1, *PROMPT])
+    engine.add("c", [2, *PROMPT], max_tokens=4)
+    engine.step()
+    assert reached.wait(BOUND_S)
+    for name in "def":
+        engine.add(name, [*range(ord(name), ord(name) + 4), *PROMPT])
+    engine.step()
+    waiting = stores._new.qsize()
+    assert waiting
+    closing = threading.Thread(target=stores.close)
+    closing.start()
+    eventually(lambda: stores._new.qsize() > waiting)
+    enough.set()
+    closing.join(BOUND_S)
+    assert stores._taken == stores._given_back
 
 
 def test_a_device_that_fails_switches_the_cache_off_and_no_more(start: Start) -> None:
@@ -200,7 +237,12 @@ def _a_slot_is_given_back_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Snapshots, "take", early)
 
 
+def _a_copied_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(compat, "copied_into", lambda output: ())
+
+
 FAULTS = [
+    _a_copied_block_is_not_told,
     _stores_read_blocks_that_were_given_away,
     _what_a_step_takes_is_not_told,
     _loads_are_received_before_their_event,

@@ -19,20 +19,25 @@ from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock, KVCacheBlockCopy
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 from vllm.v1.worker.gpu import kv_connector as second_runner
 
 from kvcluster.device.device import Event, Range
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.ordering import Ordering, Unordered
 from kvcluster.device.staging import DeviceStaging, wait_done
-from kvcluster.device.twin import Machine, Twin
+from kvcluster.device.twin import Machine, Twin, spoil
 from kvcluster.engines.vllm import compat, settings
+from kvcluster.engines.vllm.snapshot_stores import SnapshotStores
 from kvcluster.pages.region import bytes_at
+from tests.client.build import BOUND_S
 from tests.vllm.build import kv_caches
-from tests.vllm.toy import Rank, Text, spans_of
+from tests.vllm.toy import Engine, Rank, Text, spans_of
 
 STAGINGS = (4 << 10, 16 << 10, 64 << 10)
 """Bytes of a device for loads and stores: a few blocks of a toy, or all that it stores at once."""
@@ -67,12 +72,21 @@ class Watched(Ordering):
 
 
 class TwinRank(Rank):
-    """A worker with its own device. `second`: by vLLM's second model runner."""
+    """A worker with its own device. `second`: by vLLM's second model runner. `warm`: it has stored before, so that its
+    first stores find a slot."""
 
     def __init__(
-        self, config: VllmConfig, kv: KVCacheConfig, number: int, *, seed: int = 0, second: bool = False
+        self,
+        config: VllmConfig,
+        kv: KVCacheConfig,
+        number: int,
+        *,
+        seed: int = 0,
+        second: bool = False,
+        warm: bool = False,
     ) -> None:
         self._second = second
+        self._warm = warm
         self._rng = Random(f"twin {seed} {number}")
         self._out: deque[Event] = deque()
         super().__init__(config, kv, number)
@@ -82,8 +96,9 @@ class TwinRank(Rank):
         nbytes = next(iter(self._plain.values())).untyped_storage().nbytes()
         machine = Machine(self._rng)
         machine.ordering = self.watched = Watched()
-        self.device = Twin(machine, nbytes=nbytes + (1 << 18), pinnable=1 << 18)
-        self._memory = self.device.allocate(nbytes).range
+        self.device = Twin(machine, nbytes=nbytes + (1 << 20), pinnable=1 << 20)
+        self._allocation = self.device.allocate(nbytes)
+        self._memory = self._allocation.range
         DEVICES.add(DeviceStaging(self.device, slot_bytes=4_096, slots=2))
         return self._over(bytes_at(*self._memory))
 
@@ -96,11 +111,14 @@ class TwinRank(Rank):
         }
 
     def _register(self) -> None:
-        if not self._second:
+        if self._second:
+            with patch.object(second_runner, "get_kv_transfer_group", lambda: self.connector):
+                self._runner = second_runner.ActiveKVConnector(self.config, self.caches)
+        else:
             super()._register()
-            return
-        with patch.object(second_runner, "get_kv_transfer_group", lambda: self.connector):
-            self._runner = second_runner.ActiveKVConnector(self.config, self.caches)
+        if self._warm and isinstance(stores := self.side._stores, SnapshotStores):
+            assert stores._start()
+            assert stores._ready.wait(BOUND_S)
 
     # ------------------------------------------------------------------------------------------------- a step
 
@@ -154,8 +172,9 @@ class TwinRank(Rank):
         return said
 
     def _spoil(self, output: SchedulerOutput) -> None:
-        """Overwrites the blocks that the step takes and does not have computed."""
-        taken: list[tuple[int, int]] = []
+        """Overwrites the blocks that the step takes and does not have computed, and those that it copies into."""
+        copied = [copy.dst_block_id for copy in output.kv_cache_block_copies or ()]
+        taken = [(group, block) for block in copied for group in range(len(self._kv.kv_cache_groups))]
         cached = output.scheduled_cached_reqs
         each = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
         for at, (name, blocks) in enumerate(zip(cached.req_ids, cached.new_block_ids, strict=True)):
@@ -177,6 +196,9 @@ class TwinRank(Rank):
         if ranges:
             self._launch([], ranges, do)
 
+    def _end_own_work(self) -> None:
+        wait_done(self.device, self.device.record(self.device.current()))
+
     def _launch(self, reads: Sequence[Range], writes: Sequence[Range], do: Callable[[memoryview], None]) -> None:
         self.device.launch(Work(reads, writes, self._memory, do), self.device.current())
 
@@ -188,10 +210,46 @@ class TwinRank(Rank):
         step = cache.stride(0) * cache.element_size()
         return [Range(cache.data_ptr() + block * step, nbytes) for block in dict.fromkeys(blocks)]
 
+    def sleep(self) -> None:
+        """Its KV goes away while it sleeps, and comes back with other bytes. The engine has nothing under way."""
+        self.connector.unregister_kv_caches()
+        self._end_own_work()
+        with self.device.machine.lock:
+            self.watched.cpu(self._memory, writes=True, what="the memory goes away")
+            spoil(self.device._bytes(self._memory), self._rng)
+        self.connector.restore_kv_caches()
+
     def close(self) -> None:
         super().close()
+        self._end_own_work()
+        self._allocation.release()  # at once: nothing of ours may be under way
         DEVICES.remove(self.device)
         assert not self.watched.found, self.watched.found[0]
+
+
+def copies_blocks(engine: Engine, rng: Random) -> None:
+    """Has some steps of an engine copy a block into a free one, as vLLM's do on a hit that ends within a block of
+    recurrent state: no toy has that, but who reads a block that is copied into must be told of any."""
+    manager = engine.scheduler.kv_cache_manager
+    allocate, take, pool = manager.allocate_slots, manager.take_kv_cache_block_copies, manager.block_pool
+    computes = False
+
+    def allocated(request: Request, tokens: int, *given: Any, **named: Any) -> KVCacheBlocks | None:
+        nonlocal computes
+        blocks = allocate(request, tokens, *given, **named)
+        computes = computes or (blocks is not None and tokens > 0)
+        return blocks
+
+    def taken() -> tuple[list[KVCacheBlockCopy], list[KVCacheBlock]]:
+        nonlocal computes
+        (copies, retained), computed = take(), computes
+        computes = False
+        if computed and pool.get_num_free_blocks() > 8 and not rng.randrange(4):
+            (into,) = pool.get_new_blocks(1)
+            copies, retained = [*copies, KVCacheBlockCopy(into.block_id, into.block_id)], [*retained, into]
+        return copies, retained
+
+    manager.allocate_slots, manager.take_kv_cache_block_copies = allocated, taken
 
 
 @contextmanager

@@ -90,8 +90,8 @@ class SnapshotStores:
         self._ended = StepReport()  # of ours, under the lock
         self._lock = threading.Lock()
         self._taken = self._given_back = 0  # slots: by the model's thread, by ours
+        self._ending = False  # of our thread: it has taken over all that was enqueued before `close`
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
         self._ready = threading.Event()
         self._refused = ""
         self.failed = ""
@@ -156,7 +156,6 @@ class SnapshotStores:
         for one in self._waiting:
             self._drop(one, one.next)
         self._forget_ended()
-        self._stop.set()
         self._new.put(None)
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
@@ -235,7 +234,7 @@ class SnapshotStores:
         self._ready.set()
         under_way: list[_UnderWay] = []
         try:
-            while not self._stop.is_set() or under_way:
+            while not self._ending or under_way:
                 self._collect(under_way)
                 under_way[:] = [one for one in under_way if not self._advance(one)]
             self._snapshots.close()
@@ -246,13 +245,13 @@ class SnapshotStores:
             _LOG.exception("KV on %s is stored no more", self._snapshots.device.name)
 
     def _collect(self, under_way: list[_UnderWay]) -> None:
-        """Takes over new snapshots; waits for one, or for a while."""
+        """Takes over new snapshots, up to the end that `close` marks; waits for one, or for a while."""
         try:
             new = self._new.get(timeout=_PAUSE_S if under_way else None)
-            while True:
-                if new is not None:
-                    under_way.append(new)
+            while new is not None:
+                under_way.append(new)
                 new = self._new.get_nowait()
+            self._ending = True
         except Empty:
             return
 
@@ -262,8 +261,8 @@ class SnapshotStores:
             if not one.snapshot.done():
                 return False
             one.snapshot.open()
-            one.transfers = [] if self._stop.is_set() else self._begun(one)
-        if self._stop.is_set():
+            one.transfers = [] if self._ending else self._begun(one)
+        if self._ending:
             for transfer in one.transfers:
                 transfer.cancel()
         if not all(transfer.done() for transfer in one.transfers):
