@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -125,18 +126,21 @@ def layout_of() -> Layout:
     return Layout(BLOCK, (of_model,), (Part(0, LAYERS, 0, HEADS),), (names,), ((DIM, DIM),), (KVFormat(),))
 
 
+def device_kv_over(device: FreeDevice, layout: Layout, views: Any, staging_bytes: int) -> DeviceKV:
+    """In place of device_kv: these views are memory of that device."""
+    blocks = len(views[0][0])
+    spec = KVSpec(model="m", weights="sha256:0", block_tokens=BLOCK, groups=layout.groups)
+    bound = bind([Paged(views[0], range(blocks))], spec, layout.parts, blocks, writable=False)
+    geometries = tuple(geometry for geometry in bound.geometries() if geometry is not None)
+    return DeviceKV(device, geometries, staging_bytes)
+
+
 def side_over(device: FreeDevice) -> worker.WorkerSide:
     """Returns a worker whose KV, that of an 8B model, lies on the device. Its tensors are never touched."""
     layout = layout_of()
     caches = {name: torch.empty(BLOCKS, HEADS, BLOCK, 2 * DIM, dtype=torch.bfloat16) for name in layout.layers[0]}
 
-    def device_kv(layout: Layout, views: Any, staging_bytes: int) -> DeviceKV:
-        spec = KVSpec(model="m", weights="sha256:0", block_tokens=BLOCK, groups=layout.groups)
-        bound = bind([Paged(views[0], range(BLOCKS))], spec, layout.parts, BLOCKS, writable=False)
-        geometries = tuple(geometry for geometry in bound.geometries() if geometry is not None)
-        return DeviceKV(device, geometries, staging_bytes)
-
-    with patch.object(worker, "device_kv", device_kv):
+    with patch.object(worker, "device_kv", partial(device_kv_over, device)):
         side = worker.WorkerSide(ConnectorSettings(address="none:1"), layout, Idle())  # type: ignore[arg-type]
         side.register(caches)
     return side

@@ -126,7 +126,8 @@ class Snapshot:
         self._of = of
         self._slot = slot
         self._event = event
-        self._opened = ExitStack()
+        self._views = ExitStack()
+        self.opened = False
         self.count = count
 
     def done(self) -> bool:
@@ -135,9 +136,10 @@ class Snapshot:
 
     def open(self) -> None:
         """From now on, until `release`, the CPU reads the pages."""
+        self.opened = True
         for start, page_bytes in zip(self._of.starts, self._of.moves.page_bytes, strict=True):
             stop = start + self.count * page_bytes
-            self._opened.enter_context(self._slot.pinned.opened(start, stop, writes=False))
+            self._views.enter_context(self._slot.pinned.opened(start, stop, writes=False))
 
     def pages(self, group: int, first: int, stop: int) -> list[memoryview]:
         """Returns the pages of blocks `first` to `stop`, for whom wants their address and does not write them."""
@@ -147,5 +149,5 @@ class Snapshot:
 
     def release(self) -> None:
         """Gives the slot back. `done` has returned True, and the caller reads the pages no more."""
-        self._opened.close()
+        self._views.close()
         self._of.give_back(self._slot)

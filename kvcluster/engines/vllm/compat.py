@@ -269,6 +269,12 @@ def prefix_cache_is_unused(cache_manager: Any) -> bool:
     return not cache_manager.enable_caching or in_use <= 1  # the null block always is
 
 
+def has_few_blocks(cache_manager: Any) -> bool:
+    """Whether less than an eighth of the engine's blocks is free: not in use by any request."""
+    pool = cache_manager.block_pool
+    return bool(pool.get_num_free_blocks() < pool.num_gpu_blocks // 8)
+
+
 def forget(cache_manager: Any, blocks: set[int]) -> None:
     """Evicts these blocks from the engine's own prefix cache, so that no later request gets them."""
     cache_manager.evict_blocks(blocks)

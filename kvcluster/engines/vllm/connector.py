@@ -130,7 +130,9 @@ class KVClusterConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_scheduler.allocated(request, table, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return KVClusterMetadata(self._of_scheduler.step(scheduler_output))
+        step, manager = self._of_scheduler.step(scheduler_output), self._kv_cache_manager
+        few_blocks = manager is not None and compat.has_few_blocks(manager)
+        return KVClusterMetadata(replace(step, few_blocks=few_blocks))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._of_scheduler.gave_back(connector_output.finished_sending or ())

@@ -29,7 +29,8 @@ class ConnectorSettings:
     are computed. `layerwise_ms`: loads that are expected to take at most this long run within the forward pass, layer
     by layer; others run beside it. `lookup_ms`: the longest that a request waits for its lookup. `load_ms`: the
     deadline of a load. `store_ms`: the deadline of a store. `hold_ms`: the longest that the blocks of a finished
-    request are kept for their stores. `handover_ms`: in prefill/decode disaggregation, the longest that the prefill
+    request are kept for their stores; from a GPU, while the engine has blocks to spare, the longest without one of them
+    being read. `handover_ms`: in prefill/decode disaggregation, the longest that the prefill
     server's answer waits until its blocks are committed, and that the decode server waits until it finds them.
     `staging_bytes`: for KV on a GPU, the GPU's memory through which it is loaded and stored, half of it for either, and
     three quarters as much pinned memory; of each rank. `share_across_devices`: KV is shared with engines on other GPUs,

@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -36,6 +37,10 @@ _LOG = logging.getLogger(__name__)
 
 _PAUSE_S = 0.0005
 """Between two looks at snapshots and stores under way."""
+
+_AT_ONCE = 1
+"""Stores under way: what arrives meanwhile is stored together, as far as it is of one chain. A client carries out one
+after another, and what it and the cluster do for a store takes as long as copying some 10 MiB."""
 
 _AGAIN_S = 10.0
 """From a refusal of memory to the next try."""
@@ -67,14 +72,48 @@ class _Piece(NamedTuple):
     stop: int
     at: int
 
+    @property
+    def end(self) -> int:
+        """Behind its last block in the snapshot."""
+        return self.at + self.stop - self.first
+
+    @property
+    def block(self) -> int:
+        """Its first block, counted in the chain."""
+        return self.of.order.first + self.first
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens of these blocks, if the cluster wants them."""
+        order = self.of.order
+        step = len(order.tokens) // len(order.source[0])
+        return order.tokens[self.first * step : self.stop * step]
+
+    def continues(self, before: _Piece) -> bool:
+        """Whether one store may be of both: these are the next blocks of the same chain."""
+        mine, other, at = self.of, before.of, self.block
+        return (
+            at == before.block + before.stop - before.first
+            and mine.hashes[at - 1] == other.hashes[at - 1]
+            and (mine.order.adapter, mine.order.loss) == (other.order.adapter, other.order.loss)
+            and mine.client is other.client
+        )
+
 
 class _UnderWay:
-    """A snapshot and, once its pages have arrived, the stores that read them."""
+    """A snapshot of these pieces. `left`: how many of them are still to be stored."""
 
     def __init__(self, snapshot: Snapshot, pieces: Sequence[_Piece]) -> None:
         self.snapshot = snapshot
         self.pieces = pieces
-        self.transfers: list[Transfer[Stored]] | None = None
+        self.left = len(pieces)
+
+
+class _Store(NamedTuple):
+    """A store under way, and the snapshots that it reads."""
+
+    transfer: Transfer[Stored]
+    reads: Sequence[_UnderWay]
 
 
 class SnapshotStores:
@@ -86,11 +125,16 @@ class SnapshotStores:
         self._store_ms = store_ms
         self._waiting: list[_Waiting] = []
         self._new: SimpleQueue[_UnderWay | None] = SimpleQueue()
+        self._went_on: set[str] = set()
         self._report = StepReport()  # of the model's thread
         self._ended = StepReport()  # of ours, under the lock
         self._lock = threading.Lock()
         self._taken = self._given_back = 0  # slots: by the model's thread, by ours
-        self._ending = False  # of our thread: it has taken over all that was enqueued before `close`
+        # Of our thread. `_ending`: it has taken over all that was enqueued before `close`.
+        self._ending = False
+        self._under_way: list[_UnderWay] = []
+        self._arrived: list[tuple[_UnderWay, _Piece]] = []
+        self._stores: list[_Store] = []
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
         self._refused = ""
@@ -151,6 +195,11 @@ class SnapshotStores:
         """As Stores."""
         return any(one.order.request == request and one.left for one in self._waiting)
 
+    def went_on(self) -> Collection[str]:
+        """As Stores."""
+        went_on, self._went_on = self._went_on, set()
+        return went_on
+
     def close(self) -> None:
         """As Stores. Waits for what was enqueued, which reads the engine's blocks."""
         for one in self._waiting:
@@ -192,6 +241,7 @@ class SnapshotStores:
             return False
         for one, _, stop, _ in pieces:
             one.next = stop
+            self._went_on.add(one.order.request)
         self._taken += 1
         self._new.put(_UnderWay(snapshot, pieces))
         return True
@@ -232,65 +282,92 @@ class SnapshotStores:
             self._thread = None
             return
         self._ready.set()
-        under_way: list[_UnderWay] = []
         try:
-            while not self._ending or under_way:
-                self._collect(under_way)
-                under_way[:] = [one for one in under_way if not self._advance(one)]
+            while not self._ending or self._under_way:
+                self._collect()
+                self._settle()
+                self._advance()
             self._snapshots.close()
         except DeviceFailed as error:  # its slots may be in use for ever
-            self._fail(under_way, f"{MissReason.DEVICE_LOST.value}: {error}")
+            self._fail(f"{MissReason.DEVICE_LOST.value}: {error}")
         except Exception as error:  # a thread must not die silently
-            self._fail(under_way, error_text(error))
+            self._fail(error_text(error))
             _LOG.exception("KV on %s is stored no more", self._snapshots.device.name)
 
-    def _collect(self, under_way: list[_UnderWay]) -> None:
+    def _collect(self) -> None:
         """Takes over new snapshots, up to the end that `close` marks; waits for one, or for a while."""
         try:
-            new = self._new.get(timeout=_PAUSE_S if under_way else None)
+            new = self._new.get(timeout=_PAUSE_S if self._under_way else None)
             while new is not None:
-                under_way.append(new)
+                self._under_way.append(new)
                 new = self._new.get_nowait()
             self._ending = True
         except Empty:
             return
 
-    def _advance(self, one: _UnderWay) -> bool:
-        """Does what can be done for a snapshot. Returns whether its slot has been given back."""
-        if one.transfers is None:
-            if not one.snapshot.done():
-                return False
-            one.snapshot.open()
-            one.transfers = [] if self._ending else self._begun(one)
+    def _settle(self) -> None:
+        """Counts the stores that have ended, and gives back the slots of which nothing is left."""
         if self._ending:
-            for transfer in one.transfers:
-                transfer.cancel()
-        if not all(transfer.done() for transfer in one.transfers):
-            return False
-        with self._lock:
-            for transfer in one.transfers:
-                count_store(transfer, self._ended, dropped=False)
-        one.snapshot.release()
-        self._given_back += 1
-        return True
+            for store in self._stores:
+                store.transfer.cancel()
+        for store in [one for one in self._stores if one.transfer.done()]:
+            self._stores.remove(store)
+            with self._lock:
+                count_store(store.transfer, self._ended, dropped=False)
+            self._read(store.reads)
 
-    def _begun(self, one: _UnderWay) -> list[Transfer[Stored]]:
-        transfers: list[Transfer[Stored]] = []
-        for waiting, first, stop, at in one.pieces:
-            order = waiting.order
-            source = [Buffers(one.snapshot.pages(group, at, at + stop - first)) for group in range(len(order.source))]
-            hashes = waiting.hashes[: order.first + stop]
-            try:
-                transfers.append(begin_store(waiting.client, order, hashes, source, self._store_ms, first))
-            except KVClusterError as error:
-                with self._lock:
-                    self._ended.store_misses[str(error)] += 1
-        return transfers
+    def _read(self, snapshots: Sequence[_UnderWay]) -> None:
+        """A piece of each of these is read no more."""
+        for one in snapshots:
+            one.left -= 1
+            if not one.left:
+                one.snapshot.release()
+                self._under_way.remove(one)
+                self._given_back += 1
 
-    def _fail(self, under_way: Sequence[_UnderWay], why: str) -> None:
+    def _advance(self) -> None:
+        """Begins stores of what has arrived, in the order in which it was taken."""
+        for one in self._under_way:
+            if one.snapshot.opened or not one.snapshot.done():
+                continue
+            one.snapshot.open()
+            self._arrived += [(one, piece) for piece in one.pieces]
+        if self._ending:
+            arrived, self._arrived = self._arrived, []
+            self._read([one for one, _ in arrived])
+        while self._arrived and len(self._stores) < _AT_ONCE:
+            self._begin(self._next())
+
+    def _next(self) -> list[tuple[_UnderWay, _Piece]]:
+        """Returns the first piece that has arrived, and those that continue it."""
+        taken, rest = self._arrived[:1], list[tuple[_UnderWay, _Piece]]()
+        for one in self._arrived[1:]:
+            (taken if one[1].continues(taken[-1][1]) else rest).append(one)
+        self._arrived = rest
+        return taken
+
+    def _begin(self, pieces: Sequence[tuple[_UnderWay, _Piece]]) -> None:
+        """Begins one store of these pieces."""
+        snapshots, first, last = [one for one, _ in pieces], pieces[0][1], pieces[-1][1]
+        source = [
+            Buffers([page for one, piece in pieces for page in one.snapshot.pages(group, piece.at, piece.end)])
+            for group in range(len(first.of.order.source))
+        ]
+        tokens = tuple(chain.from_iterable(piece.tokens for _, piece in pieces))
+        order = replace(first.of.order, first=first.block, tokens=tokens)
+        hashes = last.of.hashes[: last.block + last.stop - last.first]
+        try:
+            transfer = begin_store(first.of.client, order, hashes, source, self._store_ms)
+        except KVClusterError as error:
+            with self._lock:
+                self._ended.store_misses[str(error)] += 1
+            self._read(snapshots)
+        else:
+            self._stores.append(_Store(transfer, snapshots))
+
+    def _fail(self, why: str) -> None:
         self.failed = why
-        for one in under_way:
-            for transfer in one.transfers or ():
-                transfer.cancel()
+        for store in self._stores:
+            store.transfer.cancel()
         with self._lock:
-            self._ended.store_misses[why] += sum(len(one.pieces) for one in under_way if one.transfers is None)
+            self._ended.store_misses[why] += sum(one.left for one in self._under_way)

@@ -58,7 +58,8 @@ class Step:
     `chains` extends the hash chain of a request, from a block number on. `written` are blocks of the engine that this
     step gives to a new owner: stores that still read them stop. `gone` are requests that have ended; `held` are those
     among them whose blocks the engine keeps until the workers report that they are no longer read. The step ends when
-    every store of the requests `handed_over` has ended, or `handover_ms` has passed.
+    every store of the requests `handed_over` has ended, or `handover_ms` has passed. `few_blocks`: the engine has few
+    free ones.
     """
 
     number: int
@@ -70,6 +71,7 @@ class Step:
     gone: tuple[str, ...] = ()
     held: tuple[str, ...] = ()
     handed_over: tuple[str, ...] = ()
+    few_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

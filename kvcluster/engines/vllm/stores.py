@@ -57,6 +57,10 @@ class Stores(Protocol):
         """Whether blocks of that request are still read."""
         ...
 
+    def went_on(self) -> Collection[str]:
+        """Returns the requests of which blocks were read since the last call, where some are still to be read."""
+        ...
+
     def close(self) -> None:
         """Cancels everything. No block is read any more; `settle` may be called once more."""
 
@@ -141,6 +145,10 @@ class InPlaceStores:
         """As Stores."""
         return any(s.order.request == request and not s.transfer.source_free() and not s.dropped for s in self._stores)
 
+    def went_on(self) -> Collection[str]:
+        """As Stores. All blocks of a store are read as soon as it may."""
+        return ()
+
     def close(self) -> None:
         """As Stores."""
         for store in self._stores:
@@ -153,19 +161,15 @@ class InPlaceStores:
 
 
 def begin_store(
-    client: Client, order: StoreOrder, hashes: Sequence[BlockHash], source: Any, store_ms: int, skipped: int = 0
+    client: Client, order: StoreOrder, hashes: Sequence[BlockHash], source: Any, store_ms: int
 ) -> Transfer[Stored]:
-    """Begins to store blocks of an order, without the first `skipped` of them, up to the last of `hashes`. Raises
-    KVClusterError."""
-    first = order.first + skipped
-    per_block = len(order.tokens) // len(order.source[0])
-    tokens = order.tokens[skipped * per_block : (len(hashes) - order.first) * per_block]
+    """Begins to store the blocks of an order, of which the last is the last of `hashes`. Raises KVClusterError."""
     return client.begin_store(
         hashes,
         source,
-        first=first,
+        first=order.first,
         loss=order.loss,
-        token_ids=tokens,
+        token_ids=order.tokens,
         adapter=order.adapter,
         deadline_ms=store_ms,
     )

@@ -123,8 +123,10 @@ class WorkerSide:
             for load in self._loads:
                 if load.order.request == name and load.transfer is not None:
                     load.transfer.cancel()
-        now = time.monotonic_ns()
-        self._held.update(dict.fromkeys(step.held, now + self._settings.hold_ms * 1_000_000))
+        until, went_on = time.monotonic_ns() + self._settings.hold_ms * 1_000_000, self._stores.went_on()
+        if not step.few_blocks:
+            self._held.update(dict.fromkeys(self._held.keys() & went_on, until))
+        self._held.update(dict.fromkeys(step.held, until))
 
     def load(self, step: Step) -> None:
         """Starts the step's loads."""
