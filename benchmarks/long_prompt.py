@@ -137,17 +137,18 @@ def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             engine = Engine(config, blocks=given.blocks or 2 * given.tokens // BLOCK, at_once=True, rank=rank)
         engine.join(eventually)
         try:
-            for number in range(given.prompts):
-                prompt = [(token + salt + number) % 199 for token in range(given.tokens)]
-                yield {**what, **_stored(engine, f"{number}", prompt, given.answer)}
+            made = [[(token + salt + number) % 199 for token in range(given.tokens)] for number in range(given.prompts)]
+            for at in range(0, len(made), given.at_once):
+                yield {**what, **_stored(engine, made[at : at + given.at_once], given.answer)}
         finally:
             engine.close()
 
 
-def _stored(engine: Engine, name: str, prompt: list[int], answer: int) -> dict[str, Any]:
-    """Has the engine compute a prompt, and returns what became of it in the cluster."""
+def _stored(engine: Engine, prompts: list[list[int]], answer: int) -> dict[str, Any]:
+    """Has the engine compute prompts, and returns what became of them in the cluster."""
     engine.reports.clear()
-    engine.add(name, prompt, max_tokens=answer)
+    for number, prompt in enumerate(prompts):
+        engine.add(f"{number}", prompt, max_tokens=answer)
     began = time.perf_counter()
     engine.run()
     computed = time.perf_counter()
@@ -156,11 +157,11 @@ def _stored(engine: Engine, name: str, prompt: list[int], answer: int) -> dict[s
         time.sleep(0.001)  # as vLLM's core where it has nothing to compute
     engine.drain()
     stored = time.perf_counter()
-    blocks = len(prompt) // BLOCK
+    blocks = sum(len(prompt) // BLOCK for prompt in prompts)
     return {
         "GiB": round(blocks * engine.client.spec.block_bytes / 2**30, 2),
         "blocks": blocks,
-        "stored": engine.client.lookup(prompt).blocks,
+        "stored": sum(engine.client.lookup(prompt).blocks for prompt in prompts),
         "dropped_stores": sum(report.dropped for report in engine.reports),
         "failed_stores": sum(sum(report.store_misses.values()) for report in engine.reports),
         "compute_s": round(computed - began, 2),
@@ -175,6 +176,7 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=8_192, help="tokens of a step (8192)")
     parser.add_argument("--step-ms", type=float, default=330, help="of the model in a step (330)")
     parser.add_argument("--prompts", type=int, default=2, help="one after another; the first finds cold memory (2)")
+    parser.add_argument("--at-once", type=int, default=1, help="prompts that are asked at once (1)")
     parser.add_argument("--blocks", type=int, help="of the engine's KV (twice what a prompt takes)")
     parser.add_argument("--answer", type=int, default=1, help="tokens of the answer (1)")
     parser.add_argument("--staging", default="256MiB", help="the connector's staging_bytes (256MiB)")

@@ -1,9 +1,10 @@
 """Snapshots: pages that are copied out of an engine's blocks in the order of the engine's own stream.
 
-    blocks --Gather, on the engine's stream--> staging --copy, on a stream of ours--> pinned
+    blocks --Gather--> staging --copy, on a stream of ours--> pinned
 
-Once `take` has returned, the engine may do with its blocks what it likes: whatever it enqueues comes after the Gather.
-So a store whose source is a snapshot needs no time of the engine's, and no promise that a block stays as it is.
+`take` enqueues the Gather on the engine's own stream: then the engine may do with its blocks what it likes, since
+whatever it enqueues comes after it. `take_beside` enqueues it on a stream of ours, for blocks that have been filled:
+then the engine's stream waits for `gathered` before something overwrites one of them. The CPU waits for neither.
 
 A slot has, in the device's memory and in as much pinned memory, the table of the moves first (moves.WholeBlocks) and
 then the pages, those of one group after those of another.
@@ -42,7 +43,7 @@ class Snapshots:
     """Snapshots of the blocks of one engine, whose groups have these geometries, within `nbytes` of the device's memory
     and as much pinned memory.
 
-    `take` is for the engine's thread, all else for one other.
+    `take` is for the engine's thread, all else for one other; the two do not take at once.
     """
 
     def __init__(self, device: Device, geometries: Sequence[BlockGeometry], *, nbytes: int) -> None:
@@ -65,6 +66,7 @@ class Snapshots:
         self._free: SimpleQueue[Slot] = SimpleQueue()
         self._slots: list[Slot] = []
         self._out: Stream | None = None
+        self._beside: Stream | None = None
 
     def open(self) -> None:
         """Allocates as many slots as there is room for, and waits until they are ready. Raises NoMemory if there is no
@@ -79,7 +81,7 @@ class Snapshots:
                 view[:] = fixed
             device.copy(slot.memory.range.piece(0, len(fixed)), slot.pinned.range.piece(0, len(fixed)), out)
         wait_done(device, device.record(out))
-        self._out = out
+        self._out, self._beside = out, device.stream()
         for slot in self._slots:
             self._free.put(slot)
 
@@ -93,13 +95,21 @@ class Snapshots:
     def take(self, blocks: Sequence[Sequence[int]]) -> Snapshot | None:
         """Enqueues a snapshot of these blocks, for each group as many, at most `most`: behind all that the calling
         thread has enqueued, and before all that it will. Returns None if no slot is free. Raises DeviceFailed."""
+        return self._taken(blocks, self.device.current())
+
+    def take_beside(self, blocks: Sequence[Sequence[int]]) -> Snapshot | None:
+        """As `take`, beside the engine's work: `done` has returned True for what fills these blocks."""
+        assert self._beside is not None, "`open` has returned"
+        return self._taken(blocks, self._beside)
+
+    def _taken(self, blocks: Sequence[Sequence[int]], stream: Stream) -> Snapshot | None:
         try:
             slot = self._free.get_nowait()
         except Empty:
             return None
-        device, out = self.device, self._out
+        device, count = self.device, len(blocks[0])
+        out = self._beside if stream == self._beside else self._out
         assert out is not None, "`open` has returned"
-        stream, count = device.current(), len(blocks[0])
         addresses = [slot.memory.range.address + start for start in self.starts]
         for group, (of_group, address) in enumerate(zip(blocks, addresses, strict=True)):
             at, words = self.moves.place(group, of_group, address)
@@ -108,11 +118,13 @@ class Snapshots:
             device.copy(slot.memory.range.piece(at, len(words)), slot.pinned.range.piece(at, len(words)), stream)
         table = slot.memory.range.piece(0, self.moves.nbytes)
         device.launch(Gather(table, self.moves.launches(count), _Records(self.moves, blocks, addresses)), stream)
-        device.wait(out, device.record(stream))
+        gathered = device.record(stream)
+        if stream != out:
+            device.wait(out, gathered)
         for start, page_bytes in zip(self.starts, self.moves.page_bytes, strict=True):
             nbytes = count * page_bytes
             device.copy(slot.pinned.range.piece(start, nbytes), slot.memory.range.piece(start, nbytes), out)
-        return Snapshot(self, slot, count, device.record(out))
+        return Snapshot(self, slot, count, gathered, device.record(out))
 
     def give_back(self, slot: Slot) -> None:
         """Nothing of it is read or under way any more."""
@@ -120,11 +132,13 @@ class Snapshots:
 
 
 class Snapshot:
-    """The pages of `count` blocks, once `done` has returned True, until `release`."""
+    """The pages of `count` blocks, once `done` has returned True, until `release`. The blocks are read no more behind
+    the event `gathered`."""
 
-    def __init__(self, of: Snapshots, slot: Slot, count: int, event: Event) -> None:
+    def __init__(self, of: Snapshots, slot: Slot, count: int, gathered: Event, event: Event) -> None:
         self._of = of
         self._slot = slot
+        self.gathered = gathered
         self._event = event
         self._views = ExitStack()
         self.opened = False

@@ -278,9 +278,14 @@ class Scenario:
         model = self._models[traits.model]
         options = dict(traits.options)
         if traits.twin:
-            options["rank"] = partial(TwinRank, seed=self._random.getrandbits(32), second=self._random.random() < 0.5)
+            seed, second, zeroes = (
+                self._random.getrandbits(32),
+                self._random.random() < 0.5,
+                self._random.random() < 0.3,
+            )
+            options["rank"] = partial(TwinRank, seed=seed, second=second, zeroes=zeroes)
         engine = self._bench.engine(model, dict(traits.settings), at_once=traits.calm, **options)
-        if traits.twin:
+        if traits.twin and zeroes:
             copies_blocks(engine, random.Random(self._random.getrandbits(32)))
         if traits.calm:
             engine.on_step = lambda output: engine.wait_idle()

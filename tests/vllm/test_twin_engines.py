@@ -109,7 +109,7 @@ def test_what_was_enqueued_just_before_the_end_has_been_read_when_that_returns(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread is about to look for new work when it is told to end, with work behind which nothing has waited."""
-    engine = start()
+    engine = start(settings={"staging_bytes": 64 << 10})
     engine.add("a", PROMPT)
     engine.run()
     engine.drain()
@@ -241,7 +241,24 @@ def _a_copied_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(compat, "copied_into", lambda output: ())
 
 
+def _blocks_are_overwritten_while_they_are_read_beside(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SnapshotStores, "_keep_behind", lambda self, blocks: False)
+
+
+def _blocks_are_read_beside_before_they_are_filled(patch: pytest.MonkeyPatch) -> None:
+    take = SnapshotStores._take_one_beside
+
+    def early(self: SnapshotStores) -> bool:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(self._snapshots.device, "done", lambda event: True)
+            return take(self)
+
+    patch.setattr(SnapshotStores, "_take_one_beside", early)
+
+
 FAULTS = [
+    _blocks_are_overwritten_while_they_are_read_beside,
+    _blocks_are_read_beside_before_they_are_filled,
     _a_copied_block_is_not_told,
     _stores_read_blocks_that_were_given_away,
     _what_a_step_takes_is_not_told,

@@ -1,8 +1,8 @@
 """Workers of toy engines whose KV lies in the memory of a twin: the forward pass is work that the twin does late, in
 vLLM's own order of calls, by either of its model runners.
 
-Blocks that a step takes are overwritten with garbage before the pass: as the second runner does with copies and
-zeroing, before it tells the connector of the step; as the first one does, after it.
+Blocks that a step takes are overwritten with garbage before the pass, after the connector was told of the step. Only
+the second runner, where blocks are to be zeroed or copied, does that before it tells.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -72,8 +72,8 @@ class Watched(Ordering):
 
 
 class TwinRank(Rank):
-    """A worker with its own device. `second`: by vLLM's second model runner. `warm`: it has stored before, so that its
-    first stores find a slot."""
+    """A worker with its own device. `second`: by vLLM's second model runner. `zeroes`: it writes new blocks where
+    one does whose model wants them zeroed. `warm`: it has stored before, so that its first stores find a slot."""
 
     def __init__(
         self,
@@ -83,9 +83,11 @@ class TwinRank(Rank):
         *,
         seed: int = 0,
         second: bool = False,
+        zeroes: bool = False,
         warm: bool = False,
     ) -> None:
         self._second = second
+        self._zeroes = zeroes
         self._warm = warm
         self._rng = Random(f"twin {seed} {number}")
         self._out: deque[Event] = deque()
@@ -111,6 +113,8 @@ class TwinRank(Rank):
         }
 
     def _register(self) -> None:
+        if self._zeroes:
+            self.side._layout = replace(self.side._layout, zeroes_blocks=True)
         if self._second:
             with patch.object(second_runner, "get_kv_transfer_group", lambda: self.connector):
                 self._runner = second_runner.ActiveKVConnector(self.config, self.caches)
@@ -135,7 +139,8 @@ class TwinRank(Rank):
     ) -> tuple[KVConnectorOutput, dict[str, int]]:
         output = deepcopy(output)
         output.kv_connector_metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
-        self._spoil(output)
+        if self._zeroes:
+            self._spoil(output)
         self._update_tables(output)
         said: dict[str, int] = {}
         with patch.multiple(second_runner, get_forward_context=lambda: None, is_forward_context_available=lambda: True):
@@ -149,7 +154,7 @@ class TwinRank(Rank):
         return told, said
 
     def _forward(self, output: SchedulerOutput, texts: dict[str, Text]) -> dict[str, int]:
-        if not self._second:
+        if not self._second or not self._zeroes:
             self._spoil(output)
         spans, said = spans_of(output, texts), dict[str, int]()
         late = copy(self)
@@ -244,7 +249,7 @@ def copies_blocks(engine: Engine, rng: Random) -> None:
         nonlocal computes
         (copies, retained), computed = take(), computes
         computes = False
-        if computed and pool.get_num_free_blocks() > 8 and not rng.randrange(4):
+        if computed and pool.get_num_free_blocks() > 8 and rng.random() < 0.5:
             (into,) = pool.get_new_blocks(1)
             copies, retained = [*copies, KVCacheBlockCopy(into.block_id, into.block_id)], [*retained, into]
         return copies, retained

@@ -44,7 +44,8 @@ class Layout:
     """The KV of one engine: the `groups` of the whole model, and for each group the part that one rank holds and the
     byte order of its blocks (`formats`). `layers` are the engine's names of a group's layers, in the order of
     `groups[i].layers`; `dims` are the dimensions of K and of V of one head. `kernels` names what computes KV on a GPU,
-    as (name, value), since the bits depend on it; it is empty on a CPU, whose kernels stand in `formats`."""
+    as (name, value), since the bits depend on it; it is empty on a CPU, whose kernels stand in `formats`.
+    `zeroes_blocks`: the engine writes new blocks before it tells its workers' connectors of the step."""
 
     block_tokens: int
     groups: tuple[Group, ...]
@@ -53,6 +54,7 @@ class Layout:
     dims: tuple[tuple[int, int], ...]
     formats: tuple[KVFormat, ...]
     kernels: tuple[tuple[str, str], ...] = ()
+    zeroes_blocks: bool = False
 
     @property
     def may_fail_in_part(self) -> bool:
@@ -87,7 +89,8 @@ def layout(config: Any, kv: Any) -> Layout:
         formats.append(of_kernel)
     block_tokens = kv.kv_cache_groups[0].kv_cache_spec.block_size
     kernels = _kernels(config, groups, dims) if device() != "cpu" else ()
-    return Layout(block_tokens, tuple(groups), tuple(parts), tuple(names), tuple(dims), tuple(formats), kernels)
+    of_groups = tuple(groups), tuple(parts), tuple(names), tuple(dims), tuple(formats)
+    return Layout(block_tokens, *of_groups, kernels, zeroes_blocks=kv.needs_kv_cache_zeroing)
 
 
 def _kernels(config: Any, groups: Sequence[Group], dims: Sequence[tuple[int, int]]) -> tuple[tuple[str, str], ...]:

@@ -2,9 +2,10 @@
 
 `begun`, on the model's thread, enqueues a snapshot of each block behind the work that fills it (device/snapshots.py);
 then the engine may do with the block what it likes. A thread of ours waits until the pages have arrived in pinned
-memory, and stores them. Blocks that find no slot free wait, in the order of their chains, for a later step: while their
-request owns them, or the engine keeps them for it. A step that writes one of them first drops it, and what comes behind
-it in its order. The model's thread never waits.
+memory, and stores them. Blocks that find no slot free wait, in the order of their chains, while their request owns them
+or the engine keeps them for it: as slots become free, our thread takes snapshots of them beside the engine's work. A
+step that writes one of them first drops it, and what comes behind it in its order; if it writes one whose snapshot is
+being taken beside it, its stream waits for that. The model's thread never waits for the device.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -24,7 +26,7 @@ from kvcluster.client.results import Stored
 from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import MissReason
-from kvcluster.device.device import DeviceFailed, NoMemory
+from kvcluster.device.device import DeviceFailed, Event, NoMemory
 from kvcluster.device.snapshots import Snapshot, Snapshots
 from kvcluster.engines.texts import error_text
 from kvcluster.engines.vllm.step_metadata import StepReport, StoreOrder
@@ -51,13 +53,15 @@ _CLOSE_S = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """An order, of which blocks `next` to `stop` are still to be taken, counted in the order."""
+    """An order, of which blocks `next` to `stop` are still to be taken, counted in the order. They are filled behind
+    the event `filled`; None if the model's thread alone can say so yet."""
 
     order: StoreOrder
     hashes: Sequence[BlockHash]
     client: Client
     stop: int
     next: int = 0
+    filled: Event | None = None
 
     @property
     def left(self) -> bool:
@@ -118,18 +122,22 @@ class _Store(NamedTuple):
 
 class SnapshotStores:
     """Stores by snapshots. The first one starts the thread, which allocates the staging: before that nothing is asked
-    of the device."""
+    of the device. `beside`: the engine writes no block before a call of `before` that names it, so that snapshots may
+    be taken beside its work."""
 
-    def __init__(self, snapshots: Snapshots, store_ms: int) -> None:
+    def __init__(self, snapshots: Snapshots, store_ms: int, *, beside: bool) -> None:
+        self._may_beside = beside
         self._snapshots = snapshots
         self._store_ms = store_ms
-        self._waiting: list[_Waiting] = []
-        self._new: SimpleQueue[_UnderWay | None] = SimpleQueue()
-        self._went_on: set[str] = set()
-        self._report = StepReport()  # of the model's thread
-        self._ended = StepReport()  # of ours, under the lock
         self._lock = threading.Lock()
-        self._taken = self._given_back = 0  # slots: by the model's thread, by ours
+        """Of whoever takes snapshots, and of all down to `_taken`. It is held for one snapshot at a time."""
+        self._waiting: list[_Waiting] = []
+        self._beside: list[tuple[set[int], Event]] = []  # blocks that are read beside the engine's work, until when
+        self._went_on: set[str] = set()
+        self._report = StepReport()
+        self._taken = 0
+        self._given_back = 0
+        self._new: SimpleQueue[_UnderWay | None] = SimpleQueue()
         # Of our thread. `_ending`: it has taken over all that was enqueued before `close`.
         self._ending = False
         self._under_way: list[_UnderWay] = []
@@ -145,29 +153,54 @@ class SnapshotStores:
 
     def before(self, written: Collection[int]) -> None:
         """As Stores."""
-        if self._waiting:
-            blocks = set(written)
+        if not self._waiting and not self._beside:
+            return
+        blocks = set(written)
+        with self._lock:
             for one in self._waiting:
                 rest = range(one.next, one.stop)
                 lost = next((at for at in rest if any(of[at] in blocks for of in one.order.source)), None)
                 if lost is not None:
                     self._drop(one, lost)
-            self._take()
+            self._try(partial(self._keep_behind, blocks))
+
+    def _keep_behind(self, blocks: set[int]) -> bool:
+        """Has the engine's work from now on come after snapshots of these blocks that are taken beside it."""
+        read = [event for of_one, event in self._beside if not blocks.isdisjoint(of_one)]
+        if read:  # all are taken on one stream: the last is behind the others
+            device = self._snapshots.device
+            device.wait(device.current(), read[-1])
+        return bool(read)
 
     def begin(self, order: StoreOrder, hashes: Sequence[BlockHash], client: Client) -> None:
         """As Stores."""
-        if self.failed:
-            self._report.refused(order, self.failed)
-            return
-        if self._thread is None and not self._start():
-            self._report.refused(order, self._refused)
-            return
-        self._waiting.append(_Waiting(order, hashes, client, len(order.source[0])))
+        with self._lock:
+            if self.failed:
+                self._report.refused(order, self.failed)
+            elif self._thread is None and not self._start():
+                self._report.refused(order, self._refused)
+            else:
+                self._waiting.append(_Waiting(order, hashes, client, len(order.source[0])))
 
     def begun(self) -> None:
-        """As Stores: enqueues what there is room for."""
+        """As Stores: enqueues what there is room for, and says from when on the rest may be taken beside the engine's
+        work."""
         if self._waiting:
-            self._take()
+            with self._lock:
+                self._try(self._take)
+
+    def _take(self) -> bool:
+        """Leaves all to our thread if that has not caught up: what waits is taken in its order."""
+        behind = any(one.filled is not None for one in self._waiting)
+        while not behind and self._ready.is_set() and self._take_one(self._waiting, self._snapshots.take):
+            """There may be room for another."""
+        new = [one for one in self._waiting if one.left and one.filled is None]
+        if new and self._may_beside:
+            device = self._snapshots.device
+            filled = device.record(device.current())
+            for one in new:
+                one.filled = filled
+        return True
 
     def wait_ended(self, requests: Collection[str], deadline: Deadline) -> None:
         """As Stores. The engine that continues waits for the blocks itself."""
@@ -181,53 +214,56 @@ class SnapshotStores:
     def settle(self, held: Mapping[str, int], report: StepReport) -> None:
         """As Stores."""
         now = time.monotonic_ns()
-        for one in self._waiting:
-            if held.get(one.order.request, now) < now:
-                self._drop(one, one.next)
-        self._forget_ended()
         with self._lock:
-            ended, self._ended = self._ended, StepReport()
-        report.add_stores(ended)
-        report.add_stores(self._report)
-        self._report = StepReport()
+            for one in self._waiting:
+                if held.get(one.order.request, now) < now:
+                    self._drop(one, one.next)
+            self._forget_ended()
+            report.add_stores(self._report)
+            self._report = StepReport()
 
     def reads(self, request: str) -> bool:
         """As Stores."""
-        return any(one.order.request == request and one.left for one in self._waiting)
+        with self._lock:
+            return any(one.order.request == request and one.left for one in self._waiting)
 
     def went_on(self) -> Collection[str]:
         """As Stores."""
-        went_on, self._went_on = self._went_on, set()
+        with self._lock:
+            went_on, self._went_on = self._went_on, set()
         return went_on
 
     def close(self) -> None:
         """As Stores. Waits for what was enqueued, which reads the engine's blocks."""
-        for one in self._waiting:
-            self._drop(one, one.next)
-        self._forget_ended()
+        with self._lock:
+            for one in self._waiting:
+                self._drop(one, one.next)
+            self._forget_ended()
         self._new.put(None)
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
 
-    def _take(self) -> None:
-        """Enqueues snapshots of what waits, as long as there are slots."""
-        if self._ready.is_set() and not self.failed:
-            try:
-                while self._take_one():
-                    """There may be room for another."""
-            except DeviceFailed as error:
-                self.failed = f"{MissReason.DEVICE_LOST.value}: {error}"
+    # ------------------------------------------------------------------------------ either thread, under the lock
+
+    def _try(self, take: Callable[[], bool]) -> bool:
+        """Returns what `take` returns; drops all that waits if the device has failed or there is no staging."""
+        taken = False
+        try:
+            taken = not self.failed and take()
+        except DeviceFailed as error:
+            self.failed = f"{MissReason.DEVICE_LOST.value}: {error}"
         if self.failed or (self._refused and not self._ready.is_set()):
             for one in self._waiting:
                 one.stop = one.next
                 self._report.store_misses[self.failed or self._refused] += 1
         self._forget_ended()
+        return taken
 
-    def _take_one(self) -> bool:
-        """Enqueues one snapshot. Returns False if nothing waits or no slot is free."""
+    def _take_one(self, waiting: Sequence[_Waiting], take: Callable[[list[list[int]]], Snapshot | None]) -> bool:
+        """Enqueues one snapshot of these. Returns False if nothing of them waits or no slot is free."""
         pieces: list[_Piece] = []
         blocks: list[list[int]] = [[] for _ in self._snapshots.starts]
-        for one in self._waiting:
+        for one in waiting:
             room = self._snapshots.most - len(blocks[0])
             if not room:
                 break
@@ -236,7 +272,7 @@ class SnapshotStores:
                 pieces.append(_Piece(one, first, stop, len(blocks[0])))
                 for mine, of_group in zip(blocks, one.order.source, strict=True):
                     mine += of_group[first:stop]
-        snapshot = self._snapshots.take(blocks) if pieces else None
+        snapshot = take(blocks) if pieces else None
         if snapshot is None:
             return False
         for one, _, stop, _ in pieces:
@@ -287,6 +323,7 @@ class SnapshotStores:
                 self._collect()
                 self._settle()
                 self._advance()
+                self._take_beside()
             self._snapshots.close()
         except DeviceFailed as error:  # its slots may be in use for ever
             self._fail(f"{MissReason.DEVICE_LOST.value}: {error}")
@@ -297,13 +334,33 @@ class SnapshotStores:
     def _collect(self) -> None:
         """Takes over new snapshots, up to the end that `close` marks; waits for one, or for a while."""
         try:
-            new = self._new.get(timeout=_PAUSE_S if self._under_way else None)
+            new = self._new.get(timeout=_PAUSE_S if self._under_way or self._waiting else None)
             while new is not None:
                 self._under_way.append(new)
                 new = self._new.get_nowait()
             self._ending = True
         except Empty:
             return
+
+    def _take_beside(self) -> None:
+        """Takes snapshots of what still waits, one at a time, so that the model's thread gets the lock between two."""
+        while self._waiting:
+            with self._lock:
+                if not self._try(self._take_one_beside):
+                    return
+
+    def _take_one_beside(self) -> bool:
+        """Takes one of what a step has filled that has ended by now."""
+        filled = next((one.filled for one in self._waiting), None)
+        if filled is None or not self._snapshots.device.done(filled):
+            return False
+        return self._take_one([one for one in self._waiting if one.filled is filled], self._snapshot_beside)
+
+    def _snapshot_beside(self, blocks: list[list[int]]) -> Snapshot | None:
+        snapshot = self._snapshots.take_beside(blocks)
+        if snapshot is not None:
+            self._beside.append((set(chain.from_iterable(blocks)), snapshot.gathered))
+        return snapshot
 
     def _settle(self) -> None:
         """Counts the stores that have ended, and gives back the slots of which nothing is left."""
@@ -313,7 +370,7 @@ class SnapshotStores:
         for store in [one for one in self._stores if one.transfer.done()]:
             self._stores.remove(store)
             with self._lock:
-                count_store(store.transfer, self._ended, dropped=False)
+                count_store(store.transfer, self._report, dropped=False)
             self._read(store.reads)
 
     def _read(self, snapshots: Sequence[_UnderWay]) -> None:
@@ -331,6 +388,8 @@ class SnapshotStores:
             if one.snapshot.opened or not one.snapshot.done():
                 continue
             one.snapshot.open()
+            with self._lock:
+                self._beside = [each for each in self._beside if each[1] is not one.snapshot.gathered]
             self._arrived += [(one, piece) for piece in one.pieces]
         if self._ending:
             arrived, self._arrived = self._arrived, []
@@ -360,7 +419,7 @@ class SnapshotStores:
             transfer = begin_store(first.of.client, order, hashes, source, self._store_ms)
         except KVClusterError as error:
             with self._lock:
-                self._ended.store_misses[str(error)] += 1
+                self._report.store_misses[str(error)] += 1
             self._read(snapshots)
         else:
             self._stores.append(_Store(transfer, snapshots))
@@ -370,4 +429,4 @@ class SnapshotStores:
         for store in self._stores:
             store.transfer.cancel()
         with self._lock:
-            self._ended.store_misses[why] += sum(one.left for one in self._under_way)
+            self._report.store_misses[why] += sum(one.left for one in self._under_way)

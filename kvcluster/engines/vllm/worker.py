@@ -93,7 +93,8 @@ class WorkerSide:
                 f"KV lies in the memory of {kv.device.name}: no release of kvcluster has run so on a card. If answers "
                 'differ from those with "mode": "off", tell us'
             )
-            self._stores = SnapshotStores(kv.snapshots(), self._settings.store_ms)
+            beside = not self._layout.zeroes_blocks
+            self._stores = SnapshotStores(kv.snapshots(), self._settings.store_ms, beside=beside)
 
     def unregister(self) -> None:
         """The memory of the engine's KV goes away, until `restore`: ends all that reads or writes it. May be called
