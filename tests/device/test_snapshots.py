@@ -81,8 +81,14 @@ def test_a_snapshot_holds_what_was_there_when_it_was_taken(seed: int) -> None:
         count = engine.rng.randint(1, min(BLOCKS, snapshots.most))
         blocks = [engine.rng.sample(range(BLOCKS), count) for _ in engine.geometries]
         expected = [engine.expected(group, of_group) for group, of_group in enumerate(blocks)]
-        snapshot = snapshots.take(blocks)
-        assert snapshot is not None
+        if engine.rng.random() < 0.5:
+            snapshot = snapshots.take(blocks)
+            assert snapshot is not None
+        else:
+            wait_done(engine.twin, engine.twin.record(engine.twin.current()))
+            snapshot = snapshots.take_beside(blocks)
+            assert snapshot is not None
+            engine.twin.wait(engine.twin.current(), snapshot.gathered)
         engine.write()
         while not snapshot.done():
             """The twin goes on."""
@@ -92,6 +98,21 @@ def test_a_snapshot_holds_what_was_there_when_it_was_taken(seed: int) -> None:
             assert list(map(bytes, snapshot.pages(group, 1, count))) == pages[1:]
         snapshot.release()
     snapshots.close()
+
+
+def test_beside_the_engine_it_is_taken_of_filled_blocks_and_overwritten_behind_it() -> None:
+    engine = Engine(4)
+    snapshots = opened(engine, 1)
+    blocks = [[0] for _ in engine.geometries]
+    engine.write()
+    with pytest.raises(Unordered):
+        snapshots.take_beside(blocks)
+    snapshots = opened(engine, 1)
+    wait_done(engine.twin, engine.twin.record(engine.twin.current()))
+    assert snapshots.take_beside(blocks) is not None
+    assert snapshots.take_beside(blocks) is None, "no slot is free"
+    with pytest.raises(Unordered):
+        engine.write()
 
 
 def test_without_a_free_slot_nothing_is_taken() -> None:
