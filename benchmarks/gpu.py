@@ -67,7 +67,7 @@ STEPS = (
     Step("device", 75, "what kvcluster does with a card: order, moves, loads and stores", ("torch", "triton")),
     Step("copies", 60, "host memory to and from the card", card=True),
     Step("registering", 60, "making host memory known to the card", card=True),
-    Step("prefix", 120, "transformers with PrefixCache: loading against computing", ("torch", "transformers")),
+    Step("prefix", 150, "transformers with PrefixCache: loading against computing", ("torch", "transformers")),
     Step("shard", 75, "verified loads from a shard in another process, towards the card"),
     Step("rates", 45, "speed of the Triton codecs", ("torch", "triton"), card=True),
     Step("exported", 30, "memory of the card that another process maps", card=True),

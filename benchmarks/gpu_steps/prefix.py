@@ -2,7 +2,7 @@
 shape of Llama-3-8B. Loaded KV must be the stored KV bit for bit, and the tokens generated over it those that the model
 generates over its own KV of the same prefix, as far as it repeats itself: attention runs by torch's FlashAttention or
 plain mathematics, since cuDNN's, the default on some cards, may give other bits each time. On CUDA the KV passes
-through host memory. Without a card: a small model.
+through host memory, and then straight to and from the card (`device_staging_bytes`). Without a card: a small model.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def same(one: list[tuple[torch.Tensor, ...]], other: list[tuple[torch.Tensor, ..
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
 
 
-def measure(model: Any, client: Client, tokens: int) -> None:
-    generator = torch.Generator().manual_seed(tokens)
+def measure(model: Any, client: Client, tokens: int, way: str) -> None:
+    generator = torch.Generator().manual_seed(tokens + client.takes_device_tensors)
     ids = torch.randint(1, model.config.vocab_size, (1, tokens + 1), generator=generator).to(model.device)
     run(model, ids, DynamicCache(config=model.config), 1)
     computing, own = [], DynamicCache(config=model.config)
@@ -117,6 +117,7 @@ def measure(model: Any, client: Client, tokens: int) -> None:
     compute, hit = sorted(computing)[1], sorted(answering)[1]
     row(
         "first token",
+        way=way,
         tokens=tokens,
         loaded=found,
         MiB=stored.nbytes >> 20,
@@ -143,12 +144,13 @@ def main(device: str) -> None:
     on_card = device == "cuda"
     model = model_of(LARGE if on_card else SMALL, "cuda" if on_card else "cpu")
     spec = spec_of(model, weights="sha256:" + "0" * 64)
-    with cluster("7GiB" if on_card else "64MiB") as served:
-        config = ClientConfig(deadline_ms=60_000, connect_ms=20_000)
-        exact = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-        with exact, kvcluster.connect(served.address, spec, config=config) as client:
-            for tokens in (2_048, 8_192, 32_768) if on_card else (64, 256):
-                measure(model, client, tokens)
+    exact = sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+    with cluster("14GiB" if on_card else "64MiB") as served, exact:
+        for way, staging in (("through host memory", 0), ("straight", 2**28)) if on_card else (("on a CPU", 0),):
+            config = ClientConfig(deadline_ms=60_000, connect_ms=20_000, device_staging_bytes=staging)
+            with kvcluster.connect(served.address, spec, config=config) as client:
+                for tokens in (2_048, 8_192, 32_768) if on_card else (64, 256):
+                    measure(model, client, tokens, way)
 
 
 if __name__ == "__main__":

@@ -232,6 +232,11 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
         return blocks
 
     @property
+    def takes_device_tensors(self) -> bool:
+        """Whether loads and stores take tensors on a CUDA device (`ClientConfig.device_staging_bytes`)."""
+        return size(self._config.device_staging_bytes) > 0
+
+    @property
     def wants_tokens(self) -> bool:
         """Whether the cluster publishes KV events, for which stores should pass token ids. False until it is known."""
         return self._control.wants_tokens

@@ -20,11 +20,10 @@ from kvcluster.device.ordering import Unordered
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.device.twin import Machine, Twin
 from kvcluster.errors import CallerError
-from kvcluster.pages.region import bytes_at
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, spec_of
-from tests.device.programs import finish
+from tests.device.tensors import Engine
 from tests.transport import shm_served, test_grpc, test_tcp
 from tests.transport.peers import InProcess
 
@@ -57,38 +56,6 @@ def client_over(path: str, cluster: MemoryCluster) -> Iterator[Client]:
         client = Client(cluster.port(ONE), lambda shard: served[shard.shard].open(ONE), SPEC)
         stack.callback(client.close)
         yield client
-
-
-class Engine:
-    """An engine whose caches lie in the memory of a twin. Its work goes on the current stream, and it never waits."""
-
-    def __init__(self, twin: Twin) -> None:
-        self.twin = twin
-        self._whole: list[tuple[torch.Tensor, Any]] = []
-
-    def tensor(self, *shape: int) -> torch.Tensor:
-        """A new tensor, whose memory is garbage."""
-        memory = self.twin.allocate(2 * torch.Size(shape).numel())
-        tensor = torch.frombuffer(bytes_at(*memory.range), dtype=torch.bfloat16).view(shape)
-        self._whole.append((tensor, memory))
-        return tensor
-
-    def write(self, tensor: torch.Tensor, content: torch.Tensor) -> None:
-        """Enqueues a write of all of a tensor, as a forward pass would."""
-        memory = next(memory for each, memory in self._whole if each is tensor)
-        pinned = self.twin.pin(memory.range.nbytes)
-        with pinned.opened(0, memory.range.nbytes, writes=True) as view:
-            view[:] = content.contiguous().view(torch.int16).numpy().tobytes()
-        self.twin.copy(memory.range, pinned.range, self.twin.current())
-
-    def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What the engine reads there, behind all that it has enqueued."""
-        memory = next(memory for each, memory in self._whole if each is tensor)
-        pinned, stream = self.twin.pin(memory.range.nbytes), self.twin.current()
-        self.twin.copy(pinned.range, memory.range, stream)
-        finish(self.twin, self.twin.record(stream))
-        with pinned.opened(0, memory.range.nbytes, writes=False) as view:
-            return torch.frombuffer(bytearray(view), dtype=torch.bfloat16).view(tensor.shape)
 
 
 @pytest.fixture

@@ -246,7 +246,7 @@ class PrefixCache(DynamicCache):
 
     def _begin_load(self, row: int, ticket: Ticket, model: PreTrainedModel, deadline: Deadline) -> Callable[[], Loaded]:
         """Loads a ticket's blocks into a row, or begins to. Returns a function that waits for the outcome."""
-        if is_staged(model):
+        if is_staged(model, self._client):
             loaded = load_staged(self._client, ticket, model.device, partial(self._place, row), deadline)
             return lambda: loaded
         into = self._pages(row, self._prompts[row].padding, ticket.blocks)
@@ -254,13 +254,12 @@ class PrefixCache(DynamicCache):
 
     def _allocate(self, model: PreTrainedModel, columns: int) -> None:
         """Allocates the layers where blocks arrive. Zeroes the padding: it is masked, but a mask does not stop NaN."""
-        device = model.device if is_staged(model) else torch.device("cpu")
         (group,) = self._client.spec.groups
         like = torch.empty(0, dtype=model.dtype, device=model.device)
         shape = (len(self._prompts), group.heads, columns, group.planes[0].dim)
         for layer in layers(self):
             layer.lazy_initialization(like, like)
-            layer.keys, layer.values = (torch.empty(shape, dtype=model.dtype, device=device) for _ in range(2))
+            layer.keys, layer.values = (new_plane(shape, like) for _ in range(2))
             for tensor in planes(layer):
                 for row, prompt in enumerate(self._prompts):
                     tensor[row, :, : prompt.padding] = 0
@@ -296,7 +295,9 @@ class PrefixCache(DynamicCache):
         step = self._client.spec.block_tokens
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
-            tokens = tensor[row, :, column : column + blocks * step].detach().cpu()
+            tokens = tensor[row, :, column : column + blocks * step].detach()
+            if not self._client.takes_device_tensors:
+                tokens = tokens.cpu()
             return tokens.view(tokens.shape[0], blocks, step, tokens.shape[-1]).permute(1, 2, 0, 3)
 
         return Paged([tuple(view(tensor) for tensor in planes(layer)) for layer in layers(self)], range(blocks))
@@ -321,10 +322,16 @@ class PrefixCache(DynamicCache):
                 yield row, prompt.padding, prompt.columns[prompt.padding : length]
 
 
-def is_staged(model: PreTrainedModel) -> bool:
+def is_staged(model: PreTrainedModel, client: Client) -> bool:
     """Whether KV for this model is loaded through buffers in host memory (staged_load.py), because the model's memory
-    is not the CPU's."""
-    return model.device.type != "cpu"
+    is not the CPU's, and not of a device whose tensors the client takes."""
+    served = client.takes_device_tensors and model.device.type == "cuda"
+    return model.device.type != "cpu" and not served
+
+
+def new_plane(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """Returns memory for one plane of a layer, where `like` lies."""
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
 def _hashes(

@@ -113,7 +113,7 @@ class _UnderWay:
         self.left = len(pieces)
 
 
-class _Store(NamedTuple):
+class _PagesStore(NamedTuple):
     """A store under way, and the snapshots that it reads."""
 
     transfer: Transfer[Stored]
@@ -142,7 +142,7 @@ class SnapshotStores:
         self._ending = False
         self._under_way: list[_UnderWay] = []
         self._arrived: list[tuple[_UnderWay, _Piece]] = []
-        self._stores: list[_Store] = []
+        self._stores: list[_PagesStore] = []
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
         self._refused = ""
@@ -422,7 +422,7 @@ class SnapshotStores:
                 self._report.store_misses[str(error)] += 1
             self._read(snapshots)
         else:
-            self._stores.append(_Store(transfer, snapshots))
+            self._stores.append(_PagesStore(transfer, snapshots))
 
     def _fail(self, why: str) -> None:
         self.failed = why
