@@ -165,7 +165,10 @@ class SnapshotStores:
             self._try(partial(self._keep_behind, blocks))
 
     def _keep_behind(self, blocks: set[int]) -> bool:
-        """Has the engine's work from now on come after snapshots of these blocks that are taken beside it."""
+        """Has the engine's work from now on come after snapshots of these blocks that are taken beside it. Where none
+        may be, takes what has waited: a step that computes nothing never calls `begun`."""
+        if not self._may_beside:
+            return self._take()
         read = [event for of_one, event in self._beside if not blocks.isdisjoint(of_one)]
         if read:  # all are taken on one stream: the last is behind the others
             device = self._snapshots.device
@@ -206,10 +209,14 @@ class SnapshotStores:
         """As Stores. The engine that continues waits for the blocks itself."""
 
     def wait_idle(self, deadline: Deadline) -> bool:
-        """As Stores. Blocks that wait for a slot are not under way."""
-        while self._taken > self._given_back and not self.failed and deadline.remaining_s():
+        """As Stores. Blocks that wait for a slot are under way if our thread may take them."""
+        while self._is_under_way() and deadline.remaining_s():
             time.sleep(_PAUSE_S)
-        return self._taken == self._given_back or bool(self.failed)
+        return not self._is_under_way()
+
+    def _is_under_way(self) -> bool:
+        waits = self._may_beside and bool(self._waiting) and self._thread is not None
+        return not self.failed and (self._taken > self._given_back or waits)
 
     def settle(self, held: Mapping[str, int], report: StepReport) -> None:
         """As Stores."""
