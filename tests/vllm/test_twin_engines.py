@@ -288,10 +288,6 @@ def _a_slot_is_given_back_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Snapshots, "take", early)
 
 
-def _a_copied_block_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(compat, "copied_into", lambda output: ())
-
-
 def _blocks_are_overwritten_while_they_are_read_beside(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SnapshotStores, "_keep_behind", lambda self, blocks: False)
 
@@ -310,7 +306,6 @@ def _blocks_are_read_beside_before_they_are_filled(patch: pytest.MonkeyPatch) ->
 FAULTS = [
     _blocks_are_overwritten_while_they_are_read_beside,
     _blocks_are_read_beside_before_they_are_filled,
-    _a_copied_block_is_not_told,
     _stores_read_blocks_that_were_given_away,
     _what_a_step_takes_is_not_told,
     _loads_are_received_before_their_event,
