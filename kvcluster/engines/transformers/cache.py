@@ -246,7 +246,7 @@ class PrefixCache(DynamicCache):
 
     def _begin_load(self, row: int, ticket: Ticket, model: PreTrainedModel, deadline: Deadline) -> Callable[[], Loaded]:
         """Loads a ticket's blocks into a row, or begins to. Returns a function that waits for the outcome."""
-        if is_staged(model, self._client):
+        if is_staged(model.device, self._client):
             loaded = load_staged(self._client, ticket, model.device, partial(self._place, row), deadline)
             return lambda: loaded
         into = self._pages(row, self._prompts[row].padding, ticket.blocks)
@@ -296,7 +296,7 @@ class PrefixCache(DynamicCache):
 
         def view(tensor: torch.Tensor) -> torch.Tensor:
             tokens = tensor[row, :, column : column + blocks * step].detach()
-            if not self._client.takes_device_tensors:
+            if is_staged(tensor.device, self._client):
                 tokens = tokens.cpu()
             return tokens.view(tokens.shape[0], blocks, step, tokens.shape[-1]).permute(1, 2, 0, 3)
 
@@ -322,11 +322,11 @@ class PrefixCache(DynamicCache):
                 yield row, prompt.padding, prompt.columns[prompt.padding : length]
 
 
-def is_staged(model: PreTrainedModel, client: Client) -> bool:
-    """Whether KV for this model is loaded through buffers in host memory (staged_load.py), because the model's memory
-    is not the CPU's, and not of a device whose tensors the client takes."""
-    served = client.takes_device_tensors and model.device.type == "cuda"
-    return model.device.type != "cpu" and not served
+def is_staged(device: torch.device, client: Client) -> bool:
+    """Whether KV on this device is moved through host memory (loads by staged_load.py): the device is not the CPU, nor
+    one whose tensors the client takes."""
+    served = client.takes_device_tensors and device.type == "cuda"
+    return device.type != "cpu" and not served
 
 
 def new_plane(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

@@ -90,8 +90,8 @@ def test_it_is_stored_from_there_behind_what_the_model_has_enqueued(cluster: Mem
 
 def test_host_memory_is_between_where_the_client_does_not_take_the_tensors() -> None:
     def staged(device: str, *, takes: bool) -> bool:
-        model, client = SimpleNamespace(device=torch.device(device)), SimpleNamespace(takes_device_tensors=takes)
-        return cache.is_staged(model, client)  # type: ignore[arg-type]
+        client = SimpleNamespace(takes_device_tensors=takes)
+        return cache.is_staged(torch.device(device), client)  # type: ignore[arg-type]
 
     assert [staged(device, takes=True) for device in ("cpu", "cuda", "xpu")] == [False, False, True]
     assert [staged(device, takes=False) for device in ("cpu", "cuda", "xpu")] == [False, True, True]

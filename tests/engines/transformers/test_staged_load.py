@@ -21,7 +21,7 @@ from tests.engines.transformers.models import BLOCK, batch, connect, model_of, p
 @pytest.fixture(params=[1, 3, 1_000])
 def blocks_a_buffer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Has every load go through buffers of so many blocks."""
-    monkeypatch.setattr(cache, "is_staged", lambda model, client: True)
+    monkeypatch.setattr(cache, "is_staged", lambda device, client: True)
     page = model_spec_bytes()
     monkeypatch.setattr(staged_load, "BUFFER_BYTES", request.param * page)
     count: int = request.param
