@@ -27,7 +27,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-import tests.vllm.conftest  # first: it sets what vLLM reads when it is imported  # noqa: F401  # isort: split
+import tests.vllm.conftest  # the environment that tests give vLLM: no network, few messages  # noqa: F401
 from benchmarks.model_thread import BLOCK, DIM, HEADS, LAYERS, FreeDevice, device_kv_over
 from kvcluster.config.loading import size
 from kvcluster.device.device import Event, Range, Stream
@@ -152,9 +152,7 @@ def _stored(engine: Engine, prompts: list[list[int]], answer: int) -> dict[str, 
     began = time.perf_counter()
     engine.run()
     computed = time.perf_counter()
-    while engine.scheduler.has_requests() or engine._out:
-        engine.take_back() if engine._out else engine.step()
-        time.sleep(0.001)  # as vLLM's core where it has nothing to compute
+    engine.finish()
     engine.drain()
     stored = time.perf_counter()
     blocks = sum(len(prompt) // BLOCK for prompt in prompts)

@@ -95,21 +95,20 @@ class Snapshots:
     def take(self, blocks: Sequence[Sequence[int]]) -> Snapshot | None:
         """Enqueues a snapshot of these blocks, for each group as many, at most `most`: behind all that the calling
         thread has enqueued, and before all that it will. Returns None if no slot is free. Raises DeviceFailed."""
-        return self._taken(blocks, self.device.current())
+        return self._taken(blocks, self.device.current(), self._out)
 
     def take_beside(self, blocks: Sequence[Sequence[int]]) -> Snapshot | None:
         """As `take`, beside the engine's work: `done` has returned True for what fills these blocks."""
-        assert self._beside is not None, "`open` has returned"
-        return self._taken(blocks, self._beside)
+        return self._taken(blocks, self._beside, self._beside)
 
-    def _taken(self, blocks: Sequence[Sequence[int]], stream: Stream) -> Snapshot | None:
+    def _taken(self, blocks: Sequence[Sequence[int]], stream: Stream | None, out: Stream | None) -> Snapshot | None:
+        """Gathers on `stream`, and copies to pinned memory on `out`."""
         try:
             slot = self._free.get_nowait()
         except Empty:
             return None
         device, count = self.device, len(blocks[0])
-        out = self._beside if stream == self._beside else self._out
-        assert out is not None, "`open` has returned"
+        assert stream is not None and out is not None, "`open` has returned"
         addresses = [slot.memory.range.address + start for start in self.starts]
         for group, (of_group, address) in enumerate(zip(blocks, addresses, strict=True)):
             at, words = self.moves.place(group, of_group, address)

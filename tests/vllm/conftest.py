@@ -16,7 +16,7 @@ os.environ |= {
 }
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,10 +121,10 @@ class Bench:
     ) -> Engine:
         """An engine replica whose processes have their clients, where it is `joined`."""
         cluster = self.cluster  # started here, and not by whichever of its threads comes first
-        with ExitStack() as within:
-            if rank is None and self.twin:
-                within.enter_context(twins())
-                rank, extra = partial(TwinRank, warm=True), {"staging_bytes": 1 << 16, **(extra or {})}
+        twin = rank is None and self.twin
+        if twin:
+            rank, extra = partial(TwinRank, warm=True), {"staging_bytes": 1 << 16, **(extra or {})}
+        with twins() if twin else nullcontext():
             config = engine_config(model, extra, **arguments)
             engine = Engine(config, blocks=blocks, overlap=overlap, at_once=at_once, rank=rank or Rank)
         self._engines.callback(engine.close)

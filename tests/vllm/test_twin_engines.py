@@ -113,7 +113,8 @@ def test_the_memory_of_a_sleeping_engine_is_let_alone(start: Start) -> None:
 def test_what_was_enqueued_just_before_the_end_has_been_read_when_that_returns(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread is about to look for new work when it is told to end, with work behind which nothing has waited."""
+    """`close` is called while the thread of stores gives a slot back, and after the engine has enqueued more snapshots,
+    which that thread has not taken over yet."""
     engine = start(settings={"staging_bytes": 64 << 10})
     engine.add("a", PROMPT)
     engine.run()

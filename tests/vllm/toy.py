@@ -9,6 +9,7 @@ about, and the only thing here that judges; what calls what, and in which order,
 from __future__ import annotations
 
 import pickle
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -391,6 +392,19 @@ class Engine:
             if not self.step().total_num_scheduled_tokens:
                 self.wait_idle()
         raise AssertionError(f"{wanted} did not end in {most} steps")
+
+    def finish(self) -> None:
+        """Steps until no request is left and no block is held, as vLLM's core does where it has nothing to compute.
+        Does not wait for anything else that moves."""
+        for _ in range(10_000):
+            if self._out:
+                self.take_back()
+            elif self.scheduler.has_requests():
+                self.step()
+                threading.Event().wait(0.001)
+            else:
+                return
+        raise AssertionError("something is held for ever")
 
     def drain(self, most: int = 50, *, flush: bool = True) -> None:
         """Steps until nothing is out, held or moving, and what was stored is visible to all."""

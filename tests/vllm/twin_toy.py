@@ -1,8 +1,8 @@
 """Workers of toy engines whose KV lies in the memory of a twin: the forward pass is work that the twin does late, in
 vLLM's own order of calls, by either of its model runners.
 
-Blocks that a step takes are overwritten with garbage before the pass, after the connector was told of the step. Only
-the second runner, where blocks are to be zeroed or copied, does that before it tells.
+The rank overwrites the blocks that a step takes with garbage, before the forward pass. It calls the connector first and
+overwrites then; the second runner does it the other way round for models whose blocks it zeroes or copies.
 """
 
 from __future__ import annotations
@@ -233,8 +233,8 @@ class TwinRank(Rank):
 
 
 def copies_blocks(engine: Engine, rng: Random) -> None:
-    """Has some steps of an engine copy a block into a free one, as vLLM's do on a hit that ends within a block of
-    recurrent state: no toy has that, but who reads a block that is copied into must be told of any."""
+    """Has the scheduler of an engine order a copy into a free block with some steps. vLLM's schedulers do so for models
+    with recurrent state, which no toy has; the connector has to stop reading such a block in any case."""
     manager = engine.scheduler.kv_cache_manager
     allocate, take, pool = manager.allocate_slots, manager.take_kv_cache_block_copies, manager.block_pool
     computes = False

@@ -130,7 +130,8 @@ class SnapshotStores:
         self._snapshots = snapshots
         self._store_ms = store_ms
         self._lock = threading.Lock()
-        """Of whoever takes snapshots, and of all down to `_taken`. It is held for one snapshot at a time."""
+        """Guards the fields down to `_taken`, which both threads change. The thread that takes snapshots holds it: ours
+        for one snapshot at a time, so that the model's thread waits no longer than that."""
         self._waiting: list[_Waiting] = []
         self._beside: list[tuple[set[int], Event]] = []  # blocks that are read beside the engine's work, until when
         self._went_on: set[str] = set()
@@ -162,18 +163,15 @@ class SnapshotStores:
                 lost = next((at for at in rest if any(of[at] in blocks for of in one.order.source)), None)
                 if lost is not None:
                     self._drop(one, lost)
-            self._try(partial(self._keep_behind, blocks))
+            # Where nothing may be taken beside: a step that computes nothing does not come to `begun`.
+            self._try(partial(self._keep_behind, blocks) if self._may_beside else self._take)
 
-    def _keep_behind(self, blocks: set[int]) -> bool:
-        """Has the engine's work from now on come after snapshots of these blocks that are taken beside it. Where none
-        may be, takes what has waited: a step that computes nothing never calls `begun`."""
-        if not self._may_beside:
-            return self._take()
+    def _keep_behind(self, blocks: set[int]) -> None:
+        """Has the engine's work from now on come after snapshots of these blocks that are taken beside it."""
         read = [event for of_one, event in self._beside if not blocks.isdisjoint(of_one)]
         if read:  # all are taken on one stream: the last is behind the others
             device = self._snapshots.device
             device.wait(device.current(), read[-1])
-        return bool(read)
 
     def begin(self, order: StoreOrder, hashes: Sequence[BlockHash], client: Client) -> None:
         """As Stores."""
@@ -192,7 +190,7 @@ class SnapshotStores:
             with self._lock:
                 self._try(self._take)
 
-    def _take(self) -> bool:
+    def _take(self) -> None:
         """Leaves all to our thread if that has not caught up: what waits is taken in its order."""
         behind = any(one.filled is not None for one in self._waiting)
         while not behind and self._ready.is_set() and self._take_one(self._waiting, self._snapshots.take):
@@ -203,7 +201,6 @@ class SnapshotStores:
             filled = device.record(device.current())
             for one in new:
                 one.filled = filled
-        return True
 
     def wait_ended(self, requests: Collection[str], deadline: Deadline) -> None:
         """As Stores. The engine that continues waits for the blocks itself."""
@@ -252,11 +249,12 @@ class SnapshotStores:
 
     # ------------------------------------------------------------------------------ either thread, under the lock
 
-    def _try(self, take: Callable[[], bool]) -> bool:
-        """Returns what `take` returns; drops all that waits if the device has failed or there is no staging."""
+    def _try(self, take: Callable[[], bool | None]) -> bool:
+        """Returns whether `take` has returned True; drops all that waits if the device has failed or there is no
+        staging."""
         taken = False
         try:
-            taken = not self.failed and take()
+            taken = not self.failed and bool(take())
         except DeviceFailed as error:
             self.failed = f"{MissReason.DEVICE_LOST.value}: {error}"
         if self.failed or (self._refused and not self._ready.is_set()):
