@@ -5,7 +5,8 @@
 A worker gets the orders of steps in which every request decodes, and stores each block that is full: of 64 requests and
 16 tokens a block, four a step. The device is one whose calls do nothing, so what is timed is ours: the calls that the
 connector makes, and not what they cost in CUDA. Of each step all hooks are timed that vLLM calls on that thread. There
-is no cluster: stores end as misses, on the connector's own threads.
+is no cluster: stores end as misses, on the connector's own threads. Every 20th step begins a load too, which is checked
+as any is and then refused, and is timed apart.
 """
 
 from __future__ import annotations
@@ -36,12 +37,18 @@ from kvcluster.engines.vllm.compat import Layout
 from kvcluster.engines.vllm.device_kv import DeviceKV
 from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.engines.vllm.settings import ConnectorSettings
-from kvcluster.engines.vllm.step_metadata import Step, StoreOrder
+from kvcluster.engines.vllm.step_metadata import LoadOrder, Step, StoreOrder
 from kvcluster.errors import CallerError
 from kvcluster.pages.region import address_of
 
 LAYERS, HEADS, DIM, BLOCK = 32, 8, 128, 16
 BLOCKS = 2_048
+SPEC = KVSpec(
+    model="m",
+    weights="sha256:0",
+    block_tokens=BLOCK,
+    groups=(Group(tuple(range(LAYERS)), (Plane("k", HEADS, DIM, "bfloat16"), Plane("v", HEADS, DIM, "bfloat16"))),),
+)
 
 
 class FreeMemory:
@@ -100,9 +107,16 @@ class FreeDevice:
 
 
 class NoCluster:
-    """A client whose stores are refused at once."""
+    """A client whose stores are refused at once, and whose loads are once their memory was checked."""
 
     spec = SimpleNamespace(weights="")
+
+    def redeem(self, ticket: bytes) -> None:
+        """There is none."""
+
+    def begin_load(self, ticket: None, into: list[Paged], **named: Any) -> Any:
+        bind(into, SPEC, SPEC.whole_parts(), len(into[0].block_ids), writable=True)
+        raise CallerError("there is no cluster")
 
     def begin_store(self, *given: Any, **named: Any) -> Any:
         raise CallerError("there is no cluster")
@@ -121,7 +135,7 @@ class Idle:
 
 
 def layout_of() -> Layout:
-    of_model = Group(tuple(range(LAYERS)), (Plane("k", HEADS, DIM, "bfloat16"), Plane("v", HEADS, DIM, "bfloat16")))
+    of_model = SPEC.groups[0]
     names = tuple(f"model.layers.{number}.self_attn.attn" for number in range(LAYERS))
     return Layout(BLOCK, (of_model,), (Part(0, LAYERS, 0, HEADS),), (names,), ((DIM, DIM),), (KVFormat(),))
 
@@ -129,8 +143,7 @@ def layout_of() -> Layout:
 def device_kv_over(device: FreeDevice, layout: Layout, views: Any, staging_bytes: int) -> DeviceKV:
     """In place of device_kv: these views are memory of that device."""
     blocks = len(views[0][0])
-    spec = KVSpec(model="m", weights="sha256:0", block_tokens=BLOCK, groups=layout.groups)
-    bound = bind([Paged(views[0], range(blocks))], spec, layout.parts, blocks, writable=False)
+    bound = bind([Paged(views[0], range(blocks))], SPEC, layout.parts, blocks, writable=False)
     geometries = tuple(geometry for geometry in bound.geometries() if geometry is not None)
     return DeviceKV(device, geometries, staging_bytes)
 
@@ -146,8 +159,9 @@ def side_over(device: FreeDevice) -> worker.WorkerSide:
     return side
 
 
-def steps_of(requests: int, count: int) -> Iterator[Step]:
+def steps_of(requests: int, count: int, load_blocks: int) -> Iterator[Step]:
     """Yields steps in which each request decodes a token, and stores a block when it is full."""
+    load = LoadOrder("new", "", b"", 0, (tuple(range(load_blocks)),), layerwise=False, deadline_ms=1_000)
     hashes = [BlockHash(bytes([0] * 31 + [1]))] * 1
     for number in range(1, count + 1):
         full = [request for request in range(requests) if (request + number) % BLOCK == 0]
@@ -159,7 +173,8 @@ def steps_of(requests: int, count: int) -> Iterator[Step]:
             StoreOrder(number * requests + one, f"{one}", "", at, (((one + number * 7) % BLOCKS,),), Loss.EXACT)
             for one in full
         )
-        yield Step(number, "", chains=chains, stores=stores, written=tuple(range(len(full))))
+        loads = () if number % 20 else (load,)
+        yield Step(number, "", chains=chains, loads=loads, stores=stores, written=tuple(range(len(full))))
 
 
 def time_of(side: worker.WorkerSide, step: Step) -> int:
@@ -176,24 +191,28 @@ def time_of(side: worker.WorkerSide, step: Step) -> int:
     return time.perf_counter_ns() - began
 
 
-def measure(requests: int, count: int) -> dict[str, Any]:
+def measure(requests: int, count: int, load_blocks: int) -> dict[str, Any]:
     """Returns microseconds a step."""
     device = FreeDevice()
     side = side_over(device)
-    all_steps = list(steps_of(requests, count))
-    taken, stored = [], 0
+    all_steps = list(steps_of(requests, count, load_blocks))
+    taken: list[float] = []
+    loading: list[float] = []
+    stored = 0
     for step in all_steps:
-        taken.append(time_of(side, step) / 1e3)
+        (loading if step.loads else taken).append(time_of(side, step) / 1e3)
         stored += len(step.stores)
         time.sleep(0.002)  # the model's own work, in which other threads run
     side.close()
     steady = sorted(taken[count // 10 :])
+    load_us = statistics.median(loading) if loading else float("nan")
     return {
         "requests": requests,
         "steps": count,
         "blocks_a_step": round(stored / count, 1),
         "median_us": round(statistics.median(steady), 1),
         "p99_us": round(steady[len(steady) * 99 // 100], 1),
+        f"median_us_with_a_load_of_{load_blocks}": round(load_us, 1),
         "calls_a_step": round(device.calls / count, 1),
         "waits_of_the_model_thread": int(threading.main_thread().name in device.asked_by),
     }
@@ -203,9 +222,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 16, 64, 256], help="in the batch (1 16 64 256)")
     parser.add_argument("--steps", type=int, default=1_000, help="decoding steps (1000)")
+    parser.add_argument("--load-blocks", type=int, default=512, help=f"of each load, at most {BLOCKS:,} (512)")
     chosen = parser.parse_args()
     for requests in chosen.requests:
-        print(json.dumps(measure(requests, chosen.steps)), flush=True)
+        print(json.dumps(measure(requests, chosen.steps, chosen.load_blocks)), flush=True)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         connect,
     )
     from kvcluster.client.events import EventSubscriber
-    from kvcluster.client.layouts import Buffers, Dense, Paged
+    from kvcluster.client.layouts import Buffers, Dense, Layers, Paged
     from kvcluster.config import ClientConfig
     from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, window
     from kvcluster.core.miss import Loss, Miss, MissReason
@@ -75,7 +75,7 @@ _WHERE = {
         "connect",
     ),
     "kvcluster.client.events": ("EventSubscriber",),
-    "kvcluster.client.layouts": ("Buffers", "Dense", "Paged"),
+    "kvcluster.client.layouts": ("Buffers", "Dense", "Layers", "Paged"),
     "kvcluster.config": ("ClientConfig",),
     "kvcluster.core.groups": ("LAST", "PREFIX", "Group", "Part", "Plane", "window"),
     "kvcluster.core.miss": ("Loss", "Miss", "MissReason"),
@@ -99,6 +99,7 @@ __all__ = [
     "Group",
     "KVClusterError",
     "KVSpec",
+    "Layers",
     "Loaded",
     "LocalCluster",
     "Lookup",

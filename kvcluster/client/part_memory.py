@@ -128,6 +128,11 @@ class Ask:
         return f"{side} of group {self.index}" if len(self.spec.groups) > 1 else side
 
     @property
+    def kind(self) -> object:
+        """What the checks of the layers depend on: calls that are of one kind find the same."""
+        return self.spec.groups[self.index], self.spec.block_tokens, self.part, self.writable
+
+    @property
     def planes(self) -> tuple[Plane, ...]:
         return self.spec.groups[self.index].planes
 

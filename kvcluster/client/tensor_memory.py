@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import warnings
+from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -37,21 +39,33 @@ with warnings.catch_warnings():
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
-def bind_layers(ask: Ask, runs: list[list[Tensor]], rows: Sequence[int], keeps: object) -> PartMemory:
-    """Returns the memory over checked tensors `[num_blocks, planes, block_tokens, heads, dim]`, one per layer for each
-    run."""
-    placed = [[_Placed.of(tensor) for tensor in run] for run in runs]
-    geometry = _Geometry(ask, [each for run in placed for each in run], joined=len(runs) == 1)
-    if not rows:
-        return Pages(ask, [])
-    stacks = [_stack(run, geometry.word_bytes) for run in placed]
-    footprints = _footprints(ask, [stack for run in stacks for stack in run], rows) if ask.writable else []
-    whole = stacks[0][0]
-    if len(stacks) > 1 or len(stacks[0]) > 1 or not whole.blocks_are_runs():
-        return _Strided(ask, geometry, stacks, rows, _layouts(placed, len(ask.planes)), footprints, keeps)
-    stride, nbytes = whole.strides[0], math.prod(whole.shape[1:]) * whole.width
-    addresses = [whole.start + row * stride for row in rows]
-    return _TensorPages(ask, geometry, addresses, nbytes, footprints, keeps)
+class BoundLayers:
+    """Checked tensors `[num_blocks, planes, block_tokens, heads, dim]` of one part, one per layer for each run of
+    planes that lie together: all that does not depend on which blocks a call moves."""
+
+    def __init__(self, ask: Ask, runs: list[list[Tensor]], keeps: object) -> None:
+        self._keeps = keeps
+        placed = [[_Placed.of(tensor) for tensor in run] for run in runs]
+        self._geometry = _Geometry(ask, [each for run in placed for each in run], joined=len(runs) == 1)
+        self._stacks = [_stack(run, self._geometry.word_bytes) for run in placed]
+        self.blocks = [min(run[layer].shape[0] for run in placed) for layer in range(ask.part.layers)]
+        """How many blocks each layer has."""
+        group = ask.spec.groups[ask.index]
+        layouts = _layouts(placed, len(ask.planes))
+        self._table = strided(group, ask.spec.block_tokens, ask.part, (), layouts)
+
+    def memory(self, ask: Ask, rows: Sequence[int]) -> PartMemory:
+        """Returns the memory of a call whose block i is row `rows[i]`, each below `blocks`."""
+        if not rows:
+            return Pages(ask, [])
+        footprints = _footprints(ask, [stack for run in self._stacks for stack in run], rows) if ask.writable else []
+        whole = self._stacks[0][0]
+        if len(self._stacks) > 1 or len(self._stacks[0]) > 1 or not whole.blocks_are_runs():
+            table = replace(self._table, rows=array("Q", rows))
+            return _Strided(ask, self._geometry, self._stacks, table, footprints, self._keeps)
+        stride, nbytes = whole.strides[0], math.prod(whole.shape[1:]) * whole.width
+        addresses = [whole.start + row * stride for row in rows]
+        return _TensorPages(ask, self._geometry, addresses, nbytes, footprints, self._keeps)
 
 
 def _footprints(ask: Ask, stacks: Sequence[_Stack], rows: Sequence[int]) -> list[Footprint]:
@@ -152,7 +166,7 @@ class _TensorPages(Pages):
 
 
 class _Strided:
-    """Memory of tensors `[num_blocks, layers, planes, tokens, heads, words]`, block i at index `rows[i]`.
+    """Memory of tensors `[num_blocks, layers, planes, tokens, heads, words]`, block i at index `table.rows[i]`.
 
     `runs` has for each run of planes one stack with all layers if the strides permit, otherwise one per layer. `keeps`
     keeps their memory alive.
@@ -163,8 +177,7 @@ class _Strided:
         ask: Ask,
         geometry: _Geometry,
         runs: Sequence[Sequence[_Stack]],
-        rows: Sequence[int],
-        layouts: Sequence[Sequence[PlaneLayout]],
+        table: BlockGeometry,
         footprints: Sequence[Footprint],
         keeps: object,
     ) -> None:
@@ -175,8 +188,7 @@ class _Strided:
         self._geometry = geometry
         self._runs = runs
         self._tensors: list[list[Tensor]] | None = None  # native code moves bytes without them
-        self._rows = rows
-        self._table = strided(ask.spec.groups[ask.index], ask.spec.block_tokens, ask.part, rows, layouts)
+        self._table = table
 
     def geometry(self) -> BlockGeometry:
         return self._table
@@ -198,7 +210,7 @@ class _Strided:
 
     def _pairs(self, block: int, both: Part, pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the rectangle `both` of a block piece by piece, each with the matching piece of `pages`."""
-        row, first = self._rows[block], both.layer_start - self.part.layer_start
+        row, first = self._table.rows[block], both.layer_start - self.part.layer_start
         if self._tensors is None:
             self._tensors = [[stack.tensor() for stack in run] for run in self._runs]
         for stacks, page in zip(self._tensors, pages, strict=True):
@@ -302,7 +314,9 @@ def _in_words(tensor: _Placed, width: int) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _reach(width: int, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the bytes from the first value to the end of the last."""
+    """Returns the bytes from the first value to the end of the last; 0 if there is none."""
+    if 0 in shape:
+        return 0
     return width + sum([(n - 1) * stride for n, stride in zip(shape, strides, strict=True)])
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from kvcluster.client.array_tensors import as_tensor, check_bits
 from kvcluster.client.array_views import array_view
-from kvcluster.client.layouts import Dense, Paged
+from kvcluster.client.layouts import Dense, Layers, Paged
 from kvcluster.client.part_memory import Ask, PartMemory
-from kvcluster.client.tensor_memory import bind_layers
+from kvcluster.client.tensor_memory import BoundLayers
 from kvcluster.client.validation import kind_of
 from kvcluster.core.groups import DTYPE_BYTES, Part, Plane
 from kvcluster.core.spec import KVSpec
@@ -73,12 +73,27 @@ def _bind_dense(ask: Ask, array: object) -> PartMemory:
     _reach(ask, [tensor])
     ask.check_count(tensor.shape[0])
     runs = [[_full(layer, plane, joined=True) for layer in tensor.unbind(1)]]
-    return bind_layers(ask, runs, range(ask.blocks), tensor)
+    return BoundLayers(ask, runs, tensor).memory(ask, range(ask.blocks))
 
 
 def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
     rows = _check_block_ids(ask, paged.block_ids)
-    layers: object = paged.layers
+    if isinstance(paged.layers, Layers):
+        bound: BoundLayers = paged.layers.bound(ask.kind, lambda layers: _bind_layers(ask, layers))
+    else:
+        bound = _bind_layers(ask, paged.layers)
+    least, most = (min(rows), max(rows)) if rows else (0, -1)
+    if rows and not 0 <= least <= most < min(bound.blocks):
+        number, blocks = next((each for each in enumerate(bound.blocks) if most >= each[1]), (0, bound.blocks[0]))
+        raise CallerError(
+            f"layer {number} of {ask.name} has {blocks} blocks, but block_ids go from {least} to {most}: "
+            f"they are indices of its first dimension{ask.unplaced}"
+        )
+    return bound.memory(ask, rows)
+
+
+def _bind_layers(ask: Ask, layers: object) -> BoundLayers:
+    """Returns the layers of a Paged, checked."""
     if not isinstance(layers, (list, tuple)) or len(layers) != ask.part.layers:
         given = f"{len(layers)} layers" if isinstance(layers, (list, tuple)) else f"layers that are {kind_of(layers)}"
         raise CallerError(
@@ -92,7 +107,6 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
         )
     planes = ask.planes[:1] if joined else ask.planes
     sizes = [_sizes(ask, plane, joined=joined) for plane in planes]
-    least, most = (min(rows), max(rows)) if rows else (0, -1)
     runs: list[list[Tensor]] = [[] for _ in planes]
     keeps: list[Tensor] = []
     for number, layer in enumerate(layers):
@@ -103,14 +117,9 @@ def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
         for array, plane, expected, run in zip(tensors, planes, sizes, runs, strict=True):
             tensor = _checked(ask, name, array, plane, expected)
             keeps.append(tensor)
-            if rows and not 0 <= least <= most < tensor.shape[0]:
-                raise CallerError(
-                    f"{name} has {tensor.shape[0]} blocks, but block_ids go from {least} to {most}: "
-                    f"they are indices of its first dimension{ask.unplaced}"
-                )
             run.append(_full(tensor, plane, joined=joined))
     _reach(ask, keeps)
-    return bind_layers(ask, runs, rows, keeps)
+    return BoundLayers(ask, runs, keeps)
 
 
 def _joinable(planes: Sequence[Plane]) -> bool:

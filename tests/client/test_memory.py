@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.layouts import Buffers, Dense, Paged
+from kvcluster.client.layouts import Buffers, Dense, Layers, Paged
 from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.core.groups import DTYPE_BYTES, Group, Part, Plane
 from kvcluster.core.spec import KVSpec
@@ -276,6 +276,10 @@ def memories(draw: st.DrawFn, dims: st.SearchStrategy[int] | None = None, tokens
     case = Case(spec, draw(parts(spec.whole(0))), draw(st.integers(1, 4)), draw(st.integers(0, 2**32)))
     layouts = {"k and v": K_AND_V, "latent": ALIKE, "different": ANY_PLANES, "opaque": ANY_PLANES}[shapes]
     memory, row = draw(st.sampled_from(layouts))(case, random.Random(case.seed))
+    if isinstance(memory, Paged) and draw(st.booleans()):
+        memory = Paged(Layers(memory.layers), memory.block_ids)
+        backwards = Paged(memory.layers, [int(one) for one in memory.block_ids][::-1])
+        bind(backwards, case.spec, (case.part,), case.blocks, writable=draw(st.booleans()))  # they are known from here
     return case, memory, row
 
 
@@ -464,6 +468,25 @@ def test_tensors_of_inference_mode_can_be_written_outside_it(scatter: bool) -> N
     assert tensor.sum() == PAGE_BYTES // 2
 
 
+def test_layers_are_checked_for_each_use_that_they_are_put_to() -> None:
+    cache = [one.requires_grad_() for one in layers()]
+    known = Paged(Layers(cache), range(5))
+    for _ in "twice":
+        bind(known, SPEC, (WHOLE,), 5, writable=False)
+        with pytest.raises(CallerError, match="requires grad"):
+            bind(known, SPEC, (WHOLE,), 5, writable=True)
+        with pytest.raises(CallerError, match="has 3 layers; expected a list with one entry for each of 2 layers"):
+            bind(known, SPEC, (WHOLE._replace(layer_stop=2),), 5, writable=False)
+
+
+def test_layers_are_those_of_the_list_when_it_was_given() -> None:
+    cache = layers()
+    known, first = Paged(Layers(cache), range(5)), bits(cache[0][3].flatten())
+    bind(known, SPEC, (WHOLE,), 5, writable=False)
+    cache[0] = torch.zeros_like(cache[0])
+    assert bytes(bind(known, SPEC, (WHOLE,), 5, writable=False).get(3, 0, 0, 1, Staging())) == first
+
+
 def test_a_source_may_be_watched_by_autograd_read_only_expanded_or_repeated() -> None:
     ones = b"\x80\x3f" * (PAGE_BYTES // 2)
     one = torch.ones((1, *SHAPE[1:]), dtype=torch.bfloat16)
@@ -543,6 +566,9 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "sliding": (lambda: like().flatten().as_strided(SHAPE, (8, 128, 64, 32, 8, 1)), "uses some memory twice"),
     "paged layers": (lambda: Paged(layers(2), range(5)), "has 2 layers; expected .* each of 3 layers"),
     "paged as one tensor": (lambda: Paged(like(), range(5)), "layers that are a Tensor"),  # type: ignore[arg-type]
+    "layers of tensors that are one": (lambda: Paged(Layers(like()), range(5)), "layers that are a Tensor"),  # type: ignore[arg-type]
+    "layers that are too few": (lambda: Paged(Layers(layers(2)), range(5)), "has 2 layers; expected .* each of 3"),
+    "layers with too few blocks": (lambda: Paged(Layers(layers()), [*range(4), 5]), "block_ids go from 0 to 5"),
     "paged shape": (lambda: Paged(layers(shape=(2, 5, 2, 4, 8)), range(5)), "layer 0 of the destination has shape"),
     "mixed": (lambda: Paged([*layers(2), (layers()[0],) * 2], range(5)), r"layer 2 .* has 2 tensor\(s\); expected 1"),
     "tuple of one": (lambda: Paged([(layer,) for layer in layers()], range(5)), r"has 1 tensor\(s\); expected 2"),

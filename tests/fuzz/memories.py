@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvcluster.client.layouts import Buffers, Dense, Paged
+from kvcluster.client.layouts import Buffers, Dense, Layers, Paged
 from kvcluster.core.groups import Group, Part, Plane
 
 UNWRITTEN = 0x5A
@@ -330,7 +330,10 @@ PAIRS: list[Layout] = [*ALIKE, nhd, hnd, vllm, vllm_cpu]
 def drawn(rng: Random, cell: Cell, *, ids: Sequence[int] | None = None) -> Drawn:
     """Draws memory for the blocks of a cell. `ids`: the rows of its blocks where it has a block table, else drawn."""
     pairs = PAIRS if len(cell.group.planes) == 2 else ALIKE
-    return rng.choice(pairs if cell.alike else ANY)(rng, cell, ids)
+    memory = rng.choice(pairs if cell.alike else ANY)(rng, cell, ids)
+    if isinstance(memory.memory, Paged) and rng.random() < 0.5:
+        memory.memory = Paged(Layers(memory.memory.layers), memory.memory.block_ids)
+    return memory
 
 
 # ------------------------------------------------------------------------------------------------------- parts

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 import kvcluster.engines.sglang.compat as compat
-from kvcluster.client.layouts import Buffers, Paged
+from kvcluster.client.layouts import Buffers, Layers, Paged
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.sglang.compat import HostPool, PoolMemory, Rank
@@ -94,7 +94,8 @@ class HostPoolLayout:
         self.parts = dict.fromkeys(range(len(names)), axes.part)
         self._kinds = len(names)
         self._memory = memory
-        self._layers = memory.layers(self._kinds) if pool.layout == "layer_first" else None
+        in_layers = pool.layout == "layer_first"
+        self._layers = [Layers(of_kind) for of_kind in memory.layers(self._kinds)] if in_layers else None
         self._check(pool)
 
     @property

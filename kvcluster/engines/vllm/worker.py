@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 import kvcluster.engines.vllm.compat as compat
-from kvcluster.client.layouts import Paged
+from kvcluster.client.layouts import Layers, Paged
 from kvcluster.client.results import Loaded
 from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash
@@ -64,7 +63,7 @@ class WorkerSide:
         self._layout = layout
         self._registration = registration
         self._kv_caches: Mapping[str, torch.Tensor] = {}
-        self._views: list[list[Any]] = []
+        self._layers: list[Layers] = []
         self._layer_numbers: dict[str, int] = {
             name: number
             for group, names in zip(layout.groups, layout.layers, strict=True)
@@ -83,8 +82,9 @@ class WorkerSide:
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Registers the engine's KV, one tensor per layer. Raises CallerError for an unknown layout."""
         self._kv_caches = kv_caches
-        self._views = [compat.views(kv_caches, self._layout, number) for number in range(len(self._layout.groups))]
-        kv = device_kv(self._layout, self._views, self._settings.staging_bytes)
+        views = [compat.views(kv_caches, self._layout, number) for number in range(len(self._layout.groups))]
+        self._layers = [Layers(of_group) for of_group in views]
+        kv = device_kv(self._layout, views, self._settings.staging_bytes)
         if isinstance(kv, str):
             self._off = kv
             self._registration.log(f"neither loads nor stores: {kv}")
@@ -102,11 +102,11 @@ class WorkerSide:
         self._cancel()
         self._stores.settle({}, self._report)
         self._stores = InPlaceStores(self._memory, self._settings.store_ms)
-        self._views = []
+        self._layers = []
 
     def restore(self) -> None:
         """The memory is there again, at the same addresses. May be called again."""
-        if not self._views:
+        if not self._layers:
             self.register(self._kv_caches)
 
     # ------------------------------------------------------------------------------------------ one step, in order
@@ -196,7 +196,7 @@ class WorkerSide:
 
     def _begin_load(self, order: LoadOrder) -> tuple[Transfer[Loaded] | None, Miss | None]:
         client = self._registration.client
-        if self._off or not self._views:
+        if self._off or not self._layers:
             return None, Miss(MissReason.DEVICE_LOST, self._off or "the engine's KV is not in memory")
         if client is None:
             return None, Miss(MissReason.COORDINATOR_LOST, f"a worker has no cluster: {self._registration.why}")
@@ -229,7 +229,7 @@ class WorkerSide:
 
     def _begin_store(self, order: StoreOrder) -> None:
         client = self._registration.client
-        if self._off or not self._views:
+        if self._off or not self._layers:
             self._report.refused(order, self._off or "the engine's KV is not in memory")
         elif client is None:
             self._report.refused(order, "a worker has no cluster")
@@ -238,4 +238,4 @@ class WorkerSide:
             self._stores.begin(order, hashes, client)
 
     def _memory(self, blocks: BlockIds) -> list[Paged]:
-        return [Paged(views, of_group) for views, of_group in zip(self._views, blocks, strict=True)]
+        return [Paged(layers, of_group) for layers, of_group in zip(self._layers, blocks, strict=True)]

@@ -28,14 +28,14 @@ def _blocks(side: Any, order: LoadOrder) -> list[list[torch.Tensor]]:
     """By group and plane, the blocks of a load: views `[blocks, ...]` of the engine's memory, gathered as copies."""
     return [
         [plane[list(blocks)].clone() for plane in _planes(views)]
-        for views, blocks in zip(side._views, order.into, strict=True)
+        for views, blocks in zip(side._layers, order.into, strict=True)
     ]
 
 
 def _put(side: Any, order: LoadOrder, content: list[list[torch.Tensor]], only: Callable[[int, int], bool]) -> None:
     """Writes `content` back where `only(layer, block)` says so."""
     layer = 0
-    for views, blocks, tensors in zip(side._views, order.into, content, strict=True):
+    for views, blocks, tensors in zip(side._layers, order.into, content, strict=True):
         for number, (plane, tensor) in enumerate(zip(_planes(views), tensors, strict=True)):
             for at, block in enumerate(blocks):
                 if only(layer + number // 2, at):
@@ -57,7 +57,7 @@ def _skip_layer(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) -
 
 
 def _swap_blocks(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) -> None:
-    for views, blocks in zip(side._views, order.into, strict=True):
+    for views, blocks in zip(side._layers, order.into, strict=True):
         for plane in _planes(views):
             last, other = blocks[-1], blocks[-2] if len(blocks) > 1 else blocks[-1]
             kept = plane[last].clone()
@@ -66,7 +66,7 @@ def _swap_blocks(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) 
 
 
 def _change_element(side: Any, order: LoadOrder, before: list[list[torch.Tensor]]) -> None:
-    side._views[0][0][0][order.into[0][-1]][0, 0, 0] += 1e-3
+    side._layers[0][0][0][order.into[0][-1]][0, 0, 0] += 1e-3
 
 
 _HARMS = dict(zip(names.LOADS, (_skip_load, _skip_last_block, _skip_layer, _swap_blocks, _change_element), strict=True))
