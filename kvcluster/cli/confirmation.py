@@ -42,7 +42,7 @@ def confirm_drain(status: dict[str, Any], shards: Sequence[str]) -> bool:
 
 def pages_of(shard: dict[str, Any]) -> int:
     """Returns the pages that a shard holds in all its tiers."""
-    return int(shard["pages"]) + sum(int(use["pages"]) for use in shard["below"])
+    return int(shard["pages"]) + sum(int(use["pages"]) for use in [*shard["above"], *shard["below"]])
 
 
 def shard_in(status: dict[str, Any], shard: str) -> dict[str, Any]:

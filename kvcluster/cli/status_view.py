@@ -30,11 +30,12 @@ _WEIGHTS_SHOWN = 24
 """Characters of a fingerprint: enough to tell two apart."""
 
 _TIERS = {
+    "gpu": "gpu: pages as engines store them, in a GPU's memory",
     "ram": "ram: pages as engines store them",
     "host": "host: encoded pages, in RAM, too",
     "disk": "disk: encoded pages, in files",
 }
-"""What the tiers are in this release, whose shards keep no pages on a GPU."""
+"""What the tiers are."""
 
 
 def add_status(page: TextPage, status: dict[str, Any], address: str) -> None:
@@ -116,11 +117,11 @@ def _pages(status: dict[str, Any]) -> Iterator[str]:
         (totals.get("pulled", 0), "{:,} copied between shards"),
         (totals.get("demoted", 0), "{:,} demoted"),
         (totals.get("promoted", 0), "{:,} promoted"),
-        (totals.get("staged", 0), "{:,} read from disk"),
+        (totals.get("staged", 0), "{:,} staged for readers"),
     )
     if checked or moved:
         yield "pages: " + "; ".join(filter(None, (checked, moved)))
-    if any(shard["below"] for shard in status["shards"]):
+    if any(shard["above"] or shard["below"] for shard in status["shards"]):
         yield "policy: " + ", ".join(f"{name}={value}" for name, value in status["policy"].items() if name != "cache")
 
 
@@ -201,8 +202,8 @@ def _add_shards(page: TextPage, shards: Sequence[dict[str, Any]], *, whole: bool
             page.say("; ".join(said), label=f"{shard['shard']}: ")
     if not whole:
         return
-    tiers = dict.fromkeys(["ram", *(use["tier"] for shard in shards for use in shard["below"])])
-    page.say("; ".join(_TIERS[tier] for tier in tiers if tier in _TIERS))
+    held = {"ram", *(use["tier"] for shard in shards for use in [*shard["above"], *shard["below"]])}
+    page.say("; ".join(text for tier, text in _TIERS.items() if tier in held))
 
 
 def _activity(shard: dict[str, Any]) -> Iterator[str]:
@@ -233,8 +234,8 @@ def _rows(shard: dict[str, Any], whole: bool) -> Iterator[list[str | TableCell]]
         yield [shard["shard"], TableCell(state, tone), *[""] * 5, shard["address"]]
         return
     yield [shard["shard"], TableCell(state, tone), *_use({"tier": "ram", **shard}), shard["address"]]
-    for below in shard["below"]:
-        yield ["", "", *_use(below), ""]
+    for other in [*shard["above"], *shard["below"]]:
+        yield ["", "", *_use(other), ""]
 
 
 def _use(tier: dict[str, Any]) -> list[str | TableCell]:

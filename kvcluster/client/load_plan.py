@@ -49,7 +49,7 @@ from kvcluster.core.ids import Attempt
 from kvcluster.core.messages import ShardAddress, TicketBody
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.core.tiers import FASTEST
+from kvcluster.core.tiers import INGEST
 from kvcluster.transport.base import Streams
 
 READERS = 32
@@ -93,7 +93,7 @@ class LoadPlan:
         self._next_attempt = next_attempt
         self._deadline_ns = deadline_ns
         self._decodes = any(
-            source.loss is Loss.Q4 and source.tier > FASTEST
+            source.loss is Loss.Q4 and source.tier > INGEST
             for run in body.runs
             for group in run.plan
             for source in group or ()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from kvcluster.core.messages import ShardInfo, Status
+from kvcluster.core.messages import ShardInfo, Status, TierUse
+from kvcluster.core.tiers import INGEST
 
 
 def status_dict(status: Status) -> dict[str, Any]:
@@ -25,7 +26,8 @@ def status_dict(status: Status) -> dict[str, Any]:
         {
             **asdict(shard.info),
             "counters": dict(shard.info.counters),
-            "below": [use._asdict() | {"tier": use.tier.name.lower()} for use in shard.info.below],
+            "above": [_use(use) for use in shard.info.others if use.tier < INGEST],
+            "below": [_use(use) for use in shard.info.others if use.tier > INGEST],
             "state": shard.state,
             "seen_ns_ago": shard.seen_ns_ago,
             "restarts": shard.restarts,
@@ -49,6 +51,10 @@ def status_dict(status: Status) -> dict[str, Any]:
     asked = out["counters"].get("asked_blocks", 0)
     out["hit_rate"] = out["counters"].get("hit_blocks", 0) / asked if asked else None
     return out
+
+
+def _use(use: TierUse) -> dict[str, Any]:
+    return use._asdict() | {"tier": use.tier.name.lower()}
 
 
 def _difference(info: ShardInfo, status: Status) -> str:

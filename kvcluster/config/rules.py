@@ -113,6 +113,11 @@ def _shard_rules(s: ShardConfig, at: str) -> Iterator[_Rule]:
     least = "must be at least 4KiB, and hold many pages: one of 16 tokens of an 8B model takes 2 MiB"
     yield s.ram_bytes >= 4_096, f"{at}.ram_bytes {least}"
     yield not s.host_bytes or s.host_bytes >= 4_096, f"{at}.host_bytes {least}; 0 for no host tier"
+    yield not s.gpu_bytes or s.gpu_bytes >= 4_096, f"{at}.gpu_bytes {least}; 0 for no GPU tier"
+    yield (
+        not s.gpu_bytes or bool(s.host_bytes),
+        f"{at}.gpu_bytes needs {at}.host_bytes: readers of other machines get copies of its pages there",
+    )
     yield not s.disk_bytes or bool(s.disk_dir), f"{at}.disk_bytes needs {at}.disk_dir: a folder on a local drive"
     yield (
         not s.disk_dir or os.path.isabs(s.disk_dir),

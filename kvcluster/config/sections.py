@@ -78,6 +78,7 @@ class CoordinatorConfig:
 @dataclass(frozen=True, slots=True)
 class ShardConfig:
     """`ram_bytes`: size of the RAM tier, of raw pages; up to release 0.2 it was called `device_bytes`.
+    `gpu_bytes`: size of the tier above it, of raw pages in the memory of the shard's GPU; 0 for none.
     `host_bytes`: size of the host tier below it, of encoded pages; 0 for none.
     `disk_bytes`: size of the disk tier below that, of files in a folder of this shard's own within `disk_dir`; 0 for
     none.
@@ -89,6 +90,7 @@ class ShardConfig:
     `stop_ms`: how long a shard with a disk tier that is told to stop may save pages there; 0 to save none."""
 
     ram_bytes: int = 2**30
+    gpu_bytes: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
     disk_dir: str = ""

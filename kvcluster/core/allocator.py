@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 
+from kvcluster.core.file_allocator import Owner
 from kvcluster.errors import ConfigError
 
 ALIGN_BYTES = 64
@@ -260,3 +261,17 @@ class PageAllocator:
         widths = range(narrowest, min(len(self._spans), REST_PARTS * narrowest) + 1)
         modest = (width for width in widths if rest(width) * REST_PARTS <= width * self.extent_bytes)
         return next(modest, None) or min(widths, key=lambda width: rest(width) / width)
+
+
+class DeviceAllocator(PageAllocator):
+    """The allocator of a tier in a device's memory: nothing is recovered there, and where a page finds no room it stays
+    in the tier that it is in. A StoreAllocator (tiers.py)."""
+
+    def adopt(self, offset: int, nbytes: int, owner: object) -> bool:
+        return False
+
+    def sparsest(self, nbytes: int, owner: object) -> list[tuple[Owner, int]]:
+        return []
+
+    def neighbours(self, offset: int) -> list[tuple[Owner, int]]:
+        return []

@@ -18,7 +18,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import NewPage, PageEvent, PageKey, PageSlot, Tier
 from kvcluster.core.miss import Loss
-from kvcluster.core.tiers import FASTEST
+from kvcluster.core.tiers import INGEST
 
 
 class PageState(Enum):
@@ -76,7 +76,7 @@ class Page:
         parent: BlockHash,
         depth: int,
         loss: Loss,
-        tier: Tier = FASTEST,
+        tier: Tier = INGEST,
         codec: Codec = Codec.RAW,
     ) -> None:
         self.space = space

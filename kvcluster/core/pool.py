@@ -19,7 +19,7 @@ from kvcluster.core.leases import Lease, LeaseKind
 from kvcluster.core.messages import PageKey, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.page import IllegalTransition, Page, PageAction, PageState
-from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, StoreAllocator, TierAllocator
+from kvcluster.core.tiers import ADDRESSABLE, INGEST, READ_ORDER, STAGING, StoreAllocator, TierAllocator
 
 PoolKey = tuple[NamespaceId, PageKey]
 """The key of a page within a tier. A plain tuple, which is made in a fifth of the time of a named one: every question
@@ -37,12 +37,12 @@ class PagePool:
         stores: Mapping[Tier, StoreAllocator] | None = None,
     ) -> None:
         self.allocator = allocator
-        self.memory = {FASTEST: allocator, **(below or {})}
+        self.memory = {INGEST: allocator, **(below or {})}
         self.stores = dict(stores or {})
-        self.allocators: dict[Tier, TierAllocator] = {**self.memory, **self.stores}
+        self.allocators: dict[Tier, TierAllocator] = dict(sorted({**self.memory, **self.stores}.items()))
         """The fastest tier first."""
         self.tiers = tuple(self.allocators)
-        assert self.tiers == tuple(sorted(self.tiers)), "the fastest first"
+        self._by_cost = sorted(self.tiers, key=READ_ORDER.__getitem__)
         self._pages: dict[Tier, dict[PoolKey, Page]] = {tier: {} for tier in self.allocators}
         self._condemned: dict[int, Page] = {}  # by generation: their keys may be taken again; and private copies
         self._generation = 0
@@ -57,7 +57,7 @@ class PagePool:
     def of(cls, config: ShardConfig, found: Mapping[Tier, RecoveredPages] | None = None) -> PagePool:
         """Builds the pool of the configured addressable tiers, and of the tiers whose stores could be opened, if there
         is a staging tier to read them through."""
-        first = PageAllocator(FASTEST.spec.nbytes(config), config.extent_bytes)
+        first = PageAllocator(INGEST.spec.nbytes(config), config.extent_bytes)
         below: dict[Tier, PageAllocator] = {}
         stores: dict[Tier, StoreAllocator] = {}
         for tier in ADDRESSABLE[1:]:
@@ -76,9 +76,9 @@ class PagePool:
         """Returns the number of pages that are WRITING or READY in that tier."""
         return len(self._pages[tier])
 
-    def below(self, wanted_bytes: int = 0) -> tuple[TierUse, ...]:
-        """Returns the use of each tier below the first. `wanted_bytes`: bytes of the staging tier that readers wait
-        for."""
+    def others(self, wanted_bytes: int = 0) -> tuple[TierUse, ...]:
+        """Returns the use of each tier but the one that workers write into. `wanted_bytes`: bytes of the staging tier
+        that readers wait for."""
         return tuple(
             TierUse(
                 *(tier, allocator.capacity_bytes, allocator.free_bytes, self.count(tier)),
@@ -86,7 +86,7 @@ class PagePool:
                 writing_bytes=self.writing_bytes[tier],
             )
             for tier, allocator in self.allocators.items()
-            if tier is not FASTEST
+            if tier is not INGEST
         )
 
     @property
@@ -103,12 +103,12 @@ class PagePool:
         return len(self._condemned)
 
     def get(self, space: NamespaceId, key: PageKey) -> Page | None:
-        """Returns the READY page for this key, of twins the upper one; otherwise one that is WRITING; otherwise
-        None."""
+        """Returns the READY page for this key, of twins the one that costs a reader least; otherwise one that is
+        WRITING; otherwise None."""
         pool_key = (space, key)
         writing: Page | None = None
-        for pages in self._pages.values():
-            page = pages.get(pool_key)
+        for tier in self._by_cost:
+            page = self._pages[tier].get(pool_key)
             if page is not None:
                 if page.state is PageState.READY:
                     return page
@@ -125,9 +125,10 @@ class PagePool:
             return Miss(MissReason.EVICTED)
         if page.state is not PageState.READY:
             return Miss(MissReason.PENDING)
-        if page.loss > accept:  # its twin has lost as much
-            return Miss(MissReason.LOSSY, f"only with {page.loss.name.lower()}")
-        return page
+        if page.loss <= accept:
+            return page
+        better = (twin for twin in self.elsewhere(page) if twin.state is PageState.READY and twin.loss <= accept)
+        return next(better, None) or Miss(MissReason.LOSSY, f"only with {page.loss.name.lower()}")
 
     def on(self, tier: Tier, space: NamespaceId, key: PageKey) -> Page | None:
         """Returns the page that is WRITING or READY for this key in that tier, or None."""
@@ -168,7 +169,7 @@ class PagePool:
                 there.append(page)
         return there
 
-    def taken(self, there: Sequence[Page], loss: Loss, into: Tier = FASTEST) -> Written | None:
+    def taken(self, there: Sequence[Page], loss: Loss, into: Tier = INGEST) -> Written | None:
         """Returns why a page with that loss, for whose key `there` are the pages, need not be written in tier `into`:
         DUPLICATE if a READY page has no more loss, PENDING if one is being written in that tier, or with no more loss
         in another. Otherwise None: a page that is being written in another tier with more loss is dropped once this one
@@ -187,7 +188,7 @@ class PagePool:
         parent: BlockHash,
         depth: int,
         loss: Loss,
-        tier: Tier = FASTEST,
+        tier: Tier = INGEST,
         codec: Codec = Codec.RAW,
     ) -> Page | None:
         """Returns a page to write, or None if there is no room for it."""

@@ -19,7 +19,7 @@ from kvcluster.core.messages import NewPage, PageKey, ShardAddress, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.namespaces import NamespaceTable
 from kvcluster.core.replica_sets import ReplicaTable
-from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Takes
+from kvcluster.core.tiers import ADDRESSABLE, INGEST, STAGING, Takes
 
 Staying = dict[tuple[int, Part], list[int]]
 """The slots that hold each page of a block, by group and part: only shards that are alive and not draining."""
@@ -73,8 +73,8 @@ class PullPlanner:
         # again.
         for copy in sorted(record.copies.entries, key=lambda copy: (copy.loss, -copy.codec, copy.slot)):
             slots = staying.get((copy.group, copy.part), [])
-            into = min(copy.tier, STAGING)  # only demotions write to disk
-            into = into if target.info.use(into).capacity_bytes else FASTEST
+            into = copy.tier if copy.tier in ADDRESSABLE else INGEST if copy.tier < INGEST else STAGING
+            into = into if target.info.use(into).capacity_bytes else INGEST
             if copy.codec is not Codec.RAW and into.spec.takes is Takes.RAW:
                 continue
             if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec, copy.loss, into)):

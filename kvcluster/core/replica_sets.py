@@ -21,6 +21,7 @@ from kvcluster.core.groups import Part
 from kvcluster.core.messages import Need, Plan, ShardAddress, Source, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.rect_cover import bits, cover
+from kvcluster.core.tiers import READ_ORDER
 
 INTERNED = 65_536
 """Limit on the distinct sets that are remembered, and on the numbered copies. Beyond it interning starts again with an
@@ -247,10 +248,16 @@ class ReplicaTable:
             return None, Miss(MissReason.SHARD_LOST)
         self.work += len(copies.entries)
         touching = [c for c in copies.entries if c.group == group and c.part.intersect(part)]
-        # Order: shards that stay before those that drain; then the cheapest (fast tier, little loss); then the copy
-        # that covers most; then by the age of the shard.
+        # Order: shards that stay before those that drain; then the cheapest (little work to read, little loss); then
+        # the copy that covers most; then by the age of the shard.
         touching.sort(
-            key=lambda c: (c.slot in self._retired, c.tier, c.loss, -_area(c.part.intersect(part)), direction * c.slot)
+            key=lambda c: (
+                c.slot in self._retired,
+                READ_ORDER[c.tier],
+                c.loss,
+                -_area(c.part.intersect(part)),
+                direction * c.slot,
+            )
         )
         chosen = self._tile(part, [c for c in touching if c.loss <= accept and c.slot in usable])
         if chosen is None:

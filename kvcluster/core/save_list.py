@@ -43,13 +43,13 @@ class ListedBlock:
         self.skipped = False
 
     def unsaved(self) -> list[Page]:
-        """Returns the pages to save: of each part that is READY in memory and in no store, the one in the lowest tier,
-        which needs no encoding any more."""
+        """Returns the pages to save: of each part that is READY in memory and in no durable tier, the one in the lowest
+        tier, which needs no encoding any more."""
         pages: dict[PageKey, Page] = {}
         for page in self.pages:
             if page.state is PageState.READY:
                 pages[page.key] = page
-        return [page for page in pages.values() if page.tier.spec.addressable]
+        return [page for page in pages.values() if not page.tier.spec.durable]
 
 
 class SaveList:
@@ -134,7 +134,7 @@ class SaveList:
         if self.complete:
             return self._left_pages, self._left_bytes
         # The deadline came before the list was complete: this is the shard's last step of work.
-        saved = {(page.space, page.key) for page in self._pages if not page.tier.spec.addressable}
+        saved = {(page.space, page.key) for page in self._pages if page.tier.spec.durable}
         left = {(page.space, page.key): page.nbytes for page in self._pages if not self._is_private(page.space)}
         sizes = [nbytes for name, nbytes in left.items() if name not in saved]
         return len(sizes), sum(sizes)
@@ -157,7 +157,7 @@ class SaveList:
         if parent is not None:
             parent.used = max(parent.used, block.used)
         for page in block.pages:
-            if not page.tier.spec.addressable:
+            if page.tier.spec.durable:
                 self._entries -= 1
                 kind = page.space, Shape(page.nbytes, page.key.part.layers)
                 heappush(self._coldest.setdefault(kind, []), (block.used, -block.depth, self._entries, page))

@@ -69,7 +69,7 @@ from kvcluster.core.shard_state import ShardState
 from kvcluster.core.shutdown_saver import ShutdownSaver
 from kvcluster.core.span_handler import SpanHandler
 from kvcluster.core.tier_mover import TierMover
-from kvcluster.core.tiers import FASTEST
+from kvcluster.core.tiers import INGEST
 from kvcluster.core.worker_handler import UNKNOWN, WorkerHandler
 from kvcluster.core.write_handler import WriteHandler
 from kvcluster.release import PROTOCOL_VERSION
@@ -318,14 +318,14 @@ class Shard:
             host=self._host,
             capacity_bytes=allocator.capacity_bytes,
             free_bytes=allocator.free_bytes,
-            pages=self.pool.count(FASTEST),
+            pages=self.pool.count(INGEST),
             # Leases for its own reads and moves are not counted: no client waits for them.
             leases=len(self.leases) - len(self.own_attempts) + (self._puller.attempt is not None),
             counters=tuple(self.state.counters.items()),
             draining=self.state.draining,
-            below=self.pool.below(self._pins.wanted_bytes),
+            others=self.pool.others(self._pins.wanted_bytes),
             trouble=self._trouble,
-            writing_bytes=self.pool.writing_bytes[FASTEST],
+            writing_bytes=self.pool.writing_bytes[INGEST],
             **self._process._asdict(),
             protocol=PROTOCOL_VERSION,
             stopping=self.state.stopping,

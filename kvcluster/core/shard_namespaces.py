@@ -17,7 +17,7 @@ from kvcluster.core.messages import NewPage, Refused, RefusedKind, Tier, Written
 from kvcluster.core.page import Page
 from kvcluster.core.pool import PagePool
 from kvcluster.core.spec import KVSpec
-from kvcluster.core.tiers import FASTEST, Takes
+from kvcluster.core.tiers import INGEST, Takes
 from kvcluster.core.withdrawal import Withdraw
 
 _RAW = Codec.RAW  # looked up once: `offer` is called for every page, and reading a member of an enum class is slow
@@ -44,7 +44,7 @@ class ShardNamespace:
         new: NewPage,
         withdraw: Withdraw,
         codec: Codec = Codec.RAW,
-        tier: Tier = FASTEST,
+        tier: Tier = INGEST,
     ) -> Page | Written:
         """Reserves a page of this namespace to write. Returns it, or why not: it exists already (DUPLICATE), it is
         being written (PENDING), or there is no room (FULL). An existing page with more loss is withdrawn."""

@@ -22,7 +22,7 @@ from kvcluster.core.page_moves import BATCH_BYTES, PageMoves
 from kvcluster.core.save_list import LISTED_PAGES, ListedBlock, SaveList
 from kvcluster.core.shard_namespaces import ShardNamespace
 from kvcluster.core.shard_state import ShardState
-from kvcluster.core.tiers import FASTEST
+from kvcluster.core.tiers import Takes
 
 
 class ShutdownSaver:
@@ -173,7 +173,7 @@ class ShutdownSaver:
     def _codecs(self, source: Page, space: ShardNamespace) -> list[Codec]:
         """Returns the codecs in which the page may be saved, the preferred one first. An encoded one is saved as it is;
         others as the coordinator last ordered for their namespace, or as SavePages says."""
-        if source.codec is not Codec.RAW or source.stays_raw or source.tier is not FASTEST:
+        if source.codec is not Codec.RAW or source.stays_raw or source.tier.spec.takes is not Takes.RAW:
             return [source.codec]
         codec = Codec.RAW if source.depth < self._raw_blocks else space.ordered_codec or self._codec
         return list(dict.fromkeys((codec, Codec.Q8)))

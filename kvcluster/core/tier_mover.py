@@ -4,11 +4,12 @@ first. The target tier determines the codec (tiers.Takes); a page moves into a s
 The coordinator orders the moves (MoveOrder). They are carried out one batch at a time (page_moves.py), concurrently
 with all other work.
 
-A demoted page leaves its tier in any case, unless its move keeps it. If its twin already lies below, it is not encoded
-again. If there is no room below, although the coordinator has tried to make some, or if it cannot be written to a
-store, it is evicted, as it would be without a tier below; one whose move keeps it stays where it is. A page that was to
-stay raw is encoded if only an encoded page finds room. If a store has room, but none for pages of this kind, the pages
-that its allocator names are evicted (StoreAllocator.sparsest), once per batch.
+A page that cannot be promoted stays where it is. A demoted page leaves its tier in any case, unless its move keeps it.
+If its twin already lies below, it is not encoded again. If there is no room below, although the coordinator has tried
+to make some, or if it cannot be written to a store, it is evicted, as it would be without a tier below; one whose move
+keeps it stays where it is. A page that was to stay raw is encoded if only an encoded page finds room. If a store has
+room, but none for pages of this kind, the pages that its allocator names are evicted (StoreAllocator.sparsest), once
+per batch.
 """
 
 from __future__ import annotations
@@ -95,11 +96,11 @@ class TierMover:
         for at, source, target, arrived in self._moves.end(m, may_commit=self._state.member(now)):
             if arrived:
                 self._arrived(source, target)
-            elif m.sums[at] is None:
+            elif m.sums[at] is None and target.tier > source.tier:
                 keeps = (source.space, source.key.hash) in self._kept
                 if not target.tier.spec.addressable:
                     self._cannot_move(source, keeps)
-                elif target.tier > source.tier and not source.stays_raw:
+                elif not source.stays_raw:
                     source.stays_raw = True  # it cannot be encoded: the next batch moves it raw
                     self._left.appendleft(Move(source.space, source.key.hash, target.tier, keeps=keeps))
 

@@ -33,7 +33,7 @@ from kvcluster.core.index import BlockRecord
 from kvcluster.core.members import Member
 from kvcluster.core.messages import Effect, Move, MoveOrder, Tier, TierUse, Warn
 from kvcluster.core.namespaces import CoordinatorNamespace
-from kvcluster.core.tiers import FASTEST, Takes
+from kvcluster.core.tiers import INGEST, Takes
 
 MS = 1_000_000
 SAMPLES_WANTED = 8
@@ -84,8 +84,11 @@ class Tiering:
         for run in self._hot_prefixes.record_load(hashes, now):
             for block in run:
                 record = space.index.get(block)
-                for slot in _only_below(record) if record is not None else ():
-                    hot = self._hot.setdefault(slot, {}) if self._state.book.alive(slot) else {}
+                for slot in record.copies.slots if record is not None else ():
+                    member = self._state.members.at(slot)
+                    if member is None or record is None or record.copies.on(slot, member.info.tiers[0]):
+                        continue
+                    hot = self._hot.setdefault(slot, {})
                     if len(hot) < limits.PROMOTIONS:
                         hot[space.id, block] = None
 
@@ -143,8 +146,9 @@ class Tiering:
         lowest tier for that. Blocks that leave a lower tier come first in the order, so that room is freed before it is
         used. `pressing`: what the waiting reservations of each tenant lack."""
         moves: list[Move] = []
-        waited = sum(pressing.values())
+        waited = 0
         for tier, to in pairwise(member.info.tiers):
+            waited += sum(pressing.values()) if tier is INGEST else 0
             victims = self._evictor.victims(member, tier, waited, now, self._room_below(member, tier, to))
             if not victims:
                 keeps = self._room_below(member, tier, to)
@@ -154,23 +158,24 @@ class Tiering:
             moves[:0] = [self._demotion(record, to, now) for record in victims]
             use = member.info.use(to)
             waited = max(0, below - use.free_bytes) + use.wanted_bytes
-        self._ordered[member.slot] = {use.tier: _Room.of(use) for use in member.info.below}
+        self._ordered[member.slot] = {tier: _Room.of(member.info.use(tier)) for tier in member.info.tiers}
         self.order(member, moves)
         return waited
 
     def promote(self, member: Member) -> None:
-        """Orders promotions of hot blocks to the fastest tier, as far as it has room."""
+        """Orders promotions of hot blocks to the shard's fastest tier, as far as it has room."""
         moves: list[Move] = []
-        room = member.info.use(FASTEST).room(self._low)
+        fastest = member.info.tiers[0]
+        room = member.info.use(fastest).room(self._low)
         for space_id, block in self._hot.pop(member.slot, {}):
             record = self._state.namespaces.record(space_id, block)
-            if record is None or member.slot not in _only_below(record):
+            if record is None or not record.copies.on(member.slot) or record.copies.on(member.slot, fastest):
                 continue
             below = min(copy.tier for copy in record.copies.of(member.slot))
             room -= self._state.namespaces.bytes_on(record, member.slot, below, raw=True)
             if room < 0:
                 break  # a block that stays hot is found again
-            moves.append(Move(space_id, block, FASTEST))
+            moves.append(Move(space_id, block, fastest))
         self.order(member, moves[: limits.EVICTIONS_PER_ORDER])
 
     def order(self, member: Member, moves: Sequence[Move]) -> None:
@@ -247,8 +252,3 @@ class Tiering:
         codecs = (Codec.RAW, self._codec_of(record))
         here = record.copies.of(slot)
         return sum(min(space.page_bytes(copy.group, copy.part, codec) for codec in codecs) for copy in here)
-
-
-def _only_below(record: BlockRecord) -> list[int]:
-    """Returns the slots of the shards that have the block in a lower tier, and not in the RAM tier."""
-    return [slot for slot in record.copies.slots if not record.copies.on(slot, FASTEST)]

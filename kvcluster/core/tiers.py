@@ -2,12 +2,12 @@
 
 A tier is *addressable* if readers read its pages in place, in a region of memory that is the tier's own: a page lies
 where its tier and its offset say.
-The pages of any other tier lie in a store (runtime/tier_store.py): a reader gets a copy of them in the staging tier,
-and only demotions write there. A tier is *durable* if its pages survive a restart: they are recovered when the shard
-starts, and a purge erases them from the store too.
+The pages of any other tier lie in a store (runtime/tier_store.py), of a GPU's memory or of files: a reader gets a copy
+of them in the staging tier, and only the shard's own moves write there. A tier is *durable* if its pages survive a
+restart: they are recovered when the shard starts, and a purge erases them from the store too.
 
-A shard has the first tier, and those others that its configuration gives bytes. Pages are demoted from each tier into
-the next one that the shard has, promoted into the first, and evicted only from the last.
+A shard has the tier that workers write into (INGEST), and those others that its configuration gives bytes. Pages are
+demoted from each tier into the next one that the shard has, promoted into its first, and evicted only from the last.
 
 To add a tier: a row here, a module with its store, a member of the same name in the wire's enum, and its settings in
 config/sections.py (docs/architecture.md).
@@ -21,6 +21,7 @@ from enum import Enum, IntEnum
 from typing import Protocol
 
 from kvcluster.config import ShardConfig
+from kvcluster.core.allocator import DeviceAllocator
 from kvcluster.core.file_allocator import FileAllocator, Owner
 
 
@@ -105,10 +106,18 @@ class Tier(IntEnum):
         tier.spec = spec
         return tier
 
-    RAM = 0, TierSpec(Takes.RAW, "GPU", lambda config: config.ram_bytes, addressable=True)
-    HOST = 1, TierSpec(Takes.ENCODED, "CPU", lambda config: config.host_bytes, addressable=True)
+    GPU = (
+        0,
+        TierSpec(
+            *(Takes.RAW, "HBM", lambda config: config.gpu_bytes),
+            allocator=DeviceAllocator,
+            store="kvcluster.runtime.device_pool:open_device_pool",
+        ),
+    )
+    RAM = 1, TierSpec(Takes.RAW, "GPU", lambda config: config.ram_bytes, addressable=True)
+    HOST = 2, TierSpec(Takes.ENCODED, "CPU", lambda config: config.host_bytes, addressable=True)
     DISK = (
-        2,
+        3,
         TierSpec(
             *(Takes.UNCHANGED, "STORAGE", lambda config: config.disk_bytes),
             durable=True,
@@ -118,8 +127,9 @@ class Tier(IntEnum):
     )
 
 
-FASTEST = Tier.RAM
-"""The tier that workers write into. Every shard has it, and its pages are raw."""
+INGEST = Tier.RAM
+"""The tier that workers write into, and replicas that lay above it are pulled into. Every shard has it, and its pages
+are raw."""
 
 ADDRESSABLE = tuple(tier for tier in Tier if tier.spec.addressable)
 """The tiers that readers read from, and that replicas are pulled into."""
@@ -127,12 +137,15 @@ ADDRESSABLE = tuple(tier for tier in Tier if tier.spec.addressable)
 STAGING = ADDRESSABLE[-1]
 """The tier that holds readers' private copies of pages that are not addressable. It takes every codec."""
 
+READ_ORDER = {tier: rank for rank, tier in enumerate(sorted(Tier, key=lambda tier: (not tier.spec.addressable, tier)))}
+"""The rank of each tier for a reader that has the choice: those that it reads in place first."""
+
 STORED = tuple(tier for tier in Tier if not tier.spec.addressable)
 """The tiers whose pages lie in a store."""
 
 
 def above(tier: Tier, tiers: Sequence[Tier]) -> Tier | None:
     """Returns the tier from which a shard with these `tiers`, the fastest first, demotes pages into `tier`. None for
-    the first tier, and for one that it does not have."""
+    the first tier, which pages are promoted into, and for one that it does not have."""
     at = tiers.index(tier) if tier in tiers else 0
     return tiers[at - 1] if at else None

@@ -12,7 +12,6 @@ from kvcluster.core.messages import GoneEvent
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.pool import PagePool
 from kvcluster.core.report_sender import ReportSender
-from kvcluster.core.tiers import FASTEST
 
 Withdraw = Callable[[Page], None]
 
@@ -28,6 +27,6 @@ class Withdrawal:
         """Withdraws a READY page."""
         self._pool.condemn(page)
         self._report_sender.tell(GoneEvent(page.space, page.key, corrupt=corrupt, tier=page.tier))
-        above = self._pool.on(FASTEST, page.space, page.key)
-        if above is not None and above.decoded and above.state is PageState.READY and not self._pool.below_of(above):
-            self(above)
+        for twin in reversed(self._pool.elsewhere(page)):  # from below: each may have been the last of the next
+            if twin.decoded and twin.state is PageState.READY and not self._pool.below_of(twin):
+                self(twin)

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 
 from kvcluster.core.messages import DeclineReason, Moved, MovePages, SpanMiss, Stage, Staged, Written
 from kvcluster.core.miss import MissReason
-from kvcluster.core.tiers import ADDRESSABLE, FASTEST, STAGING, Tier
+from kvcluster.core.tiers import ADDRESSABLE, INGEST, STAGING, Takes, Tier
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.metric_samples import Histogram, HistogramSet, Refusal, Sample
 from kvcluster.transport.exchange_summary import ExchangeResult, ExchangeSummary, Operation
 from kvcluster.transports import NAMES
 
 _READ_TIERS = tuple(tier.name.lower() for tier in ADDRESSABLE)
-_TIERS_OF = dict.fromkeys(Operation, _READ_TIERS) | {Operation.STORE: (FASTEST.name.lower(),), Operation.ATTEND: ()}
+_TIERS_OF = dict.fromkeys(Operation, _READ_TIERS) | {Operation.STORE: (INGEST.name.lower(),), Operation.ATTEND: ()}
 _READ_REASONS = tuple(
     reason.value
     for reason in (
@@ -107,7 +107,7 @@ def _moves() -> Iterator[_Labels]:
     """Yields the pairs of tiers between which pages can move."""
     for source in Tier:
         for target in Tier:
-            down, up = target > source, target is FASTEST and source is not FASTEST
+            down, up = target > source, target < source and target.spec.takes is Takes.RAW
             staged = target is STAGING and not source.spec.addressable
             if down or up or staged:
                 yield source.name.lower(), target.name.lower()

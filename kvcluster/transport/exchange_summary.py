@@ -12,7 +12,7 @@ from operator import attrgetter
 from kvcluster.core.ids import Attempt, Tenant
 from kvcluster.core.messages import PageSlot, PageWants, SpanMiss, SpanPages, Written
 from kvcluster.core.miss import Miss
-from kvcluster.core.tiers import FASTEST, Tier
+from kvcluster.core.tiers import INGEST, Tier
 
 
 class Operation(Enum):
@@ -70,7 +70,7 @@ def written_bytes(slots: Collection[PageSlot]) -> dict[Tier, int]:
     moved: dict[Tier, int] = {}
     for (nbytes, tier), count in Counter(map(_PLACE, slots)).items():
         moved[tier] = moved.get(tier, 0) + count * nbytes
-    return moved or {FASTEST: 0}
+    return moved or {INGEST: 0}
 
 
 GrantedItem = PageSlot | Miss | Written | SpanPages | SpanMiss

@@ -7,6 +7,7 @@ because a page may come and go within one message.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from kvcluster.core import limits
@@ -27,7 +28,7 @@ from kvcluster.core.messages import (
     Tombstone,
 )
 from kvcluster.core.spec import KVSpec
-from kvcluster.core.tiers import FASTEST, Tier
+from kvcluster.core.tiers import INGEST, Tier
 from kvcluster.errors import ProtocolError
 from kvcluster.wire.checks import TEXT_CHARS, must, numbers, text
 from kvcluster.wire.common import CODECS, DEPTHS, EPOCH, HASHES, KEYS, LOSS, NAMESPACES, SHARD, SPEC, TENANT, TIER
@@ -159,9 +160,9 @@ _TIERS = Columns(
 
 
 def _check_tiers(info: ShardInfo) -> None:
-    tiers = [use.tier for use in info.below]
-    if any(lower <= upper for upper, lower in zip([FASTEST, *tiers], tiers, strict=False)):
-        raise ProtocolError("each tier below the RAM tier must be listed once, the fastest first")
+    tiers = [use.tier for use in info.others]
+    if INGEST in tiers or any(lower <= upper for upper, lower in pairwise(tiers)):
+        raise ProtocolError("each tier but the RAM tier must be listed once, the fastest first")
 
 
 def _config_hash(value: str) -> str:
@@ -191,7 +192,7 @@ INFO = Struct(
     leases=amount("leases"),
     counters=COUNTERS,
     draining=PLAIN,
-    below=Rows(_TIERS, len(Tier), "tiers"),
+    others=Rows(_TIERS, len(Tier), "tiers"),
     trouble=Scalar(lambda trouble: trouble[:TEXT_CHARS], _TROUBLE.decode),
     writing_bytes=amount("bytes of pages"),
     node=NODE,

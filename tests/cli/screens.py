@@ -53,7 +53,9 @@ def _shard(number: int, **about: Any) -> ShardInfo:
     counters = (("evicted", 50), ("pulled", 4), ("demoted", 1_400), ("promoted", 12), ("staged", 88))
     own = _PROCESS | {"node": f"node-{number + 1}"}
     where = f"10.0.0.{number + 1}:7100", f"node-{number + 1}@m{number}/1"
-    info = ShardInfo(ShardId(f"shard-{number}"), Epoch(1), *where, GIB, 300 * MIB, 362, 2, counters, below=below, **own)
+    info = ShardInfo(
+        ShardId(f"shard-{number}"), Epoch(1), *where, GIB, 300 * MIB, 362, 2, counters, others=below, **own
+    )
     return replace(info, **about)
 
 
@@ -86,7 +88,7 @@ def in_trouble() -> dict[str, Any]:
     )
     shards = (
         ShardStatus(
-            _shard(0, trouble=trouble, below=(), release="1.1.0", counters=(("corrupt", 3),)), "up", 0, 12, 100 * 10**9
+            _shard(0, trouble=trouble, others=(), release="1.1.0", counters=(("corrupt", 3),)), "up", 0, 12, 100 * 10**9
         ),
         ShardStatus(_shard(1), "lost", 0, 1, 3_000 * 10**9),
         ShardStatus(_shard(2, draining=True), "draining", 0),

@@ -114,7 +114,7 @@ class Voice:
             free_bytes=capacity_pages * self._page_bytes,
             pages=0,
             leases=0,
-            below=below,
+            others=below,
         )
         self.coordinator = Epoch(0)
         self.told = 0
@@ -181,8 +181,8 @@ class Voice:
 
     def free_below(self, nbytes: int) -> None:
         """Likewise, of its one tier below."""
-        [use] = self.info.below
-        self.info = replace(self.info, below=(use._replace(free_bytes=nbytes),))
+        [use] = self.info.others
+        self.info = replace(self.info, others=(use._replace(free_bytes=nbytes),))
 
 
 class LoneCoordinator(CoreStepper):

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvcluster.config import ShardConfig
+from kvcluster.core.allocator import ALIGN_BYTES
 from kvcluster.core.codecs import Codec
 from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId, Tenant
@@ -48,6 +49,7 @@ from kvcluster.core.messages import (
     Revoke,
     Send,
     ShardMessage,
+    Stage,
     StreamEvent,
     Tick,
     Tier,
@@ -85,12 +87,13 @@ class LoneShard(CoreStepper):
         epoch: int = 7,
         *,
         host_pages: int = 0,
+        gpu_pages: int = 0,
         found: RecoveredPages = NO_STORE,
         spec: KVSpec = SPEC,
         **config: int,
     ) -> None:
-        """With room for so many raw pages of `spec`, for so many in its host tier, and with a disk tier where its
-        shell has `found` one."""
+        """With room for so many raw pages of `spec`, for so many in its host tier and on a GPU, and with a disk tier
+        where its shell has `found` one."""
         page_bytes = spec.page_bytes(0, WHOLE)
         self.now = 10 * SECOND
         self.epoch = Epoch(epoch)
@@ -106,7 +109,7 @@ class LoneShard(CoreStepper):
             membership_ttl_ms=MEMBERSHIP_MS,
             address="a:1",
             host="here",
-            found={Tier.DISK: found},
+            found={Tier.GPU: RecoveredPages(gpu_pages * page_bytes, ALIGN_BYTES), Tier.DISK: found},
         )
         super().__init__(core)
         self.spec = spec
@@ -117,6 +120,8 @@ class LoneShard(CoreStepper):
         self.reading: Verify | None = None
         self.fetching: list[Fetch] = []
         self.moving: MovePages | None = None
+        self.staging: Stage | None = None
+        """The last."""
         self.erased: list[Erase] = []
         self.left = False
         self.ordered = 0
@@ -128,12 +133,13 @@ class LoneShard(CoreStepper):
         pages: int = 8,
         *,
         host_pages: int = 0,
+        gpu_pages: int = 0,
         found: RecoveredPages = NO_STORE,
         spec: KVSpec = SPEC,
         **config: int,
     ) -> LoneShard:
         """One that a coordinator knows, with our `spec` attached and reported."""
-        shard = cls(pages, host_pages=host_pages, found=found, spec=spec, **config)
+        shard = cls(pages, host_pages=host_pages, gpu_pages=gpu_pages, found=found, spec=spec, **config)
         shard.attach(spec)
         shard.settle()
         assert shard.core.state.member(shard.now)
@@ -165,6 +171,8 @@ class LoneShard(CoreStepper):
             case MovePages():
                 assert self.moving is None, "two batches are moved"
                 self.moving = effect
+            case Stage():
+                self.staging = effect
             case Erase():
                 self.erased.append(effect)
             case Leave():
@@ -230,8 +238,8 @@ class LoneShard(CoreStepper):
         """Lets the next heartbeat bring back the order to move these down, to that tier."""
         return self.order(moves(*[Move(self.space, block, to, codec, keeps) for block in blocks]))
 
-    def promote(self, *blocks: BlockHash) -> list[Effect]:
-        return self.order(moves(*[Move(self.space, block, Tier.RAM) for block in blocks]))
+    def promote(self, *blocks: BlockHash, to: Tier = Tier.RAM) -> list[Effect]:
+        return self.order(moves(*[Move(self.space, block, to) for block in blocks]))
 
     def move(self, *, unfit: Sequence[int] = (), corrupt: Sequence[int] = ()) -> list[Effect]:
         """What was to move has moved, but for the pages at the indices `unfit`, which cannot be encoded or written;
@@ -271,6 +279,11 @@ class LoneShard(CoreStepper):
         keys = tuple(key(block) for block in blocks)
         at = self.epoch if epoch is None else Epoch(epoch)
         return self.ask_now(build_request(Pin(of, at, keys, accept), tenant, self.space))
+
+    def pinning(self, of: Attempt, *blocks: BlockHash, accept: Loss = Loss.EXACT) -> CallId:
+        """Asks for a pin that is answered when its pages have been read from a store."""
+        keys = tuple(key(block) for block in blocks)
+        return self.call(build_request(Pin(of, self.epoch, keys, accept), OURS, self.space))
 
     def reserving(self, of: Attempt, *pages: PageKey | BlockHash, wait_ns: int = 0, loss: Loss = Loss.EXACT) -> CallId:
         """A Reserve that may wait."""

@@ -167,7 +167,7 @@ def test_what_is_found_is_told_of_with_its_spec_in_the_first_inventory() -> None
     assert said.pages == tuple(map(event, pages))
     assert said.specs == ((OURS, CODED),)
     assert [(page.parent, page.depth) for page in said.pages] == [(root(CODED), 0), (A, 1), (B, 2)]
-    assert said.info.below[1] == TierUse(Tier.DISK, FILES * FILE, (FILES - 1) * FILE + SECTOR_BYTES, 3)
+    assert said.info.others[1] == TierUse(Tier.DISK, FILES * FILE, (FILES - 1) * FILE + SECTOR_BYTES, 3)
 
 
 def test_what_is_found_is_no_news_after_the_inventory_and_nothing_that_this_shard_has_done() -> None:
@@ -218,7 +218,7 @@ def test_the_next_shard_has_what_the_last_one_had_on_disk() -> None:
     for order in (pages, pages[::-1]):
         following = DiskShard.knowing(found(*order))
         assert on_disk(following) == order
-        assert following.core.pool.below()[1] == last.core.pool.below()[1]
+        assert following.core.pool.others()[1] == last.core.pool.others()[1]
 
 
 @pytest.mark.parametrize("specs", [[], [(THEIRS, CODED)], [(OURS, OTHER)]], ids=["no", "another's", "another"])

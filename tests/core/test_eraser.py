@@ -301,7 +301,7 @@ def test_a_block_that_stayed_for_want_of_room_has_no_other_ordered_in_turn_until
     _, voice = with_blocks_that_find_no_room_below()
     for _ in range(5):
         assert voice.report(pressure=1).move is None
-    voice.info = replace(voice.info, below=host(2))
+    voice.info = replace(voice.info, others=host(2))
     assert moved(voice.report(pressure=1), Tier.HOST) == [PAGES[1]], "it is not the next victim again"
 
 
@@ -310,7 +310,7 @@ def test_a_block_that_stayed_while_the_room_below_changed_says_nothing_of_the_ro
     worker.opens(Q, (), PAGES[:2])
     voice.report(*map(private_page, PAGES[:2]))
     voice.ends(voice.report(pressure=1).move)
-    voice.info = replace(voice.info, below=host(2))
+    voice.info = replace(voice.info, others=host(2))
     assert len(moved(voice.report(pressure=1), Tier.HOST)) == 1
 
 

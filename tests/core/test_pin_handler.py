@@ -92,7 +92,7 @@ def test_a_page_that_was_read_stays_on_disk_and_is_told_of_there_alone() -> None
     for _ in ("while it is being read", "while it is lent"):
         shard.hear(inventory=True)
         assert inventory(shard).pages == (event(page),)
-        assert inventory(shard).info.below[0].pages == 0
+        assert inventory(shard).info.others[0].pages == 0
         assert shard.settle() == [event(page)]
         if shard.stages:
             shard.read()

@@ -17,7 +17,7 @@ from kvcluster.core.messages import PageEvent, PageKey, PageSlot, Tier, TierUse,
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.page import TRANSITIONS, IllegalTransition, Page, PageAction, PageState
 from kvcluster.core.pool import PagePool
-from kvcluster.core.tiers import FASTEST
+from kvcluster.core.tiers import INGEST
 from tests.core.build import SPACE, key, parent
 
 OTHER_SPACE = NamespaceId(b"o" * HASH_BYTES)
@@ -398,7 +398,7 @@ def used(pool: PagePool) -> list[int]:
     return [allocator.used_bytes for allocator in pool.allocators.values()]
 
 
-def taken(pool: PagePool, loss: Loss, into: Tier = FASTEST) -> Written | None:
+def taken(pool: PagePool, loss: Loss, into: Tier = INGEST) -> Written | None:
     """Why page 0 need not be written with that loss."""
     return pool.taken(pool.there(SPACE, key(0)), loss, into)
 
@@ -409,13 +409,13 @@ def test_each_tier_in_memory_has_a_region_of_its_own() -> None:
     assert pool.memory_bytes == {Tier.RAM: 1_024, Tier.HOST: 2_048}
     above, below = written_in(pool, Tier.RAM), written_in(pool, Tier.HOST)
     assert above.offset == below.offset == 0
-    assert pool.below() == (TierUse(Tier.HOST, 2_048, 2_048 - ALIGN_BYTES, 1, writing_bytes=ALIGN_BYTES),)
+    assert pool.others() == (TierUse(Tier.HOST, 2_048, 2_048 - ALIGN_BYTES, 1, writing_bytes=ALIGN_BYTES),)
     assert (pool.count(Tier.RAM), pool.count(Tier.HOST), len(pool)) == (1, 1, 2)
 
 
 def test_without_host_bytes_there_is_one_tier() -> None:
     pool = PagePool.of(ShardConfig(ram_bytes=1_024, extent_bytes=ALIGN_BYTES))
-    assert (list(pool.allocators), pool.below(), pool.memory_bytes) == ([Tier.RAM], (), {Tier.RAM: 1_024})
+    assert (list(pool.allocators), pool.others(), pool.memory_bytes) == ([Tier.RAM], (), {Tier.RAM: 1_024})
 
 
 def test_the_disk_tier_lies_below_all_others_and_not_in_memory() -> None:
@@ -426,7 +426,7 @@ def test_the_disk_tier_lies_below_all_others_and_not_in_memory() -> None:
     assert list(pool.memory_bytes) == [Tier.RAM, Tier.HOST]
     below = written_in(pool, Tier.DISK)
     assert below.offset == FIRST, "an offset of its own kind"
-    assert pool.below() == (
+    assert pool.others() == (
         TierUse(Tier.HOST, 2_048, 2_048, 0),
         TierUse(Tier.DISK, 3 * file_bytes, 2 * file_bytes + SECTOR_BYTES, 1, writing_bytes=SECTOR_BYTES),
     )
@@ -547,16 +547,16 @@ def test_a_better_page_that_is_being_written_beside_a_worse_one_is_pending_for_w
 def test_each_tier_has_room_of_its_own(tier: Tier) -> None:
     pool = tiers_of(1, 1, 1)
     above, below = ready_in(pool, Tier.RAM), ready_in(pool, tier)
-    at = tier - 1
-    capacity = pool.below()[at].capacity_bytes
+    at = [use.tier for use in pool.others()].index(tier)
+    capacity = pool.others()[at].capacity_bytes
     assert pool.reserve(SPACE, key(1), 1, parent=parent(1), depth=1, loss=Loss.EXACT, tier=tier) is None
     pool.pin([below])
     pool.condemn(below)
     pool.condemn(above)
     assert pool.allocator.free_bytes == ALIGN_BYTES
-    assert (pool.below()[at].free_bytes, pool.below()[at].pages) == (0, 0)
+    assert (pool.others()[at].free_bytes, pool.others()[at].pages) == (0, 0)
     assert unpin_one(pool, below)
-    assert pool.below()[at].free_bytes == capacity
+    assert pool.others()[at].free_bytes == capacity
     pool.check()
 
 

@@ -13,6 +13,7 @@ from kvcluster.core.groups import Part
 from kvcluster.core.messages import Need, Source, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable, Served
+from kvcluster.core.tiers import READ_ORDER
 from tests.core.build import WHOLE, address
 from tests.core.oracle import cells, covered
 
@@ -99,7 +100,9 @@ def why_not(part: Part, here: list[Replica], entries: list[Replica], alive: list
     if covered(part, [c.part for c in entries]):
         return Miss(MissReason.SHARD_LOST)
     touching = sorted(
-        (c.tier, c.loss, -len(cells(c.part) & cells(part)), c.slot, c.part) for c in here if c.part.intersect(part)
+        (READ_ORDER[c.tier], c.loss, -len(cells(c.part) & cells(part)), c.slot, c.part)
+        for c in here
+        if c.part.intersect(part)
     )
     held_parts = ", ".join(str(entry[-1]) for entry in touching) or "nothing"
     return Miss(MissReason.PART, f"group {here[0].group if here else 0}: asked for {part}; held: {held_parts}")

@@ -470,7 +470,7 @@ def test_room_on_disk_is_none_for_a_replica() -> None:
     [two] = others(coordinator, "b", below=below(free_bytes=0) + below_it())
     want(coordinator, 2, A, B)
     assert two.report().pull is None, "its RAM takes nothing that is encoded"
-    two.info = replace(two.info, free_bytes=0, below=below() + below_it(free_bytes=0))
+    two.info = replace(two.info, free_bytes=0, others=below() + below_it(free_bytes=0))
     assert wanted(two.report()) == [A, B], "nor is any needed there"
 
 

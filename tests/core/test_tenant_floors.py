@@ -29,6 +29,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.messages.coordinator import Decision
 from kvcluster.core.tenant_floors import StoredBytes, TenantFloors
+from kvcluster.core.tiers import INGEST
 from kvcluster.testing.core_stepper import build_request
 from tests.core.build import SPACE
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator, Voice, beat, decisions, moved, ordered
@@ -99,7 +100,7 @@ def test_a_shard_is_full_for_the_tenant_that_waits_and_no_other() -> None:
 def test_what_is_evicted_or_purged_is_charged_no_more() -> None:
     coordinator, voice = crowded(ours=6, theirs=6)
     (member,) = coordinator.core.state.members.all()
-    stored = member.stored[min(member.stored)]
+    stored = member.stored[INGEST]
     assert dict(stored.tenants) == {OURS: 6 * PAGE, THEIRS: 6 * PAGE}
     voice.report(gone(BLOCKS[5]), gone(BLOCKS[4]))
     assert dict(stored.tenants) == {OURS: 4 * PAGE, THEIRS: 6 * PAGE}
@@ -112,13 +113,13 @@ def test_a_replica_is_charged_to_no_tenant_and_goes_first() -> None:
     first, second = (coordinator.voice(name, capacity_pages=4) for name in "ab")
     first.join(*pages(BLOCKS[:2]))
     second.join(*pages(BLOCKS[:4]))
-    stored = [dict(member.stored[min(member.stored)].tenants) for member in coordinator.core.state.members.all()]
+    stored = [dict(member.stored[INGEST].tenants) for member in coordinator.core.state.members.all()]
     assert stored == [{OURS: 2 * PAGE}, {OURS: 2 * PAGE}]
     second.free(0)
     assert ordered(second.report(pressure=1)) == [BLOCKS[3]], "a block goes after those that follow it"
     second.report(gone(BLOCKS[3]), gone(BLOCKS[2]))
     first.report(gone(BLOCKS[1]))
-    stored = [dict(member.stored[min(member.stored)].tenants) for member in coordinator.core.state.members.all()]
+    stored = [dict(member.stored[INGEST].tenants) for member in coordinator.core.state.members.all()]
     assert stored == [{OURS: PAGE}, {OURS: PAGE}], "the copy that stays is the tenant's now"
 
 

@@ -122,8 +122,8 @@ def carry_out(voice: Voice, ack: Heard, *events: StreamEvent, pressure: int = 0)
 
 def free_on(voice: Voice, tier: Tier, free_bytes: int) -> None:
     """From now on it says that it has so much room in that tier below RAM."""
-    uses = [use._replace(free_bytes=free_bytes) if use.tier is tier else use for use in voice.info.below]
-    voice.info = replace(voice.info, below=tuple(uses))
+    uses = [use._replace(free_bytes=free_bytes) if use.tier is tier else use for use in voice.info.others]
+    voice.info = replace(voice.info, others=tuple(uses))
 
 
 def heat(coordinator: LoneCoordinator, *blocks: BlockHash, loads: int = 4) -> None:
@@ -468,8 +468,8 @@ def test_what_has_gone_to_disk_waits_there_for_its_turn_to_be_evicted() -> None:
 
 def wanting(voice: Voice, nbytes: int) -> None:
     """From now on it says that readers of what it has on disk wait for so much of its host tier."""
-    uses = [use._replace(wanted_bytes=nbytes) if use.tier is Tier.HOST else use for use in voice.info.below]
-    voice.info = replace(voice.info, below=tuple(uses))
+    uses = [use._replace(wanted_bytes=nbytes) if use.tier is Tier.HOST else use for use in voice.info.others]
+    voice.info = replace(voice.info, others=tuple(uses))
 
 
 def test_the_host_tier_is_relieved_of_what_readers_of_the_disk_wait_for() -> None:

@@ -142,7 +142,7 @@ def info_of(shard: LoneShard) -> ShardInfo:
 
 def test_a_shard_without_tiers_below_tells_of_none() -> None:
     info = info_of(tiered(host_pages=0))
-    assert (info.below, info.tiers) == ((), (Tier.RAM,))
+    assert (info.others, info.tiers) == ((), (Tier.RAM,))
     assert [info.use(tier) for tier in TIERS] == [
         TierUse(Tier.RAM, 8 * RAW, 6 * RAW, 2),
         TierUse(Tier.HOST, 0, 0, 0),
@@ -152,11 +152,11 @@ def test_a_shard_without_tiers_below_tells_of_none() -> None:
 
 def test_a_shard_tells_of_each_tier_that_it_has() -> None:
     info = info_of(tiered())
-    assert info.below == (TierUse(Tier.HOST, 8 * RAW, 8 * RAW - Q8, 1),)
+    assert info.others == (TierUse(Tier.HOST, 8 * RAW, 8 * RAW - Q8, 1),)
     assert info.tiers == (Tier.RAM, Tier.HOST)
     assert [info.use(tier) for tier in TIERS] == [
         TierUse(Tier.RAM, 8 * RAW, 7 * RAW, 1),
-        info.below[0],
+        info.others[0],
         TierUse(Tier.DISK, 0, 0, 0),
     ]
 
@@ -164,7 +164,7 @@ def test_a_shard_tells_of_each_tier_that_it_has() -> None:
 def test_a_shard_tells_of_its_disk_tier_last() -> None:
     info = info_of(DiskShard.knowing(found(*lying(C, D), files=2)))
     disk = TierUse(Tier.DISK, 2 * FILE, FILE + 2 * SECTOR_BYTES, 2)
-    assert info.below == (TierUse(Tier.HOST, 8 * RAW, 8 * RAW - Q8, 1), disk)
+    assert info.others == (TierUse(Tier.HOST, 8 * RAW, 8 * RAW - Q8, 1), disk)
     assert (info.tiers, info.use(Tier.DISK)) == (TIERS, disk)
 
 

@@ -153,7 +153,7 @@ class Shards:
 
     def info(self, number: int, **said: Any) -> ShardInfo:
         use = TierUse(Tier.HOST, 2**50, 2**49, 0)
-        info = ShardInfo(ShardId(f"s{number}"), Epoch(1), "a:1", "", 2**50, 2**49, 0, 0, below=(use,))
+        info = ShardInfo(ShardId(f"s{number}"), Epoch(1), "a:1", "", 2**50, 2**49, 0, 0, others=(use,))
         return replace(info, **said)
 
     def join(self, number: int) -> None:
@@ -467,7 +467,7 @@ def report_of_a_target(size: int) -> Step:
     core.step(asks(PinBlocks(hashes(size), SECOND, limits.REPLICAS), SPACE), NOW)
     little = int(CoordinatorConfig().low_free * 2**50) + 1
     use = TierUse(Tier.HOST, 2**50, little, 0)
-    return Step(core, shards.report(1, [], free_bytes=little, below=(use,)))
+    return Step(core, shards.report(1, [], free_bytes=little, others=(use,)))
 
 
 def report_of_a_draining_shard(size: int) -> Step:
@@ -480,7 +480,7 @@ def report_of_a_draining_shard(size: int) -> Step:
     little = int(CoordinatorConfig().low_free * 2**50) + 1
     use = TierUse(Tier.HOST, 2**50, little, 0)
     for number in range(1, 64):
-        core.step(shards.report(number, [], free_bytes=little, below=(use,)), NOW)
+        core.step(shards.report(number, [], free_bytes=little, others=(use,)), NOW)
     return Step(core, shards.report(0, [], draining=True))
 
 

@@ -230,7 +230,7 @@ infos = st.builds(
     leases=quantities,
     counters=counters,
     draining=st.booleans(),
-    below=st.sets(st.sampled_from([Tier.HOST, Tier.DISK])).flatmap(
+    others=st.sets(st.sampled_from([Tier.GPU, Tier.HOST, Tier.DISK])).flatmap(
         lambda tiers: st.tuples(*(st.builds(TierUse, st.just(tier), *[quantities] * 5) for tier in sorted(tiers)))
     ),
     trouble=words,

@@ -255,7 +255,7 @@ def test_the_tables_are_the_services_of_the_proto_files(table: Mapping[str, Meth
 )
 def test_every_value_of_an_enum_travels_but_unspecified(codec: Any, ours: Any, theirs: Any) -> None:
     known = {name: number for name, number in theirs.items() if not name.endswith("_UNSPECIFIED")}
-    assert codec.decode_all(known.values()) == list(ours)
+    assert sorted(codec.decode_all(known.values()), key=list(ours).index) == list(ours)
     for number in {1_000} if codec is orders.LEAVE_REASON else {0, 1_000} - set(known.values()):
         with pytest.raises(ProtocolError, match=f"{ours.__name__} {number} is not known here"):
             codec.decode(number)

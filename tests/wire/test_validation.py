@@ -96,7 +96,7 @@ SHARD_ADDRESS = ShardAddress(ShardId("s"), Epoch(1), "a:1", "h")
 SOURCE = Source(0, PART, SHARD_ADDRESS, Tier.RAM, Loss.EXACT)
 INFO = ShardInfo(
     *(ShardId("s"), Epoch(1), "a:1", "h", 1, 1, 1, 1, (("commits", 1),)),
-    below=(TierUse(Tier.HOST, 1, 1, 1), TierUse(Tier.DISK, 1, 1, 1)),
+    others=(TierUse(Tier.HOST, 1, 1, 1), TierUse(Tier.DISK, 1, 1, 1)),
 )
 PAGE = PageEvent(NAMESPACE, KEY, BLOCK, 3, Tier.RAM, Loss.EXACT)
 
@@ -321,12 +321,12 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
     ("report", "events.gone.tier", [5], ProtocolError, "Tier 5 is not known here"),
     ("report", "events.pages.codec", [], ProtocolError, "lists of pages.* must be equally long"),
     ("report", "events.pages.codec", [0x7F01], ProtocolError, "codec 127 version 1 is not known here: upgrade"),
-    ("report", "info.below.tier", [], ProtocolError, "lists of tiers must be equally long"),
-    ("report", "info.below.tier", [0, 2], ProtocolError, "listed once, the fastest first"),
-    ("report", "info.below.tier", [2, 1], ProtocolError, "the fastest first"),
-    ("report", "info.below.tier", [2, 2], ProtocolError, "listed once"),
-    ("report", "info.below.wanted_bytes", [1], ProtocolError, "lists of tiers must be equally long"),
-    ("report", "info.below.wanted_bytes", [1, HUGE], LimitError, "wanted bytes"),
+    ("report", "info.others.tier", [], ProtocolError, "lists of tiers must be equally long"),
+    ("report", "info.others.tier", [0, 2], ProtocolError, "listed once, the fastest first"),
+    ("report", "info.others.tier", [2, 1], ProtocolError, "the fastest first"),
+    ("report", "info.others.tier", [2, 2], ProtocolError, "listed once"),
+    ("report", "info.others.wanted_bytes", [1], ProtocolError, "lists of tiers must be equally long"),
+    ("report", "info.others.wanted_bytes", [1, HUGE], LimitError, "wanted bytes"),
     (
         "report",
         "info.trouble",
@@ -334,7 +334,7 @@ SPOILED: list[tuple[str, str, object, type[KVClusterError], str]] = [
         LimitError,
         "characters of a shard's trouble: 1025 exceeds the limit of 1024",
     ),
-    ("report", "info.below.free_bytes", [HUGE, 1], LimitError, "free bytes"),
+    ("report", "info.others.free_bytes", [HUGE, 1], LimitError, "free bytes"),
     ("report", "events.pages.namespace.table", b"n" * 33, ProtocolError, "take 32 bytes each"),
     ("report", "events.pages.namespace.of", [1], ProtocolError, "refers to a namespace beyond the 1"),
     ("report", "events.pages.key.place.of", [2**32 - 1], ProtocolError, "refers to a part beyond the 1"),

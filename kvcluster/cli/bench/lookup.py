@@ -39,7 +39,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.replica_sets import ReplicaTable
-from kvcluster.core.tiers import FASTEST
+from kvcluster.core.tiers import INGEST
 from kvcluster.eviction.lru import LRU
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline
@@ -155,7 +155,7 @@ def _index(chains: Sequence[Sequence[BlockHash]]) -> tuple[PrefixIndex, Eviction
         for depth, block in enumerate(chain):
             # A hash of its own for each record, as it comes off the wire.
             fresh = BlockHash(bytes(bytearray(block)))
-            event = PageEvent(_SPACE, PageKey(fresh, 0, _PART), parent, depth, FASTEST, Loss.EXACT)
+            event = PageEvent(_SPACE, PageKey(fresh, 0, _PART), parent, depth, INGEST, Loss.EXACT)
             record = index.add(event, slot, 1_000_000_000 + number)
             assert record is not None
             cold.push(record)

@@ -13,7 +13,7 @@ from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages.common import ShardAddress
 from kvcluster.core.messages.shard import NewPage
 from kvcluster.core.spec import KVSpec
-from kvcluster.core.tiers import FASTEST, Tier
+from kvcluster.core.tiers import INGEST, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class EvictOrder:
 
     number: int
     blocks: tuple[tuple[NamespaceId, BlockHash], ...]
-    tier: Tier = FASTEST
+    tier: Tier = INGEST
 
 
 class Move(NamedTuple):
@@ -57,7 +57,7 @@ class PullOrder:
     spec: KVSpec
     pages: tuple[NewPage, ...]
     codec: Codec = Codec.RAW
-    into: Tier = FASTEST
+    into: Tier = INGEST
 
 
 Order = EvictOrder | MoveOrder | PullOrder

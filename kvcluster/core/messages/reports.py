@@ -14,7 +14,7 @@ from kvcluster.core.messages.probe import Findings, ProbeOrder
 from kvcluster.core.miss import Loss
 from kvcluster.core.page_key import PageKey
 from kvcluster.core.spec import KVSpec
-from kvcluster.core.tiers import FASTEST, Tier, above
+from kvcluster.core.tiers import INGEST, Tier, above
 
 
 class PageEvent(NamedTuple):
@@ -35,7 +35,7 @@ class GoneEvent(NamedTuple):
     namespace: NamespaceId
     key: PageKey
     corrupt: bool
-    tier: Tier = FASTEST
+    tier: Tier = INGEST
 
 
 class PurgedEvent(NamedTuple):
@@ -100,11 +100,12 @@ class ProcessInfo(NamedTuple):
 class ShardInfo:
     """What a shard reports about itself each time. Sizes in bytes; counts are gauges, `counters` only grow.
 
-    Capacity, free and writing bytes and pages are those of its RAM tier; `below` has the tiers under it, the
-    fastest first. `draining`: it has been ordered to drain, which a new coordinator learns from it. `trouble`: what its
-    operator should know, such as why it runs without its disk tier. `node`: the machine that it runs on; `release` and
-    `config_hash`: of its process. `protocol`: the newest version of the protocol that it speaks, 0 from a shard of a
-    version before 3. `stopping`: it saves its pages and ends soon, so that nothing new should be placed on it.
+    Capacity, free and writing bytes and pages are those of the tier that workers write into; `others` has its other
+    tiers, the fastest first. `draining`: it has been ordered to drain, which a new coordinator learns from it.
+    `trouble`: what its operator should know, such as why it runs without its disk tier. `node`: the machine that it
+    runs on; `release` and `config_hash`: of its process. `protocol`: the newest version of the protocol that it speaks,
+    0 from a shard of a version before 3. `stopping`: it saves its pages and ends soon, so that nothing new should be
+    placed on it.
     """
 
     shard: ShardId
@@ -117,7 +118,7 @@ class ShardInfo:
     leases: int
     counters: tuple[tuple[str, int], ...] = ()
     draining: bool = False
-    below: tuple[TierUse, ...] = ()
+    others: tuple[TierUse, ...] = ()
     trouble: str = ""
     writing_bytes: int = 0
     node: str = ""
@@ -133,18 +134,18 @@ class ShardInfo:
 
     def use(self, tier: Tier) -> TierUse:
         """Returns the use of that tier; of zero size if the shard does not have it."""
-        if tier is FASTEST:
+        if tier is INGEST:
             return TierUse(tier, self.capacity_bytes, self.free_bytes, self.pages, writing_bytes=self.writing_bytes)
-        return next((use for use in self.below if use.tier is tier), TierUse(tier, 0, 0, 0))
+        return next((use for use in self.others if use.tier is tier), TierUse(tier, 0, 0, 0))
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
         """All tiers of the shard, the fastest first. Blocks leave the last one only by eviction."""
-        return (FASTEST, *(use.tier for use in self.below))
+        return tuple(sorted((INGEST, *(use.tier for use in self.others))))
 
     def next_below(self, tier: Tier) -> TierUse:
         """Returns the use of the tier into which pages of `tier` are demoted; of zero size for the last tier."""
-        return next((use for use in self.below if use.tier > tier), TierUse(tier, 0, 0, 0))
+        return next((self.use(below) for below in self.tiers if below > tier), TierUse(tier, 0, 0, 0))
 
     def above(self, tier: Tier) -> Tier | None:
         """Returns the tier from which pages are demoted into `tier`; None for the first."""

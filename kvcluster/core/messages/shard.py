@@ -11,7 +11,7 @@ from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.page_key import PageKey
 from kvcluster.core.spec import KVSpec
-from kvcluster.core.tiers import FASTEST, Tier
+from kvcluster.core.tiers import INGEST, Tier
 from kvcluster.release import PROTOCOL_VERSION
 
 
@@ -71,7 +71,7 @@ class PageSlot(NamedTuple):
     loss: Loss
     sums: bytes = b""
     codec: Codec = Codec.RAW
-    tier: Tier = FASTEST
+    tier: Tier = INGEST
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.tickets import IssuedTicket, TicketName
-from kvcluster.core.tiers import FASTEST, STAGING
+from kvcluster.core.tiers import INGEST, STAGING
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
 from kvcluster.testing.sim.evictions import judge_floors, judge_order
@@ -288,7 +288,7 @@ class CoordinatorOracle:
             stored_at = max(shard.ready[place][1] for place in places)
             # Which tier it would enter there depends on which pages of it are fetched: it fits for sure if it fits in
             # each.
-            tiers = dict.fromkeys([FASTEST, *(min(slot.tier, STAGING) for slot in slots)])
+            tiers = dict.fromkeys([INGEST, *(min(max(slot.tier, INGEST), STAGING) for slot in slots)])
             nbytes = sum(-(-slot.nbytes // UNIT_BYTES) for slot in slots) * UNIT_BYTES
             fits = any(all(nbytes <= self._room(member, tier) for tier in tiers) for member in takers)
             rotten = any(shard.storage.is_rotten(slot) for slot in slots)

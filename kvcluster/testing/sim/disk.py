@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
@@ -35,6 +35,45 @@ class _FileHead(NamedTuple):
 
     namespace: NamespaceId
     shape: Shape
+
+
+class SimulatedStore(Protocol):
+    """What holds the pages of one tier of one shard that is not addressable. `owner` holds it for as long as it
+    lives."""
+
+    owner: Process | None
+
+    def begin_write(self, move: PageMove) -> None:
+        """Says that the page will be written. A process that dies before it is leaves neither the old one nor the
+        new."""
+
+    def write(self, move: PageMove, data: bytes, stored_at: int) -> bool:
+        """Writes the page, which was stored at that time. Returns whether it could."""
+        ...
+
+    def read(self, slot: PageSlot) -> bytes | None:
+        """Returns the bytes of the slot; None if they cannot be read."""
+        ...
+
+    def stored_at(self, offset: int) -> int:
+        """Returns when the page there was stored."""
+        ...
+
+    def erase(self, order: Erase) -> None:
+        """Sees to it that what was purged does not come back."""
+
+    def is_rotten(self, slot: PageSlot) -> bool:
+        """Whether a fault has changed any byte of the page."""
+        ...
+
+    @property
+    def has_rotten(self) -> bool:
+        """Whether a fault has changed any page."""
+        ...
+
+    def rot(self, rng: random.Random) -> bool:
+        """Changes some pages. False if there are none."""
+        ...
 
 
 class Disk:
@@ -79,9 +118,10 @@ class Disk:
         if move.target.offset in self._slots:
             self._slots[move.target.offset].page = None
 
-    def write(self, move: PageMove, data: bytes, stored_at: int) -> None:
+    def write(self, move: PageMove, data: bytes, stored_at: int) -> bool:
         """Writes the page and its record."""
         self._slots[move.target.offset] = _Written(RecoveredPage.of(move), data, stored_at)
+        return True
 
     def read(self, slot: PageSlot) -> bytes | None:
         """Returns the bytes of the slot; None if the file ends before it."""
@@ -98,8 +138,8 @@ class Disk:
                 del self._heads[number]
         self.tombstones = order.tombstones
 
-    def is_rotten(self, offset: int) -> bool:
-        written = self._slots.get(offset)
+    def is_rotten(self, slot: PageSlot) -> bool:
+        written = self._slots.get(slot.offset)
         return written is None or written.rotten
 
     @property

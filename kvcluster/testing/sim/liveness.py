@@ -10,7 +10,7 @@ from collections import Counter
 
 from kvcluster.core.ids import BlockHash, NamespaceId, ShardId
 from kvcluster.core.messages import PageKey, Tier
-from kvcluster.core.tiers import FASTEST, STAGING
+from kvcluster.core.tiers import INGEST, STAGING
 from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Script
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.sequence_worker import SequenceWorker
@@ -220,7 +220,7 @@ def _is_too_much(world: SimulatedWorld, hashes: tuple[BlockHash, ...]) -> bool:
     first tier take more than half of its staging tier. With pages of two sizes, half of it may be wasted."""
     for shard in world.incarnations.values():
         pages = shard.core.pool.ready() if not shard.dead else ()
-        below = [page for page in pages if page.tier is not FASTEST and page.key.hash in hashes]
+        below = [page for page in pages if page.tier is not INGEST and page.key.hash in hashes]
         if any(not page.tier.spec.addressable for page in below):
             room = shard.core.pool.memory[STAGING]
             if 2 * sum(room.size_class(page.nbytes) for page in below) > room.capacity_bytes:
@@ -231,6 +231,7 @@ def _is_too_much(world: SimulatedWorld, hashes: tuple[BlockHash, ...]) -> bool:
 def _rotten(world: SimulatedWorld) -> bool:
     living = [shard for shard in world.incarnations.values() if not shard.dead]
     return any(
-        any(memory.rotten for memory in shard.memory.values()) or any(disk.has_rotten for disk in shard.disks.values())
+        any(memory.rotten for memory in shard.memory.values())
+        or any(store.has_rotten for store in shard.stores.values())
         for shard in living
     )

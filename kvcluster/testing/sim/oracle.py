@@ -39,7 +39,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.page import PageState
-from kvcluster.core.tiers import FASTEST
+from kvcluster.core.tiers import INGEST
 from kvcluster.testing.kernel import MS, Kernel
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.memory import UNIT_BYTES
@@ -275,7 +275,7 @@ class Oracle:
             slot, _ = shard.ready.pop(place)
             # The next batch may have begun, which drops pages without room below, or with a twin; if there is a store,
             # also from the other tiers, and pages that the store gives up.
-            next_one = slot.tier is FASTEST or bool(shard.core.pool.stores)
+            next_one = slot.tier is INGEST or bool(shard.core.pool.stores)
             require(place[:2] in moved or next_one, "a page is gone that was not moved")
 
     def _staged(self, shard: ShardProcess, m: Staged, effects: list[Effect]) -> None:

@@ -59,6 +59,13 @@ LATE_REVOKES = 0.25
 STRANGERS = 0.1
 """The share of seeds in which a worker asks for what another tenant has."""
 
+FIRST_WITH_GPUS = 10_000_000
+"""The first seed that draws whether shards have pools on GPUs. Seeds before it, of which tests name many, stay what
+they were."""
+
+GPUS = 0.5
+"""The share of seeds with a host tier in which shards also have pools on GPUs."""
+
 FLUSHES = 0.5
 """The share of seeds with sequences that drop tokens in which users also flush them."""
 
@@ -136,6 +143,15 @@ def draw(rng: random.Random, later: random.Random) -> Scenario:
     )
     policy = later.choice(tuple(POLICIES))
     return replace(scenario, config=replace(config, coordinator=replace(config.coordinator, eviction_policy=policy)))
+
+
+def with_gpus(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Returns the scenario with a pool in a GPU's memory at every shard, in a share of the seeds with a host tier."""
+    shard = scenario.config.shard
+    if not shard.host_bytes or rng.random() >= GPUS:
+        return scenario
+    shard = replace(shard, gpu_bytes=rng.choice((4, 8, 16, 64)) * UNIT_BYTES)
+    return replace(scenario, config=replace(scenario.config, shard=shard))
 
 
 def with_stops(scenario: Scenario, rng: random.Random) -> Scenario:

@@ -11,7 +11,7 @@ import random
 from typing import Protocol
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import applied_tombstones
+from kvcluster.core.disk_recovery import RecoveredPages, applied_tombstones
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -51,7 +51,8 @@ from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.kernel import MS, SECOND, Clock, Process, Script
 from kvcluster.testing.sim import serving
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
-from kvcluster.testing.sim.disk import Disk
+from kvcluster.testing.sim.device_pool import SimulatedDevicePool
+from kvcluster.testing.sim.disk import Disk, SimulatedStore
 from kvcluster.testing.sim.driver import SimulatedCore
 from kvcluster.testing.sim.memory import Memory
 from kvcluster.testing.sim.network import Line, Pipe
@@ -102,9 +103,16 @@ class ShardProcess(SimulatedCore):
         config = world.scenario.config
         # As with a fixed port: the next incarnation on this node has the address of the last one.
         self.address = ShardAddress(shard, epoch, f"{shard}@{node}", f"node-{node}")
-        self.disks = {tier: world.disks.setdefault((shard, node, tier), Disk()) for tier in STORED}
-        nbytes = {tier: tier.spec.nbytes(config.shard) for tier in STORED}
-        found = {t: disk.open(self, config.shard, nbytes[t]) for t, disk in self.disks.items() if nbytes[t]}
+        self.stores: dict[Tier, SimulatedStore] = {}
+        found: dict[Tier, RecoveredPages] = {}
+        for tier in STORED:
+            nbytes = tier.spec.nbytes(config.shard)
+            if tier.spec.durable:
+                self.stores[tier] = disk = world.disks.setdefault((shard, node, tier), Disk())
+                found |= {tier: disk.open(self, config.shard, nbytes)} if nbytes else {}
+            elif nbytes:
+                self.stores[tier] = SimulatedDevicePool(self, nbytes)
+                found[tier] = RecoveredPages(nbytes, config.shard.extent_bytes)
         core = Shard(
             shard,
             epoch,
@@ -117,13 +125,13 @@ class ShardProcess(SimulatedCore):
         super().__init__(world, str(shard), node, clock, core)
         self.shard = shard
         self.memory = {tier: Memory(nbytes) for tier, nbytes in core.pool.memory_bytes.items()}
-        self.storage = ShardStorage(world, self.memory, self.disks)
+        self.storage = ShardStorage(world, self.memory, self.stores)
         self.sessions: dict[Attempt, Session] = {}
         self.coordinator: CoordinatorProcess | None = None  # the one whose epoch it has adopted
         self.adopted = Epoch(0)
         self.ready: dict[TierPlace, tuple[PageSlot, int]] = {}  # the oracle's own list
         for page in core.pool.ready():
-            stored_at = self.disks[page.tier].stored_at(page.offset)
+            stored_at = self.stores[page.tier].stored_at(page.offset)
             self.ready[page.space, page.key, page.tier] = page.slot(), stored_at
         self.tier_io = SimulatedTierIO(self)
         self.heard = HeardOrders()
@@ -178,8 +186,9 @@ class ShardProcess(SimulatedCore):
 
     def rot(self) -> bool:
         """Flips a bit of a page in memory or on disk. False if there is none."""
-        disk = self.disks[self.world.rng.choice(STORED)] if len(STORED) > 1 else self.disks[STORED[0]]
-        if self.world.rng.random() < 0.5 and disk.owner is self and disk.rot(self.world.rng):
+        stores = list(self.stores.values())
+        store = self.world.rng.choice(stores) if len(stores) > 1 else stores[0]
+        if self.world.rng.random() < 0.5 and store.owner is self and store.rot(self.world.rng):
             return True
         pages: list[Page] = [page for page in self.core.pool.everything() if page.tier.spec.addressable]
         if not pages:
@@ -210,7 +219,9 @@ class ShardProcess(SimulatedCore):
                 self.tier_io.queue(effect)
             case Stage():
                 self.start(self.tier_io.stage(effect))
-            case Leave(for_good=True) if any(disk.owner is self for disk in self.disks.values()):
+            case Leave(for_good=True) if any(
+                self.stores[tier].owner is self for tier in self.stores if tier.spec.durable
+            ):
                 self.start(self._save_and_leave())
             case Leave():
                 self.world.left(self, for_good=effect.for_good)

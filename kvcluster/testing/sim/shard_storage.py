@@ -15,7 +15,7 @@ from kvcluster.core.messages import Fetch, PageMove, PageSlot, SpanPages, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.pages import checksum
 from kvcluster.testing.sim import content
-from kvcluster.testing.sim.disk import Disk
+from kvcluster.testing.sim.disk import SimulatedStore
 from kvcluster.testing.sim.memory import Memory, flipped
 from kvcluster.testing.sim.sessions import ArrivedSums, Layer
 from kvcluster.testing.sim.surroundings import Surroundings
@@ -23,12 +23,14 @@ from kvcluster.testing.sim.violation import require
 
 
 class ShardStorage:
-    """The memory and the disks of one shard process, by the slots of pages."""
+    """The memory and the stores of one shard process, by the slots of pages."""
 
-    def __init__(self, world: Surroundings, memory: Mapping[Tier, Memory], disks: Mapping[Tier, Disk]) -> None:
+    def __init__(
+        self, world: Surroundings, memory: Mapping[Tier, Memory], stores: Mapping[Tier, SimulatedStore]
+    ) -> None:
         self._world = world
         self._memory = memory
-        self._disks = disks
+        self._stores = stores
         self._verified: dict[SpanPages, None] = {}
 
     def load_layer(self, item: int, slot: PageSlot, layer: int) -> Layer:
@@ -84,12 +86,12 @@ class ShardStorage:
     def bytes_of(self, slot: PageSlot) -> bytes | None:
         """Returns the bytes of a page, in memory or in a store; None if the store ends before it."""
         tier = slot.tier
-        return bytes(self._memory[tier].view(slot)) if tier.spec.addressable else self._disks[tier].read(slot)
+        return bytes(self._memory[tier].view(slot)) if tier.spec.addressable else self._stores[tier].read(slot)
 
     def is_rotten(self, slot: PageSlot) -> bool:
         """Whether a fault has changed any byte of the page."""
         if not slot.tier.spec.addressable:
-            return self._disks[slot.tier].is_rotten(slot.offset)
+            return self._stores[slot.tier].is_rotten(slot)
         return self._memory[slot.tier].is_rotten(slot.offset, slot.nbytes)
 
     def matches(self, namespace: NamespaceId, slot: PageSlot, data: bytes | None) -> bool:

@@ -11,7 +11,7 @@ from typing import Protocol
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import Erase, Moved, MovePages, PageKey, PageMove, PageSlot, Stage, Staged, Tier
 from kvcluster.testing.kernel import MS, SECOND, Script
-from kvcluster.testing.sim.disk import Disk
+from kvcluster.testing.sim.disk import SimulatedStore
 from kvcluster.testing.sim.memory import Memory
 from kvcluster.testing.sim.serving import SessionBook
 from kvcluster.testing.sim.sessions import Session
@@ -27,7 +27,7 @@ class TieredShard(SessionBook, Protocol):
 
     memory: dict[Tier, Memory]
     storage: ShardStorage
-    disks: dict[Tier, Disk]
+    stores: dict[Tier, SimulatedStore]
     ready: dict[TierPlace, tuple[PageSlot, int]]
 
     def now(self) -> int: ...
@@ -70,7 +70,7 @@ class SimulatedTierIO:
             yield None, world.rng.randrange(3 * SECOND)
         for index, page in enumerate(effect.pages):
             yield None, world.rng.randrange(4 * MS)
-            data = shard.disks[page.source.tier].read(page.source)
+            data = shard.stores[page.source.tier].read(page.source)
             if data is not None:
                 shard.memory[page.target.tier].write(page.target.offset, data)
             if not shard.storage.matches(page.namespace, page.source, data):
@@ -84,8 +84,8 @@ class SimulatedTierIO:
             effect = self._queue[0]
             yield None, self._shard.world.rng.randrange(2 * MS)
             if isinstance(effect, Erase):
-                for disk in self._shard.disks.values():
-                    disk.erase(effect)
+                for store in self._shard.stores.values():
+                    store.erase(effect)
             else:
                 yield from self._move(effect)
             del self._queue[0]
@@ -126,18 +126,18 @@ class SimulatedTierIO:
         del self.moves[session.attempt]
 
     def _write(self, page: PageMove, before: bytes | None, stored_at: int) -> Script:
-        """Writes a page to a store, as it is or encoded. Returns its packed sums; None if it cannot be encoded."""
+        """Writes a page to a store, as it is or encoded. Returns its packed sums; None if it cannot be encoded
+        or written."""
         encodes = page.source.codec is not page.target.codec
         encoded = self._shard.storage.encoded(page, before) if encodes else None
         if encodes and encoded is None:
             return None
-        disk = self._shard.disks[page.target.tier]
-        disk.begin_write(page)
+        store = self._shard.stores[page.target.tier]
+        store.begin_write(page)
         yield None, self._shard.world.rng.randrange(2 * MS)  # dying now leaves neither the old page nor the new
         data = self._shard.storage.bytes_of(page.source)
         if encoded is not None:
             data, sums = encoded
             page = page._replace(source=page.source._replace(sums=sums))
         assert data is not None
-        disk.write(page, data, stored_at)
-        return page.source.sums
+        return page.source.sums if store.write(page, data, stored_at) else None

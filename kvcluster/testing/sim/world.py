@@ -93,6 +93,8 @@ class SimulatedWorld:
         drawn = scenario.with_sequences(scenario.draw(self.rng, self.later), self.sequence_rng, windows)
         drawn = scenario.with_attention(scenario.with_flushes(drawn, flushes), self.attention_rng)
         drawn = scenario.with_late_revokes(scenario.with_stops(drawn, stops), self.revoke_rng)
+        if self.seed >= scenario.FIRST_WITH_GPUS:
+            drawn = scenario.with_gpus(drawn, random.Random(f"{self.seed}, gpus"))
         return scenario.with_strangers(drawn, self.stranger_rng)
 
     def check(self) -> None:

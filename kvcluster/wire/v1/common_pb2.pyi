@@ -17,6 +17,7 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_RAM: _ClassVar[Tier]
     TIER_HOST: _ClassVar[Tier]
     TIER_DISK: _ClassVar[Tier]
+    TIER_GPU: _ClassVar[Tier]
 
 class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -51,6 +52,7 @@ LOSS_Q4: Loss
 TIER_RAM: Tier
 TIER_HOST: Tier
 TIER_DISK: Tier
+TIER_GPU: Tier
 MISS_REASON_UNSPECIFIED: MissReason
 MISS_REASON_NEVER_SEEN: MissReason
 MISS_REASON_EVICTED: MissReason

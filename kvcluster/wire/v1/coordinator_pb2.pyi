@@ -625,7 +625,7 @@ class CodecErrors(_message.Message):
     def __init__(self, namespace: _Optional[bytes] = ..., error: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "below", "trouble", "writing_bytes", "node", "release", "config_hash", "protocol", "stopping")
+    __slots__ = ("shard", "epoch", "address", "host", "capacity_bytes", "free_bytes", "pages", "leases", "counters", "draining", "others", "trouble", "writing_bytes", "node", "release", "config_hash", "protocol", "stopping")
     SHARD_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -636,7 +636,7 @@ class ShardInfo(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
-    BELOW_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
     WRITING_BYTES_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
@@ -654,7 +654,7 @@ class ShardInfo(_message.Message):
     leases: int
     counters: Counters
     draining: bool
-    below: TierUses
+    others: TierUses
     trouble: str
     writing_bytes: int
     node: str
@@ -662,7 +662,7 @@ class ShardInfo(_message.Message):
     config_hash: str
     protocol: int
     stopping: bool
-    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., below: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ..., writing_bytes: _Optional[int] = ..., node: _Optional[str] = ..., release: _Optional[str] = ..., config_hash: _Optional[str] = ..., protocol: _Optional[int] = ..., stopping: bool = ...) -> None: ...
+    def __init__(self, shard: _Optional[str] = ..., epoch: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., capacity_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., leases: _Optional[int] = ..., counters: _Optional[_Union[Counters, _Mapping]] = ..., draining: bool = ..., others: _Optional[_Union[TierUses, _Mapping]] = ..., trouble: _Optional[str] = ..., writing_bytes: _Optional[int] = ..., node: _Optional[str] = ..., release: _Optional[str] = ..., config_hash: _Optional[str] = ..., protocol: _Optional[int] = ..., stopping: bool = ...) -> None: ...
 
 class TierUses(_message.Message):
     __slots__ = ("tier", "capacity_bytes", "free_bytes", "pages", "wanted_bytes", "writing_bytes")

@@ -98,15 +98,19 @@ SEEDS = {
     "private-copy-given-back": 4,
     "stores-while-stopping": 334,
     "private-pages-saved": 42,
+    "promoted-without-its-loss": 10_000_000,
+    "gpu-page-freed-while-read": 10_000_018,
+    "gpu-room-counted-twice": 10_000_066,
 }
-"""A seed that finds each planted bug. Nightly it is searched for instead, from seed 0 on."""
+"""A seed that finds each planted bug. Nightly it is searched for instead, from `Bug.first` on."""
 
 SEARCH = 500
 
 
 @pytest.mark.parametrize("bug", bugs.BUGS)
 def test_a_planted_bug_is_found(bug: str, nightly: bool) -> None:
-    tally = runner.run(range(SEARCH) if nightly else [SEEDS[bug]], bug)
+    first = bugs.BUGS[bug].first
+    tally = runner.run(range(first, first + SEARCH) if nightly else [SEEDS[bug]], bug)
     assert tally.failures, (
         f"{bug} was not found ({bugs.BUGS[bug].breaks}). If its seed has another course now, put the seed that "
         f"`kvcluster simulate --bug {bug} --seeds {SEARCH}` ends with into SEEDS"
@@ -126,6 +130,9 @@ RARE = (45, 46, 253)
 it is staged. CI draws 500 seeds beside these tests, so that a few serve here."""
 
 
+WITH_GPUS = range(scenario.FIRST_WITH_GPUS, scenario.FIRST_WITH_GPUS + 12)
+
+
 @pytest.mark.parametrize("seed", [23739, 32468, 920193, 910059, 4618, 5396])
 def test_a_seed_that_was_red_once_is_clean(seed: int) -> None:
     """Beside tests of the decisions that were wrong, in tests/core and tests/client/sequences."""
@@ -135,9 +142,9 @@ def test_a_seed_that_was_red_once_is_clean(seed: int) -> None:
 
 @pytest.mark.slow
 def test_seeds_are_clean_and_have_seen_trouble() -> None:
-    tally = runner.run([*range(30), *RARE])
+    tally = runner.run([*range(30), *RARE, *WITH_GPUS])
     assert not tally.failures, tally.failures[0].story
-    assert tally.seeds == 30 + len(RARE)
+    assert tally.seeds == 30 + len(RARE) + len(WITH_GPUS)
     assert not set(scenario.FAULTS) - set(tally.faults), "a kind of fault that never came about"
     for outcome in (
         "load: hit",
@@ -148,6 +155,8 @@ def test_seeds_are_clean_and_have_seen_trouble() -> None:
         "drain: begun",
         "stage: read",
         "stage: corrupt",
+        "move: ram to gpu",
+        "move: host to gpu",
         "load: part",
         "event: heard",
         "event: dropped",

@@ -23,7 +23,7 @@ from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
-from kvcluster.core.tiers import FASTEST
+from kvcluster.core.tiers import INGEST
 from kvcluster.errors import ConfigError
 from kvcluster.testing.kernel import MS
 
@@ -119,7 +119,7 @@ def replay(trace: Trace, spec: KVSpec, settings: config.Config) -> dict[str, Any
         loss = Loss.EXACT
         for run in grant.runs:
             sources = run.plan[0] or ()
-            found["host"] += run.count * any(source.tier > FASTEST for source in sources)
+            found["host"] += run.count * any(source.tier > INGEST for source in sources)
             found["lossy"] += run.count * any(source.loss > Loss.EXACT for source in sources)
             loss = max([loss, *(source.loss for source in sources)])
         found["hits"] += grant.blocks

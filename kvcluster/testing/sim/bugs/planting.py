@@ -17,9 +17,10 @@ Mistake = Callable[..., Any]
 @dataclass(frozen=True, slots=True)
 class Bug:
     """`breaks` says what is wrong. Each of `patches` is an owner, the name of one of its attributes, and the value that
-    replaces it."""
+    replaces it. `first`: the first seed from which a search for it makes sense."""
 
     breaks: str
+    first: int = 0
     patches: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def also(self, owner: Any, attribute: str) -> Callable[[Mistake], Mistake]:
@@ -41,12 +42,12 @@ BUGS: dict[str, Bug] = {}
 """The bugs by name."""
 
 
-def planted(owner: Any, attribute: str) -> Callable[[Mistake], Bug]:
+def planted(owner: Any, attribute: str, *, first: int = 0) -> Callable[[Mistake], Bug]:
     """Adds a bug: the decorated function is called in place of `owner.attribute`. The bug has the function's name, and
     the docstring says what it breaks."""
 
     def add(mistake: Mistake) -> Bug:
-        bug = BUGS[mistake.__name__.replace("_", "-")] = Bug(mistake.__doc__ or "")
+        bug = BUGS[mistake.__name__.replace("_", "-")] = Bug(mistake.__doc__ or "", first)
         bug.also(owner, attribute)(mistake)
         return bug
 

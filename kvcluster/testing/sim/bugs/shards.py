@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from kvcluster.core.leases import LeaseBook
-from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant, Verified
+from kvcluster.core.messages import Abort, Answer, Done, GoneEvent, OrderProgress, PinGrant, Tier, Verified
 from kvcluster.core.miss import Loss
 from kvcluster.core.order_stream import OrderCursor
 from kvcluster.core.page import PageState
+from kvcluster.core.page_moves import PageMoves
 from kvcluster.core.pin_handler import PinHandler
 from kvcluster.core.pool import PagePool
 from kvcluster.core.report_handler import ReportHandler
@@ -25,6 +26,7 @@ from kvcluster.core.worker_handler import WorkerHandler
 from kvcluster.pages import checksum
 from kvcluster.testing.sim.bugs.planting import planted
 from kvcluster.testing.sim.disk import Disk
+from kvcluster.testing.sim.scenario import FIRST_WITH_GPUS
 from kvcluster.testing.sim.shard_storage import ShardStorage
 
 # ---------------------------------------------------------------------------------------------- fences
@@ -229,3 +231,30 @@ def stores_while_stopping(original: Any, self: ShardState, now: int) -> bool:
 def private_pages_saved(original: Any, self: ShutdownSaver, space: Any) -> bool:
     """A shard that stops saves the private pages of sequences, too."""
     return False
+
+
+# ------------------------------------------------------------------------------------------- pools on GPUs
+
+
+@planted(PageMoves, "reserve", first=FIRST_WITH_GPUS)
+def promoted_without_its_loss(original: Any, self: PageMoves, source: Any, to: Any, codec: Any, nbytes: int) -> Any:
+    """A page that was encoded is exact again once it is decoded."""
+    page = original(self, source, to, codec, nbytes)
+    if page is not None and to < source.tier:
+        page.loss = codec.loss
+    return page
+
+
+@planted(PagePool, "condemn", first=FIRST_WITH_GPUS)
+def gpu_page_freed_while_read(original: Any, self: PagePool, page: Any) -> None:
+    """A page that leaves the GPU gives its room to others, though a reader's copy is still made of it."""
+    original(self, page)
+    if page.tier is Tier.GPU and page.pins:
+        self._free(page)
+
+
+@planted(PagePool, "others", first=FIRST_WITH_GPUS)
+def gpu_room_counted_twice(original: Any, self: PagePool, wanted_bytes: int = 0) -> Any:
+    """The room that a page takes on a GPU is told as free, so that more is promoted than there is room for."""
+    uses = original(self, wanted_bytes)
+    return tuple(use._replace(free_bytes=use.capacity_bytes) if use.tier is Tier.GPU else use for use in uses)

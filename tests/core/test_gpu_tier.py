@@ -1,0 +1,183 @@
+"""The tier in a GPU's memory: above that which workers write into, and read by others through copies."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcluster.core.codecs import Codec
+from kvcluster.core.ids import BlockHash
+from kvcluster.core.messages import Move, Staged, Tier, TierUse, Written
+from kvcluster.core.miss import Loss, MissReason
+from kvcluster.core.pool import PagePool
+from kvcluster.core.save_list import SaveList
+from tests.core.lone_coordinator import LoneCoordinator, Voice, moved, moves
+from tests.core.lone_shard import A, B, C, LoneShard, counters, misses, pinned
+from tests.core.moving import BELOW, IN_RAM, RAW, free, left, lies
+from tests.core.samples import CODED, attempt, pages
+from tests.core.test_tiering import ALL, above, below, encoded, heat, serving
+
+ON_GPU = (Tier.GPU, Codec.RAW, Loss.EXACT)
+DECODED = (Tier.GPU, Codec.RAW, Loss.Q8)
+
+
+def with_gpu(*blocks: BlockHash, gpu_pages: int = 4, pages: int = 8) -> LoneShard:
+    """A shard with a pool on a GPU that holds these in RAM."""
+    shard = LoneShard.joined(pages, host_pages=8, gpu_pages=gpu_pages, spec=CODED, extent_bytes=64)
+    shard.store(attempt(1), *blocks)
+    return shard
+
+
+def promoted(*blocks: BlockHash, **room: int) -> LoneShard:
+    shard = with_gpu(*blocks, **room)
+    shard.promote(*blocks, to=Tier.GPU)
+    shard.move_all()
+    shard.settle()
+    return shard
+
+
+def lowered(shard: LoneShard, *blocks: BlockHash, to: Tier = Tier.HOST) -> LoneShard:
+    shard.demote(*blocks, to=to)
+    shard.move_all()
+    shard.settle()
+    return shard
+
+
+# ------------------------------------------------------------------------------------------- a shard by itself
+
+
+def test_a_promoted_page_stays_in_ram_where_readers_read_it_in_place() -> None:
+    shard = promoted(A)
+    assert lies(shard) == [ON_GPU, IN_RAM]
+    (read,) = pinned(shard.pin(attempt(2), A))
+    assert read.tier is Tier.RAM
+
+
+def test_a_page_is_decoded_on_its_way_up_and_keeps_its_loss() -> None:
+    shard = lowered(with_gpu(A), A)
+    shard.promote(A, to=Tier.GPU)
+    shard.move_all()
+    assert lies(shard) == [DECODED, BELOW]
+    assert misses(shard.pin(attempt(2), A)) == [MissReason.LOSSY]
+    shard.evict(A, tier=Tier.HOST)
+    shard.settle()
+    assert lies(shard) == [], "without its twin it would be encoded a second time"
+
+
+def test_what_cannot_be_promoted_stays_where_it_is() -> None:
+    shard = with_gpu(A, B, gpu_pages=1)
+    shard.promote(A, B, to=Tier.GPU)
+    shard.move(unfit=[0])
+    shard.move_all()
+    shard.settle()
+    assert (lies(shard, A), lies(shard, B), counters(shard)["evicted"]) == ([IN_RAM], [IN_RAM], 0)
+    assert free(shard, Tier.GPU) == RAW
+
+
+def test_a_page_leaves_the_gpu_for_ram_unless_a_twin_lies_below() -> None:
+    shard = lowered(promoted(A), A, to=Tier.RAM)
+    assert lies(shard) == [IN_RAM] and counters(shard)["evicted"] == 0
+    shard = promoted(A)
+    shard.evict(A, tier=Tier.RAM)
+    shard.settle()
+    assert lies(shard) == [ON_GPU]
+    assert lies(lowered(shard, A, to=Tier.RAM)) == [IN_RAM]
+
+
+def test_an_exact_copy_on_the_gpu_serves_those_who_accept_no_loss() -> None:
+    shard = lowered(promoted(A), A)
+    assert lies(shard) == [ON_GPU, BELOW]
+    (read,) = pinned(shard.pin(attempt(2), A, accept=Loss.Q8))
+    assert read.tier is Tier.HOST, "it is read in place"
+    call = shard.pinning(attempt(3), A)
+    stage = shard.staging
+    assert call not in shard.replies and stage is not None
+    assert [(page.source.tier, page.target.tier, page.target.codec) for page in stage.pages] == [
+        (Tier.GPU, Tier.HOST, Codec.RAW)
+    ]
+    shard.step(Staged(stage.attempt, ()))
+    (copy,) = pinned(shard.replies[call])
+    assert (copy.tier, copy.loss) == (Tier.HOST, Loss.EXACT)
+
+
+def test_a_page_that_rots_on_the_gpu_is_gone_from_there_alone() -> None:
+    shard = lowered(promoted(A), A)
+    call = shard.pinning(attempt(3), A)
+    assert shard.staging is not None
+    shard.step(Staged(shard.staging.attempt, (0,)))
+    assert misses(shard.replies[call]) == [MissReason.CORRUPT]
+    assert shard.settle() == [left(A, Tier.GPU, corrupt=True)]
+    assert lies(shard) == [BELOW]
+
+
+def test_a_better_page_takes_the_place_of_those_with_more_loss_on_the_gpu_too() -> None:
+    shard = lowered(with_gpu(A), A)
+    shard.promote(A, to=Tier.GPU)
+    shard.move_all()
+    shard.settle()
+    assert shard.reserve(attempt(2), A) and shard.commit(attempt(2), 0) == (Written.COMMITTED,)
+    assert lies(shard) == [IN_RAM]
+
+
+def test_what_lies_on_a_gpu_alone_is_to_be_saved() -> None:
+    shard = promoted(A, B)
+    shard.evict(A, tier=Tier.RAM)
+    shard.settle()
+    listed = SaveList(list(shard.core.pool.ready()), lambda space: False)
+    assert listed.left() == (2, 2 * RAW)
+
+
+def test_the_tier_is_told_before_those_below_ram() -> None:
+    others = promoted(A).core.info().others
+    assert [(use.tier, use.pages, use.capacity_bytes - use.free_bytes) for use in others] == [
+        (Tier.GPU, 1, RAW),
+        (Tier.HOST, 0, 0),
+    ]
+
+
+def test_a_pool_without_a_host_tier_has_no_gpu_tier() -> None:
+    pool: PagePool = LoneShard.joined(8, gpu_pages=4, spec=CODED, extent_bytes=64).core.pool
+    assert pool.tiers == (Tier.RAM,)
+
+
+# ------------------------------------------------------------------------------------------- what is ordered
+
+
+def gpu(capacity_bytes: int = ALL, free_bytes: int | None = None) -> tuple[TierUse, ...]:
+    return tuple(use._replace(tier=Tier.GPU) for use in below(capacity_bytes, free_bytes))
+
+
+def coordinator_with(*told: object, capacity_pages: int = 100, free_bytes: int = ALL) -> tuple[LoneCoordinator, Voice]:
+    host = gpu(free_bytes=free_bytes) + below()
+    return serving(*told, capacity_pages=capacity_pages, host=host)
+
+
+@pytest.mark.parametrize("where", [above, encoded])
+def test_what_is_hot_goes_to_the_gpu_from_wherever_it_is(where: object) -> None:
+    told = where(A, B)  # type: ignore[operator]
+    coordinator, voice = coordinator_with(*told)
+    heat(coordinator, A, B)
+    assert moves(voice.report()) == tuple(Move(coordinator.space, block, Tier.GPU) for block in (A, B))
+
+
+def test_what_is_on_the_gpu_is_not_promoted_again() -> None:
+    coordinator, voice = coordinator_with(*above(A), *pages([A], tier=Tier.GPU, spec=CODED))
+    heat(coordinator, A)
+    assert voice.report().move is None
+
+
+def test_who_waits_for_room_in_ram_moves_nothing_off_the_gpu() -> None:
+    _, voice = coordinator_with(*above(A, B, C), *pages([A, B, C], tier=Tier.GPU, spec=CODED))
+    assert moved(voice.report(pressure=2 * RAW), Tier.HOST) == [C, B]
+
+
+def test_a_full_gpu_gives_its_coldest_to_ram() -> None:
+    _, voice = coordinator_with(*pages([A, B, C], tier=Tier.GPU, spec=CODED), free_bytes=0)
+    ack = voice.report()
+    assert moved(ack, Tier.RAM)[:1] == [C] and not moved(ack, Tier.HOST)
+
+
+def test_readers_are_sent_to_ram_before_the_gpu() -> None:
+    coordinator, _ = coordinator_with(*above(A), *pages([A, B], tier=Tier.GPU, spec=CODED))
+    grant = coordinator.load(attempt(1), [A, B])
+    ((first,),), ((second,),) = [run.plan for run in grant.runs]
+    assert (first.tier, second.tier) == (Tier.RAM, Tier.GPU)

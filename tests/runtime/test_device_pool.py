@@ -1,0 +1,173 @@
+"""The GPU tier of a shard, over a twin of a GPU: its store against plain bytes, and a cluster that has it against plain
+tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcluster.client.client import Client
+from kvcluster.config import ShardConfig
+from kvcluster.core.groups import Part
+from kvcluster.core.ids import BlockHash, ShardId
+from kvcluster.core.messages import PageKey, PageSlot, Tier
+from kvcluster.core.miss import Loss
+from kvcluster.device.twin import Machine, Twin
+from kvcluster.runtime import device_pool
+from kvcluster.runtime.device_pool import DevicePool, open_device_pool
+from kvcluster.testing import MemoryCluster
+from kvcluster.transport.base import Unavailable
+from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt
+
+EACH = BLOCKS * SPEC.block_bytes
+PROMPTLY = {"promote_loads": 1, "low_free": 0.1, "high_free": 0.3}
+
+
+@pytest.fixture
+def twins(monkeypatch: pytest.MonkeyPatch) -> list[Twin]:
+    """The devices that shards have taken, each its own."""
+    taken: list[Twin] = []
+    machine = Machine(random.Random(5))
+
+    def first_device() -> Twin:
+        taken.append(Twin(machine, f"twin-{len(taken)}", nbytes=1 << 24, pinnable=1 << 25))
+        return taken[-1]
+
+    monkeypatch.setattr(device_pool, "first_device", first_device)
+    return taken
+
+
+@contextmanager
+def cluster(disk: Path | None = None, *, shards: int = 1, **sizes: int) -> Iterator[tuple[MemoryCluster, Client]]:
+    """A cluster whose shards have room for so many prompts in each tier, and a client of it."""
+    shard: dict[str, object] = {name: count * EACH for name, count in sizes.items() if name != "ram_bytes"}
+    if disk is not None:
+        shard |= {"disk_bytes": "16MiB", "disk_file_bytes": "1MiB", "disk_dir": str(disk)}
+    config = {"shard": shard, "coordinator": {"host_codec": "raw", **PROMPTLY}}
+    with MemoryCluster(shards=shards, ram_bytes=sizes["ram_bytes"] * EACH, config=config) as there:
+        yield there, there.client(SPEC)
+
+
+def tiers_of(there: MemoryCluster) -> dict[Tier, int]:
+    """How many pages lie in each tier of all shards."""
+    found: dict[Tier, int] = {}
+    for host in there.shards.values():
+        for page in list(host.core.pool.ready()):
+            found[page.tier] = found.get(page.tier, 0) + 1
+    return found
+
+
+def until(there: MemoryCluster, tier: Tier, load: list[int], client: Client) -> None:
+    """Loads a prompt until pages lie in that tier."""
+    out = torch.zeros_like(kv(0))
+    for _ in range(2_000):
+        client.load(load, out)
+        if tiers_of(there).get(tier):
+            return
+    raise AssertionError(f"nothing comes into {tier.name}")
+
+
+def test_pages_are_what_was_last_written_whoever_reads_meanwhile() -> None:
+    twin = Twin(Machine(random.Random(1)), nbytes=1 << 20, pinnable=1 << 22)
+    pool, held = DevicePool(twin, 1 << 19), dict[int, bytes]()
+    size = 1 << 14
+
+    def work(number: int) -> None:
+        draw = random.Random(number)
+        for _ in range(40):
+            slot = slot_at((4 * draw.randrange(8) + number) * size, draw.randrange(1, size))
+            data = draw.randbytes(slot.nbytes)
+            with pool.fill(slot) as room:
+                room[:] = data
+            start = draw.randrange(slot.nbytes)
+            assert pool.read(slot) == data and pool.read(slot, start) == data[start:]
+            into = bytearray(slot.nbytes)
+            pool.read_into(slot, memoryview(into))
+            assert into == data
+            held[slot.offset] = data
+
+    with ThreadPoolExecutor(4) as threads:  # one more than there are slots
+        list(threads.map(work, range(4)))
+    for offset, data in held.items():
+        assert pool.read(slot_at(offset, len(data))) == data
+    assert len(held) > 20
+    pool.close()
+    with pytest.raises(Unavailable, match="the shard is ending"):
+        pool.read(slot_at(0, 1))
+
+
+def slot_at(offset: int, nbytes: int) -> PageSlot:
+    key = PageKey(BlockHash(bytes(32)), 0, Part(0, 1, 0, 1))
+    return PageSlot(key, offset, nbytes, 1, Loss.EXACT, tier=Tier.GPU)
+
+
+@pytest.mark.usefixtures("twins")
+def test_what_was_stored_is_loaded_from_every_tier_or_missed_and_never_other_bytes(tmp_path: Path) -> None:
+    draw, loaded, seen = random.Random(11), 0, dict[Tier, int]()
+    with cluster(tmp_path, shards=2, gpu_bytes=2, ram_bytes=3, host_bytes=3) as (there, client):
+        for turn in range(400):
+            number = draw.choice((0, 1, draw.randrange(12)))
+            out = torch.zeros_like(kv(0))
+            blocks = client.load(prompt(number), out) // SPEC.block_tokens
+            assert torch.equal(out[:blocks], kv(number)[:blocks]), f"turn {turn}"
+            loaded += blocks
+            if blocks < BLOCKS:
+                client.store(prompt(number), kv(number))
+            for tier, pages in tiers_of(there).items():
+                seen[tier] = seen.get(tier, 0) + pages
+    assert loaded > BLOCKS and set(seen) == set(Tier), (loaded, seen)
+
+
+@pytest.mark.usefixtures("twins")
+def test_what_is_left_on_a_gpu_alone_is_read_through_the_host_tier() -> None:
+    with cluster(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (there, client):
+        client.store(prompt(1), kv(1))
+        until(there, Tier.GPU, prompt(1), client)
+        (host,) = there.shards.values()
+
+        def only_there() -> None:
+            for page in list(host.core.pool.ready()):
+                if page.tier is not Tier.GPU:
+                    host.core.state.withdraw(page)
+
+        host.inspect(only_there)
+        assert set(tiers_of(there)) == {Tier.GPU}
+        out = torch.zeros_like(kv(0))
+        blocks = client.load(prompt(1), out) // SPEC.block_tokens
+        assert blocks and torch.equal(out[:blocks], kv(1)[:blocks])
+        assert dict(host.core.info().counters)["staged"]
+
+
+def test_a_gpu_that_fails_is_lost_with_its_pages_and_nothing_else_is(twins: list[Twin]) -> None:
+    with cluster(gpu_bytes=3, ram_bytes=6, host_bytes=3) as (there, client):
+        client.store(prompt(1), kv(1))
+        until(there, Tier.GPU, prompt(1), client)
+        twins[0].fail()
+        for number in range(1, 5):
+            client.store(prompt(number), kv(number))
+            assert client.flush()
+            out = torch.zeros_like(kv(0))
+            for _ in range(20):
+                assert client.load(prompt(number), out) == BLOCKS * SPEC.block_tokens
+                assert torch.equal(out, kv(number))
+
+
+def test_without_a_driver_a_shard_runs_without_the_tier_and_says_so() -> None:
+    with cluster(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (there, client):
+        (shard,) = client.status()["shards"]
+        assert shard["above"] == [] and "the shard runs without its GPU tier: libcuda" in shard["trouble"]
+        client.store(prompt(1), kv(1))
+        assert client.flush()
+        assert client.load(prompt(1), torch.zeros_like(kv(1))) == BLOCKS * SPEC.block_tokens
+        assert Tier.GPU not in tiers_of(there)
+
+
+def test_more_than_the_device_has_is_refused_with_its_reason(twins: list[Twin]) -> None:
+    pool, found = open_device_pool(ShardConfig(gpu_bytes=1 << 30, host_bytes=1 << 20), ShardId("s0"))
+    assert pool is None and not found.capacity_bytes and "runs without its GPU tier" in found.trouble and twins
