@@ -64,7 +64,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"shard": {"ram_byte": 1}}, r"unknown setting shard\.ram_byte; known here: ram_bytes, host_bytes"),
+        ({"shard": {"ram_byte": 1}}, r"unknown setting shard\.ram_byte; known here: ram_bytes, gpu_bytes, host_bytes"),
         ({"lease_ttl_ms": 1}, "unknown setting lease_ttl_ms; known here: name, shards, volume_wait_ms"),
         ({"client": {"deadline": 1}}, r"unknown setting client\.deadline"),
     ],

@@ -113,11 +113,12 @@ def _pages(status: dict[str, Any]) -> Iterator[str]:
         (totals.get("suspected", 0), "{:,} of them after reader checksum mismatches"),
         (totals.get("corrupt", 0), "{:,} were corrupt"),
     )
+    elsewhere = "disk or a GPU" if any(shard["above"] for shard in status["shards"]) else "disk"
     moved = nonzero(
         (totals.get("pulled", 0), "{:,} copied between shards"),
         (totals.get("demoted", 0), "{:,} demoted"),
         (totals.get("promoted", 0), "{:,} promoted"),
-        (totals.get("staged", 0), "{:,} staged for readers"),
+        (totals.get("staged", 0), f"{{:,}} read from {elsewhere}"),
     )
     if checked or moved:
         yield "pages: " + "; ".join(filter(None, (checked, moved)))

@@ -22,7 +22,7 @@ HERE, ELSEWHERE, BESIDE = "a@m1/1", "b@m2/1", "a@m1/2"
 def status(*shards: tuple[str, str, str], serving: bool = True, lost: tuple[str, ...] = ()) -> dict[str, Any]:
     """Shards by name, place and state."""
     rows = [
-        {"shard": name, "host": place, "state": state, "pages": 2_000, "below": [{"pages": 5}]}
+        {"shard": name, "host": place, "state": state, "pages": 2_000, "above": [], "below": [{"pages": 5}]}
         for name, place, state in shards
     ]
     return {"state": "serving" if serving else "rebuilding", "shards": rows, "lost_shards": list(lost)}
