@@ -64,7 +64,10 @@ def test_a_configuration_cannot_be_changed() -> None:
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"shard": {"ram_byte": 1}}, r"unknown setting shard\.ram_byte; known here: ram_bytes, gpu_bytes, host_bytes"),
+        (
+            {"shard": {"ram_byte": 1}},
+            r"unknown setting shard\.ram_byte; known here: ram_bytes, gpu_bytes, gpu_device, host_bytes",
+        ),
         ({"lease_ttl_ms": 1}, "unknown setting lease_ttl_ms; known here: name, shards, volume_wait_ms"),
         ({"client": {"deadline": 1}}, r"unknown setting client\.deadline"),
     ],
@@ -207,6 +210,9 @@ def test_a_disk_tier_is_a_size_a_folder_and_a_host_tier(tmp_path: Path) -> None:
         ({"disk_dir": ""}, "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"),
         ({"disk_bytes": 0}, "shard.disk_dir needs shard.disk_bytes: the size of the disk tier in that folder"),
         ({"host_bytes": 0}, "shard.disk_bytes needs shard.host_bytes: pages reach the disk from the host tier"),
+        ({"gpu_bytes": 1}, "shard.gpu_bytes must be at least 4KiB"),
+        ({"gpu_bytes": "1GiB", "host_bytes": 0, "disk_bytes": 0, "disk_dir": ""}, "gpu_bytes needs shard.host_bytes"),
+        ({"gpu_device": "0"}, "shard.gpu_device must be cuda or twin, not '0'"),
         ({"disk_dir": "drive"}, "shard.disk_dir must be an absolute path, not 'drive': shards run in folders of"),
         ({"disk_dir": "~/drive"}, "shard.disk_dir must be an absolute path, not '~/drive'"),
         ({"disk_bytes": "some"}, "shard.disk_bytes: 'some' is no size"),

@@ -13,6 +13,7 @@ from typing import Any
 from kvcluster.config.ports import METRICS_PORTS, overlapping, parse_ports, port_table
 from kvcluster.config.sections import (
     CODECS,
+    GPU_DEVICES,
     LOG_FORMATS,
     LOSSES,
     NODE_PORTS,
@@ -113,6 +114,7 @@ def _shard_rules(s: ShardConfig, at: str) -> Iterator[_Rule]:
     least = "must be at least 4KiB, and hold many pages: one of 16 tokens of an 8B model takes 2 MiB"
     yield s.ram_bytes >= 4_096, f"{at}.ram_bytes {least}"
     yield not s.host_bytes or s.host_bytes >= 4_096, f"{at}.host_bytes {least}; 0 for no host tier"
+    yield s.gpu_device in GPU_DEVICES, f"{at}.gpu_device must be {' or '.join(GPU_DEVICES)}, not {s.gpu_device!r}"
     yield not s.gpu_bytes or s.gpu_bytes >= 4_096, f"{at}.gpu_bytes {least}; 0 for no GPU tier"
     yield (
         not s.gpu_bytes or bool(s.host_bytes),

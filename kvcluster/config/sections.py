@@ -12,6 +12,7 @@ TRANSPORTS = NAMES
 """The transports that move pages, the fastest first. They are tried in this order, however a setting lists them."""
 
 CODECS = ("raw", "q8", "q4")
+GPU_DEVICES = ("cuda", "twin")
 """Encodings of pages, by rising loss."""
 
 LOSSES = ("exact", "q8", "q4")
@@ -79,6 +80,8 @@ class CoordinatorConfig:
 class ShardConfig:
     """`ram_bytes`: size of the RAM tier, of raw pages; up to release 0.2 it was called `device_bytes`.
     `gpu_bytes`: size of the tier above it, of raw pages in the memory of the shard's GPU; 0 for none.
+    `gpu_device`: `cuda`, the first GPU that the shard's process is shown; or `twin`, memory of the process itself that
+    is used as a GPU's is, for a trial without one. It is slow.
     `host_bytes`: size of the host tier below it, of encoded pages; 0 for none.
     `disk_bytes`: size of the disk tier below that, of files in a folder of this shard's own within `disk_dir`; 0 for
     none.
@@ -91,6 +94,7 @@ class ShardConfig:
 
     ram_bytes: int = 2**30
     gpu_bytes: int = 0
+    gpu_device: str = "cuda"
     host_bytes: int = 0
     disk_bytes: int = 0
     disk_dir: str = ""

@@ -21,7 +21,7 @@ from kvcluster.core.groups import Part
 from kvcluster.core.messages import Need, Plan, ShardAddress, Source, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.rect_cover import bits, cover
-from kvcluster.core.tiers import READ_ORDER
+from kvcluster.core.tiers import INGEST, READ_ORDER
 
 INTERNED = 65_536
 """Limit on the distinct sets that are remembered, and on the numbered copies. Beyond it interning starts again with an
@@ -262,7 +262,8 @@ class ReplicaTable:
         chosen = self._tile(part, [c for c in touching if c.loss <= accept and c.slot in usable])
         if chosen is None:
             return None, self._why_not(group, part, accept, touching, usable)
-        return tuple(Source(group, c.part, usable[c.slot], c.tier, c.loss) for c in chosen), None
+        # Clients of before the GPU tier do not know it; they get a raw copy, as from RAM.
+        return tuple(Source(group, c.part, usable[c.slot], max(c.tier, INGEST), c.loss) for c in chosen), None
 
     def _tile(self, part: Part, candidates: list[Replica]) -> list[Replica] | None:
         """Returns the first candidates that together cover `part`, each of which adds something; None if they do

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
+from random import Random
 from typing import NamedTuple
 
 from kvcluster.config import ShardConfig
@@ -23,6 +24,7 @@ from kvcluster.device.cuda import CudaDevice
 from kvcluster.device.cuda_driver import CudaDriver, DriverError
 from kvcluster.device.device import Device, DeviceFailed, NoMemory, PinnedMemory, Range, Stream
 from kvcluster.device.staging import wait_done
+from kvcluster.device.twin import Machine, Twin
 from kvcluster.transport.base import Unavailable
 
 log = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ def open_device_pool(config: ShardConfig, shard: ShardId) -> tuple[DevicePool | 
     if not config.gpu_bytes:
         return None, NO_STORE
     try:
-        pool = DevicePool(first_device(), config.gpu_bytes)
+        pool = DevicePool(open_device(config), config.gpu_bytes)
     except (OSError, DriverError, DeviceFailed, NoMemory) as error:
         why = f"the shard runs without its GPU tier: {error}"
         log.warning("%s: %s", shard, why)
@@ -48,9 +50,11 @@ def open_device_pool(config: ShardConfig, shard: ShardId) -> tuple[DevicePool | 
     return pool, RecoveredPages(config.gpu_bytes, config.extent_bytes)
 
 
-def first_device() -> Device:
-    """Returns the first CUDA device of this process; Ray shows an actor those that it was given. Raises OSError without
-    a driver, and DriverError without a device."""
+def open_device(config: ShardConfig) -> Device:
+    """Returns the device that the configuration names, such as the first CUDA device of this process; Ray shows an
+    actor those that it was given. Raises OSError without a driver, and DriverError without a device."""
+    if config.gpu_device == "twin":
+        return Twin(Machine(Random()), nbytes=config.gpu_bytes, pinnable=SLOTS * SLOT_BYTES)
     return CudaDevice(CudaDriver(), 0, current=lambda: 0, kernels={})
 
 

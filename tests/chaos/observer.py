@@ -52,6 +52,11 @@ class Observer:
         """Waits until the cluster is well, and no ticket, lease, or page without a block is left."""
         return self._until(time.monotonic_ns(), timeout_s, lambda: self._is_well(shards) and not self._left())
 
+    def on_gpus(self) -> dict[str, Any]:
+        """Counts the pages that lie on GPUs."""
+        status = self.status() or {"shards": []}
+        return {"pages": sum(tier["pages"] for shard in status["shards"] for tier in shard["above"])}
+
     def plant(self, shard: str, timeout_s: float, replicas: int = 1) -> dict[str, Any]:
         """Stores a prompt of its own that lies on that shard ("" for any), and says its number and hashes. With
         `replicas` it asks for as many."""
@@ -124,12 +129,13 @@ class Observer:
         if status is None:
             return "no answer"
         left = {"tickets": status["tickets"], "leases": sum(shard["leases"] for shard in status["shards"])}
-        # A block may lie in a lower tier alone, where a shard had to make room.
-        pages = sum(shard["pages"] + sum(tier["pages"] for tier in shard["below"]) for shard in status["shards"])
+        # A block may lie in another tier alone, where a shard had to make room.
+        pages = sum(shard["pages"] + sum(tier["pages"] for tier in _others(shard)) for shard in status["shards"])
         left["blocks in the index that no shard has"] = max(0, status["blocks"] - pages)
         for shard in status["shards"]:
-            used = shard["capacity_bytes"] - shard["free_bytes"]
-            left[f"bytes of no page on {shard['shard']}"] = used - shard["pages"] * PAGE_BYTES
+            for tier in ({"tier": "ram"} | shard, *shard["above"]):
+                used = tier["capacity_bytes"] - tier["free_bytes"]
+                left[f"bytes of no page on {shard['shard']}, {tier['tier']}"] = used - tier["pages"] * PAGE_BYTES
         return ", ".join(f"{number} {what}" for what, number in left.items() if number)
 
     def _store(self, number: int, blocks: int = BLOCKS) -> int:
@@ -154,6 +160,10 @@ class Observer:
                 return {"ok": False, "took_s": (time.monotonic_ns() - since_ns) / 1e9, "left": left}
             pause.wait(0.02)
         return {"ok": True, "took_s": (time.monotonic_ns() - since_ns) / 1e9}
+
+
+def _others(shard: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*shard["above"], *shard["below"]]
 
 
 def main(address: str, token: str, path: str) -> None:

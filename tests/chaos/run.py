@@ -37,10 +37,10 @@ from tests.waiting import eventually
 SHARDS = 3
 PLANTED = 3
 POOL_BYTES = 64 * 2**20
-BELOW_BYTES = {"host_bytes": 32 * 2**20, "disk_bytes": 128 * 2**20}
+TIER_BYTES = {"gpu_bytes": 16 * 2**20, "host_bytes": 32 * 2**20, "disk_bytes": 128 * 2**20}
 SETTINGS: dict[str, Any] = {
     "shards": SHARDS,
-    "shard": {"ram_bytes": POOL_BYTES, **BELOW_BYTES, "disk_file_bytes": 4 * 2**20},
+    "shard": {"ram_bytes": POOL_BYTES, **TIER_BYTES, "gpu_device": "twin", "disk_file_bytes": 4 * 2**20},
     # What a killed worker leaves is to be gone before the checks. Pages go down as they are: which bytes are right
     # follows from a block's hash.
     # A context of a sequence lies on several shards.
@@ -136,6 +136,7 @@ class Run:
     def finish(self) -> Report:
         """Ends the load, looks at what is left, and returns the report."""
         self.report.wrong += self._crew.end_load()
+        self.report.outcomes["pages on twins of GPUs at the end"] = self._crew.ask("on_gpus")["pages"]
         quiet = self._crew.ask("quiet", shards=self._shards, timeout_s=WELL_S)
         if not quiet["ok"]:
             self.report.wrong.append(f"leaked: {quiet['left']}")
@@ -175,7 +176,7 @@ class Run:
         self._stop(self._coordinators(), fault.seconds)
 
     def _fill(self, _: Fault) -> None:
-        stored = self._crew.ask("fill", nbytes=SHARDS * (POOL_BYTES + BELOW_BYTES["host_bytes"]))
+        stored = self._crew.ask("fill", nbytes=SHARDS * (POOL_BYTES + TIER_BYTES["host_bytes"]))
         self.report.outcomes["blocks that filled the tiers"] += stored["blocks"]
 
     def _flip(self, fault: Fault) -> None:

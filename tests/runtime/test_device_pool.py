@@ -35,11 +35,11 @@ def twins(monkeypatch: pytest.MonkeyPatch) -> list[Twin]:
     taken: list[Twin] = []
     machine = Machine(random.Random(5))
 
-    def first_device() -> Twin:
+    def open_device(config: ShardConfig) -> Twin:
         taken.append(Twin(machine, f"twin-{len(taken)}", nbytes=1 << 24, pinnable=1 << 25))
         return taken[-1]
 
-    monkeypatch.setattr(device_pool, "first_device", first_device)
+    monkeypatch.setattr(device_pool, "open_device", open_device)
     return taken
 
 
@@ -166,6 +166,18 @@ def test_without_a_driver_a_shard_runs_without_the_tier_and_says_so() -> None:
         assert client.flush()
         assert client.load(prompt(1), torch.zeros_like(kv(1))) == BLOCKS * SPEC.block_tokens
         assert Tier.GPU not in tiers_of(there)
+
+
+def test_a_trial_without_a_gpu_says_so_in_its_configuration() -> None:
+    shard = {"gpu_bytes": 3 * EACH, "gpu_device": "twin", "host_bytes": 3 * EACH}
+    config = {"shard": shard, "coordinator": PROMPTLY}
+    with MemoryCluster(ram_bytes=3 * EACH, config=config) as there:
+        client = there.client(SPEC)
+        client.store(prompt(1), kv(1))
+        until(there, Tier.GPU, prompt(1), client)
+        (status,) = client.status()["shards"]
+        (use,) = status["above"]
+        assert use["tier"] == "gpu" and use["pages"] and not status["trouble"]
 
 
 def test_more_than_the_device_has_is_refused_with_its_reason(twins: list[Twin]) -> None:
