@@ -278,6 +278,7 @@ def the_connection_is_what_the_connector_reads(release: Release) -> None:
     documented.pop("kv_connector_extra_config")
     assert found == documented
     assert extra.keys() <= connector_settings()
+    assert not any(isinstance(value, float) for value in extra.values()), "no setting is a fraction"
     server = release.config.server
     assert extra["address"] == data["KVCLUSTER_ADDRESS"] == f"{server.advertise}:{server.port}"
 
