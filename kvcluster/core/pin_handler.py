@@ -1,15 +1,15 @@
 """Pins for readers: pins READY pages, and has pages that lie in a store read into memory first.
 
-Readers see only addressable tiers. A page of any other tier (disk) is read into a private copy in the staging tier,
-verified there, and lent to the one reader that waits for it. The copy is freed when the reader's lease ends; the page
-stays where it was. Pages that are read often are promoted (tiering.py). A page whose bytes no longer match its
-checksums is a miss like any other.
+Readers see only addressable tiers. A page of any other tier (disk, or a GPU's) is read into a private copy in the
+staging tier, verified there, and lent to the one reader that waits for it. The copy is freed when the reader's lease
+ends; the page stays where it was. Pages that are read often are promoted (tiering.py). A page whose bytes no longer
+match its checksums is a miss like any other.
 
 If the staging tier has no room for the copies, the shard reports that, and the coordinator makes room (docs/adr/0026).
 The readers of a tenant wait for it in order of arrival, at most ROOM_NS; then they get what fits.
 
-The reader's lease starts when its copies have room, and pins the pages on disk until the copies replace them. It does
-not expire while they are read, however slow the drive: a reader that waits for the shard cannot renew it.
+The reader's lease starts when its copies have room, and pins the pages in the store until the copies replace them. It
+does not expire while they are read, however slow the drive: a reader that waits for the shard cannot renew it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvcluster.core.page_moves import page_move
 from kvcluster.core.shard_namespaces import ShardNamespace
 from kvcluster.core.shard_state import ShardState
 from kvcluster.core.shares import Shares
-from kvcluster.core.tiers import STAGING
+from kvcluster.core.tiers import STAGING, Tier
 
 ROOM_NS = 500_000_000
 """How long a reader waits for room: several times a report, its answer and a batch of moves."""
@@ -221,7 +221,7 @@ class PinHandler:
                 told.append(page.slot())
             else:
                 pages.append(None)
-                told.append(_NO_ROOM if isinstance(page, Page) else page)
+                told.append(_no_room(page.tier) if isinstance(page, Page) else page)
         held = [page for page in pages if page is not None]
         self._state.pool.pin(held)
         if request.tenant != CLUSTER:
@@ -244,7 +244,7 @@ class PinHandler:
             staging.told[index] = copy.slot()
             self._state.counters["staged"] += 1
         else:
-            staging.told[index] = Miss(MissReason.CORRUPT, "on disk")
+            staging.told[index] = Miss(MissReason.CORRUPT, f"on {page.tier.name.lower()}")
             if page.state is PageState.READY:
                 self._state.counters["corrupt"] += 1
                 self._state.withdraw(page, corrupt=True)
@@ -270,6 +270,9 @@ def _is_stored(page: Page) -> bool:
     return not page.tier.spec.addressable
 
 
-_NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk now; raise host_bytes")
+def _no_room(tier: Tier) -> Miss:
+    return Miss(MissReason.FULL, f"the host tier has no room to read it from {tier.name.lower()} now; raise host_bytes")
+
+
 _LOST = Miss(MissReason.SHARD_LOST, "the shard has no coordinator, or is leaving")
-_TOO_LATE = Miss(MissReason.DEADLINE, "the page was not read from disk in time")
+_TOO_LATE = Miss(MissReason.DEADLINE, "the page was not read into the host tier in time")

@@ -42,8 +42,8 @@ class PagePool:
         self.allocators: dict[Tier, TierAllocator] = dict(sorted({**self.memory, **self.stores}.items()))
         """The fastest tier first."""
         self.tiers = tuple(self.allocators)
-        self._by_cost = sorted(self.tiers, key=READ_ORDER.__getitem__)
         self._pages: dict[Tier, dict[PoolKey, Page]] = {tier: {} for tier in self.allocators}
+        self._by_cost = [self._pages[tier] for tier in sorted(self.tiers, key=READ_ORDER.__getitem__)]
         self._condemned: dict[int, Page] = {}  # by generation: their keys may be taken again; and private copies
         self._generation = 0
         self._uses = 0
@@ -107,8 +107,8 @@ class PagePool:
         WRITING; otherwise None."""
         pool_key = (space, key)
         writing: Page | None = None
-        for tier in self._by_cost:
-            page = self._pages[tier].get(pool_key)
+        for pages in self._by_cost:
+            page = pages.get(pool_key)
             if page is not None:
                 if page.state is PageState.READY:
                     return page

@@ -34,7 +34,7 @@ from tests.core.test_disk_recovery import DiskShard, event, found, lying, on_dis
 RAW, Q8 = CODED.page_bytes(0, CODED.whole(0)), 192
 TTL = 10 * SECOND
 NO_ROOM = Miss(MissReason.FULL, "the host tier has no room to read it from disk now; raise host_bytes")
-TOO_LATE = Miss(MissReason.DEADLINE, "the page was not read from disk in time")
+TOO_LATE = Miss(MissReason.DEADLINE, "the page was not read into the host tier in time")
 
 
 def having(*blocks: BlockHash, **config: int) -> DiskShard:
