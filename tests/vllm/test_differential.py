@@ -75,7 +75,7 @@ def _failed_loads_are_not_reported(patch: pytest.MonkeyPatch) -> None:
 
 def _stores_go_on_after_their_blocks_are_given_away(patch: pytest.MonkeyPatch) -> None:
     """And each takes so long that the engine gets to write into them."""
-    patch.setattr(differential, "_PAUSES_S", (0.03,))
+    patch.setattr(differential, "_PAUSES_S", (0.06,))
     patch.setattr(SchedulerSide, "_computed_into", lambda self, scheduled: [])
 
 
