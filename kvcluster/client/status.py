@@ -24,7 +24,7 @@ def status_dict(status: Status) -> dict[str, Any]:
     out["fallen"] = {namespace.hex(): error / 1e6 for namespace, error in status.fallen}
     out["shards"] = [
         {
-            **asdict(shard.info),
+            **_without_others(shard.info),
             "counters": dict(shard.info.counters),
             "above": [_use(use) for use in shard.info.others if use.tier < INGEST],
             "below": [_use(use) for use in shard.info.others if use.tier > INGEST],
@@ -51,6 +51,10 @@ def status_dict(status: Status) -> dict[str, Any]:
     asked = out["counters"].get("asked_blocks", 0)
     out["hit_rate"] = out["counters"].get("hit_blocks", 0) / asked if asked else None
     return out
+
+
+def _without_others(info: ShardInfo) -> dict[str, Any]:
+    return {name: value for name, value in asdict(info).items() if name != "others"}
 
 
 def _use(use: TierUse) -> dict[str, Any]:
