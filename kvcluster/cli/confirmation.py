@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcluster.cli.text_page import counted
+from kvcluster.client.status import other_tiers
 from kvcluster.errors import CallerError
 
 PATIENCE_S = 30.0
@@ -42,7 +43,7 @@ def confirm_drain(status: dict[str, Any], shards: Sequence[str]) -> bool:
 
 def pages_of(shard: dict[str, Any]) -> int:
     """Returns the pages that a shard holds in all its tiers."""
-    return int(shard["pages"]) + sum(int(use["pages"]) for use in [*shard["above"], *shard["below"]])
+    return int(shard["pages"]) + sum(int(use["pages"]) for use in other_tiers(shard))
 
 
 def shard_in(status: dict[str, Any], shard: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from kvcluster.cli.text_page import (
     nonzero,
     share_text,
 )
+from kvcluster.client.status import other_tiers
 from kvcluster.config import size_text
 
 _APART = 5
@@ -122,7 +123,7 @@ def _pages(status: dict[str, Any]) -> Iterator[str]:
     )
     if checked or moved:
         yield "pages: " + "; ".join(filter(None, (checked, moved)))
-    if any(shard["above"] or shard["below"] for shard in status["shards"]):
+    if any(map(other_tiers, status["shards"])):
         yield "policy: " + ", ".join(f"{name}={value}" for name, value in status["policy"].items() if name != "cache")
 
 
@@ -203,7 +204,7 @@ def _add_shards(page: TextPage, shards: Sequence[dict[str, Any]], *, whole: bool
             page.say("; ".join(said), label=f"{shard['shard']}: ")
     if not whole:
         return
-    held = {"ram", *(use["tier"] for shard in shards for use in [*shard["above"], *shard["below"]])}
+    held = {"ram", *(use["tier"] for shard in shards for use in other_tiers(shard))}
     page.say("; ".join(text for tier, text in _TIERS.items() if tier in held))
 
 
@@ -235,7 +236,7 @@ def _rows(shard: dict[str, Any], whole: bool) -> Iterator[list[str | TableCell]]
         yield [shard["shard"], TableCell(state, tone), *[""] * 5, shard["address"]]
         return
     yield [shard["shard"], TableCell(state, tone), *_use({"tier": "ram", **shard}), shard["address"]]
-    for other in [*shard["above"], *shard["below"]]:
+    for other in other_tiers(shard):
         yield ["", "", *_use(other), ""]
 
 

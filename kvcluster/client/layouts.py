@@ -6,7 +6,7 @@ it takes an array of another library as well: a numpy array, or one with DLPack.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Union
 
@@ -56,6 +56,9 @@ class Layers:
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def __iter__(self) -> Iterator[Tensor | tuple[Tensor, ...]]:
+        return iter(self._tensors)
 
     def __getitem__(self, layer: int) -> Tensor | tuple[Tensor, ...]:
         return self._tensors[layer]

@@ -73,7 +73,7 @@ class PullPlanner:
         # again.
         for copy in sorted(record.copies.entries, key=lambda copy: (copy.loss, -copy.codec, copy.slot)):
             slots = staying.get((copy.group, copy.part), [])
-            into = copy.tier if copy.tier in ADDRESSABLE else INGEST if copy.tier < INGEST else STAGING
+            into = min(max(copy.tier, INGEST), STAGING)  # only a shard's own moves write to its GPU and its disk
             into = into if target.info.use(into).capacity_bytes else INGEST
             if copy.codec is not Codec.RAW and into.spec.takes is Takes.RAW:
                 continue

@@ -84,13 +84,17 @@ class Tiering:
         for run in self._hot_prefixes.record_load(hashes, now):
             for block in run:
                 record = space.index.get(block)
-                for slot in record.copies.slots if record is not None else ():
-                    member = self._state.members.at(slot)
-                    if member is None or record is None or record.copies.on(slot, member.info.tiers[0]):
-                        continue
-                    hot = self._hot.setdefault(slot, {})
-                    if len(hot) < limits.PROMOTIONS:
-                        hot[space.id, block] = None
+                if record is not None:
+                    self._heat(record)
+
+    def _heat(self, record: BlockRecord) -> None:
+        """Remembers a hot block for each shard that has it, but not in its fastest tier."""
+        for slot in record.copies.slots:
+            member = self._state.members.at(slot)
+            if member is not None and not record.copies.on(slot, member.info.fastest):
+                hot = self._hot.setdefault(slot, {})
+                if len(hot) < limits.PROMOTIONS:
+                    hot[record.space, record.hash] = None
 
     def sampled(self, samples: Sequence[tuple[NamespaceId, int]]) -> list[Effect]:
         """Takes samples of what pages of these namespaces lose by q4, in millionths. Returns a warning for each
@@ -165,7 +169,7 @@ class Tiering:
     def promote(self, member: Member) -> None:
         """Orders promotions of hot blocks to the shard's fastest tier, as far as it has room."""
         moves: list[Move] = []
-        fastest = member.info.tiers[0]
+        fastest = member.info.fastest
         room = member.info.use(fastest).room(self._low)
         for space_id, block in self._hot.pop(member.slot, {}):
             record = self._state.namespaces.record(space_id, block)

@@ -8,7 +8,6 @@ written.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
@@ -25,15 +24,14 @@ from kvcluster.device.cuda_driver import CudaDriver, DriverError
 from kvcluster.device.device import Device, DeviceFailed, NoMemory, PinnedMemory, Range, Stream
 from kvcluster.device.staging import wait_done
 from kvcluster.device.twin import Machine, Twin
+from kvcluster.runtime.tier_store import without
 from kvcluster.transport.base import Unavailable
-
-log = logging.getLogger(__name__)
 
 SLOT_BYTES = 4 << 20
 """Pinned bytes of a slot: a few pages, of which a link of 55 GB/s takes 80 us."""
 
 SLOTS = 3
-"""One for each thread of a shard that reads or writes stores: its mover, its stager, and one that drains."""
+"""One for each thread of a shard that reads or writes stores: its mover, its stager and its verifier."""
 
 
 def open_device_pool(config: ShardConfig, shard: ShardId) -> tuple[DevicePool | None, RecoveredPages]:
@@ -44,9 +42,7 @@ def open_device_pool(config: ShardConfig, shard: ShardId) -> tuple[DevicePool | 
     try:
         pool = DevicePool(open_device(config), config.gpu_bytes)
     except (OSError, DriverError, DeviceFailed, NoMemory) as error:
-        why = f"the shard runs without its GPU tier: {error}"
-        log.warning("%s: %s", shard, why)
-        return None, RecoveredPages(trouble=why)
+        return without(shard, f"the shard runs without its GPU tier: {error}")
     return pool, RecoveredPages(config.gpu_bytes, config.extent_bytes)
 
 

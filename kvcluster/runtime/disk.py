@@ -26,6 +26,7 @@ from kvcluster.core.messages import Erase, PageMove, PageSlot, Tombstone
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.private_files import open_file, open_folder
+from kvcluster.runtime.tier_store import without
 from kvcluster.runtime.tombstones import NotUnderstood, TombstoneFile
 from kvcluster.wire import page_files
 from kvcluster.wire.page_files import Head
@@ -54,9 +55,7 @@ def open_disk(config: ShardConfig, shard: ShardId) -> tuple[DiskFolder | None, R
     try:
         return DiskFolder.open(config, shard)
     except ConfigError as error:
-        why = f"the shard runs without its disk tier: {error}"
-        log.warning("%s: %s", shard, why)
-        return None, RecoveredPages(trouble=why)
+        return without(shard, f"the shard runs without its disk tier: {error}")
 
 
 class DiskFolder:

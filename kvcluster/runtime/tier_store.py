@@ -11,6 +11,7 @@ keep the tombstones, so that the coordinator sends them again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pkgutil import resolve_name
@@ -25,6 +26,8 @@ from kvcluster.core.tiers import STORED
 from kvcluster.pages.page_bytes import PageBytes
 from kvcluster.pages.region import Region
 from kvcluster.transport.base import Unavailable
+
+log = logging.getLogger(__name__)
 
 
 class TierBytes(PageBytes, Protocol):
@@ -114,6 +117,12 @@ class TierStores:
     def close(self) -> None:
         for store in self._by_tier.values():
             store.close()
+
+
+def without(shard: ShardId, trouble: str) -> tuple[None, RecoveredPages]:
+    """Returns what an OpenStore returns for a tier that cannot be used, and logs why."""
+    log.warning("%s: %s", shard, trouble)
+    return None, RecoveredPages(trouble=trouble)
 
 
 def open_stores(config: ShardConfig, shard: ShardId) -> tuple[dict[Tier, TierStore], dict[Tier, RecoveredPages]]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvcluster.client import Client, store_executor
 from kvcluster.client.layouts import Buffers
+from kvcluster.client.status import other_tiers
 from kvcluster.config import TRANSPORTS
 from tests.chaos.content import PAGE_BYTES, SPEC, lonely, right_bytes, wrong
 from tests.chaos.judge import Caller, Journal
@@ -130,7 +131,7 @@ class Observer:
             return "no answer"
         left = {"tickets": status["tickets"], "leases": sum(shard["leases"] for shard in status["shards"])}
         # A block may lie in another tier alone, where a shard had to make room.
-        pages = sum(shard["pages"] + sum(tier["pages"] for tier in _others(shard)) for shard in status["shards"])
+        pages = sum(shard["pages"] + sum(tier["pages"] for tier in other_tiers(shard)) for shard in status["shards"])
         left["blocks in the index that no shard has"] = max(0, status["blocks"] - pages)
         for shard in status["shards"]:
             for tier in ({"tier": "ram"} | shard, *shard["above"]):
@@ -160,10 +161,6 @@ class Observer:
                 return {"ok": False, "took_s": (time.monotonic_ns() - since_ns) / 1e9, "left": left}
             pause.wait(0.02)
         return {"ok": True, "took_s": (time.monotonic_ns() - since_ns) / 1e9}
-
-
-def _others(shard: dict[str, Any]) -> list[dict[str, Any]]:
-    return [*shard["above"], *shard["below"]]
 
 
 def main(address: str, token: str, path: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.messages import Move, Staged, Tier, TierUse, Written
+from kvcluster.core.messages import Move, PageEvent, Staged, StreamEvent, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.pool import PagePool
 from kvcluster.core.save_list import SaveList
@@ -146,14 +146,15 @@ def gpu(capacity_bytes: int = ALL, free_bytes: int | None = None) -> tuple[TierU
     return tuple(use._replace(tier=Tier.GPU) for use in below(capacity_bytes, free_bytes))
 
 
-def coordinator_with(*told: object, capacity_pages: int = 100, free_bytes: int = ALL) -> tuple[LoneCoordinator, Voice]:
+def coordinator_with(
+    *told: StreamEvent, capacity_pages: int = 100, free_bytes: int = ALL
+) -> tuple[LoneCoordinator, Voice]:
     host = gpu(free_bytes=free_bytes) + below()
     return serving(*told, capacity_pages=capacity_pages, host=host)
 
 
-@pytest.mark.parametrize("where", [above, encoded])
-def test_what_is_hot_goes_to_the_gpu_from_wherever_it_is(where: object) -> None:
-    told = where(A, B)  # type: ignore[operator]
+@pytest.mark.parametrize("told", [above(A, B), encoded(A, B)], ids=["ram", "host"])
+def test_what_is_hot_goes_to_the_gpu_from_wherever_it_is(told: list[PageEvent]) -> None:
     coordinator, voice = coordinator_with(*told)
     heat(coordinator, A, B)
     assert moves(voice.report()) == tuple(Move(coordinator.space, block, Tier.GPU) for block in (A, B))

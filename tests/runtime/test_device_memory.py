@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,26 @@ def kv(number: int) -> torch.Tensor:
     return torch.randn(BLOCKS, 4, 2, 16, 2, 64, generator=draw).bfloat16()
 
 
+def loaded_or_missed(cluster: MemoryCluster, numbers: Iterable[int]) -> tuple[int, set[Tier]]:
+    """Loads these prompts one after another and stores what was missed. Returns how many blocks came, each the one that
+    was stored, and the tiers in which pages were seen."""
+    client, loaded, tiers = cluster.client(SPEC), 0, set[Tier]()
+    for turn, number in enumerate(numbers):
+        out = torch.zeros_like(kv(0))
+        blocks = client.load(prompt(number), out) // SPEC.block_tokens
+        assert torch.equal(out[:blocks], kv(number)[:blocks]), f"turn {turn}"
+        loaded += blocks
+        if blocks < BLOCKS:
+            client.store(prompt(number), kv(number))
+        tiers.update(tiers_of(cluster))
+    return loaded, tiers
+
+
+def tiers_of(cluster: MemoryCluster) -> set[Tier]:
+    """The tiers that have pages, of all shards."""
+    return {page.tier for host in cluster.shards.values() for page in list(host.core.pool.ready())}
+
+
 def test_what_was_stored_is_loaded_from_every_tier_or_missed_and_never_other_bytes(tmp_path: Path) -> None:
     """Demotion, staging, promotion and pulls, in too little memory, against plain tensors."""
     bytes_each = BLOCKS * SPEC.block_bytes
@@ -67,21 +87,10 @@ def test_what_was_stored_is_loaded_from_every_tier_or_missed_and_never_other_byt
         },
         "coordinator": {"host_codec": "raw"},
     }
-    draw, loaded, tiers = random.Random(SEED), 0, {}
+    draw = random.Random(SEED)
     with MemoryCluster(shards=2, ram_bytes=3 * bytes_each, config=config) as cluster:
-        client = cluster.client(SPEC)
-        for turn in range(300):
-            number = draw.randrange(12)
-            out = torch.zeros_like(kv(0))
-            blocks = client.load(prompt(number), out) // SPEC.block_tokens
-            assert torch.equal(out[:blocks], kv(number)[:blocks]), f"turn {turn}"
-            loaded += blocks
-            if blocks < BLOCKS:
-                client.store(prompt(number), kv(number))
-            for host in cluster.shards.values():
-                for page in host.core.pool.ready():
-                    tiers[page.tier] = tiers.get(page.tier, 0) + 1
-    assert loaded > BLOCKS and set(tiers) == set(Tier) - {Tier.GPU}, (loaded, tiers)
+        loaded, tiers = loaded_or_missed(cluster, (draw.randrange(12) for _ in range(300)))
+    assert loaded > BLOCKS and tiers == set(Tier) - {Tier.GPU}, (loaded, tiers)
 
 
 def test_a_rotten_copy_is_found_by_the_scrubber_and_made_anew_from_the_good_one(

@@ -23,7 +23,7 @@ from kvcluster.runtime import device_pool
 from kvcluster.runtime.device_pool import DevicePool, open_device_pool
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Unavailable
-from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt
+from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, loaded_or_missed, prompt, tiers_of
 
 EACH = BLOCKS * SPEC.block_bytes
 PROMPTLY = {"promote_loads": 1, "low_free": 0.1, "high_free": 0.3}
@@ -54,21 +54,12 @@ def cluster(disk: Path | None = None, *, shards: int = 1, **sizes: int) -> Itera
         yield there, there.client(SPEC)
 
 
-def tiers_of(there: MemoryCluster) -> dict[Tier, int]:
-    """How many pages lie in each tier of all shards."""
-    found: dict[Tier, int] = {}
-    for host in there.shards.values():
-        for page in list(host.core.pool.ready()):
-            found[page.tier] = found.get(page.tier, 0) + 1
-    return found
-
-
 def until(there: MemoryCluster, tier: Tier, load: list[int], client: Client) -> None:
     """Loads a prompt until pages lie in that tier."""
     out = torch.zeros_like(kv(0))
     for _ in range(2_000):
         client.load(load, out)
-        if tiers_of(there).get(tier):
+        if tier in tiers_of(there):
             return
     raise AssertionError(f"nothing comes into {tier.name}")
 
@@ -109,19 +100,10 @@ def slot_at(offset: int, nbytes: int) -> PageSlot:
 
 @pytest.mark.usefixtures("twins")
 def test_what_was_stored_is_loaded_from_every_tier_or_missed_and_never_other_bytes(tmp_path: Path) -> None:
-    draw, loaded, seen = random.Random(11), 0, dict[Tier, int]()
-    with cluster(tmp_path, shards=2, gpu_bytes=2, ram_bytes=3, host_bytes=3) as (there, client):
-        for turn in range(400):
-            number = draw.choice((0, 1, draw.randrange(12)))
-            out = torch.zeros_like(kv(0))
-            blocks = client.load(prompt(number), out) // SPEC.block_tokens
-            assert torch.equal(out[:blocks], kv(number)[:blocks]), f"turn {turn}"
-            loaded += blocks
-            if blocks < BLOCKS:
-                client.store(prompt(number), kv(number))
-            for tier, pages in tiers_of(there).items():
-                seen[tier] = seen.get(tier, 0) + pages
-    assert loaded > BLOCKS and set(seen) == set(Tier), (loaded, seen)
+    draw = random.Random(11)
+    with cluster(tmp_path, shards=2, gpu_bytes=2, ram_bytes=3, host_bytes=3) as (there, _):
+        loaded, seen = loaded_or_missed(there, (draw.choice((0, 1, draw.randrange(12))) for _ in range(400)))
+    assert loaded > BLOCKS and seen == set(Tier), (loaded, seen)
 
 
 @pytest.mark.usefixtures("twins")
@@ -137,7 +119,7 @@ def test_what_is_left_on_a_gpu_alone_is_read_through_the_host_tier() -> None:
                     host.core.state.withdraw(page)
 
         host.inspect(only_there)
-        assert set(tiers_of(there)) == {Tier.GPU}
+        assert tiers_of(there) == {Tier.GPU}
         out = torch.zeros_like(kv(0))
         blocks = client.load(prompt(1), out) // SPEC.block_tokens
         assert blocks and torch.equal(out[:blocks], kv(1)[:blocks])

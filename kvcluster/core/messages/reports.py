@@ -143,6 +143,11 @@ class ShardInfo:
         """All tiers of the shard, the fastest first. Blocks leave the last one only by eviction."""
         return tuple(sorted((INGEST, *(use.tier for use in self.others))))
 
+    @property
+    def fastest(self) -> Tier:
+        """The tier that blocks are promoted into."""
+        return self.tiers[0]
+
     def next_below(self, tier: Tier) -> TierUse:
         """Returns the use of the tier into which pages of `tier` are demoted; of zero size for the last tier."""
         return next((self.use(below) for below in self.tiers if below > tier), TierUse(tier, 0, 0, 0))

@@ -19,7 +19,7 @@ class SimulatedDevicePool:
         self._lost = False  # the device answers no more
 
     def begin_write(self, move: PageMove) -> None:
-        """Half of the page may be there when the process dies, and nobody reads it then."""
+        """Does nothing: the pool ends with its process, so no later shard reads a page that was half written."""
 
     def write(self, move: PageMove, data: bytes, stored_at: int) -> bool:
         """Writes a page. Returns whether it could."""

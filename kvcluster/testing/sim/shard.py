@@ -109,7 +109,8 @@ class ShardProcess(SimulatedCore):
             nbytes = tier.spec.nbytes(config.shard)
             if tier.spec.durable:
                 self.stores[tier] = disk = world.disks.setdefault((shard, node, tier), Disk())
-                found |= {tier: disk.open(self, config.shard, nbytes)} if nbytes else {}
+                if nbytes:
+                    found[tier] = disk.open(self, config.shard, nbytes)
             elif nbytes:
                 self.stores[tier] = SimulatedDevicePool(self, nbytes)
                 found[tier] = RecoveredPages(nbytes, config.shard.extent_bytes)

@@ -61,8 +61,7 @@ def paged(layout: str, blocks: Blocks, spec: KVSpec) -> Paged:
 def fill(memory: Paged, pages: torch.Tensor) -> None:
     """Copies pages of `[pages, layers, planes, block_tokens, heads, dim]` into the blocks of an engine's memory."""
     ids = torch.as_tensor(memory.block_ids)
-    for number in range(len(memory.layers)):
-        layer = memory.layers[number]
+    for number, layer in enumerate(memory.layers):
         for plane, tensor in enumerate(layer if isinstance(layer, tuple) else layer.unbind(1)):
             tensor[ids] = pages[:, number, plane]
 

@@ -255,6 +255,6 @@ def gpu_page_freed_while_read(original: Any, self: PagePool, page: Any) -> None:
 
 @planted(PagePool, "others", first=FIRST_WITH_GPUS)
 def gpu_room_counted_twice(original: Any, self: PagePool, wanted_bytes: int = 0) -> Any:
-    """The room that a page takes on a GPU is told as free, so that more is promoted than there is room for."""
+    """A shard reports the whole of its GPU pool as free, so the coordinator promotes more than there is room for."""
     uses = original(self, wanted_bytes)
     return tuple(use._replace(free_bytes=use.capacity_bytes) if use.tier is Tier.GPU else use for use in uses)
