@@ -120,6 +120,7 @@ def _pages(status: dict[str, Any]) -> Iterator[str]:
         (totals.get("demoted", 0), "{:,} demoted"),
         (totals.get("promoted", 0), "{:,} promoted"),
         (totals.get("staged", 0), f"{{:,}} read from {elsewhere}"),
+        (totals.get("read_on_device", 0), "{:,} read in place on a GPU"),
     )
     if checked or moved:
         yield "pages: " + "; ".join(filter(None, (checked, moved)))

@@ -23,6 +23,9 @@ from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.device.device import Device
+from kvcluster.device.devices import DEVICES
+from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.codec import RAW
@@ -66,6 +69,15 @@ class LoadSink:
         self._python = PythonCopies(into)
         self._layer_bytes: dict[tuple[int, int, int], int] = {}  # by group, heads and codec
         self._layers: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}  # see `_layers_of`
+
+    @property
+    def device(self) -> Device | None:
+        """As PageSink."""
+        endpoint = self._into.endpoint
+        if not isinstance(endpoint, DeviceMemory):
+            return None
+        sizes = {self._spec.layer_bytes(group, part) for group, part in self._places}
+        return endpoint.device if DEVICES.reads_pools(endpoint.device, sizes) else None
 
     # ------------------------------------------------------------------------------------ batches of copies
 

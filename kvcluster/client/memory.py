@@ -22,9 +22,9 @@ from kvcluster.client.part_memory import Ask, Pages, PartMemory
 from kvcluster.client.validation import kind_of
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
-from kvcluster.device.copies import DeviceMemory
 from kvcluster.device.device import DeviceFailed
 from kvcluster.device.devices import DEVICES
+from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.pages.copy_endpoints import HOST, CopyEndpoint
 from kvcluster.pages.copy_geometry import BlockGeometry

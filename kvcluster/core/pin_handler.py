@@ -1,9 +1,9 @@
 """Pins for readers: pins READY pages, and has pages that lie in a store read into memory first.
 
-Readers see only addressable tiers. A page of any other tier (disk, or a GPU's) is read into a private copy in the
-staging tier, verified there, and lent to the one reader that waits for it. The copy is freed when the reader's lease
-ends; the page stays where it was. Pages that are read often are promoted (tiering.py). A page whose bytes no longer
-match its checksums is a miss like any other.
+Readers see addressable tiers, and those on the same device as their blocks the tiers there. A page of any other tier
+is read into a private copy in the staging tier, verified there, and lent to the one reader that waits for it. The copy
+is freed when the reader's lease ends; the page stays where it was. Pages that are read often are promoted (tiering.py).
+A page whose bytes no longer match its checksums is a miss like any other.
 
 If the staging tier has no room for the copies, the shard reports that, and the coordinator makes room (docs/adr/0026).
 The readers of a tenant wait for it in order of arrival, at most ROOM_NS; then they get what fits.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Attempt, CallId, NamespaceId, Tenant
@@ -94,7 +95,9 @@ class PinHandler:
         read."""
         found = self._find(request, space)
         may_wait = not self._shares.full(request.tenant)
-        copies, lacked = self._copies(found, whole=may_wait, behind_others=self._shares.held(request.tenant) > 0)
+        copies, lacked = self._copies(
+            request, found, whole=may_wait, behind_others=self._shares.held(request.tenant) > 0
+        )
         if lacked and may_wait:
             self._waiting[request.call] = _WaitingPin(request, space, now + ROOM_NS, lacked)
             self._shares.add(request.tenant)
@@ -117,7 +120,7 @@ class PinHandler:
             if request.tenant in passed and not late:
                 continue
             found = self._find(request, waiting.space)
-            copies, waiting.lacked = self._copies(found, whole=not late)
+            copies, waiting.lacked = self._copies(request, found, whole=not late)
             if waiting.lacked and not late:
                 passed[request.tenant] = None
                 continue
@@ -174,16 +177,18 @@ class PinHandler:
 
     def _find(self, request: Request[Pin], space: ShardNamespace) -> list[Page | Miss]:
         m, encoded = request.question, request.tenant == CLUSTER
-        return [self._state.pool.find(space.id, key, m.accept, encoded=encoded) for key in m.keys]
+        find = partial(self._state.pool.find, accept=m.accept, encoded=encoded, on_device=m.on_device)
+        return [find(space.id, key) for key in m.keys]
 
     def _copies(
-        self, found: Sequence[Page | Miss], *, whole: bool, behind_others: bool = False
+        self, request: Request[Pin], found: Sequence[Page | Miss], *, whole: bool, behind_others: bool = False
     ) -> tuple[dict[int, Page], int]:
-        """Reserves a private copy of each page that is not addressable. Returns the copies by index, and the bytes that
-        found no room. `whole`: all of them or none; but no reader waits for more than the staging tier's capacity."""
+        """Reserves a private copy of each page that this reader does not read in place. Returns the copies by index,
+        and the bytes that found no room. `whole`: all of them or none; but no reader waits for more than the staging
+        tier's capacity."""
         if not self._state.pool.stores:
             return {}, 0
-        stored = {at: page for at, page in enumerate(found) if isinstance(page, Page) and _is_stored(page)}
+        stored = {at: page for at, page in enumerate(found) if isinstance(page, Page) and _is_stored(page, request)}
         if not stored or len(self._staging) >= limits.PINS_FROM_DISK:
             return {}, 0
         room = self._state.pool.memory[STAGING]
@@ -216,7 +221,7 @@ class PinHandler:
         pages: list[Page | None] = []
         told: list[PageSlot | Miss] = []
         for at, page in enumerate(found):
-            if isinstance(page, Page) and (at in copies or not _is_stored(page)):
+            if isinstance(page, Page) and (at in copies or not _is_stored(page, request)):
                 pages.append(page)
                 told.append(page.slot())
             else:
@@ -224,6 +229,9 @@ class PinHandler:
                 told.append(_no_room(page.tier) if isinstance(page, Page) else page)
         held = [page for page in pages if page is not None]
         self._state.pool.pin(held)
+        if request.question.on_device:
+            near = sum(page.tier.spec.on_device for page in held)
+            self._state.counters["read_on_device"] += near
         if request.tenant != CLUSTER:
             self._state.pool.use(held)
         lease = self._state.leases.grant(request.question.attempt, LeaseKind.READ, pages, now, request.tenant)
@@ -266,8 +274,10 @@ def _stage(attempt: Attempt, space: ShardNamespace, lease: Lease, copies: dict[i
     return Stage(attempt, tuple(page_move(space, page, copy) for page, copy in pairs if page is not None))
 
 
-def _is_stored(page: Page) -> bool:
-    return not page.tier.spec.addressable
+def _is_stored(page: Page, request: Request[Pin]) -> bool:
+    """Whether that reader does not read it in place."""
+    spec = page.tier.spec
+    return not (spec.addressable or (spec.on_device and request.question.on_device))
 
 
 def _no_room(tier: Tier) -> Miss:

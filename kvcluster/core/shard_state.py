@@ -22,6 +22,7 @@ from kvcluster.core.withdrawal import Withdrawal
 _COUNTERS = (
     *("commits", "duplicates", "evicted", "aborted", "revoked", "late", "full"),
     *("suspected", "verified", "corrupt", "pulled", "purged", "demoted", "promoted", "staged"),
+    "read_on_device",
 )
 
 

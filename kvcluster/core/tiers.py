@@ -3,7 +3,8 @@
 A tier is *addressable* if readers read its pages in place, in a region of memory that is the tier's own: a page lies
 where its tier and its offset say.
 The pages of any other tier lie in a store (runtime/tier_store.py), of a GPU's memory or of files: a reader gets a copy
-of them in the staging tier, and only the shard's own moves write there. A tier is *durable* if its pages survive a
+of them in the staging tier, and only the shard's own moves write there. A tier is *on a device* if readers whose blocks
+lie in the memory of the same device read its pages in place, too. A tier is *durable* if its pages survive a
 restart: they are recovered when the shard starts, and a purge erases them from the store too.
 
 A shard has the tier that workers write into (INGEST), and those others that its configuration gives bytes. Pages are
@@ -90,6 +91,7 @@ class TierSpec:
     medium: str
     nbytes: Callable[[ShardConfig], int]
     addressable: bool = False
+    on_device: bool = False
     durable: bool = False
     allocator: Callable[[int, int], StoreAllocator] | None = None
     store: str = ""
@@ -110,6 +112,7 @@ class Tier(IntEnum):
         0,
         TierSpec(
             *(Takes.RAW, "HBM", lambda config: config.gpu_bytes),
+            on_device=True,
             allocator=DeviceAllocator,
             store="kvcluster.runtime.device_pool:open_device_pool",
         ),
@@ -133,6 +136,9 @@ are raw."""
 
 ADDRESSABLE = tuple(tier for tier in Tier if tier.spec.addressable)
 """The tiers that readers read from, and that replicas are pulled into."""
+
+ON_DEVICE = tuple(tier for tier in Tier if tier.spec.on_device)
+"""The tiers that readers on the same device read from."""
 
 STAGING = ADDRESSABLE[-1]
 """The tier that holds readers' private copies of pages that are not addressable. It takes every codec."""

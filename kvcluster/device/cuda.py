@@ -24,8 +24,28 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.device.capture import GATE
-from kvcluster.device.cuda_driver import NOT_READY, OUT_OF_MEMORY, SUCCESS, CudaDriver, DriverError
-from kvcluster.device.device import Allocation, DeviceFailed, DeviceKernel, Event, NoMemory, PinnedMemory, Range, Stream
+from kvcluster.device.cuda_driver import (
+    INVALID_DEVICE,
+    INVALID_VALUE,
+    NOT_PERMITTED,
+    NOT_READY,
+    NOT_SUPPORTED,
+    OUT_OF_MEMORY,
+    SUCCESS,
+    CudaDriver,
+    DriverError,
+)
+from kvcluster.device.device import (
+    Allocation,
+    DeviceFailed,
+    DeviceKernel,
+    Event,
+    NoMemory,
+    PinnedMemory,
+    Range,
+    SharedMemory,
+    Stream,
+)
 from kvcluster.pages.arena import memory_limit_bytes
 from kvcluster.pages.region import address_of
 
@@ -35,6 +55,9 @@ _NON_BLOCKING, _NO_TIMING, _PORTABLE = 1, 2, 1
 _REFUSED = {1, 2, 304, 712, 800, 801}
 """What the driver answers when it does not register memory: invalid for that, no memory, no help from the system,
 registered already, not permitted, not supported."""
+
+_NOT_SHARED = {INVALID_VALUE, OUT_OF_MEMORY, INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED, 304, 400, 999}
+"""What the driver answers when it does not share memory, or a descriptor is of no memory of this device."""
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _PREFERRED = 1
@@ -66,6 +89,24 @@ class _CudaMemory:
         device, self._device = self._device, None
         if device is not None:
             device.give_back("cuMemFree_v2", c_ulonglong(self.range.address))
+
+
+class _CudaShared:
+    """A SharedMemory, of this process or as it was opened here."""
+
+    def __init__(self, device: CudaDevice, memory: Range, handle: int) -> None:
+        self._device: CudaDevice | None = device
+        self._handle = handle
+        self.range = memory
+
+    def descriptor(self) -> int:
+        assert self._device is not None, "memory that was given back"
+        return self._device.export(self._handle)
+
+    def release(self) -> None:
+        device, self._device = self._device, None
+        if device is not None:
+            device.unshare(self.range, self._handle)
 
 
 class _CudaPinned:
@@ -130,6 +171,43 @@ class CudaDevice:
         with self._entered():
             self._take({OUT_OF_MEMORY}, "cuMemAlloc_v2", byref(address), c_size_t(nbytes))
         return _CudaMemory(self, Range(address.value, nbytes))
+
+    def allocate_shared(self, nbytes: int) -> SharedMemory:
+        driver, ordinal = self._driver, self._ordinal
+
+        def make() -> tuple[int, int]:
+            size = driver.shared_bytes(ordinal, nbytes)
+            return driver.create_shared(ordinal, size), size
+
+        return self._mapped(make, writable=True)
+
+    def open_shared(self, descriptor: int, nbytes: int) -> Allocation:
+        return self._mapped(lambda: (self._driver.import_shared(descriptor), nbytes), writable=False)
+
+    def _mapped(self, make: Callable[[], tuple[int, int]], *, writable: bool) -> _CudaShared:
+        """Maps the memory whose handle and bytes `make` returns. Raises NoMemory if the driver refuses one of both."""
+        with self._entered(), _refused():
+            handle, nbytes = make()
+            try:
+                address = self._driver.map_shared(self._ordinal, handle, nbytes, writable=writable)
+            except DriverError:
+                self._driver.status("cuMemRelease", c_ulonglong(handle))
+                raise
+        return _CudaShared(self, Range(address, nbytes), handle)
+
+    def export(self, handle: int) -> int:
+        """As SharedMemory.descriptor."""
+        with self._entered():
+            return self._driver.export_shared(handle)
+
+    def unshare(self, memory: Range, handle: int) -> None:
+        """As Allocation.release."""
+        try:
+            with self._entered():
+                self._driver.unmap_shared(*memory)
+                self._driver.release_shared(handle)
+        except DeviceFailed:
+            """It is the failed device's."""
 
     def pin(self, nbytes: int) -> PinnedMemory:
         """As Device. On the NUMA node of the device, if that has room. Beyond the memory of the machine or container,
@@ -250,6 +328,17 @@ class CudaDevice:
                 "%s. KV in its memory is neither loaded nor stored; restart the process to use it again", self._failed
             )
         return DeviceFailed(self._failed)
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    """Raises NoMemory if the driver refuses memory that is shared."""
+    try:
+        yield
+    except DriverError as error:
+        if error.status in _NOT_SHARED:
+            raise NoMemory(str(error)) from None
+        raise
 
 
 def _of_cuda(event: Event) -> _CudaEvent:

@@ -6,12 +6,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_READY = 0, 1, 2, 600
+INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED = 101, 800, 801
 
 _NEEDED = {41: "unified addressing", 91: "host addresses for registered memory"}
+
+_PINNED, _POSIX_DESCRIPTOR, _AT_DEVICE, _RECOMMENDED = 1, 1, 1, 1
+_READ, _READ_WRITE = 1, 3
 
 _POINTER_MEMORY_TYPE, _POINTER_ORDINAL, _POINTER_START, _POINTER_NBYTES = 2, 9, 11, 12
 _DEVICE_MEMORY = 2
@@ -23,6 +27,30 @@ class DriverError(RuntimeError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+class _MemoryLocation(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("kind", c_int), ("id", c_int))
+
+
+class _MemoryProperties(ctypes.Structure):
+    """CUmemAllocationProp, of which what is not set is 0."""
+
+    _fields_ = (
+        ("kind", c_int),
+        ("handle_types", c_int),
+        ("location", _MemoryLocation),
+        ("windows", c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    )
+
+
+class _MemoryAccess(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", _MemoryLocation), ("flags", c_int))
 
 
 class CudaDriver:
@@ -125,3 +153,67 @@ class CudaDriver:
         for value, attribute in ((start, _POINTER_START), (nbytes, _POINTER_NBYTES)):
             self.call("cuPointerGetAttribute", byref(value), c_int(attribute), ctypes.c_ulonglong(address))
         return start.value, nbytes.value
+
+    # ------------------------------------------------------------------------------- memory that processes share
+
+    def shared_bytes(self, device: int, nbytes: int) -> int:
+        """Returns how large memory of `nbytes` is that is made to be shared."""
+        unit = c_size_t()
+        number = c_int(_RECOMMENDED)
+        self.call("cuMemGetAllocationGranularity", byref(unit), byref(_properties(device)), number)
+        return -(-nbytes // unit.value) * unit.value
+
+    def create_shared(self, device: int, nbytes: int) -> int:
+        """Returns the handle of new memory; `nbytes` as `shared_bytes` returns."""
+        handle = c_ulonglong()
+        self.call("cuMemCreate", byref(handle), c_size_t(nbytes), byref(_properties(device)), c_ulonglong(0))
+        return handle.value
+
+    def export_shared(self, handle: int) -> int:
+        """Returns a new descriptor of it."""
+        descriptor = c_int(-1)
+        self.call(
+            "cuMemExportToShareableHandle",
+            byref(descriptor),
+            c_ulonglong(handle),
+            c_int(_POSIX_DESCRIPTOR),
+            c_ulonglong(0),
+        )
+        return descriptor.value
+
+    def import_shared(self, descriptor: int) -> int:
+        """Returns a handle of memory that another process has exported."""
+        handle = c_ulonglong()
+        self.call("cuMemImportFromShareableHandle", byref(handle), c_void_p(descriptor), c_int(_POSIX_DESCRIPTOR))
+        return handle.value
+
+    def map_shared(self, device: int, handle: int, nbytes: int, *, writable: bool) -> int:
+        """Maps it, for this device alone, and returns its address. Needs a current context."""
+        address = c_ulonglong()
+        none, size = c_ulonglong(0), c_size_t(nbytes)
+        self.call("cuMemAddressReserve", byref(address), size, c_size_t(0), none, none)
+        mapped = False
+        try:
+            self.call("cuMemMap", address, size, c_size_t(0), c_ulonglong(handle), none)
+            mapped = True
+            access = _MemoryAccess(_MemoryLocation(_AT_DEVICE, device), _READ_WRITE if writable else _READ)
+            self.call("cuMemSetAccess", address, size, byref(access), c_size_t(1))
+        except DriverError:
+            if mapped:
+                self.status("cuMemUnmap", address, size)
+            self.status("cuMemAddressFree", address, size)
+            raise
+        return address.value
+
+    def unmap_shared(self, address: int, nbytes: int) -> None:
+        """Undoes `map_shared`."""
+        self.call("cuMemUnmap", c_ulonglong(address), c_size_t(nbytes))
+        self.call("cuMemAddressFree", c_ulonglong(address), c_size_t(nbytes))
+
+    def release_shared(self, handle: int) -> None:
+        """Gives a handle back. The memory lasts as long as it is mapped or exported anywhere."""
+        self.call("cuMemRelease", c_ulonglong(handle))
+
+
+def _properties(device: int) -> _MemoryProperties:
+    return _MemoryProperties(_PINNED, _POSIX_DESCRIPTOR, _MemoryLocation(_AT_DEVICE, device))

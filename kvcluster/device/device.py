@@ -49,6 +49,13 @@ class Allocation(Protocol):
         """Gives it back. No work under way touches it. May be called again."""
 
 
+class SharedMemory(Allocation, Protocol):
+    """Memory of a device that other processes may open."""
+
+    def descriptor(self) -> int:
+        """Returns a new descriptor for `Device.open_shared`, which the caller closes. Raises DeviceFailed."""
+
+
 class PinnedMemory(Allocation, Protocol):
     """Memory of this process that the device reads and writes."""
 
@@ -80,6 +87,15 @@ class Device(Protocol):
 
     def allocate(self, nbytes: int) -> Allocation:
         """Returns new memory of the device, with any content. Raises NoMemory."""
+
+    def allocate_shared(self, nbytes: int) -> SharedMemory:
+        """As `allocate`, for memory that other processes may open. It may be larger than `nbytes`. Raises NoMemory also
+        if this device cannot share."""
+
+    def open_shared(self, descriptor: int, nbytes: int) -> Allocation:
+        """Returns memory that another process has allocated on the same device, `nbytes` as its range says, to be read.
+        It lasts until it is released here, whatever becomes of that process. The caller still closes the descriptor.
+        Raises NoMemory if the device does not open it."""
 
     def pin(self, nbytes: int) -> PinnedMemory:
         """Returns new pinned memory of this process, with any content. Raises NoMemory."""

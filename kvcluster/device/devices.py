@@ -7,9 +7,13 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from kvcluster.device.copies import DeviceCopies, DeviceMemory
+from kvcluster.core import limits
+from kvcluster.device.copies import DeviceCopies
 from kvcluster.device.device import Device, DeviceFailed, NoMemory, Range
-from kvcluster.device.staging import DeviceStaging
+from kvcluster.device.endpoints import DeviceMemory
+from kvcluster.device.pool_copies import PoolCopies
+from kvcluster.device.staging import TABLE_BYTES, DeviceStaging
+from kvcluster.device.verification import can_verify
 from kvcluster.pages.copy_batch import CopyBatch
 from kvcluster.pages.copy_executor import CopyExecutor, RunRecords
 
@@ -20,6 +24,7 @@ class Devices:
 
     def __init__(self) -> None:
         self._added: dict[Device, CopyExecutor] = {}
+        self._slot_bytes: dict[Device, int] = {}
         self.staging_bytes = 0
         """Of each device that is opened from now on, beside half as much pinned memory."""
 
@@ -32,16 +37,23 @@ class Devices:
 
     def add(self, staging: DeviceStaging) -> None:
         """From now on batches reach the memory of this device, through that staging."""
-        self._added = {**self._added, staging.device: DeviceCopies(staging)}
+        self._slot_bytes[staging.device] = staging.slot_bytes
+        self._added = {**self._added, staging.device: _Copies(staging)}
 
-    def open_later(self, device: Device, make: Callable[[], DeviceStaging]) -> None:
-        """As `add`, with the staging that `make` returns for the first batch. If that raises NoMemory, the batch fails
-        as on a device that has failed, and the next one asks again."""
+    def open_later(self, device: Device, make: Callable[[], DeviceStaging], slot_bytes: int) -> None:
+        """As `add`, with the staging that `make` returns for the first batch, with slots of so many bytes. If that
+        raises NoMemory, the batch fails as on a device that has failed, and the next one asks again."""
+        self._slot_bytes[device] = slot_bytes
         self._added = {**self._added, device: _StagedLater(device, make)}
 
     def remove(self, device: Device) -> None:
         """No batch names its memory any more."""
         self._added = {each: copies for each, copies in self._added.items() if each is not device}
+
+    def reads_pools(self, device: Device, layer_bytes: Iterable[int]) -> bool:
+        """Whether a load can read raw pages with layers of these lengths in a shard's pool on that device."""
+        room = self._slot_bytes.get(device, 0) - TABLE_BYTES
+        return all(can_verify(each) and max(each, limits.RECORD_BYTES) <= room for each in layer_bytes)
 
     def holders(self, addresses: Iterable[int]) -> list[Device | None]:
         """Returns each device whose memory has one of these addresses, and None if one is memory of this process. What
@@ -67,6 +79,18 @@ class Devices:
         return next((run for run in opened if run is not None), None)
 
 
+class _Copies:
+    """The CopyExecutor of a device, for pages in memory of the CPU and in pools on the device itself."""
+
+    def __init__(self, staging: DeviceStaging) -> None:
+        self._executors = DeviceCopies(staging), PoolCopies(staging)
+
+    def open(self, batch: CopyBatch) -> RunRecords | None:
+        """As CopyExecutor."""
+        opened = (executor.open(batch) for executor in self._executors)
+        return next((run for run in opened if run is not None), None)
+
+
 class _StagedLater:
     """The CopyExecutor of a device whose staging is made for its first batch."""
 
@@ -74,7 +98,7 @@ class _StagedLater:
         self._device = device
         self._make = make
         self._lock = threading.Lock()
-        self._copies: DeviceCopies | None = None
+        self._copies: _Copies | None = None
 
     def open(self, batch: CopyBatch) -> RunRecords | None:
         """As CopyExecutor."""
@@ -83,7 +107,7 @@ class _StagedLater:
         with self._lock:
             if self._copies is None:
                 try:
-                    self._copies = DeviceCopies(self._make())
+                    self._copies = _Copies(self._make())
                 except (NoMemory, DeviceFailed) as refused:
                     return partial(_fail, f"{self._device.name} has no room for staging: {refused}")
         return self._copies.open(batch)

@@ -145,28 +145,42 @@ def record_bytes(geometry: BlockGeometry) -> int:
     return _WORD_BYTES * (_RECORD_WORDS + len(geometry.planes) * len(Numbers._fields))
 
 
-def moves(records: Sequence[StagedRecord]) -> tuple[bytes, list[Launch]]:
-    """Returns the table of these records, and the launches that move them. The table has at most `record_bytes` for
-    each record and `columns_bytes` for each geometry."""
+class Moves(NamedTuple):
+    """The table of some records, and the launches that move them. `layers_at`: for each record the word of the table
+    that has the number of its layers; None if nothing of it is moved. Without layers, it is not moved."""
+
+    table: bytes
+    launches: list[Launch]
+    layers_at: list[int | None]
+
+
+def moves(records: Sequence[StagedRecord]) -> Moves:
+    """Returns the moves of these records. The table has at most `record_bytes` for each record and `columns_bytes` for
+    each geometry."""
     table = array("q")
     launches: list[Launch] = []
     columns: dict[int, int] = {}
-    kinds = sorted((record for record in records if record.moved is not None), key=_kind)
-    for _, alike in groupby(kinds, _kind):
-        same = list(alike)
+    layers_at: list[int | None] = [None] * len(records)
+    order = sorted(
+        (at for at, record in enumerate(records) if record.moved is not None), key=lambda at: _kind(records[at])
+    )
+    for _, alike in groupby(order, lambda at: _kind(records[at])):
+        numbers_of = list(alike)
+        same = [records[at] for at in numbers_of]
         geometry = same[0].geometry
         if id(geometry) not in columns:
             columns[id(geometry)] = len(table)
             for column in _columns(geometry):
                 table.frombytes(column.tobytes())
         first = len(table)
-        for record in same:
+        for at, record in zip(numbers_of, same, strict=True):
             table.extend(_record_words(record))
+            layers_at[at] = len(table) - 1
         layers = max(record.moved.layers for record in same if record.moved is not None)
         for numbers in _numbers(columns[id(geometry)], first, same[0]):
             launches.append(Launch(len(table), len(same), layers, _unit(numbers, same), numbers))
             table.extend(numbers)
-    return table.tobytes(), launches
+    return Moves(table.tobytes(), launches, layers_at)
 
 
 class WholeBlocks:

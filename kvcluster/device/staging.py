@@ -13,7 +13,10 @@ from typing import NamedTuple
 from kvcluster.device.device import Allocation, Device, Event, NoMemory, PinnedMemory, Stream
 from kvcluster.device.moves import ALIGNED
 
-SLOT_BYTES = (8 << 20) + (128 << 10)
+TABLE_BYTES = 128 << 10
+"""What the table of the moves of a slot may take."""
+
+SLOT_BYTES = (8 << 20) + TABLE_BYTES
 """The largest slice in which a path carries out a batch, or four pages of a model of 8B, and the table of its moves:
 what Python does for a slot, some 100 us, is done once for it. A link of 55 GB/s takes 150 us."""
 

@@ -25,6 +25,7 @@ from kvcluster.device.devices import DEVICES
 from kvcluster.device.examine import kernel_cache
 from kvcluster.device.kernels import Decode, Gather, Scatter
 from kvcluster.device.staging import SLOT_BYTES, DeviceStaging
+from kvcluster.device.verification import CopySums
 
 _LOCK = threading.Lock()
 _TRIED: dict[int, str] = {}
@@ -59,7 +60,7 @@ def _opened(index: int) -> str:
     if torch.version.hip is not None:
         return "this torch is built for ROCm, whose devices are not supported"
     try:
-        from kvcluster.device import triton_decoding, triton_moves
+        from kvcluster.device import triton_decoding, triton_moves, triton_sums
     except ImportError as error:
         return f"its kernels need Triton: {error}"
     try:
@@ -73,13 +74,15 @@ def _opened(index: int) -> str:
 
         with torch.cuda.device(index), _cache():
             triton_moves.build()
+            triton_sums.build()
         move = on_stream(index, triton_moves.enqueue)
         decode = on_stream(index, partial(triton_decoding.enqueue, device=torch.device("cuda", index)))
-        kernels: dict[type, Enqueue] = {Scatter: move, Gather: move, Decode: decode}
+        copy_sums = on_stream(index, triton_sums.enqueue)
+        kernels: dict[type, Enqueue] = {Scatter: move, Gather: move, Decode: decode, CopySums: copy_sums}
         device = CudaDevice(driver, index, current=current, kernels=kernels)
     except Exception as error:
         return _reason(error)
-    DEVICES.open_later(device, lambda: _staging(device))
+    DEVICES.open_later(device, lambda: _staging(device), _slot_bytes())
     return ""
 
 
@@ -101,9 +104,12 @@ def _reason(error: Exception) -> str:
 
 def _staging(device: CudaDevice) -> DeviceStaging:
     """Returns the staging of a device. Raises NoMemory."""
-    pinned = DEVICES.staging_bytes // 2
-    slot_bytes = min(SLOT_BYTES, pinned // 2)
-    return DeviceStaging(device, slot_bytes=slot_bytes, slots=pinned // slot_bytes)
+    slot_bytes = _slot_bytes()
+    return DeviceStaging(device, slot_bytes=slot_bytes, slots=DEVICES.staging_bytes // 2 // slot_bytes)
+
+
+def _slot_bytes() -> int:
+    return min(SLOT_BYTES, DEVICES.staging_bytes // 4)
 
 
 @contextmanager

@@ -5,14 +5,16 @@ perhaps once in a million runs. The twin delays work, takes any order that strea
 into pieces; a seed decides. It has no thread: each call of `done` carries out a few pieces of work. New memory and
 memory that was given back contain random bytes.
 
-Its memory is a memory file that is mapped twice: at the addresses that everybody sees it cannot be touched, which ends
-the process that tries; the twin works through the other mapping. Every access is held to the order (ordering.py), so
-what nothing orders raises `Unordered` when it is enqueued or opened, whether or not bytes would have come out wrong.
+Its memory is memory files that are mapped twice: at the addresses that everybody sees they cannot be touched, which
+ends the process that tries; the twin works through the other mapping. Twins of one name in different processes are the
+same device: one opens what another shares. Every access is held to the order (ordering.py), so what nothing orders
+raises `Unordered` when it is enqueued or opened, whether or not bytes would have come out wrong.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import threading
@@ -184,6 +186,24 @@ class PinnedRange:
             self._machine.ordering.cpu(touched, writes=writes, what=f"the CPU's {'write' if writes else 'read'}")
 
 
+class _Mapped:
+    """A memory file, mapped twice: `seen` at the addresses that everybody sees, where it cannot be touched, and `alias`
+    for the twin's own work."""
+
+    def __init__(self, file: int, nbytes: int, *, writable: bool = True) -> None:
+        self._seen = memoryview(mmap.mmap(file, nbytes, access=mmap.ACCESS_COPY))  # whose address Python tells
+        self.alias = memoryview(mmap.mmap(file, nbytes, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ))
+        self.range = Range(address_of(self._seen), nbytes)
+        assert not _LIBC.mprotect(ctypes.c_void_p(self.range.address), ctypes.c_size_t(nbytes), _PROT_NONE)
+
+    def has(self, wanted: Range) -> bool:
+        return self.range.address <= wanted.address and sum(wanted) <= sum(self.range)
+
+    def bytes(self, wanted: Range) -> memoryview:
+        at = wanted.address - self.range.address
+        return self.alias[at : at + wanted.nbytes]
+
+
 class TwinMemory:
     """An Allocation of a twin."""
 
@@ -193,6 +213,25 @@ class TwinMemory:
 
     def release(self) -> None:
         self._twin.give_back(self.range)
+
+
+class TwinShared(TwinMemory):
+    """A SharedMemory of a twin."""
+
+    def __init__(self, twin: Twin, memory: Range, file: int) -> None:
+        super().__init__(twin, memory)
+        self._file: int | None = file
+
+    def descriptor(self) -> int:
+        """As SharedMemory: for reading alone."""
+        assert self._file is not None, "memory that was given back"
+        return os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def release(self) -> None:
+        super().release()
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
 
 
 def _locked(method: Callable[Concatenate[Twin, P], R]) -> Callable[Concatenate[Twin, P], R]:
@@ -219,40 +258,76 @@ class Twin:
         self.machine = machine
         self._streams: dict[Stream, None] = {}
         self._pinnable = pinnable
-        file = os.memfd_create(name, os.MFD_CLOEXEC)
+        file = _memory_file(name, nbytes)
         try:
-            os.ftruncate(file, nbytes)
-            self._seen, self._alias = memoryview(mmap.mmap(file, nbytes)), memoryview(mmap.mmap(file, nbytes))
+            self._own = _Mapped(file, nbytes)
         finally:
             os.close(file)
-        self._start = address_of(self._seen)
-        assert not _LIBC.mprotect(ctypes.c_void_p(self._start), ctypes.c_size_t(nbytes), _PROT_NONE)
+        self._nbytes = nbytes
+        self._shared: dict[int, _Mapped] = {}
+        """Memory that is shared, or that other processes share, by its address."""
         self._used = 0
         self._allocated: dict[int, Range] = {}
         self.default = self.stream()
         """The current stream of every thread."""
 
     def around(self, address: int) -> Range | None:
-        whole = Range(self._start, self._alias.nbytes)
-        return whole if whole.address <= address < sum(whole) else None
+        mapped = self._mapped(Range(address, 1))
+        return mapped.range if mapped is not None else None
 
     @_locked
     def allocate(self, nbytes: int) -> TwinMemory:
         self._check()
-        if self._used + nbytes > self._alias.nbytes:
-            raise NoMemory(f"{self.name} has {self._alias.nbytes - self._used} bytes left, not {nbytes}")
-        memory = Range(self._start + self._used, nbytes)
-        self._used += -(-nbytes // _ALIGNED) * _ALIGNED  # and never again: what was given back is not handed out
+        memory = Range(self._own.range.address + self._take(nbytes), nbytes)
         self._allocated[memory.address] = memory
         spoil(self._bytes(memory), self.machine.rng)
         return TwinMemory(self, memory)
+
+    @_locked
+    def allocate_shared(self, nbytes: int) -> TwinShared:
+        self._check()
+        self._take(nbytes)
+        file = _memory_file(self.name, nbytes)
+        memory = self._map(file, nbytes, writable=True)
+        spoil(self._bytes(memory), self.machine.rng)
+        return TwinShared(self, memory, file)
+
+    @_locked
+    def open_shared(self, descriptor: int, nbytes: int) -> TwinMemory:
+        self._check()
+        try:
+            sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(descriptor).st_size != nbytes:
+                raise NoMemory(f"{self.name} has not allocated these {nbytes} bytes")
+            return TwinMemory(self, self._map(descriptor, nbytes, writable=False))
+        except OSError as error:
+            raise NoMemory(f"{self.name} does not open this: {error}") from None
 
     @_locked
     def give_back(self, memory: Range) -> None:
         """As Allocation.release."""
         if self._allocated.pop(memory.address, None) is not None:
             self.machine.ordering.forget(memory, f"giving back memory of {self.name}")
-            spoil(self._bytes(memory), self.machine.rng)
+            mapped = self._shared.pop(memory.address, self._own)
+            if not mapped.alias.readonly:
+                spoil(mapped.bytes(memory), self.machine.rng)
+
+    def _take(self, nbytes: int) -> int:
+        """Takes so many bytes of the device, and returns where its own begin. They are never handed out again."""
+        if self._used + nbytes > self._nbytes:
+            raise NoMemory(f"{self.name} has {self._nbytes - self._used} bytes left, not {nbytes}")
+        at = self._used
+        self._used += -(-nbytes // _ALIGNED) * _ALIGNED
+        return at
+
+    def _map(self, file: int, nbytes: int, *, writable: bool) -> Range:
+        mapped = _Mapped(file, nbytes, writable=writable)
+        self._shared[mapped.range.address] = mapped
+        self._allocated[mapped.range.address] = mapped.range
+        return mapped.range
+
+    def _mapped(self, wanted: Range) -> _Mapped | None:
+        return next((each for each in (self._own, *self._shared.values()) if each.has(wanted)), None)
 
     @_locked
     def pin(self, nbytes: int) -> PinnedRange:
@@ -278,6 +353,7 @@ class Twin:
         assert into.nbytes == source.nbytes, "a copy of bytes into as many"
         assert abs(into.address - source.address) >= into.nbytes, "a copy between ranges that do not overlap"
         opened = self._opened(into), self._opened(source)
+        assert not opened[0].readonly, "memory of another process is read alone"
         what = f"a copy of {into.nbytes} bytes on stream {stream}"
         self.machine.ordering.enqueue(stream, [source], [into], what)
         self.machine.enqueue(stream, _Copy(*opened))
@@ -286,8 +362,10 @@ class Twin:
     def launch(self, kernel: DeviceKernel, stream: Stream) -> None:
         self._check(stream)
         reads, writes = kernel.reads, kernel.writes
-        for touched in (*reads, *writes):
+        for touched in reads:
             self._opened(touched)
+        for touched in writes:
+            assert not self._opened(touched).readonly, "memory of another process is read alone"
         self.machine.ordering.enqueue(stream, reads, writes, f"{type(kernel).__name__} on stream {stream}")
         self.machine.enqueue(stream, lambda: kernel.run(self._opened))
 
@@ -328,13 +406,22 @@ class Twin:
         return self._bytes(wanted)
 
     def _bytes(self, wanted: Range) -> memoryview:
-        at = wanted.address - self._start
-        return self._alias[at : at + wanted.nbytes]
+        mapped = self._mapped(wanted)
+        assert mapped is not None
+        return mapped.bytes(wanted)
 
 
 def spoil(memory: memoryview, rng: Random) -> None:
     """Fills memory with garbage: what lies there by chance is never what was to be written."""
     memory[:] = rng.randbytes(memory.nbytes)
+
+
+def _memory_file(name: str, nbytes: int) -> int:
+    """Returns a new memory file of that size for good: who has mapped it cannot have it cut off."""
+    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, nbytes)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return file
 
 
 def _blocked(work: _Work) -> bool:

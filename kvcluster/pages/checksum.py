@@ -38,7 +38,9 @@ from kvcluster.pages import native
 
 _DOMAIN = b"kvcluster-sum-v1"
 _REST = struct.Struct("<5IH")
-_A = 0x9E3779B97F4A7C15
+LAYER_STEP = 0x9E3779B97F4A7C15
+"""A of the description above."""
+
 _B = 0xC2B2AE3D27D4EB4F
 _MASK = 2**64 - 1
 
@@ -74,21 +76,30 @@ def _rest(group: int, part: Part, codec: int) -> bytes:
 
 def layer_sum(identity: int, layer: int, data: memoryview | bytes) -> int:
     """Returns the checksum of one layer's encoded bytes. `layer` counts from the page's own first layer."""
-    return xxh3_64_intdigest(data, _seed(identity, layer, len(data)))
+    return xxh3_64_intdigest(data, first_seed(identity, layer, len(data)))
 
 
 def layer_sums(identity: int, first_layer: int, layers: int, data: memoryview) -> tuple[int, ...]:
     """Returns the checksums of `layers` layers of equal length, which `data` (flat bytes) holds one after the other."""
+    return seeded_sums(first_seed(identity, first_layer, _layer_bytes(layers, data)), layers, data)
+
+
+def first_seed(identity: int, layer: int, nbytes: int) -> int:
+    """Returns the seed of a layer of `nbytes` bytes. That of the layer behind it is LAYER_STEP more, mod 2**64."""
+    return (identity + layer * LAYER_STEP + nbytes * _B) & _MASK
+
+
+def seeded_sums(seed: int, layers: int, data: memoryview) -> tuple[int, ...]:
+    """As `layer_sums`, with the seed of the first layer."""
     step = _layer_bytes(layers, data)
-    seed = _seed(identity, first_layer, step)
     if native.KERNELS is not None and step >= native.LEAST_LAYER_BYTES:
-        return native.KERNELS.sums(data, layers, seed, _A)
+        return native.KERNELS.sums(data, layers, seed, LAYER_STEP)
     sums = []
     at = 0
     for _ in range(layers):
         sums.append(xxh3_64_intdigest(data[at : at + step], seed))
         at += step
-        seed = (seed + _A) & _MASK
+        seed = (seed + LAYER_STEP) & _MASK
     return tuple(sums)
 
 
@@ -97,7 +108,7 @@ def copy_sums(identity: int, first_layer: int, layers: int, into: memoryview, da
     `layer_sums` does, of the bytes that were written, even if `data` changes during the copy."""
     step = _layer_bytes(layers, data)
     if native.KERNELS is not None and step >= native.LEAST_LAYER_BYTES:
-        return native.KERNELS.copy_sums(into, data, layers, _seed(identity, first_layer, step), _A)
+        return native.KERNELS.copy_sums(into, data, layers, first_seed(identity, first_layer, step), LAYER_STEP)
     sums: list[int] = []
     at_once = max(1, limits.CHUNK_BYTES // step)
     for layer in range(0, layers, at_once):
@@ -129,10 +140,6 @@ def unpack_sums(packed: bytes | memoryview) -> tuple[int, ...]:
     """The inverse of `pack_sums`. The length must be a multiple of 8, which the wire has checked."""
     assert len(packed) % SUM_BYTES == 0
     return struct.unpack(f"<{len(packed) // SUM_BYTES}Q", packed)
-
-
-def _seed(identity: int, layer: int, nbytes: int) -> int:
-    return (identity + layer * _A + nbytes * _B) & _MASK
 
 
 def _layer_bytes(layers: int, data: memoryview) -> int:

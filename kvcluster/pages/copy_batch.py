@@ -153,6 +153,19 @@ class CopyRecords:
             last -= 1
         return ended, self.sums[self.sum_starts[first] : self.sum_starts[last] + self.counts[last]]
 
+    def select(self, rows: Sequence[int], offset: int = 0) -> CopyRecords:
+        """Returns these records, whose offsets count from `offset`. They share the sums."""
+        return CopyRecords(
+            array("I", [self.items[at] for at in rows]),
+            array("I", [self.layers[at] for at in rows]),
+            array("I", [self.counts[at] for at in rows]),
+            array("Q", [self.offsets[at] - offset for at in rows]),
+            array("Q", [self.nbytes[at] for at in rows]),
+            array("Q", [self.codecs[at] for at in rows]),
+            array("I", [self.sum_starts[at] for at in rows]),
+            self.sums,
+        )
+
     def slices(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Splits the records into consecutive ranges of at most `nbytes` each; a single larger record is its own
         range. A layer counts at least as twice its checksum, which travels beside it."""

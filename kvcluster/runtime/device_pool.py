@@ -21,7 +21,16 @@ from kvcluster.core.messages import Erase, PageMove, PageSlot
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.device.cuda import CudaDevice
 from kvcluster.device.cuda_driver import CudaDriver, DriverError
-from kvcluster.device.device import Device, DeviceFailed, NoMemory, PinnedMemory, Range, Stream
+from kvcluster.device.device import (
+    Allocation,
+    Device,
+    DeviceFailed,
+    NoMemory,
+    PinnedMemory,
+    Range,
+    SharedMemory,
+    Stream,
+)
 from kvcluster.device.staging import wait_done
 from kvcluster.device.twin import Machine, Twin
 from kvcluster.runtime.tier_store import without
@@ -65,7 +74,7 @@ class DevicePool:
     def __init__(self, device: Device, nbytes: int) -> None:
         """Raises NoMemory and DeviceFailed."""
         self._device = device
-        self._memory = device.allocate(nbytes)
+        self._shared, self._memory = _allocated(device, nbytes)
         self._slots: SimpleQueue[_Slot] = SimpleQueue()
         self._closed = False
         try:
@@ -74,6 +83,26 @@ class DevicePool:
         except (NoMemory, DeviceFailed):
             self.close()
             raise
+
+    @property
+    def pool(self) -> DevicePool | None:
+        """As TierStore."""
+        return self if self._shared is not None else None
+
+    @property
+    def device(self) -> str:
+        """As SharedPool."""
+        return self._device.name
+
+    @property
+    def nbytes(self) -> int:
+        """As SharedPool."""
+        return self._memory.range.nbytes
+
+    def descriptor(self) -> int:
+        """As SharedPool."""
+        assert self._shared is not None
+        return self._shared.descriptor()
 
     def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:
         """As PageBytes: a copy."""
@@ -141,6 +170,15 @@ class DevicePool:
             raise OSError(f"the GPU has failed: {error}") from error
         finally:
             self._slots.put(slot)
+
+
+def _allocated(device: Device, nbytes: int) -> tuple[SharedMemory | None, Allocation]:
+    """Returns memory that other processes can open, if the device has such memory, and the same or other memory."""
+    try:
+        shared = device.allocate_shared(nbytes)
+    except NoMemory:
+        return None, device.allocate(nbytes)
+    return shared, shared
 
 
 def _pieces(data: memoryview, nbytes: int) -> Iterator[tuple[int, memoryview]]:

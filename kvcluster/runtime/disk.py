@@ -62,6 +62,8 @@ class DiskFolder:
     """The store of the disk tier (tier_store.TierStore): the files of one shard, below `config.disk_dir`. Writes and
     erasures come from one thread; reads may come from any thread."""
 
+    pool = None
+
     def __init__(self, config: ShardConfig, shard: ShardId) -> None:
         plan = FileAllocator(config.disk_bytes, config.disk_file_bytes)
         self._file_bytes = plan.file_bytes

@@ -70,6 +70,7 @@ from kvcluster.transport.attend_session import import_attention
 from kvcluster.transport.attending import ATTEND_PATHS
 from kvcluster.transport.base import ComputeTurn, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeSummary
+from kvcluster.transport.shm_server import SharedPool
 
 log = logging.getLogger(__name__)
 
@@ -218,7 +219,12 @@ class ShardHost:
 
     @property
     def region_starts(self) -> Mapping[Tier, int]:
-        return {tier: region.address - self._arena.address for tier, region in self._stores.regions.items()}
+        regions = {tier: region.address - self._arena.address for tier, region in self._stores.regions.items()}
+        return regions | dict.fromkeys(self._stores.pools, self.arena_bytes)
+
+    @property
+    def pool(self) -> SharedPool | None:
+        return next(iter(self._stores.pools.values()), None)
 
     @property
     def lease_ttl_ns(self) -> int:

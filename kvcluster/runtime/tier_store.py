@@ -26,6 +26,7 @@ from kvcluster.core.tiers import STORED
 from kvcluster.pages.page_bytes import PageBytes
 from kvcluster.pages.region import Region
 from kvcluster.transport.base import Unavailable
+from kvcluster.transport.shm_server import SharedPool
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,10 @@ class TierBytes(PageBytes, Protocol):
 class TierStore(TierBytes, Protocol):
     """The bytes of one tier. Writes and erasures come from one thread; all else may come from any thread."""
 
+    @property
+    def pool(self) -> SharedPool | None:
+        """Its memory, if processes on the same device may open it."""
+
     def erase(self, order: Erase) -> None:
         """Makes sure that what was purged does not come back. What it could not erase, it tries again with the next
         order."""
@@ -58,6 +63,8 @@ be used: `trouble` then gives the reason, and the shard runs without that tier."
 
 class RegionStore:
     """Pages in a region that this process addresses. They end with the process, so there is nothing to erase."""
+
+    pool = None
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -93,6 +100,8 @@ class TierStores:
         self.regions = regions
         regional = {tier: RegionStore(region) for tier, region in regions.items()}
         self._by_tier: dict[Tier, TierStore] = {**regional, **opened}
+        self.pools = {tier: pool for tier, store in opened.items() if (pool := store.pool) is not None}
+        """The tiers whose memory processes on the same device may open."""
 
     def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:
         """As PageBytes, for the tier of the page."""

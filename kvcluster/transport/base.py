@@ -28,6 +28,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.device.device import Device
 from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import CopyEndpoint
@@ -162,6 +163,10 @@ class ExchangeCopies(Protocol):
 class PageSink(Protocol):
     """Takes the layers of a load. It copies them into its own memory, and verifies them there and not before: until
     then other processes may change them."""
+
+    @property
+    def device(self) -> Device | None:
+        """The device whose memory it copies them into, if it takes them from a shard's pool there, too."""
 
     def copies(self, records: CopyRecords, source: CopyEndpoint, keeps: object) -> ExchangeCopies:
         """Prepares to copy these records from `source`, which lives as long as `keeps`. Raises ProtocolError, and

@@ -131,6 +131,8 @@ def open_store(source: PageSource, records: CopyRecords, target: CopyEndpoint, k
 class RecordSink(ABC):
     """A PageSink that takes one record at a time, as bytes of memory that the CPU addresses."""
 
+    device = None
+
     @abstractmethod
     def receive(self, item: int, layer: int, codec: int, sums: Sequence[int], data: Payload) -> None:
         """Takes `len(sums)` layers of `wants[item]`, from its page's layer `layer` on. They are at most

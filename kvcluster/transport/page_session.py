@@ -235,7 +235,7 @@ class PageSession:
         if isinstance(r, AttendRequest):
             spans = PinSpans(r.attempt, r.epoch, r.spans)
             return self._of_no_namespace(spans)
-        pin = Pin(r.attempt, r.epoch, tuple(PageWants.of(r.wants).keys()), r.accept)
+        pin = Pin(r.attempt, r.epoch, tuple(PageWants.of(r.wants).keys()), r.accept, r.on_device)
         return AskCore(lambda call: Request(call, tenant, r.namespace, pin))
 
     def _granted(self, reply: Reply | Miss) -> list[SessionEffect]:

@@ -180,7 +180,23 @@ class ExchangeSession(Generic[RequestT]):
 
 
 class ReadSession(ExchangeSession[ReadRequest]):
-    """One load. `outcome` is for each want None or its miss."""
+    """One load. `outcome` is for each want None or its miss. A request for pages of a pool on a device is followed only
+    over the path by which the worker can have opened one."""
+
+    def __init__(
+        self,
+        host: PageHost,
+        tenant: Tenant,
+        request: ReadRequest,
+        stop: Callable[[], object] = _nothing,
+        deadline: Deadline | None = None,
+        *,
+        path: str,
+        opens_pools: bool = False,
+    ) -> None:
+        super().__init__(
+            host, tenant, request if opens_pools else replace(request, on_device=False), stop, deadline, path=path
+        )
 
     def __enter__(self) -> ReadSession:
         self._open()

@@ -17,6 +17,7 @@ from enum import Enum
 
 from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.device.device import Allocation, Device
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.mapping import Mapping
 from kvcluster.release import PROTOCOL_VERSION
@@ -48,6 +49,8 @@ class ShmConnection:
 
     def __init__(self, link: FramedSocket, welcome: shm_frames.Welcome, maps: ArenaMappings) -> None:
         self.arena = maps.get(link, welcome.arena_bytes, writable=False)
+        self.pool: OpenPool | None = None
+        """The shard's pool on a device, once it was asked for."""
         self.turn = Turn.IDLE
         self._link = link
         self._maps = maps
@@ -62,11 +65,19 @@ class ShmConnection:
 
     # ------------------------------------------------------------------------------------------ frames
 
+    def open_pool(self, device: Device, deadline: Deadline) -> None:
+        """Opens the shard's pool on this device. Raises NoMemory if the device does not open it, and as
+        `ask_to_read`."""
+        body = self._ask(FrameKind.POOL, b"", deadline, answer=FrameKind.POOL)
+        self.turn = Turn.IDLE
+        self.pool = self._maps.pool(self._link, shm_frames.decode_pool(body), device)
+
     def ask_to_read(self, request: ReadRequest, deadline: Deadline) -> tuple[list[Miss | None], Places]:
-        """Returns the outcome for each want, and where the granted pages lie. Raises Unavailable, RefusedByShard or
-        ProtocolError."""
+        """Returns the outcome for each want, and where the granted pages lie: in the pool behind the end of the arena.
+        Raises Unavailable, RefusedByShard or ProtocolError."""
         body = self._ask(FrameKind.READ, socket_frames.encode_read(request, deadline.remaining_ns()), deadline)
-        answer = shm_frames.decode_read_grant(body, request.wants, self.arena.nbytes)
+        pool_bytes = self.pool.memory.nbytes if self.pool is not None and request.on_device else 0
+        answer = shm_frames.decode_read_grant(body, request.wants, self.arena.nbytes, pool_bytes)
         self.turn = Turn.OURS
         return answer
 
@@ -122,9 +133,9 @@ class ShmConnection:
         self.raise_failure(deadline)
         self.send(FrameKind.RENEW, shm_frames.encode_renew(answer=False), deadline)
 
-    def _ask(self, kind: FrameKind, body: bytes, deadline: Deadline) -> bytes:
+    def _ask(self, kind: FrameKind, body: bytes, deadline: Deadline, answer: FrameKind = FrameKind.GRANT) -> bytes:
         self.send(kind, body, deadline, then=Turn.THEIRS)
-        kind, body = self._link.receive(FrameKind.GRANT, FrameKind.REFUSED, deadline=deadline)
+        kind, body = self._link.receive(answer, FrameKind.REFUSED, deadline=deadline)
         if kind is FrameKind.REFUSED:
             self.turn = Turn.IDLE
             raise RefusedByShard(socket_frames.decode_refused(body))
@@ -167,12 +178,38 @@ class ShmConnection:
         self._link.close()
 
 
+class OpenPool:
+    """A shard's pool on a device, as this process has opened it. It lasts as long as anything refers to it."""
+
+    def __init__(self, device: Device, opened: Allocation) -> None:
+        self.device = device
+        self.memory = opened.range
+        weakref.finalize(self, opened.release)
+
+
 class ArenaMappings:
-    """The mappings of one arena that connections share."""
+    """The mappings of one arena, and the pool of its shard, that connections share."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: weakref.WeakValueDictionary[bool, Mapping] = weakref.WeakValueDictionary()
+        self._pools: weakref.WeakValueDictionary[Device, OpenPool] = weakref.WeakValueDictionary()
+
+    def pool(self, link: FramedSocket, nbytes: int, device: Device) -> OpenPool:
+        """Returns the pool that is open already, or opens it by the descriptor just received. Raises ProtocolError and
+        NoMemory."""
+        fds = link.take_fds()
+        try:
+            if len(fds) != 1:
+                raise ProtocolError(f"{link.peer} sent {len(fds)} descriptors, expected one, that of its pool")
+            with self._lock:
+                known = self._pools.get(device)
+                if known is None:
+                    known = self._pools[device] = OpenPool(device, device.open_shared(fds[0], nbytes))
+            return known
+        finally:
+            for fd in fds:
+                os.close(fd)
 
     def get(self, link: FramedSocket, nbytes: int, *, writable: bool) -> Mapping:
         """Returns the existing mapping, or maps the arena by the descriptor just received. Raises ProtocolError or

@@ -6,6 +6,10 @@ lease may find another page there, which does not verify. A writer may pause for
 no other writer before the worker has said that it has stopped, or its connection has ended (shm_server.py). So no
 connection is ended while a byte is being written into the arena.
 
+A worker whose blocks lie on the device on which the shard has a pool opens that as well, for reading alone, and is
+granted pages of it: a batch of its own, which the device carries out (device/pool_copies.py).
+
+    pool    -> POOL   <- POOL                                              before the first load from there
     load    -> READ   <- GRANT  -> RENEW ..., DONE
     store   -> WRITE  <- GRANT  -> WRITTEN or RENEW ..., DONE  <- TAIL     or ABORT in the place of DONE
     attend  -> ATTEND <- PARTIALS                                          (attend_frames.py)
@@ -13,19 +17,23 @@ connection is ended while a byte is being written into the arena.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 
 from kvcluster.core import limits
 from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss
+from kvcluster.device.device import Device, DeviceFailed, NoMemory
+from kvcluster.device.endpoints import DevicePoolMemory
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import MappedMemory
+from kvcluster.pages.copy_endpoints import CopyEndpoint, MappedMemory
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport import cpu_affinity
 from kvcluster.transport.attending import SpanResults
-from kvcluster.transport.base import Deadline, PageSink, PageSource, Streams
+from kvcluster.transport.base import Deadline, PageSink, PageSource, RefusedByShard, Streams
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import granted_records, open_store, reserved_records
 from kvcluster.transport.shm_control import ArenaMappings, ShmConnection, Turn, open_connection
@@ -34,6 +42,8 @@ from kvcluster.transport.worker_exchange import check_answer_length
 from kvcluster.wire import shard, shm_frames
 from kvcluster.wire.shm_frames import Places, Progress
 from kvcluster.wire.socket_frames import FrameKind
+
+_LOG = logging.getLogger(__name__)
 
 SLICE_BYTES = 8 * limits.FRAME_BYTES
 """The most that one native call loads. Between two calls threads of this process wait for one another, some 30 us; a
@@ -74,10 +84,12 @@ class ShmPages:
     name = "shm"
     streams = Streams(loads=_LOADS, decoding=_LOADS)
 
-    def __init__(self, address: str, token: str | None, version: int = PROTOCOL_VERSION) -> None:
+    def __init__(self, address: str, token: str | None, version: int = PROTOCOL_VERSION, *, device: str = "") -> None:
+        """`device`: the name of the one with the shard's pool, "" if it has none."""
         if not address.startswith("@") or not 1 < len(address.encode()) <= _NAME_BYTES or "\0" in address:
             raise ConfigError(f"{address!r} is not an address of the shared-memory transport, which has the form @name")
         self.address = address
+        self._device = device
         maps = ArenaMappings()
         self._connections: ConnectionPool[ShmConnection] = ConnectionPool(
             address, lambda deadline: open_connection(address, token, maps, deadline, version)
@@ -93,6 +105,8 @@ class ShmPages:
     ) -> Generator[None, None, list[Miss | None]]:
         control = self._connections.take(deadline)
         try:
+            if sink.device is not None and self._reads_pool(control, sink.device, deadline):
+                request = replace(request, on_device=True)
             outcome, places = control.ask_to_read(request, deadline)
             yield from _copies(control, request, places, sink, deadline)
             control.send(FrameKind.DONE, b"", deadline, then=Turn.IDLE)
@@ -138,6 +152,20 @@ class ShmPages:
         """Ends exchanges that are under way, after the chunk in progress. May be called from any thread, and again."""
         self._connections.close()
 
+    def _reads_pool(self, control: ShmConnection, device: Device, deadline: Deadline) -> bool:
+        """Whether pages of the shard's pool can be read, which this opens if it is on that device. If it cannot be
+        opened it is not tried again."""
+        if device.name != self._device:
+            return False
+        if control.pool is None:
+            try:
+                control.open_pool(device, deadline)
+            except (NoMemory, DeviceFailed, RefusedByShard) as error:
+                _LOG.warning("the pool of %s on %s is not read there: %s", self.address, self._device, error)
+                self._device = ""
+                return False
+        return control.pool is not None and control.pool.device is device
+
     def _end(self, control: ShmConnection, last: FrameKind) -> None:
         """Ends an unfinished exchange: with the frame `last` if the shard waits for one, otherwise by closing the
         connection. Keeps the connection if no exchange is under way."""
@@ -155,19 +183,25 @@ class ShmPages:
 def _copies(
     control: ShmConnection, request: ReadRequest, places: Places, sink: PageSink, deadline: Deadline
 ) -> Generator[None, None, None]:
-    """Copies the granted layers in the order of use; yields after each slice."""
-    records = granted_records(request.wants, places)
-    arena = control.arena
-    copies = sink.copies(records, MappedMemory(arena), arena)
-    for start, stop in records.slices(_slice_bytes(records)):
-        if start:
+    """Copies the granted layers in the order of use, first those from the pool; yields after each slice."""
+    granted = granted_records(request.wants, places)
+    for records, memory, keeps in _by_memory(control, granted):
+        copies = sink.copies(records, memory, keeps)
+        for start, stop in records.slices(_slice_bytes(records)):
+            control.renew(deadline)
+            copies.run(start, stop)
             yield
             control.raise_failure(deadline)
-        control.renew(deadline)
-        copies.run(start, stop)
-    if len(records):
-        yield
-        control.raise_failure(deadline)
+
+
+def _by_memory(control: ShmConnection, records: CopyRecords) -> Iterator[tuple[CopyRecords, CopyEndpoint, object]]:
+    """Yields the records in the pool and those in the arena, each with their memory and what keeps it."""
+    arena, pool, end = control.arena, control.pool, control.arena.nbytes
+    if pool is not None and max(records.offsets, default=0) >= end:
+        far = [at for at, offset in enumerate(records.offsets) if offset >= end]
+        yield records.select(far, end), DevicePoolMemory(pool.device, pool.memory), pool
+        records = records.select([at for at, offset in enumerate(records.offsets) if offset < end])
+    yield records, MappedMemory(arena), arena
 
 
 def _slice_bytes(records: CopyRecords) -> int:

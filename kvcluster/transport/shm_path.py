@@ -10,7 +10,7 @@ from kvcluster.transport.shm_server import ShmHost, ShmServer
 
 def open_path(offer: Offer, token: str | None) -> ShmPages:
     """As path_selector.Opener."""
-    return ShmPages(offer.address, token, offer.protocol_version)
+    return ShmPages(offer.address, token, offer.protocol_version, device=offer.details.decode(errors="replace"))
 
 
 def serve(host: ShmHost, tenant_of: TenantOf, listen_host: str, ports: range) -> ShmServer:

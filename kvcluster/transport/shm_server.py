@@ -23,16 +23,18 @@ from functools import partial
 from typing import Protocol
 
 from kvcluster.core.ids import Tenant
-from kvcluster.core.messages import Tier, WriteRequest
+from kvcluster.core.messages import Refused, RefusedKind, Tier, WriteRequest
+from kvcluster.device.device import DeviceFailed
 from kvcluster.errors import CredentialError, KVClusterError, ProtocolError
 from kvcluster.transport.attend_frames import serve_attend_frames
-from kvcluster.transport.base import Deadline, PageHost, Unavailable, decoded
+from kvcluster.transport.base import Deadline, PageHost, RefusedByShard, Unavailable, decoded
 from kvcluster.transport.cpu_affinity import AffinityGuard
 from kvcluster.transport.framed_socket import FramedSocket
-from kvcluster.transport.listener import Listener, TenantNow, TenantOf, bounded, patient, serve_exchanges
+from kvcluster.transport.listener import Exchange, Listener, TenantNow, TenantOf, bounded, patient, serve_exchanges
 from kvcluster.transport.sessions import ReadSession, WriteSession
 from kvcluster.transport.shm_control import peer_of
 from kvcluster.wire import shard, shm_frames, socket_frames
+from kvcluster.wire.checks import must
 from kvcluster.wire.socket_frames import FrameKind
 
 NAME = "shm"
@@ -49,7 +51,7 @@ class ShmHost(PageHost, Protocol):
 
     @property
     def region_starts(self) -> Mapping[Tier, int]:
-        """Where the region of each addressable tier begins in that arena."""
+        """Where the region of each addressable tier begins in that arena; that of the pool at the arena's end."""
 
     @property
     def lease_ttl_ns(self) -> int:
@@ -58,14 +60,33 @@ class ShmHost(PageHost, Protocol):
     def open_arena(self, *, writable: bool) -> int:
         """Returns a new descriptor of the arena, which the caller closes. Raises ConfigError if the arena has none."""
 
+    @property
+    def pool(self) -> SharedPool | None:
+        """The shard's pool on a device, if it has one that other processes may open."""
+
+
+class SharedPool(Protocol):
+    """A pool in a device's memory."""
+
+    @property
+    def device(self) -> str:
+        """The device's name, which all processes know."""
+
+    @property
+    def nbytes(self) -> int:
+        """All of it, which may be more than its pages take."""
+
+    def descriptor(self) -> int:
+        """Returns a new descriptor of it (Device.open_shared), which the caller closes. Raises DeviceFailed."""
+
 
 class ShmServer:
     """Listens from its construction on, at `address`, a new random name. Raises ConfigError if this platform or arena
     cannot be shared."""
 
-    details = b""
-
     def __init__(self, host: ShmHost, tenant_of: TenantOf) -> None:
+        self.details = host.pool.device.encode() if host.pool is not None else b""
+        """The name of the device with the shard's pool."""
         os.close(host.open_arena(writable=False))  # an arena that cannot be shared must not be offered
         self._host = host
         self._closing = False
@@ -94,6 +115,16 @@ class ShmServer:
         welcome = shm_frames.Welcome(host.arena_bytes, host.lease_ttl_ns)
         self._send_arena(link, FrameKind.WELCOME, shm_frames.encode_welcome(welcome), bounded(), writable=False)
         has_stored = False
+        has_pool = False
+
+        def pool(link: FramedSocket, tenant: Tenant, body: bytes) -> None:
+            nonlocal has_pool
+            must(not body, "a worker's POOL has no body")
+            self._send_pool(link)
+            has_pool = True
+
+        def read(link: FramedSocket, tenant: Tenant, body: bytes) -> None:
+            self._read(link, tenant, body, has_pool=has_pool)
 
         def write(link: FramedSocket, tenant: Tenant, body: bytes) -> None:
             nonlocal has_stored
@@ -101,13 +132,16 @@ class ShmServer:
             has_stored = True
 
         attend = partial(serve_attend_frames, host, NAME)
-        serve_exchanges(
-            link, tenant_now, {FrameKind.READ: self._read, FrameKind.WRITE: write, FrameKind.ATTEND: attend}
-        )
+        serves: dict[FrameKind, Exchange] = {FrameKind.READ: read, FrameKind.WRITE: write, FrameKind.ATTEND: attend}
+        if host.pool is not None:
+            serves[FrameKind.POOL] = pool
+        serve_exchanges(link, tenant_now, serves)
 
-    def _read(self, link: FramedSocket, tenant: Tenant, body: bytes) -> None:
+    def _read(self, link: FramedSocket, tenant: Tenant, body: bytes, *, has_pool: bool) -> None:
         request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_read, body)
-        with ReadSession(self._host, tenant, request, stop=link.shutdown_read, path=NAME) as session:
+        if request.on_device and not has_pool:
+            raise ProtocolError("a worker asked for pages of a pool that it has not opened")
+        with ReadSession(self._host, tenant, request, stop=link.shutdown_read, path=NAME, opens_pools=True) as session:
             grant = shm_frames.encode_read_grant(
                 request.wants, session.outcome, session.granted, self._host.region_starts
             )
@@ -175,6 +209,19 @@ class ShmServer:
                 )
                 if kind is FrameKind.DONE or kind is FrameKind.ABORT:
                     return
+
+    def _send_pool(self, link: FramedSocket) -> None:
+        """Sends the worker what it opens the pool with."""
+        pool = self._host.pool
+        assert pool is not None
+        try:
+            descriptor = pool.descriptor()
+        except DeviceFailed as failed:
+            raise RefusedByShard(Refused(RefusedKind.BAD, f"the shard's pool cannot be opened: {failed}")) from None
+        try:
+            link.send_fds(FrameKind.POOL, shm_frames.encode_pool(pool.nbytes), [descriptor], bounded())
+        finally:
+            os.close(descriptor)
 
     def _send_arena(
         self, link: FramedSocket, kind: FrameKind, body: bytes, deadline: Deadline, *, writable: bool

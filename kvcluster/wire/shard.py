@@ -151,6 +151,7 @@ encode_read_request, decode_read_request = in_bytes(
         epoch=EPOCH,
         wants=_WANTS,
         accept=LOSS,
+        on_device=PLAIN,
     ),
 )
 encode_write_request, decode_write_request = in_bytes(

@@ -8,9 +8,12 @@ A grant names thousands of pages, so it consists of arrays: little-endian, one e
     WRITTEN   the processor that the writer runs on u16, its complement u16, so that a flipped bit is detected;
               pages u32, their places among the pages of the request u32[], the checksums u64[] of all their layers
     RENEW     u8, 1 if an answer is wanted: RENEW, u8 1
+    POOL      empty, from a worker with blocks on the device that the offer names. The answer: bytes of the shard's pool
+              there u64, and a descriptor of it. From then on a READ may ask for pages of it
 
-A worker has mapped only its shard's arena: a place outside that, or of a size that does not fit the layers it asked
-for, is refused. Every decoder raises ProtocolError or LimitError for malformed input.
+A worker has opened only its shard's arena and pool. An offset is one of the arena, or behind its end one of the pool: a
+place in neither, or of a size that does not fit the layers it asked for, is refused. Every decoder raises ProtocolError
+or LimitError for malformed input.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ T = TypeVar("T")
 
 _WELCOME = struct.Struct("<QQ")
 _COUNT = struct.Struct("<I")
+_POOL = struct.Struct("<Q")
 _PROGRESS = struct.Struct("<HHI")
 _CODEC_BYTES = 8
 _PAGE_BYTES = 16
@@ -49,9 +53,9 @@ class Welcome(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where granted pages lie in the arena: columns with an entry for each page. `items` are their places among the
-    wants or pages of the request, ascending; `layer_bytes` the bytes of each of its layers. For a read also its codec,
-    and in `sums` those of the layers that were asked for, one page after the other."""
+    """Where granted pages lie in the arena, or behind its end in the pool: columns with an entry for each page. `items`
+    are their places among the wants or pages of the request, ascending; `layer_bytes` the bytes of each of its layers.
+    For a read also its codec, and in `sums` those of the layers that were asked for, one page after the other."""
 
     items: Sequence[int]
     offsets: Sequence[int]
@@ -72,6 +76,17 @@ def decode_welcome(body: bytes) -> Welcome:
     return Welcome(quantity(arena_bytes, "bytes"), quantity(lease_ttl_ns, "nanoseconds"))
 
 
+def encode_pool(nbytes: int) -> bytes:
+    """Encodes the body of a shard's POOL."""
+    return _POOL.pack(nbytes)
+
+
+def decode_pool(body: bytes) -> int:
+    """The inverse."""
+    must(len(body) == _POOL.size, f"a POOL has {len(body)} bytes, not {_POOL.size}")
+    return quantity(_POOL.unpack(body)[0], "bytes")
+
+
 # ---------------------------------------------------------------------------------------------- grants
 
 
@@ -82,8 +97,8 @@ def encode_read_grant(
     starts: Mapping[Tier, int],
 ) -> bytes:
     """Encodes where each page lies that is not a miss; `granted` is in the order of the wants. `starts`: where the
-    region of each tier begins in the arena, from whose start offsets count here. Raises LimitError if that does not fit
-    a frame."""
+    region of each tier begins in the arena, from whose start offsets count here, or the arena's end for the pool.
+    Raises LimitError if that does not fit a frame."""
     codecs = struct.pack(f"<{len(granted)}Q", *[slot.codec for slot in granted.values()])
     return _grant(shard.encode_read_head(outcome), granted.values(), starts, [codecs, *wanted_sums(wants, granted)])
 
@@ -95,14 +110,18 @@ def wanted_sums(wants: Sequence[PageWant], granted: Mapping[int, PageSlot]) -> l
     return [slot.sums[spans[columns.kind_of[item]]] for item, slot in granted.items()]
 
 
-def decode_read_grant(body: bytes, wants: Sequence[PageWant], arena_bytes: int) -> tuple[list[Miss | None], Places]:
-    """The inverse. Returns the outcome for each want, and the places of the granted ones."""
+def decode_read_grant(
+    body: bytes, wants: Sequence[PageWant], arena_bytes: int, pool_bytes: int = 0
+) -> tuple[list[Miss | None], Places]:
+    """The inverse, for a worker that has opened so many bytes. Returns the outcome for each want, and the places of the
+    granted ones."""
     head, at = _head(body)
     outcome = _of_length(shard.decode_read_head(head), len(wants))
     items = [item for item, miss in enumerate(outcome) if miss is None]
     granted = PageWants.of(wants).select(items)
     kinds = granted.kinds
-    offsets, layer_bytes, at = _spots(body, at, granted.kind_of, [kind.part.layers for kind in kinds], arena_bytes)
+    layers_of_kind = [kind.part.layers for kind in kinds]
+    offsets, layer_bytes, at = _spots(body, at, granted.kind_of, layers_of_kind, arena_bytes, pool_bytes)
     layers_of = [kind.layer_stop - kind.layer_start for kind in kinds]
     layers = sum([layers_of[number] for number in granted.kind_of])
     _check_end(body, at + _CODEC_BYTES * len(items) + SUM_BYTES * layers)
@@ -148,7 +167,7 @@ def _head(body: bytes) -> tuple[bytes, int]:
 
 
 def _spots(
-    body: bytes, at: int, kind_of: Sequence[int], layers_of: Sequence[int], arena_bytes: int
+    body: bytes, at: int, kind_of: Sequence[int], layers_of: Sequence[int], arena_bytes: int, pool_bytes: int = 0
 ) -> tuple[array[int], array[int], int]:
     """Returns the offsets and the bytes per layer of the granted pages, and the offset of what follows in the body.
     Page i has `layers_of[kind_of[i]]` layers."""
@@ -162,8 +181,10 @@ def _spots(
         if not nbytes or nbytes % layers or nbytes > limits.LAYER_BYTES * layers:
             raise ProtocolError(f"a page of {nbytes} bytes for {layers} layers is invalid")
         layer_bytes[number, nbytes] = nbytes // layers
-    if max(map(add, offsets, sizes), default=0) > arena_bytes:
-        raise ProtocolError(f"a page is outside an arena of {arena_bytes} bytes")
+    if max(map(add, offsets, sizes), default=0) > arena_bytes + pool_bytes:
+        raise ProtocolError(f"a page is outside an arena of {arena_bytes} bytes and a pool of {pool_bytes}")
+    if pool_bytes and any(at < arena_bytes < at + nbytes for at, nbytes in zip(offsets, sizes, strict=True)):
+        raise ProtocolError(f"a page begins in an arena of {arena_bytes} bytes and ends outside")
     return offsets, array("Q", [layer_bytes[kind] for kind in zip(kind_of, sizes, strict=True)]), end
 
 

@@ -14,7 +14,7 @@ from, and received into, their final memory. Little-endian:
     PARTIALS  AttendReply; the results follow
     DONE      empty: the last frame of a side in this exchange
     FAILED    code u8, message in UTF-8         instead of any answer; the connection is closed then
-    GRANT, WRITTEN, RENEW                       only in shm (shm_frames.py)
+    GRANT, WRITTEN, RENEW, POOL                 only in shm (shm_frames.py)
     ABORT     empty: in shm, a worker has stopped writing, and its pages are to be discarded
 
 The version is that of the protocol (versions.py): the client's HELLO has the one that it has agreed on with the shard
@@ -70,6 +70,7 @@ class FrameKind(IntEnum):
     ABORT = 14
     ATTEND = 15
     PARTIALS = 16
+    POOL = 17
 
 
 _MOST = {
@@ -88,6 +89,7 @@ _MOST = {
     FrameKind.RENEW: 1,
     FrameKind.ABORT: 0,
     FrameKind.ATTEND: limits.BODY_BYTES,
+    FrameKind.POOL: 8,
     FrameKind.PARTIALS: limits.SMALL_BODY_BYTES * 4,  # SPANS_PER_CALL spans that are lacking
 }
 """The most bytes of a body, by its kind: every kind has its bound here."""

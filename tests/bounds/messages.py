@@ -426,6 +426,7 @@ FRAMES_WITHOUT_A_ROW = {
     FrameKind.ABORT: "it has no body",
     FrameKind.FAILED: "4 KiB, the last frame of a connection",
     FrameKind.RENEW: "one byte",
+    FrameKind.POOL: "no body, and only over shm",
     FrameKind.WRITTEN: "only over shm, from a process of the shard's own user",
 }
 

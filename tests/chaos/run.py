@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {
     # What a killed worker leaves is to be gone before the checks. Pages go down as they are: which bytes are right
     # follows from a block's hash.
     # A context of a sequence lies on several shards.
-    "coordinator": {"ticket_ttl_ms": 10_000, "host_codec": "raw", "run_blocks": 8},
+    "coordinator": {"ticket_ttl_ms": 10_000, "host_codec": "raw", "run_blocks": 8, "promote_loads": 2},
 }
 OLDER, OLDER_S = "older-0", 5.0
 """A shard of an older release, and how long the load goes on beside it before it is drained."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from random import Random
 
 import pytest
@@ -54,6 +55,38 @@ class DeviceConformance:
         for memory in (device.allocate(NBYTES), device.pin(NBYTES)):
             memory.release()
             memory.release()
+
+    def test_what_is_shared_is_read_where_it_was_opened_also_when_its_owner_has_given_it_back(
+        self, device: Device
+    ) -> None:
+        shared, stream = device.allocate_shared(NBYTES), device.stream()
+        nbytes = shared.range.nbytes
+        pinned = device.pin(2 * NBYTES)
+        with pinned.opened(0, NBYTES, writes=True) as view:
+            view[:] = bytes(range(NBYTES))
+        device.copy(shared.range.piece(0, NBYTES), pinned.range.piece(0, NBYTES), stream)
+        finish(device, device.record(stream))
+        descriptor = shared.descriptor()
+        opened = device.open_shared(descriptor, nbytes)
+        os.close(descriptor)
+        assert opened.range.nbytes == nbytes >= NBYTES and opened.range.address != shared.range.address
+        assert device.around(opened.range.address) is not None
+        device.copy(pinned.range.piece(NBYTES, NBYTES), opened.range.piece(0, NBYTES), stream)
+        finish(device, device.record(stream))
+        with pinned.opened(NBYTES, 2 * NBYTES, writes=False) as view:
+            assert bytes(view) == bytes(range(NBYTES))
+        for memory in (shared, opened, shared, opened):
+            memory.release()
+
+    def test_what_is_not_shared_memory_of_it_is_not_opened(self, device: Device) -> None:
+        reads, writes = os.pipe()
+        for each in (reads, writes, 10**6):
+            with pytest.raises(NoMemory):
+                device.open_shared(each, NBYTES)
+        os.close(reads)
+        os.close(writes)
+        with pytest.raises(NoMemory):
+            device.allocate_shared(1 << 60)
 
     @pytest.mark.parametrize("seed", range(20))
     def test_a_program_that_waits_where_it_must_leaves_what_it_would_in_order(self, device: Device, seed: int) -> None:

@@ -2,7 +2,12 @@
    the context current, known handles and sizes that make sense; work is done when events are asked for, a piece at a
    time, in the order in which it was enqueued. */
 
+#define _GNU_SOURCE
+#include <fcntl.h>
 #include <stddef.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -22,6 +27,10 @@ static char *memory;
 static size_t used;
 static struct { void *start; size_t nbytes; } registered[MANY];
 static int registered_count;
+static struct { ptr at; size_t nbytes; int mapped, access; } reserved[MANY];
+static int reserved_count;
+typedef struct { int type, handles, kind, id; void *windows; unsigned char flags[8]; } properties;
+typedef struct { int kind, id, flags; } permission;
 
 int fake_events, fake_freed;
 
@@ -37,6 +46,12 @@ static int reachable(ptr at, size_t nbytes) {
         ptr start = (ptr)registered[i].start;
         if (at >= start && at + nbytes <= start + registered[i].nbytes) return 1;
     }
+    return 0;
+}
+static int mapped_at(ptr at, size_t nbytes, int writes) {
+    for (int i = 0; i < reserved_count; i++)
+        if (reserved[i].mapped && at >= reserved[i].at && at + nbytes <= reserved[i].at + reserved[i].nbytes)
+            return reserved[i].access == 3 || (reserved[i].access == 1 && !writes) ? i + 1 : 0;
     return 0;
 }
 
@@ -76,6 +91,14 @@ int cuCtxGetStreamPriorityRange(int *least, int *greatest) { NEEDS_CONTEXT; *lea
 
 int cuPointerGetAttribute(void *value, int attribute, ptr address) {
     NEEDS_CONTEXT;
+    int shared = mapped_at(address, 1, 0);
+    if (shared) {
+        if (attribute == 2) *(unsigned *)value = 2;
+        else if (attribute == 9) *(int *)value = 0;
+        else if (attribute == 11) *(ptr *)value = reserved[shared - 1].at;
+        else *(size_t *)value = reserved[shared - 1].nbytes;
+        return SUCCESS;
+    }
     if (!memory || address < (ptr)memory || address >= (ptr)memory + ROOM) {
         if (!reachable(address, 1)) return INVALID_VALUE;
         if (attribute == 2) *(unsigned *)value = 1;
@@ -158,7 +181,87 @@ int cuEventQuery(event *it) {
 int cuMemcpyAsync(ptr into, ptr from, size_t nbytes, void *stream) {
     NEEDS_CONTEXT;
     if (!known(stream) || last - first == MANY) return INVALID_HANDLE;
-    if (!reachable(into, nbytes) || !reachable(from, nbytes)) return INVALID_VALUE;
+    if (!reachable(into, nbytes) && !mapped_at(into, nbytes, 1)) return INVALID_VALUE;
+    if (!reachable(from, nbytes) && !mapped_at(from, nbytes, 0)) return INVALID_VALUE;
     queue[last++ % MANY] = (work){into, from, nbytes, 0, 0};
+    return SUCCESS;
+}
+
+/* Memory that processes share: a handle is a memory file. */
+static int shareable(const properties *p) { return p->type == 1 && p->handles == 1 && p->kind == 1 && p->id == 0 && !p->windows; }
+int cuMemGetAllocationGranularity(size_t *unit, const properties *p, int recommended) {
+    NEEDS_CONTEXT;
+    if (!shareable(p) || recommended != 1) return INVALID_VALUE;
+    *unit = 8192;
+    return SUCCESS;
+}
+int cuMemCreate(ptr *handle, size_t nbytes, const properties *p, ptr flags) {
+    NEEDS_CONTEXT;
+    if (!shareable(p) || !nbytes || nbytes % 8192 || flags) return INVALID_VALUE;
+    if (nbytes > ROOM) return OUT_OF_MEMORY;
+    int file = memfd_create("card", MFD_CLOEXEC);
+    if (ftruncate(file, (off_t)nbytes)) return OUT_OF_MEMORY;
+    *handle = (ptr)file;
+    return SUCCESS;
+}
+int cuMemRelease(ptr handle) { NEEDS_CONTEXT; return close((int)handle) ? INVALID_VALUE : SUCCESS; }
+int cuMemExportToShareableHandle(int *descriptor, ptr handle, int type, ptr flags) {
+    NEEDS_CONTEXT;
+    if (type != 1 || flags) return INVALID_VALUE;
+    *descriptor = fcntl((int)handle, F_DUPFD_CLOEXEC, 3);
+    return *descriptor < 0 ? INVALID_VALUE : SUCCESS;
+}
+int cuMemImportFromShareableHandle(ptr *handle, void *descriptor, int type) {
+    NEEDS_CONTEXT;
+    struct stat found;
+    if (type != 1 || fstat((int)(ptr)descriptor, &found) || !S_ISREG(found.st_mode)) return INVALID_VALUE;
+    *handle = (ptr)fcntl((int)(ptr)descriptor, F_DUPFD_CLOEXEC, 3);
+    return SUCCESS;
+}
+int cuMemAddressReserve(ptr *at, size_t nbytes, size_t alignment, ptr where, ptr flags) {
+    NEEDS_CONTEXT;
+    if (!nbytes || alignment || where || flags) return INVALID_VALUE;
+    void *made = mmap(0, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED) return OUT_OF_MEMORY;
+    reserved[reserved_count].at = *at = (ptr)made;
+    reserved[reserved_count].mapped = reserved[reserved_count].access = 0;
+    reserved[reserved_count++].nbytes = nbytes;
+    return SUCCESS;
+}
+static int found(ptr at, size_t nbytes) {
+    for (int i = 0; i < reserved_count; i++)
+        if (reserved[i].at == at && reserved[i].nbytes == nbytes) return i + 1;
+    return 0;
+}
+int cuMemMap(ptr at, size_t nbytes, size_t offset, ptr handle, ptr flags) {
+    NEEDS_CONTEXT;
+    struct stat is;
+    int which = found(at, nbytes);
+    if (!which || offset || flags || fstat((int)handle, &is) || (size_t)is.st_size < nbytes) return INVALID_VALUE;
+    void *made = mmap((void *)at, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, (int)handle, 0);
+    reserved[which - 1].mapped = made != MAP_FAILED;
+    return made == MAP_FAILED ? INVALID_VALUE : SUCCESS;
+}
+int cuMemSetAccess(ptr at, size_t nbytes, const permission *who, size_t count) {
+    NEEDS_CONTEXT;
+    int which = found(at, nbytes);
+    if (!which || !reserved[which - 1].mapped || count != 1 || who->kind != 1 || who->id) return INVALID_VALUE;
+    reserved[which - 1].access = who->flags;
+    return SUCCESS;
+}
+int cuMemUnmap(ptr at, size_t nbytes) {
+    NEEDS_CONTEXT;
+    int which = found(at, nbytes);
+    if (!which || !reserved[which - 1].mapped) return INVALID_VALUE;
+    reserved[which - 1].mapped = 0;
+    return SUCCESS;
+}
+int cuMemAddressFree(ptr at, size_t nbytes) {
+    NEEDS_CONTEXT;
+    int which = found(at, nbytes);
+    if (!which || reserved[which - 1].mapped) return INVALID_VALUE;
+    munmap((void *)at, nbytes);
+    reserved[which - 1] = reserved[--reserved_count];
+    fake_freed++;
     return SUCCESS;
 }

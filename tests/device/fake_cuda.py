@@ -13,6 +13,7 @@ from kvcluster.device.cuda import CudaDevice
 from kvcluster.device.cuda_driver import CudaDriver
 from kvcluster.device.device import Range, Stream
 from kvcluster.device.kernels import Gather, Scatter
+from kvcluster.device.verification import CopySums
 from kvcluster.pages.region import bytes_at
 from tests.device.programs import Xor
 
@@ -36,7 +37,7 @@ class FakeCard:
         self.library = ctypes.CDLL(library())
         self.library.fake_heal()
         self.streams = [0]
-        kernels = dict.fromkeys((Xor, Scatter, Gather), self._run)
+        kernels = dict.fromkeys((Xor, Scatter, Gather, CopySums), self._run)
         self.device = CudaDevice(CudaDriver(library()), 0, current=lambda: self.streams[-1], kernels=kernels)
 
     def _run(self, kernel: Any, stream: Stream) -> None:

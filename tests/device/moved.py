@@ -53,8 +53,18 @@ class Arena:
                             self.opened(Range(into, nbytes))[:] = self.opened(Range(source, nbytes))
                         at += nbytes
 
+    def content(self) -> memoryview:
+        """The bytes on the device."""
+        return memoryview(bytearray(self.tensor.cpu().numpy()))
+
+    def fill(self, content: bytes | bytearray) -> None:
+        """Sets both, to no more bytes than there were."""
+        self.known = memoryview(bytearray(content))
+        self.tensor = self.tensor[: len(content)]
+        self.tensor.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
     def same(self) -> bool:
-        return bytes(self.tensor.cpu().numpy()) == bytes(self.known)
+        return bytes(self.content()) == bytes(self.known)
 
 
 def planes_of(rng: Random, heads: int) -> tuple[Plane, ...]:
@@ -142,16 +152,14 @@ def drawn(seed: int, device: str) -> Iterator[tuple[Arena, Scatter | Gather]]:
             at = -(-at // ALIGNED) * ALIGNED
             records.append(StagedRecord(at, part, fills, geometry, block))
             at += records[-1].staged.nbytes + rng.choice((0, ALIGNED))
-    table, launches = moves(records)
+    table, launches, _ = moves(records)
     at = -(-(at + SLACK) // ALIGNED) * ALIGNED
     size = at + len(table) + SLACK - probe.start
     if size > len(probe.known):
         return
     content = bytearray(rng.randbytes(size))
     content[at - probe.start : at - probe.start + len(table)] = table
-    probe.known = memoryview(content)
-    probe.tensor = probe.tensor[:size]
-    probe.tensor.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    probe.fill(content)
     kind = rng.choice((Scatter, Gather))
     yield probe, kind(Range(at, len(table)), launches, records)
 

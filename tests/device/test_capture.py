@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from kvcluster.device import copies, twin
+from kvcluster.device import batch_run, twin
 from kvcluster.device.capture import CaptureGate
 from kvcluster.device.copies import DeviceCopies
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
@@ -58,7 +58,7 @@ def test_a_call_while_a_graph_is_captured_is_noticed_without_the_gate(monkeypatc
     case = Case(3, CopyDirection.LOAD)
     case.engine_writes()
     monkeypatch.setattr(twin.GATE, "passed", nullcontext)
-    monkeypatch.setattr(copies.GATE, "wait", lambda timeout_s: True)
+    monkeypatch.setattr(batch_run.GATE, "wait", lambda timeout_s: True)
     with captured(case, twin.GATE), ThreadPoolExecutor(1) as pool:
         call = pool.submit(runs(case), case.batch)
         assert "while a graph is captured" in str(call.exception())

@@ -144,3 +144,17 @@ def test_without_a_library_or_a_device_it_says_so() -> None:
         CudaDriver("libcuda-none.so")
     with pytest.raises(DriverError, match=r"cuDeviceGetUuid_v2: .* \(101\)"):
         CudaDevice(CudaDriver(library()), 1, current=int, kernels={})
+
+
+def test_shared_memory_leaves_nothing_behind(card: FakeCard) -> None:
+    shared = card.device.allocate_shared(NBYTES)
+    descriptor = shared.descriptor()
+    opened, before = card.device.open_shared(descriptor, shared.range.nbytes), card.count("fake_freed")
+    os.close(descriptor)
+    for memory in (shared, opened):
+        memory.release()
+    assert card.count("fake_freed") == before + 2
+    with pytest.raises(NoMemory):  # more than was shared: nothing stays mapped or reserved
+        larger = card.device.allocate_shared(NBYTES)
+        card.device.open_shared(larger.descriptor(), 2 * larger.range.nbytes)
+    assert card.count("fake_freed") == before + 3

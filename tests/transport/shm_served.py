@@ -38,7 +38,8 @@ class Served:
         self.address = self._server.address
 
     def open(self, tenant: Tenant) -> SplitTransport:
-        return SplitTransport(MemoryTransport(self._host, tenant), ShmPages(self.address, token(tenant)))
+        device = self._server.details.decode()
+        return SplitTransport(MemoryTransport(self._host, tenant), ShmPages(self.address, token(tenant), device=device))
 
     def close(self) -> None:
         self._server.close()

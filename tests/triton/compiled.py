@@ -1,6 +1,6 @@
 """Compiles the kernels for a card, without one: `python -m tests.triton.compiled 90` prints for each launch that the
-codecs make, and for each variant of the kernel that moves records, the bytes that it spills, its registers, and its
-float operations, or its accesses to memory.
+codecs make, and for each variant of the kernels that move and verify records, the bytes that it spills, its registers,
+and its float operations, or its accesses to memory.
 
 The interpreter that runs them on a CPU says nothing of what a compiler fuses, approximates or flushes, nor whether the
 kernel fits into registers. The assembler that Triton brings says the latter.
@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvcluster.core.codecs import layer_bytes
-from kvcluster.device import triton_moves
+from kvcluster.device import triton_moves, triton_sums
 from kvcluster.pages import codec_triton
 from tests.pages.layers import DTYPES, LOSSY, group_of
 
@@ -36,6 +36,7 @@ LAUNCHES = 6 * len(DTYPES) * len(DIMS)
 """Two kernels of q8, and of q4 two for K and two for V."""
 
 MOVES = len(triton_moves.VARIANTS)
+SUMS = len(triton_sums.UNITS) + 1
 
 POINTERS = {
     torch.int16: "*i16",
@@ -115,6 +116,18 @@ def moves() -> Iterator[tuple[str, ASTSource]]:
         yield name, ASTSource(triton_moves.move, signature, constexprs=variant._asdict())
 
 
+def sums() -> Iterator[tuple[str, ASTSource, int]]:
+    """The kernels that verify records, with their names and warps."""
+    wide = {"table", "scratch"}
+    variants = [(triton_sums.add, {"unit": unit, "blocks_a_tile": triton_sums.BLOCKS_A_TILE}, 4) for unit in (16, 8)]
+    for kernel, constants, warps in [*variants, (triton_sums.judge, {}, 1)]:
+        signature = {
+            name: "constexpr" if name in constants else "i64" if name in wide else "i32" for name in kernel.arg_names
+        }
+        name = f"{kernel.__name__} {constants.get('unit', '-')}"
+        yield name, ASTSource(kernel, signature, constexprs=constants), warps
+
+
 def compiled(source: ASTSource, warps: int, capability: int) -> tuple[int, int, str]:
     """Returns the spilled bytes, the registers, and the PTX."""
     log, options = io.StringIO(), {"enable_fp_fusion": False, "num_warps": warps}
@@ -128,7 +141,8 @@ def compiled(source: ASTSource, warps: int, capability: int) -> tuple[int, int, 
 if __name__ == "__main__":
     knobs.nvidia.dump_ptxas_log = True
     codecs = [(launch.name, launch.source(), launch.warps, OPERATION) for launch in launches()]
-    for name, source, warps, counted in codecs + [(*move, 4, ACCESS) for move in moves()]:
+    others = [(*move, 4, ACCESS) for move in moves()] + [(*each, ACCESS) for each in sums()]
+    for name, source, warps, counted in codecs + others:
         spilled, registers, ptx = compiled(source, warps, int(sys.argv[1]))
         counts = (f"{found}={times}" for found, times in sorted(Counter(counted.findall(ptx)).items()))
         print(name, f"spilled={spilled}", f"registers={registers}", *counts)

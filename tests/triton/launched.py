@@ -1,4 +1,4 @@
-"""Opens the kernel that moves records and launches drawn moves, for a driver that loads and launches nothing:
+"""Opens the kernels that move and verify records and launches drawn ones, for a driver that loads and launches nothing:
 `python -m tests.triton.launched` prints how many kernels opening has built and loaded, how many launches there were,
 and how many kernels those have built and loaded besides."""
 
@@ -11,9 +11,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from kvcluster.device import triton_moves
+from kvcluster.device import triton_moves, triton_sums
 from kvcluster.device.device import Range
-from tests.device.moved import drawn
+from tests.device import moved, summed
 
 
 class Utils:
@@ -63,9 +63,12 @@ class CardDriver:
 if __name__ == "__main__":
     driver.set_active(CardDriver())
     triton_moves.build()
+    triton_sums.build()
     opened = Utils.loaded
     for seed in range(200):
-        for _, kernel in drawn(seed, "cpu"):
+        for _, kernel in moved.drawn(seed, "cpu"):
             table = Range(0x7F00_0000_0000, kernel.table.nbytes)  # as an address of a device
             triton_moves.enqueue(replace(kernel, table=table))
+        sums = summed.drawn(seed, "cpu").kernel
+        triton_sums.enqueue(replace(sums, table=Range(0x7F00_0000_0000, sums.table.nbytes)))
     print(f"{opened} built, {Launcher.launched} launches, {Utils.loaded - opened} built besides")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.triton.compiled import LAUNCHES, MOVES
+from tests.triton.compiled import LAUNCHES, MOVES, SUMS
 
 ROOT = Path(__file__).parents[2]
 SHARES = 4
@@ -45,10 +45,19 @@ def test_records_of_all_layouts_are_moved_as_a_loop_over_their_values_moves_them
     assert int(differ) == 0 and int(total) > 90 and int(variants) > 8
 
 
-def test_all_that_moves_records_is_built_when_a_device_is_opened_and_nothing_when_it_is_used(tmp_path: Path) -> None:
+@pytest.mark.parametrize("share", range(SHARES))
+def test_records_of_all_lengths_have_the_verdict_that_xxhash_gives_them(share: int, tmp_path: Path) -> None:
+    *_, line = said("tests.device.summed", str(300 * share), "40", interpreted=True, cache=tmp_path)
+    differ, bad = re.fullmatch(r"(\d+) of 40 differ, (\d+) bad records", line).groups()  # type: ignore[union-attr]
+    assert int(differ) == 0 and int(bad) > 10
+
+
+def test_all_that_moves_and_verifies_records_is_built_when_a_device_is_opened_and_nothing_when_it_is_used(
+    tmp_path: Path,
+) -> None:
     *_, line = said("tests.triton.launched", interpreted=False, cache=tmp_path)
     built, launches, besides = re.fullmatch(r"(\d+) built, (\d+) launches, (\d+) built besides", line).groups()  # type: ignore[union-attr]
-    assert int(built) == MOVES and int(launches) > 200 and int(besides) == 0
+    assert int(built) == MOVES + SUMS and int(launches) > 200 and int(besides) == 0
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
@@ -56,7 +65,7 @@ def test_kernels_compile_for_every_card_without_spills_with_exact_arithmetic_and
     capability: int, tmp_path: Path
 ) -> None:
     lines = said("tests.triton.compiled", str(capability), interpreted=False, cache=tmp_path)
-    assert len(lines) == LAUNCHES + MOVES
+    assert len(lines) == LAUNCHES + MOVES + SUMS
     for line in lines:
         kernel, kind, spilled, registers, *counts = line.split()
         assert spilled == "spilled=0", line
@@ -67,5 +76,8 @@ def test_kernels_compile_for_every_card_without_spills_with_exact_arithmetic_and
             word = WORDS[int(kind.partition("-")[0])]
             assert {name for name in found if name.startswith("st")} == {f"st.global.{word}"}, line
             assert set(found) == {f"st.global.{word}", f"ld.global.{word}", "ld.global.b64"}, "of the table"
+        elif kernel in ("add", "judge"):
+            wide = {"ld.global.v2.b64", "st.global.v2.b64"} if kind == "16" else set()
+            assert set(found) == {"ld.global.b64", "st.global.b64"} | wide, line
         else:
             assert all(re.fullmatch(EXACT, operation) for operation in found), line

@@ -140,13 +140,14 @@ class NewPages(ColumnSequence[NewPage]):
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
     """Pin these pages, send these layers of them, unpin: one exchange of a transport. Pages that have lost more than
-    `accept` are a miss."""
+    `accept` are a miss. `on_device`: the reader has opened the shard's pool on a device, and reads pages there too."""
 
     namespace: NamespaceId
     attempt: Attempt
     epoch: Epoch
     wants: Sequence[PageWant]
     accept: Loss = Loss.EXACT
+    on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,12 +77,13 @@ class PageSlot(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Pin:
     """Grants a lease over these READY pages with at most the loss `accept`. Answered by PinGrant: a page or a Miss for
-    each key."""
+    each key. `on_device`: the reader reads pages of a tier on a device in place."""
 
     attempt: Attempt
     epoch: Epoch
     keys: tuple[PageKey, ...]
     accept: Loss = Loss.EXACT
+    on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)

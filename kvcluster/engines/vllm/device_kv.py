@@ -12,9 +12,9 @@ import kvcluster.engines.vllm.compat as compat
 from kvcluster.client.layouts import Paged
 from kvcluster.client.memory import bind
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
-from kvcluster.device.copies import DeviceMemory
 from kvcluster.device.device import Device
 from kvcluster.device.devices import DEVICES
+from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.device.snapshots import Snapshots
 from kvcluster.errors import CallerError
 from kvcluster.pages.copy_geometry import BlockGeometry

@@ -41,6 +41,7 @@ from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.rot import flip_bit
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeSummary
+from kvcluster.transport.shm_server import SharedPool
 
 T = TypeVar("T")
 
@@ -119,6 +120,10 @@ class WatchedHost:
     @property
     def region_starts(self) -> Mapping[Tier, int]:
         return self._host.region_starts
+
+    @property
+    def pool(self) -> SharedPool | None:
+        return self._host.pool
 
     @property
     def arena_bytes(self) -> int:

@@ -38,6 +38,9 @@ from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 PATHS_LOST = 0.5
 """The share of broken connections after which, as far as the client knows, there is another path to the same shard."""
 
+ON_DEVICE = 0.5
+"""The share of exchanges whose reader reads a shard's pool on a GPU in place, if there is one."""
+
 COPY_NS = 2 * MS
 """The longest time to copy and verify one chunk, if it takes any time."""
 
@@ -134,7 +137,9 @@ class Load(SimulatedPlan[LoadEvent, LoadEffect]):
         """Returns the outcome for each piece, and no error; or an error."""
         worker, ranges = self._worker, start.ranges
         wants = tuple(piece.want for piece in ranges.pieces)
-        request = ReadRequest(self._model.space, start.attempt, start.shard.epoch, wants, start.accept)
+        # In a world whose shards have pools on GPUs, readers that may have opened them.
+        here = worker.world.scenario.config.shard.gpu_bytes > 0 and worker.world.later.random() < ON_DEVICE
+        request = ReadRequest(self._model.space, start.attempt, start.shard.epoch, wants, start.accept, here)
         opened = yield from worker.open(self._model, start.shard, request, self._give_up)
         if isinstance(opened, Exception):
             return (), opened

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.ids import Attempt, NamespaceId
+from kvcluster.core.ids import Attempt, CallId, NamespaceId
 from kvcluster.core.messages import (
     Answer,
     Commit,
@@ -64,6 +64,7 @@ class Oracle:
         self.placed: dict[Name, dict[str, int]] = {}
         """When each page was last committed, by the name of the shard."""
         self._saves: dict[Attempt, None] = {}  # the batches of shards that save their pages because they stop
+        self._on_device: set[CallId] = set()  # the pins of readers that read a pool on a GPU in place
         self._of_shard: dict[type, Callable[[ShardProcess, Any, list[Effect]], None]] = {
             Pin: self._pin,
             Reserve: self._reserve,
@@ -99,6 +100,8 @@ class Oracle:
         if shard.core.state.stopping:
             self._gave_way_to_saved(shard)
             self._begins_to_save(effects)
+        if isinstance(message, Request) and isinstance(message.question, Pin) and message.question.on_device:
+            self._on_device.add(message.call)
         judge = self._of_shard.get(type(message.question if isinstance(message, Request) else message))
         if judge is not None:
             judge(shard, message, effects)
@@ -114,9 +117,9 @@ class Oracle:
                         self._check_not_in_use(shard, slots)
                         self._gave_way(shard)
                 elif isinstance(reply, PinGrant):
-                    self._granted_pins(shard, message, reply, now)
+                    self._granted_pins(shard, message, effect.call, reply, now)
 
-    def _granted_pins(self, shard: ShardProcess, message: object, grant: PinGrant, now: int) -> None:
+    def _granted_pins(self, shard: ShardProcess, message: object, call: CallId, grant: PinGrant, now: int) -> None:
         slots = [page for page in grant.pages if isinstance(page, PageSlot)]
         if isinstance(message, Request) and isinstance(message.question, Pin):
             for slot in slots:
@@ -125,7 +128,9 @@ class Oracle:
                     page is not None and page.state is PageState.READY and page.generation == slot.generation,
                     f"a page of {slot.key.hash.hex()[:6]} that is not READY is given to a reader",
                 )
-        require(not any(not slot.tier.spec.addressable for slot in slots), "a reader is sent to a store")
+        near = call in self._on_device
+        in_place = all(slot.tier.spec.addressable or (near and slot.tier.spec.on_device) for slot in slots)
+        require(in_place, "a reader is sent to a store")
         if slots:
             self._may_grant(shard, now)
 

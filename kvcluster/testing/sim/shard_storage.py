@@ -36,9 +36,14 @@ class ShardStorage:
     def load_layer(self, item: int, slot: PageSlot, layer: int) -> Layer:
         """Returns what a reader is sent: the bytes of the layer, and the checksum that was committed with them."""
         nbytes = slot.nbytes // slot.key.part.layers
-        offset = slot.offset + layer * nbytes
-        memory = self._memory[slot.tier]
-        data, sound = memory.read(offset, nbytes), not memory.is_rotten(offset, nbytes)
+        at = layer * nbytes
+        if slot.tier.spec.addressable:
+            memory = self._memory[slot.tier]
+            data, sound = memory.read(slot.offset + at, nbytes), not memory.is_rotten(slot.offset + at, nbytes)
+        else:  # a reader on the same device reads there itself
+            there = self._stores[slot.tier].read(slot)
+            data = bytes(nbytes) if there is None else there[at : at + nbytes]
+            sound = not self._stores[slot.tier].is_rotten(slot)
         if self._world.wire_flips():
             data, sound = flipped(self._world.rng, data), False
         total = checksum.unpack_sums(slot.sums)[layer]

@@ -16,19 +16,19 @@ from kvcluster.wire.v1 import common_pb2 as kvcluster_dot_v1_dot_common__pb2
 from kvcluster.wire.v1 import coordinator_pb2 as kvcluster_dot_v1_dot_coordinator__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvcluster/v1/shard.proto\x12\x0ckvcluster.v1\x1a\x19kvcluster/v1/common.proto\x1a\x1ekvcluster/v1/coordinator.proto\"\x1f\n\x0c\x46lushRequest\x12\x0f\n\x07wait_ns\x18\x01 \x01(\x04\"X\n\x0eSuspectRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04keys\x18\x03 \x01(\x0b\x32\x16.kvcluster.v1.PageKeys\"~\n\x14RegisterSpansRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06holder\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12%\n\x05spans\x18\x04 \x01(\x0b\x32\x16.kvcluster.v1.SpanList\x12\r\n\x05\x65nded\x18\x05 \x03(\x04\"\x9d\x01\n\x08SpanList\x12\x0c\n\x04span\x18\x01 \x03(\x04\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.kvcluster.v1.PlaceTable\x12\r\n\x05\x64\x65pth\x18\x03 \x03(\x04\x12\'\n\x06hashes\x18\x04 \x01(\x0b\x32\x17.kvcluster.v1.HashLists\x12\"\n\x06\x61\x63\x63\x65pt\x18\x05 \x03(\x0e\x32\x12.kvcluster.v1.Loss\"\x12\n\x10GetOffersRequest\"\xbc\x01\n\nShardReply\x12(\n\x07refused\x18\x01 \x01(\x0b\x32\x15.kvcluster.v1.RefusedH\x00\x12\"\n\x04\x64one\x18\x02 \x01(\x0b\x32\x12.kvcluster.v1.DoneH\x00\x12/\n\x08\x61ttached\x18\x03 \x01(\x0b\x32\x1b.kvcluster.v1.AttachedShardH\x00\x12&\n\x06offers\x18\x04 \x01(\x0b\x32\x14.kvcluster.v1.OffersH\x00\x42\x07\n\x05reply\"\x80\x01\n\x06Offers\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x06offers\x18\x03 \x01(\x0b\x32\x17.kvcluster.v1.OfferList\x12$\n\x07refused\x18\x04 \x01(\x0b\x32\x13.kvcluster.v1.Pairs\"Q\n\tOfferList\x12\x11\n\ttransport\x18\x01 \x03(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x03(\t\x12\x0f\n\x07version\x18\x03 \x03(\r\x12\x0f\n\x07\x64\x65tails\x18\x04 \x03(\x0c\"a\n\rAttachedShard\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0clease_ttl_ns\x18\x04 \x01(\x04\"\x8c\x01\n\x0bReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12&\n\x05wants\x18\x04 \x01(\x0b\x32\x17.kvcluster.v1.PageWants\x12\"\n\x06\x61\x63\x63\x65pt\x18\x05 \x01(\x0e\x32\x12.kvcluster.v1.Loss\"Y\n\tPageWants\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvcluster.v1.PageKeys\x12\x13\n\x0blayer_start\x18\x02 \x03(\r\x12\x12\n\nlayer_stop\x18\x03 \x03(\r\"y\n\x0cWriteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x04 \x01(\x04\x12%\n\x05pages\x18\x05 \x01(\x0b\x32\x16.kvcluster.v1.NewPages\"@\n\x0cWrittenTable\x12$\n\x05table\x18\x01 \x03(\x0e\x32\x15.kvcluster.v1.Written\x12\n\n\x02of\x18\x02 \x03(\r\"\xe7\x01\n\rAttendRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\r\n\x05heads\x18\x04 \x01(\r\x12\x0b\n\x03\x64im\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\r\n\x05scale\x18\x07 \x01(\x01\x12\x0f\n\x07softcap\x18\x08 \x01(\x01\x12\x0e\n\x06window\x18\t \x01(\r\x12\x15\n\rlatent_values\x18\n \x01(\r\x12\r\n\x05\x66used\x18\x0b \x01(\x08\x12&\n\x04rows\x18\x0c \x01(\x0b\x32\x18.kvcluster.v1.AttendRows\"\x86\x01\n\nAttendRows\x12\x10\n\x08position\x18\x01 \x03(\x04\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12(\n\x05spans\x18\x03 \x01(\x0b\x32\x19.kvcluster.v1.NumberLists\x12,\n\x08subtrees\x18\x04 \x01(\x0b\x32\x1a.kvcluster.v1.SubtreeLists\",\n\x0bNumberLists\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\r\n\x05items\x18\x02 \x03(\x04\"H\n\x0cSubtreeLists\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12(\n\x05items\x18\x02 \x01(\x0b\x32\x19.kvcluster.v1.SubtreeList\"+\n\x0bSubtreeList\x12\r\n\x05level\x18\x01 \x03(\r\x12\r\n\x05index\x18\x02 \x03(\r\"\xa3\x01\n\x0b\x41ttendReply\x12*\n\x08\x61ttended\x18\x01 \x01(\x0b\x32\x16.kvcluster.v1.AttendedH\x00\x12-\n\x07lacking\x18\x02 \x01(\x0b\x32\x1a.kvcluster.v1.SpansLackingH\x00\x12\x30\n\x08\x64\x65\x63lined\x18\x03 \x01(\x0b\x32\x1c.kvcluster.v1.AttendDeclinedH\x00\x42\x07\n\x05reply\"M\n\x08\x41ttended\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\x12 \n\x04loss\x18\x02 \x01(\x0e\x32\x12.kvcluster.v1.Loss\x12\x0f\n\x07time_us\x18\x03 \x01(\x04\"8\n\x0cSpansLacking\x12(\n\x05spans\x18\x01 \x01(\x0b\x32\x19.kvcluster.v1.LackingList\"@\n\x0bLackingList\x12\x0c\n\x04span\x18\x01 \x03(\x04\x12#\n\x03why\x18\x02 \x03(\x0e\x32\x16.kvcluster.v1.SpanMiss\"M\n\x0e\x41ttendDeclined\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.kvcluster.v1.DeclineReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t*\x9e\x01\n\x07Written\x12\x17\n\x13WRITTEN_UNSPECIFIED\x10\x00\x12\x15\n\x11WRITTEN_COMMITTED\x10\x01\x12\x15\n\x11WRITTEN_DUPLICATE\x10\x02\x12\x13\n\x0fWRITTEN_PENDING\x10\x03\x12\x13\n\x0fWRITTEN_CORRUPT\x10\x04\x12\x10\n\x0cWRITTEN_FULL\x10\x05\x12\x10\n\x0cWRITTEN_LOST\x10\x06*\x92\x01\n\x08SpanMiss\x12\x19\n\x15SPAN_MISS_UNSPECIFIED\x10\x00\x12\x15\n\x11SPAN_MISS_UNKNOWN\x10\x01\x12\x12\n\x0eSPAN_MISS_GONE\x10\x02\x12\x13\n\x0fSPAN_MISS_LOSSY\x10\x03\x12\x14\n\x10SPAN_MISS_STORED\x10\x04\x12\x15\n\x11SPAN_MISS_CORRUPT\x10\x05*\x87\x01\n\rDeclineReason\x12\x1e\n\x1a\x44\x45\x43LINE_REASON_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44\x45\x43LINE_REASON_BUSY\x10\x01\x12\x1d\n\x19\x44\x45\x43LINE_REASON_ARITHMETIC\x10\x02\x12\x1e\n\x1a\x44\x45\x43LINE_REASON_UNSUPPORTED\x10\x03\x32\x9d\x03\n\x05Shard\x12?\n\x06\x41ttach\x12\x1b.kvcluster.v1.AttachRequest\x1a\x18.kvcluster.v1.ShardReply\x12\x45\n\tGetOffers\x12\x1e.kvcluster.v1.GetOffersRequest\x1a\x18.kvcluster.v1.ShardReply\x12=\n\x05\x46lush\x12\x1a.kvcluster.v1.FlushRequest\x1a\x18.kvcluster.v1.ShardReply\x12\x41\n\x07Suspect\x12\x1c.kvcluster.v1.SuspectRequest\x1a\x18.kvcluster.v1.ShardReply\x12M\n\rRegisterSpans\x12\".kvcluster.v1.RegisterSpansRequest\x1a\x18.kvcluster.v1.ShardReply\x12;\n\x04Ping\x12\x19.kvcluster.v1.PingRequest\x1a\x18.kvcluster.v1.ShardReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvcluster/v1/shard.proto\x12\x0ckvcluster.v1\x1a\x19kvcluster/v1/common.proto\x1a\x1ekvcluster/v1/coordinator.proto\"\x1f\n\x0c\x46lushRequest\x12\x0f\n\x07wait_ns\x18\x01 \x01(\x04\"X\n\x0eSuspectRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12$\n\x04keys\x18\x03 \x01(\x0b\x32\x16.kvcluster.v1.PageKeys\"~\n\x14RegisterSpansRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0e\n\x06holder\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12%\n\x05spans\x18\x04 \x01(\x0b\x32\x16.kvcluster.v1.SpanList\x12\r\n\x05\x65nded\x18\x05 \x03(\x04\"\x9d\x01\n\x08SpanList\x12\x0c\n\x04span\x18\x01 \x03(\x04\x12\'\n\x05place\x18\x02 \x01(\x0b\x32\x18.kvcluster.v1.PlaceTable\x12\r\n\x05\x64\x65pth\x18\x03 \x03(\x04\x12\'\n\x06hashes\x18\x04 \x01(\x0b\x32\x17.kvcluster.v1.HashLists\x12\"\n\x06\x61\x63\x63\x65pt\x18\x05 \x03(\x0e\x32\x12.kvcluster.v1.Loss\"\x12\n\x10GetOffersRequest\"\xbc\x01\n\nShardReply\x12(\n\x07refused\x18\x01 \x01(\x0b\x32\x15.kvcluster.v1.RefusedH\x00\x12\"\n\x04\x64one\x18\x02 \x01(\x0b\x32\x12.kvcluster.v1.DoneH\x00\x12/\n\x08\x61ttached\x18\x03 \x01(\x0b\x32\x1b.kvcluster.v1.AttachedShardH\x00\x12&\n\x06offers\x18\x04 \x01(\x0b\x32\x14.kvcluster.v1.OffersH\x00\x42\x07\n\x05reply\"\x80\x01\n\x06Offers\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x06offers\x18\x03 \x01(\x0b\x32\x17.kvcluster.v1.OfferList\x12$\n\x07refused\x18\x04 \x01(\x0b\x32\x13.kvcluster.v1.Pairs\"Q\n\tOfferList\x12\x11\n\ttransport\x18\x01 \x03(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x03(\t\x12\x0f\n\x07version\x18\x03 \x03(\r\x12\x0f\n\x07\x64\x65tails\x18\x04 \x03(\x0c\"a\n\rAttachedShard\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x14\n\x0clease_ttl_ns\x18\x04 \x01(\x04\"\x9f\x01\n\x0bReadRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12&\n\x05wants\x18\x04 \x01(\x0b\x32\x17.kvcluster.v1.PageWants\x12\"\n\x06\x61\x63\x63\x65pt\x18\x05 \x01(\x0e\x32\x12.kvcluster.v1.Loss\x12\x11\n\ton_device\x18\x06 \x01(\x08\"Y\n\tPageWants\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvcluster.v1.PageKeys\x12\x13\n\x0blayer_start\x18\x02 \x03(\r\x12\x12\n\nlayer_stop\x18\x03 \x03(\r\"y\n\x0cWriteRequest\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x0c\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07wait_ns\x18\x04 \x01(\x04\x12%\n\x05pages\x18\x05 \x01(\x0b\x32\x16.kvcluster.v1.NewPages\"@\n\x0cWrittenTable\x12$\n\x05table\x18\x01 \x03(\x0e\x32\x15.kvcluster.v1.Written\x12\n\n\x02of\x18\x02 \x03(\r\"\xe7\x01\n\rAttendRequest\x12\x0f\n\x07\x61ttempt\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\r\n\x05heads\x18\x04 \x01(\r\x12\x0b\n\x03\x64im\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\r\n\x05scale\x18\x07 \x01(\x01\x12\x0f\n\x07softcap\x18\x08 \x01(\x01\x12\x0e\n\x06window\x18\t \x01(\r\x12\x15\n\rlatent_values\x18\n \x01(\r\x12\r\n\x05\x66used\x18\x0b \x01(\x08\x12&\n\x04rows\x18\x0c \x01(\x0b\x32\x18.kvcluster.v1.AttendRows\"\x86\x01\n\nAttendRows\x12\x10\n\x08position\x18\x01 \x03(\x04\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12(\n\x05spans\x18\x03 \x01(\x0b\x32\x19.kvcluster.v1.NumberLists\x12,\n\x08subtrees\x18\x04 \x01(\x0b\x32\x1a.kvcluster.v1.SubtreeLists\",\n\x0bNumberLists\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\r\n\x05items\x18\x02 \x03(\x04\"H\n\x0cSubtreeLists\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12(\n\x05items\x18\x02 \x01(\x0b\x32\x19.kvcluster.v1.SubtreeList\"+\n\x0bSubtreeList\x12\r\n\x05level\x18\x01 \x03(\r\x12\r\n\x05index\x18\x02 \x03(\r\"\xa3\x01\n\x0b\x41ttendReply\x12*\n\x08\x61ttended\x18\x01 \x01(\x0b\x32\x16.kvcluster.v1.AttendedH\x00\x12-\n\x07lacking\x18\x02 \x01(\x0b\x32\x1a.kvcluster.v1.SpansLackingH\x00\x12\x30\n\x08\x64\x65\x63lined\x18\x03 \x01(\x0b\x32\x1c.kvcluster.v1.AttendDeclinedH\x00\x42\x07\n\x05reply\"M\n\x08\x41ttended\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\x12 \n\x04loss\x18\x02 \x01(\x0e\x32\x12.kvcluster.v1.Loss\x12\x0f\n\x07time_us\x18\x03 \x01(\x04\"8\n\x0cSpansLacking\x12(\n\x05spans\x18\x01 \x01(\x0b\x32\x19.kvcluster.v1.LackingList\"@\n\x0bLackingList\x12\x0c\n\x04span\x18\x01 \x03(\x04\x12#\n\x03why\x18\x02 \x03(\x0e\x32\x16.kvcluster.v1.SpanMiss\"M\n\x0e\x41ttendDeclined\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.kvcluster.v1.DeclineReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t*\x9e\x01\n\x07Written\x12\x17\n\x13WRITTEN_UNSPECIFIED\x10\x00\x12\x15\n\x11WRITTEN_COMMITTED\x10\x01\x12\x15\n\x11WRITTEN_DUPLICATE\x10\x02\x12\x13\n\x0fWRITTEN_PENDING\x10\x03\x12\x13\n\x0fWRITTEN_CORRUPT\x10\x04\x12\x10\n\x0cWRITTEN_FULL\x10\x05\x12\x10\n\x0cWRITTEN_LOST\x10\x06*\x92\x01\n\x08SpanMiss\x12\x19\n\x15SPAN_MISS_UNSPECIFIED\x10\x00\x12\x15\n\x11SPAN_MISS_UNKNOWN\x10\x01\x12\x12\n\x0eSPAN_MISS_GONE\x10\x02\x12\x13\n\x0fSPAN_MISS_LOSSY\x10\x03\x12\x14\n\x10SPAN_MISS_STORED\x10\x04\x12\x15\n\x11SPAN_MISS_CORRUPT\x10\x05*\x87\x01\n\rDeclineReason\x12\x1e\n\x1a\x44\x45\x43LINE_REASON_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44\x45\x43LINE_REASON_BUSY\x10\x01\x12\x1d\n\x19\x44\x45\x43LINE_REASON_ARITHMETIC\x10\x02\x12\x1e\n\x1a\x44\x45\x43LINE_REASON_UNSUPPORTED\x10\x03\x32\x9d\x03\n\x05Shard\x12?\n\x06\x41ttach\x12\x1b.kvcluster.v1.AttachRequest\x1a\x18.kvcluster.v1.ShardReply\x12\x45\n\tGetOffers\x12\x1e.kvcluster.v1.GetOffersRequest\x1a\x18.kvcluster.v1.ShardReply\x12=\n\x05\x46lush\x12\x1a.kvcluster.v1.FlushRequest\x1a\x18.kvcluster.v1.ShardReply\x12\x41\n\x07Suspect\x12\x1c.kvcluster.v1.SuspectRequest\x1a\x18.kvcluster.v1.ShardReply\x12M\n\rRegisterSpans\x12\".kvcluster.v1.RegisterSpansRequest\x1a\x18.kvcluster.v1.ShardReply\x12;\n\x04Ping\x12\x19.kvcluster.v1.PingRequest\x1a\x18.kvcluster.v1.ShardReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcluster.v1.shard_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_WRITTEN']._serialized_start=2444
-  _globals['_WRITTEN']._serialized_end=2602
-  _globals['_SPANMISS']._serialized_start=2605
-  _globals['_SPANMISS']._serialized_end=2751
-  _globals['_DECLINEREASON']._serialized_start=2754
-  _globals['_DECLINEREASON']._serialized_end=2889
+  _globals['_WRITTEN']._serialized_start=2463
+  _globals['_WRITTEN']._serialized_end=2621
+  _globals['_SPANMISS']._serialized_start=2624
+  _globals['_SPANMISS']._serialized_end=2770
+  _globals['_DECLINEREASON']._serialized_start=2773
+  _globals['_DECLINEREASON']._serialized_end=2908
   _globals['_FLUSHREQUEST']._serialized_start=101
   _globals['_FLUSHREQUEST']._serialized_end=132
   _globals['_SUSPECTREQUEST']._serialized_start=134
@@ -48,33 +48,33 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_ATTACHEDSHARD']._serialized_start=937
   _globals['_ATTACHEDSHARD']._serialized_end=1034
   _globals['_READREQUEST']._serialized_start=1037
-  _globals['_READREQUEST']._serialized_end=1177
-  _globals['_PAGEWANTS']._serialized_start=1179
-  _globals['_PAGEWANTS']._serialized_end=1268
-  _globals['_WRITEREQUEST']._serialized_start=1270
-  _globals['_WRITEREQUEST']._serialized_end=1391
-  _globals['_WRITTENTABLE']._serialized_start=1393
-  _globals['_WRITTENTABLE']._serialized_end=1457
-  _globals['_ATTENDREQUEST']._serialized_start=1460
-  _globals['_ATTENDREQUEST']._serialized_end=1691
-  _globals['_ATTENDROWS']._serialized_start=1694
-  _globals['_ATTENDROWS']._serialized_end=1828
-  _globals['_NUMBERLISTS']._serialized_start=1830
-  _globals['_NUMBERLISTS']._serialized_end=1874
-  _globals['_SUBTREELISTS']._serialized_start=1876
-  _globals['_SUBTREELISTS']._serialized_end=1948
-  _globals['_SUBTREELIST']._serialized_start=1950
-  _globals['_SUBTREELIST']._serialized_end=1993
-  _globals['_ATTENDREPLY']._serialized_start=1996
-  _globals['_ATTENDREPLY']._serialized_end=2159
-  _globals['_ATTENDED']._serialized_start=2161
-  _globals['_ATTENDED']._serialized_end=2238
-  _globals['_SPANSLACKING']._serialized_start=2240
-  _globals['_SPANSLACKING']._serialized_end=2296
-  _globals['_LACKINGLIST']._serialized_start=2298
-  _globals['_LACKINGLIST']._serialized_end=2362
-  _globals['_ATTENDDECLINED']._serialized_start=2364
-  _globals['_ATTENDDECLINED']._serialized_end=2441
-  _globals['_SHARD']._serialized_start=2892
-  _globals['_SHARD']._serialized_end=3305
+  _globals['_READREQUEST']._serialized_end=1196
+  _globals['_PAGEWANTS']._serialized_start=1198
+  _globals['_PAGEWANTS']._serialized_end=1287
+  _globals['_WRITEREQUEST']._serialized_start=1289
+  _globals['_WRITEREQUEST']._serialized_end=1410
+  _globals['_WRITTENTABLE']._serialized_start=1412
+  _globals['_WRITTENTABLE']._serialized_end=1476
+  _globals['_ATTENDREQUEST']._serialized_start=1479
+  _globals['_ATTENDREQUEST']._serialized_end=1710
+  _globals['_ATTENDROWS']._serialized_start=1713
+  _globals['_ATTENDROWS']._serialized_end=1847
+  _globals['_NUMBERLISTS']._serialized_start=1849
+  _globals['_NUMBERLISTS']._serialized_end=1893
+  _globals['_SUBTREELISTS']._serialized_start=1895
+  _globals['_SUBTREELISTS']._serialized_end=1967
+  _globals['_SUBTREELIST']._serialized_start=1969
+  _globals['_SUBTREELIST']._serialized_end=2012
+  _globals['_ATTENDREPLY']._serialized_start=2015
+  _globals['_ATTENDREPLY']._serialized_end=2178
+  _globals['_ATTENDED']._serialized_start=2180
+  _globals['_ATTENDED']._serialized_end=2257
+  _globals['_SPANSLACKING']._serialized_start=2259
+  _globals['_SPANSLACKING']._serialized_end=2315
+  _globals['_LACKINGLIST']._serialized_start=2317
+  _globals['_LACKINGLIST']._serialized_end=2381
+  _globals['_ATTENDDECLINED']._serialized_start=2383
+  _globals['_ATTENDDECLINED']._serialized_end=2460
+  _globals['_SHARD']._serialized_start=2911
+  _globals['_SHARD']._serialized_end=3324
 # @@protoc_insertion_point(module_scope)

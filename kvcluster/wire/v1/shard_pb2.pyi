@@ -148,18 +148,20 @@ class AttachedShard(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., namespace: _Optional[bytes] = ..., epoch: _Optional[int] = ..., lease_ttl_ns: _Optional[int] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("namespace", "attempt", "epoch", "wants", "accept")
+    __slots__ = ("namespace", "attempt", "epoch", "wants", "accept", "on_device")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WANTS_FIELD_NUMBER: _ClassVar[int]
     ACCEPT_FIELD_NUMBER: _ClassVar[int]
+    ON_DEVICE_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     attempt: bytes
     epoch: int
     wants: PageWants
     accept: _common_pb2.Loss
-    def __init__(self, namespace: _Optional[bytes] = ..., attempt: _Optional[bytes] = ..., epoch: _Optional[int] = ..., wants: _Optional[_Union[PageWants, _Mapping]] = ..., accept: _Optional[_Union[_common_pb2.Loss, str]] = ...) -> None: ...
+    on_device: bool
+    def __init__(self, namespace: _Optional[bytes] = ..., attempt: _Optional[bytes] = ..., epoch: _Optional[int] = ..., wants: _Optional[_Union[PageWants, _Mapping]] = ..., accept: _Optional[_Union[_common_pb2.Loss, str]] = ..., on_device: bool = ...) -> None: ...
 
 class PageWants(_message.Message):
     __slots__ = ("key", "layer_start", "layer_stop")

@@ -253,6 +253,17 @@ def gpu_page_freed_while_read(original: Any, self: PagePool, page: Any) -> None:
         self._free(page)
 
 
+@planted(PagePool, "find", first=FIRST_WITH_GPUS)
+def gpu_page_read_while_it_comes(
+    original: Any, self: PagePool, space: Any, key: Any, accept: Any, *, encoded: bool = False, on_device: bool = False
+) -> Any:
+    """A reader on the device gets a page that is still being promoted."""
+    near = self.on(Tier.GPU, space, key) if on_device else None
+    if near is not None and near.state is PageState.WRITING:
+        return near
+    return original(self, space, key, accept, encoded=encoded, on_device=on_device)
+
+
 @planted(PagePool, "others", first=FIRST_WITH_GPUS)
 def gpu_room_counted_twice(original: Any, self: PagePool, wanted_bytes: int = 0) -> Any:
     """A shard reports the whole of its GPU pool as free, so the coordinator promotes more than there is room for."""

@@ -1,0 +1,171 @@
+"""Verification on a device: records are copied into staging and compared with their checksums there, by words of the
+same table that has their moves (moves.py).
+
+Sums are made of what is written to staging, so that nothing else can change it: the source may be memory that another
+process writes. The kernel sets the verdict of a record that does not match its sums, and the number of its layers in
+the table of moves to 0, so that a move by that table leaves its block as it was.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from kvcluster.device.device import Range
+from kvcluster.pages import checksum
+
+LEAST_LAYER_BYTES = 241
+"""XXH3 hashes shorter input in other ways."""
+
+UNIT = 8
+"""Divides addresses and the bytes of a layer: the input is read in words of 64 bits."""
+
+HASHED_BYTES = 1_024
+"""A block of XXH3. What it adds to the hash does not depend on what comes before it."""
+
+LANES_BYTES = 64
+"""XXH3's state: what a block adds has as much."""
+
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+_LANES = (
+    *(0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
+    *(0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1),
+)
+CONSTANTS = array("Q", _SECRET).tolist() + list(_LANES)
+"""XXH3's secret and its state before the first block: the words with which the table begins."""
+
+_NOTHING = 2**64 - 1
+_ROW_WORDS = 7
+
+
+class SummedRecord(NamedTuple):
+    """A record in the device's memory: as many layers of equal length as it has sums, which are copied to the address
+    `into`. `seed`: of its first layer (checksum.first_seed). `layers_at`: the word of the table at which the move of it
+    has its number of layers; None if nothing of it is moved."""
+
+    data: Range
+    into: int
+    seed: int
+    sums: Sequence[int]
+    layers_at: int | None
+
+    @property
+    def copied(self) -> Range:
+        return Range(self.into, self.data.nbytes)
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.data.nbytes // len(self.sums)
+
+
+class SumLaunch(NamedTuple):
+    """One launch: `records` of them, whose rows begin at word `rows` of the table, of at most `layers` layers of
+    `layer_bytes` each. `scratch`: the address at which each layer has LANES_BYTES for each block that it begins."""
+
+    rows: int
+    records: int
+    layers: int
+    layer_bytes: int
+    scratch: int
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of a layer. The last of them is not whole, and may have no stripe but the last of all."""
+        return -(-self.layer_bytes // HASHED_BYTES)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self.records * self.layers * self.blocks * LANES_BYTES
+
+
+class Verification(NamedTuple):
+    """Words for the table, what is launched, and the word at which the records have their verdicts, in their order: 0
+    if the record's bytes match its sums."""
+
+    words: bytes
+    launches: list[SumLaunch]
+    verdicts: int
+
+
+def can_verify(layer_bytes: int) -> bool:
+    """Whether a device can verify layers of this length."""
+    return layer_bytes >= LEAST_LAYER_BYTES and layer_bytes % UNIT == 0
+
+
+def constant_bytes() -> int:
+    """Returns the bytes of the table for CONSTANTS."""
+    return 8 * len(CONSTANTS)
+
+
+def row_bytes(layers: int) -> int:
+    """Returns the bytes of the table for a record of so many layers."""
+    return 8 * (_ROW_WORDS + layers + 1)
+
+
+def verification(records: Sequence[SummedRecord], first: int, scratch: int) -> Verification:
+    """Returns what verifies these records, with words for the table from its word `first` on, and scratch memory from
+    this address on."""
+    table = array("Q", CONSTANTS)
+    order = sorted(range(len(records)), key=lambda at: records[at].layer_bytes)
+    rows = first + len(table)
+    sums = rows + _ROW_WORDS * len(records)
+    verdicts = sums + sum(len(record.sums) for record in records)
+    launches: list[SumLaunch] = []
+    for at in order:
+        record = records[at]
+        moved = _NOTHING if record.layers_at is None else record.layers_at
+        table.extend((record.data.address, record.seed, len(record.sums), sums, moved, verdicts + at, record.into))
+        sums += len(record.sums)
+    for layer_bytes, alike in groupby(order, lambda at: records[at].layer_bytes):
+        same = list(alike)
+        layers = max(len(records[at].sums) for at in same)
+        launches.append(SumLaunch(rows, len(same), layers, layer_bytes, scratch))
+        rows, scratch = rows + _ROW_WORDS * len(same), scratch + launches[-1].scratch_bytes
+    for at in order:
+        table.extend(records[at].sums)
+    table.extend([0] * len(records))
+    return Verification(table.tobytes(), launches, verdicts)
+
+
+@dataclass(frozen=True, slots=True)
+class CopySums:
+    """Copies records, and compares what it has written with their sums: by `table`, in which CONSTANTS begin at word
+    `constants`, and `launches`. Only who judges the order goes through `records`."""
+
+    table: Range
+    constants: int
+    launches: Sequence[SumLaunch]
+    records: Sequence[SummedRecord]
+
+    @property
+    def reads(self) -> Sequence[Range]:
+        """As DeviceKernel."""
+        return [record.data for record in self.records]
+
+    @property
+    def writes(self) -> Sequence[Range]:
+        """As DeviceKernel."""
+        scratch = [Range(launch.scratch, launch.scratch_bytes) for launch in self.launches]
+        return [self.table, *scratch, *(record.copied for record in self.records)]
+
+    def run(self, opened: Callable[[Range], memoryview]) -> None:
+        """As DeviceKernel."""
+        words = opened(self.table).cast("Q")
+        for launch in self.launches:
+            for at in range(launch.rows, launch.rows + _ROW_WORDS * launch.records, _ROW_WORDS):
+                address, seed, layers, sums, moved, verdict, into = words[at : at + _ROW_WORDS]
+                nbytes = layers * launch.layer_bytes
+                copied = opened(Range(into, nbytes))
+                copied[:] = opened(Range(address, nbytes))
+                if checksum.seeded_sums(seed, layers, copied) != tuple(words[sums : sums + layers]):
+                    words[verdict] = 1
+                    if moved != _NOTHING:
+                        words[moved] = 0

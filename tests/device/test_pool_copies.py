@@ -1,0 +1,165 @@
+"""Loads from a shard's pool in the memory of the same device, which the shard's own twin has written: against tensors,
+and each thing that orders or verifies them, taken away."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvcluster.core.codecs import Codec
+from kvcluster.device import pool_copies
+from kvcluster.device.device import Range
+from kvcluster.device.endpoints import DevicePoolMemory
+from kvcluster.device.pool_copies import PoolCopies
+from kvcluster.device.twin import Machine, Twin
+from kvcluster.device.verification import CopySums, constant_bytes, row_bytes, verification
+from kvcluster.pages.copy_batch import BadBatch, CopyDirection, CopyStatus
+from kvcluster.pages.copy_endpoints import HOST
+from tests.device.programs import finish
+from tests.device.test_copies import LAYERS, ORDERS, Case, free_slots, load_case, unordered
+
+GAP = 24
+
+
+class PoolCase(Case):
+    """A drawn load whose pages lie in a pool of another process's twin: another machine, of the same name."""
+
+    tokens_of, dims_of, codecs_of = (8, 16, 32), (16, 20, 40), (Codec.RAW,)
+    table_bytes = constant_bytes() + row_bytes(LAYERS) + 64
+    executor = PoolCopies
+
+    def __init__(self, seed: int, direction: CopyDirection = CopyDirection.LOAD, **options: Any) -> None:
+        super().__init__(seed, direction, **options)
+        self.exporter = Twin(Machine(Random(seed + 2)), nbytes=1 << 22, pinnable=1 << 22)
+        starts, at = [], 0
+        for _, data in self.pages:
+            starts.append(at)
+            at += len(data) + GAP
+        self.pool = self.exporter.allocate_shared(at)
+        self._starts = starts
+        records = self.batch.records
+        offsets = [
+            starts[item] + layer * self.layer_bytes for item, layer in zip(records.items, records.layers, strict=True)
+        ]
+        descriptor = self.pool.descriptor()
+        opened = self.twin.open_shared(descriptor, at)
+        os.close(descriptor)
+        records = replace(records, offsets=array("Q", offsets))
+        self.batch = replace(self.batch, source=DevicePoolMemory(self.twin, opened.range), records=records)
+
+    def engine_writes(self) -> None:
+        """The shard's pages come there before."""
+        super().engine_writes()
+        stream = self.exporter.stream()
+        for start, (_, data) in zip(self._starts, self.pages, strict=True):
+            pinned = self.exporter.pin(len(data))
+            with pinned.opened(0, len(data), writes=True) as view:
+                view[:] = data
+            self.exporter.copy(self.pool.range.piece(start, len(data)), pinned.range, stream)
+        finish(self.exporter, self.exporter.record(stream))
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_drawn_loads_move_what_tensors_say(first: int) -> None:
+    for seed in range(first, first + 50):
+        load_case(seed, PoolCase)
+
+
+@pytest.mark.parametrize(("owner", "name", "planted"), ORDERS)
+def test_each_thing_that_orders_them_is_missed_when_it_is_gone(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, planted: Any
+) -> None:
+    assert unordered(monkeypatch, PoolCase, owner, name, planted) >= 15
+
+
+def found(seeds: range) -> bool:
+    for seed in seeds:
+        try:
+            load_case(seed, PoolCase)
+        except AssertionError:
+            return True
+    return False
+
+
+def all_sound(kernel: CopySums, opened: Callable[[Range], memoryview]) -> None:
+    """What does not match its sums has no verdict."""
+    words = bytes(opened(kernel.table))
+    run(kernel, opened)
+    opened(kernel.table)[:] = words
+
+
+def moved_all_the_same(records: Any, first: int, scratch: int) -> Any:
+    """What has a verdict is moved."""
+    return verification([record._replace(layers_at=None) for record in records], first, scratch)
+
+
+run = CopySums.run
+
+
+def test_a_record_that_is_wrong_and_moved_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(CopySums, "run", all_sound)
+        assert found(range(50))
+    monkeypatch.setattr(pool_copies, "verification", moved_all_the_same)
+    assert found(range(50))
+
+
+def test_a_page_that_the_shard_writes_meanwhile_is_loaded_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease has ended, and the reader does not know: what is verified is what is moved."""
+    done = Twin.done
+    seen = set()
+
+    def overwritten(twin: Twin, event: Any) -> bool:
+        if twin is case.twin and rng.random() < 0.2:
+            start = rng.randrange(case.pool.range.nbytes - 8)
+            case.exporter._bytes(case.pool.range.piece(start, 8))[:] = rng.randbytes(8)
+        return done(twin, event)
+
+    monkeypatch.setattr(Twin, "done", overwritten)
+    for seed in range(60):
+        rng = Random(seed)
+        case = PoolCase(seed)
+        case.run()
+        for at, status in enumerate(case.batch.status):
+            seen.add(CopyStatus(status))
+            if status == CopyStatus.DONE:
+                for known, page in case.each_plane(at):
+                    known.copy_(page)
+        assert case.lies_there() == case.memory.known.numpy().tobytes()
+    assert seen == {CopyStatus.DONE, CopyStatus.MISMATCH}
+
+
+def test_slots_come_back_and_what_the_kernel_cannot_do_is_left_to_others() -> None:
+    case = PoolCase(1)
+    slots = free_slots(case.staging)
+    case.run()
+    assert free_slots(case.staging) == slots
+    executor, batch = PoolCopies(case.staging), case.batch
+    assert executor.open(batch) is not None
+    records = batch.records
+    odd = array("Q", [offset + 4 for offset in records.offsets])
+    for other in (
+        replace(batch, source=HOST),
+        replace(batch, direction=CopyDirection.STORE, source=batch.target, target=batch.source),
+        replace(batch, source=DevicePoolMemory(case.exporter, case.pool.range)),
+        replace(batch, records=replace(records, codecs=array("Q", [int(Codec.Q8)] * len(records)))),
+        replace(batch, records=replace(records, offsets=odd)),
+    ):
+        assert executor.open(other) is None
+    beyond = array("Q", [offset + case.pool.range.nbytes for offset in records.offsets])
+    with pytest.raises(BadBatch, match="beyond a pool"):
+        executor.open(replace(batch, records=replace(records, offsets=beyond)))
+
+
+def test_short_layers_are_left_to_others() -> None:
+    class Short(PoolCase):
+        tokens_of, dims_of = (1,), (8,)
+
+    case = Short(3)
+    assert PoolCopies(case.staging).open(case.batch) is None

@@ -1,0 +1,190 @@
+"""Engines whose blocks lie on the device on which a shard has its pool: they read pages of it in place, over shm.
+Engine and shard have machines of their own, as two processes have."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kvcluster import Dense
+from kvcluster.client.client import Client
+from kvcluster.core import limits
+from kvcluster.core.messages import Tier
+from kvcluster.device import pool_copies
+from kvcluster.device.device import NoMemory
+from kvcluster.device.devices import DEVICES
+from kvcluster.device.staging import TABLE_BYTES, DeviceStaging
+from kvcluster.device.twin import Machine, Twin
+from kvcluster.testing import MemoryCluster
+from kvcluster.testing.conformance.world import ONE
+from tests.device.tensors import Engine
+from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt, tiers_of
+from tests.transport import shm_served
+
+EACH = BLOCKS * SPEC.block_bytes
+SLOT_BYTES = limits.RECORD_BYTES + TABLE_BYTES
+
+
+class Here:
+    """An engine's blocks on a device of that name, and a client that reaches the shards over shared memory."""
+
+    def __init__(self, name: str, client: Client) -> None:
+        self.twin = Twin(Machine(random.Random(7)), name, nbytes=1 << 24, pinnable=1 << 28)
+        DEVICES.add(DeviceStaging(self.twin, slot_bytes=SLOT_BYTES, slots=2))
+        self.client = client
+        self._engine = Engine(self.twin)
+        self.tensor = self._engine.tensor(*kv(0).shape)
+
+    def load(self, number: int) -> int:
+        """Loads a prompt, and returns how many blocks came. All of them are right."""
+        blocks = self.client.load(prompt(number), Dense(self.tensor)) // SPEC.block_tokens
+        assert torch.equal(self._engine.read(self.tensor)[:blocks], kv(number)[:blocks]), number
+        return blocks
+
+    def store(self, number: int) -> None:
+        self._engine.write(self.tensor, kv(number))
+        self.client.store(prompt(number), Dense(self.tensor))
+        assert self.client.flush()
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The pages of each batch that was read from a pool."""
+    batches: list[int] = []
+
+    class Counted(pool_copies._PoolRun):
+        def __init__(self, batch: Any, *arguments: Any) -> None:
+            batches.append(len(set(batch.records.items)))
+            super().__init__(batch, *arguments)
+
+    monkeypatch.setattr(pool_copies, "_PoolRun", Counted)
+    return batches
+
+
+@contextmanager
+def world(*, name: str = "twin-0", shards: int = 1, **sizes: int) -> Iterator[tuple[MemoryCluster, Here]]:
+    """A cluster whose shards have room for so many prompts in each tier, and an engine on a device of that name."""
+    shard: dict[str, object] = {key: count * EACH for key, count in sizes.items() if key != "ram_bytes"}
+    shard["gpu_device"] = "twin"
+    promptly = {"host_codec": "raw", "promote_loads": 1, "low_free": 0.1, "high_free": 0.3}
+    config = {"shard": shard, "coordinator": promptly}
+    with (
+        MemoryCluster(shards=shards, ram_bytes=sizes["ram_bytes"] * EACH, config=config) as cluster,
+        ExitStack() as ends,
+    ):
+        served = {shard: shm_served.Served(host) for shard, host in cluster.shards.items()}
+        for each in served.values():
+            ends.callback(each.close)
+        client = Client(cluster.port(ONE), lambda shard: served[shard.shard].open(ONE), SPEC)
+        ends.callback(client.close)
+        here = Here(name, client)
+        ends.callback(DEVICES.remove, here.twin)
+        yield cluster, here
+
+
+def promoted(cluster: MemoryCluster, here: Here, number: int) -> None:
+    """Has a prompt's pages in the pool."""
+    here.store(number)
+    for _ in range(500):
+        here.load(number)
+        pages = [page for host in cluster.shards.values() for page in list(host.core.pool.ready())]
+        if sum(page.tier is Tier.GPU for page in pages) == BLOCKS:
+            return
+    raise AssertionError("nothing comes into the pool")
+
+
+def staged(cluster: MemoryCluster) -> int:
+    return sum(dict(host.core.info().counters)["staged"] for host in cluster.shards.values())
+
+
+def test_pages_of_the_pool_are_read_there_and_no_copy_is_made_in_memory(read: list[int]) -> None:
+    with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+        promoted(cluster, here, 1)
+        (host,) = cluster.shards.values()
+
+        def only_there() -> None:
+            for page in list(host.core.pool.ready()):
+                if page.tier is not Tier.GPU:
+                    host.core.state.withdraw(page)
+
+        host.inspect(only_there)
+        assert tiers_of(cluster) == {Tier.GPU}
+        read.clear()
+        before = staged(cluster)
+        for _ in range(10):
+            assert here.load(1) == BLOCKS
+        assert sum(read) == 10 * BLOCKS and staged(cluster) == before and tiers_of(cluster) == {Tier.GPU}
+        assert here.client.status()["totals"]["read_on_device"] >= 10 * BLOCKS
+
+
+def test_blocks_on_another_device_get_copies(read: list[int]) -> None:
+    with world(name="twin-1", gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+        promoted(cluster, here, 1)
+        assert here.load(1) == BLOCKS
+        assert not read
+
+
+def test_memory_of_the_cpu_gets_copies_beside_them(read: list[int]) -> None:
+    with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+        promoted(cluster, here, 1)
+        read.clear()
+        out = torch.zeros_like(kv(0))
+        assert here.client.load(prompt(1), out) == BLOCKS * SPEC.block_tokens
+        assert torch.equal(out, kv(1)) and not read
+
+
+def test_whatever_comes_is_what_was_stored_in_too_little_memory_of_every_tier(read: list[int]) -> None:
+    """Some pages of a load lie in the pool, others in memory, and they move meanwhile."""
+    draw, loaded, seen = random.Random(5), 0, set[Tier]()
+    with world(shards=2, gpu_bytes=2, ram_bytes=3, host_bytes=3) as (cluster, here):
+        for _ in range(300):
+            number = draw.choice((0, 1, draw.randrange(9)))
+            blocks = here.load(number)
+            loaded += blocks
+            if blocks < BLOCKS:
+                here.store(number)
+            seen |= tiers_of(cluster)
+    assert loaded > 100 * BLOCKS and sum(read) > BLOCKS and Tier.GPU in seen
+
+
+def test_a_page_that_is_rotten_in_the_pool_does_not_come(read: list[int]) -> None:
+    with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+        promoted(cluster, here, 1)
+        (host,) = cluster.shards.values()
+        page = next(page for page in host.core.pool.ready() if page.tier is Tier.GPU)
+        with host.fill(page.slot()) as room:
+            room[:] = bytes(page.nbytes)
+        read.clear()
+        for _ in range(20):
+            here.load(1)
+        assert sum(read) >= BLOCKS
+
+
+def test_a_device_that_does_not_open_it_is_not_asked_again(
+    read: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+
+    def refused(twin: Twin, descriptor: int, nbytes: int) -> Any:
+        asked.append(nbytes)
+        raise NoMemory("it maps nothing")
+
+    monkeypatch.setattr(Twin, "open_shared", refused)
+    with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+        promoted(cluster, here, 1)
+        assert here.load(1) == BLOCKS and asked == [3 * EACH] and not read
+    assert "is not read there: it maps nothing" in caplog.text
+
+
+def test_a_device_that_has_failed_is_the_engines_loss_alone() -> None:
+    with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+        promoted(cluster, here, 1)
+        here.twin.fail()
+        assert here.client.load(prompt(1), Dense(here.tensor)) == 0
+        out = torch.zeros_like(kv(0))
+        assert here.client.load(prompt(1), out) == BLOCKS * SPEC.block_tokens and torch.equal(out, kv(1))
