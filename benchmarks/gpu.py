@@ -71,6 +71,7 @@ STEPS = (
     Step("shard", 75, "verified loads from a shard in another process, towards the card"),
     Step("rates", 45, "speed of the Triton codecs", ("torch", "triton"), card=True),
     Step("exported", 30, "memory of the card that another process maps", card=True),
+    Step("pool", 60, "loads from a shard's pool on the card, in another process", ("torch", "triton")),
     Step("sanitizer", 60, "some of the codecs and moves under compute-sanitizer", ("torch", "triton"), card=True),
 )
 

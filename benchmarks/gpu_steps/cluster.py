@@ -25,12 +25,14 @@ class Cluster:
 
 
 @contextmanager
-def cluster(pool: str) -> Iterator[Cluster]:
-    """Serves pages from a pool of that size. Both processes end with the block."""
+def cluster(pool: str, gpu: str = "") -> Iterator[Cluster]:
+    """Serves pages from a pool of that size, and with `gpu` from another one on a device of that kind. Both processes
+    end with the block."""
+    env = {"KVCLUSTER_PEER_POOL": pool, "KVCLUSTER_PEER_GPU": gpu}
     with ExitStack() as stack:
-        coordinator = stack.enter_context(_process(pool, "coordinator", "1"))
+        coordinator = stack.enter_context(_process(env, "coordinator", "1"))
         address: str = _told(coordinator)["address"]
-        shard = stack.enter_context(_process(pool, "shard", "shard-0", address))
+        shard = stack.enter_context(_process(env, "shard", "shard-0", address))
         _told(shard)
         _wait_until_up(coordinator)
         yield Cluster(address, coordinator.pid, shard.pid)
@@ -43,10 +45,10 @@ def cpu_seconds(pid: int) -> float:
 
 
 @contextmanager
-def _process(pool: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def _process(env: dict[str, str], *arguments: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, str(PEER), *arguments],
-        env={**os.environ, "KVCLUSTER_PEER_POOL": pool},
+        env={**os.environ, **env},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -19,7 +19,7 @@ from benchmarks.gpu_steps.rows import device_seconds, row
 from benchmarks.gpu_steps.shard import CHUNK, SHAPE, SPEC
 from kvcluster import Paged
 from kvcluster.client.memory import bind
-from kvcluster.device import triton_moves
+from kvcluster.device import triton_moves, triton_sums
 from kvcluster.device.cuda import CudaDevice
 from kvcluster.device.device import Device, Range
 from kvcluster.device.devices import DEVICES
@@ -27,7 +27,10 @@ from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.device.moves import StagedRecord, moves
 from kvcluster.device.torch_cuda import on_stream, reach
 from kvcluster.device.twin import Machine, Twin
+from kvcluster.device.verification import CopySums, SummedRecord, verification
+from kvcluster.pages import checksum
 from kvcluster.testing import MemoryCluster
+from tests.device import summed
 from tests.device.moved import compared
 from tests.device.programs import Program, Xor
 
@@ -67,6 +70,19 @@ def moved(count: int, where: str) -> None:
     row("moves", compared=total, differ=len(differ), seconds=seconds, right=total > 0 and not differ)
 
 
+def verified(count: int, where: str) -> None:
+    """Drawn records, copied and compared with their sums, against xxhash."""
+    began = time.perf_counter()
+    differ, bad = summed.compared(range(count), where)
+    row(
+        "verdicts",
+        compared=count,
+        differ=len(differ),
+        seconds=time.perf_counter() - began,
+        right=bad > 0 and not differ,
+    )
+
+
 # ------------------------------------------------------------------------------------------------ on a card
 
 
@@ -101,13 +117,33 @@ def rates() -> None:
             StagedRecord(staging.data_ptr() + 2**20 + block * SPEC.block_bytes, whole, whole, geometry, block)
             for block in range(BLOCKS)
         ]
-        table, launches = moves(records)
+        table, launches, _ = moves(records)
         staging[: len(table)].copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
         there = Range(staging.data_ptr(), len(table))
         for kind in (Gather, Scatter):
             kernel = kind(there, launches, records)
             took = device_seconds(lambda kernel=kernel: triton_moves.enqueue(kernel))
             row(kind.__name__.lower(), layout=name, GBps=gbps(nbytes, took), of_a_copy=copy / took)
+
+
+def sums() -> None:
+    """As `rates`: the copy that compares layers of 64 KiB with their sums."""
+    nbytes, layers = BLOCKS * SPEC.block_bytes, LAYERS
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+    into, scratch = torch.empty_like(data), torch.empty(nbytes // 8, dtype=torch.uint8, device="cuda")
+    copy = device_seconds(lambda: into.copy_(data))
+    content, records = memoryview(data.cpu().numpy()), []
+    for block in range(BLOCKS):
+        page = Range(data.data_ptr() + block * SPEC.block_bytes, SPEC.block_bytes)
+        at = block * SPEC.block_bytes
+        right = checksum.seeded_sums(block, layers, content[at : at + SPEC.block_bytes])
+        records.append(SummedRecord(page, into.data_ptr() + at, block, right, None))
+    words, launches, verdicts = verification(records, 0, scratch.data_ptr())
+    table = torch.frombuffer(bytearray(words), dtype=torch.uint8).cuda()
+    kernel = CopySums(Range(table.data_ptr(), len(words)), 0, launches, records)
+    took = device_seconds(lambda: triton_sums.enqueue(kernel))
+    good = torch.equal(into, data) and not table.view(torch.int64)[verdicts:].any()
+    row("copy_sums", layout="", GBps=gbps(nbytes, took), of_a_copy=copy / took, right=good)
 
 
 def clients() -> None:
@@ -173,10 +209,12 @@ def on_a_card() -> None:
     device._kernels = {**device._kernels, Xor: on_stream(0, enqueue_xor)}
     programs(150, device)
     moved(600, "cuda")
+    verified(300, "cuda")
     clients()
     for which in ("q8", "q4"):
         encoded(which)
     rates()
+    sums()
 
 
 def main(device: str) -> None:
@@ -185,6 +223,7 @@ def main(device: str) -> None:
     else:
         programs(100, None)
         moved(20, "cpu")
+        verified(20, "cpu")
 
 
 if __name__ == "__main__":

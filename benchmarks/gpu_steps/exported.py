@@ -14,7 +14,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.gpu_steps.driver import READ, READ_WRITE, Driver, DriverError
+from benchmarks.gpu_steps.driver import Driver, DriverError
 from benchmarks.gpu_steps.rows import row
 
 NBYTES = 4 * 2**30
@@ -25,10 +25,11 @@ BOUND_S = 20.0
 def exporter(peer: socket.socket) -> None:
     driver = Driver()
     driver.retain_context()
-    handle, size = driver.create(NBYTES)
-    address = driver.map(handle, size, READ_WRITE)
+    size = driver.shared_bytes(0, NBYTES)
+    handle = driver.create_shared(0, size)
+    address = driver.map_shared(0, handle, size, writable=True)
     driver.fill(address, WORD, size // 4)
-    fd = driver.export(handle)
+    fd = driver.export_shared(handle)
     socket.send_fds(peer, [str(size).encode()], [fd])
     peer.recv(1)
 
@@ -38,12 +39,13 @@ def importer(peer: socket.socket) -> None:
     driver.retain_context()
     data, fds, _, _ = socket.recv_fds(peer, 64, 1)
     size = int(data)
-    handle = driver.import_(fds[0])
+    handle = driver.import_shared(fds[0])
     os.close(fds[0])
     try:
-        address, access = driver.map(handle, size, READ), "read-only"
+        address, access = driver.map_shared(0, handle, size, writable=False), "read-only"
     except DriverError as error:
-        address, access = driver.map(handle, size, READ_WRITE), f"writable, since read-only was refused: {error}"
+        address = driver.map_shared(0, handle, size, writable=True)
+        access = f"writable, since read-only was refused: {error}"
     peer.send(f"{access}|{driver.read(address + size - 4096, 4096) == WORD.to_bytes(4, 'little') * 1024}".encode())
     while command := peer.recv(64):
         if command == b"read":

@@ -38,6 +38,9 @@ R = TypeVar("R")
 _LIBC = ctypes.CDLL(None)
 _ALIGNED = 256
 _PROT_NONE = 0
+_GARBAGE_BYTES = 1 << 20
+"""More memory than this has the same garbage again."""
+
 _PIECES_A_QUESTION = 4
 """A call of `done` carries out fewer pieces of work than this."""
 
@@ -413,7 +416,10 @@ class Twin:
 
 def spoil(memory: memoryview, rng: Random) -> None:
     """Fills memory with garbage: what lies there by chance is never what was to be written."""
-    memory[:] = rng.randbytes(memory.nbytes)
+    garbage = rng.randbytes(min(memory.nbytes, _GARBAGE_BYTES))
+    for start in range(0, memory.nbytes, _GARBAGE_BYTES):
+        piece = memory[start : start + _GARBAGE_BYTES]
+        piece[:] = garbage[: piece.nbytes]
 
 
 def _memory_file(name: str, nbytes: int) -> int:

@@ -14,12 +14,12 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 import kvcluster
 from kvcluster.client import Client
 from kvcluster.config import TRANSPORTS, ClientConfig
+from kvcluster.core.messages import ReadRequest
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import Unreachable
 from tests.chaos.content import SPEC
@@ -77,7 +77,7 @@ def main(address: str, token: str, seed: str, transports: str, path: str) -> Non
 
             beside = house.enter_context(connected(*given, spec=SEQUENCE_SPEC, **SEQUENCE_CONFIG))
             loads.append(SequenceLoad(beside, journal, call, int(seed)))
-        if find_spec("kvcluster.device.pool_copies") is not None:  # not in an older release
+        if hasattr(ReadRequest, "on_device"):  # not in an older release
             from tests.chaos.device_load import DeviceLoad
 
             every = house.enter_context(connected(address, token or None, TRANSPORTS, journal, ended))

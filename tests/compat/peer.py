@@ -29,6 +29,9 @@ SECRET = os.environ.get("KVCLUSTER_PEER_SECRET", "between the processes of these
 HOST = os.environ.get("KVCLUSTER_PEER_HOST", "127.0.0.1")
 TTL_MS = int(os.environ.get("KVCLUSTER_PEER_TTL_MS", "30000"))
 POOL = os.environ.get("KVCLUSTER_PEER_POOL", "32MiB")
+GPU = os.environ.get("KVCLUSTER_PEER_GPU", "")
+"""Where the shard has a pool as large on a device, such as `twin`."""
+
 TOKENS = os.environ.get("KVCLUSTER_PEER_TOKENS", "")
 """By default they are for a cluster of such processes on one host. With these a shard joins a cluster that is there."""
 SPEC = KVSpec.uniform(
@@ -67,7 +70,11 @@ def settings(shards: int) -> Any:
     room = known(ShardConfig, ram_bytes=POOL, device_bytes=POOL)  # the latter up to 0.2
     quick = {**room, "report_interval_ms": 20, "report_retry_ms": 20, "scrub_bytes": 0}
     server = {"token_file": TOKENS} if TOKENS else {}
-    return load(overrides={"shards": shards, "membership_ttl_ms": TTL_MS, "shard": quick, "server": server})
+    overrides = {"shards": shards, "membership_ttl_ms": TTL_MS, "shard": quick, "server": server}
+    if GPU:
+        quick |= {"gpu_bytes": POOL, "gpu_device": GPU, "host_bytes": "16MiB"}
+        overrides |= {"coordinator": {"promote_loads": 1, "hold_ms": 0}}
+    return load(overrides=overrides)
 
 
 def coordinator(shards: str) -> None:

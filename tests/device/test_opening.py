@@ -89,7 +89,7 @@ def test_a_device_without_room_for_staging_is_a_miss_and_is_asked_again(cluster:
     memory = twin.allocate(2 * torch.Size((2, LAYERS, 2, BLOCK, HEADS, DIM)).numel())
     cache = torch.frombuffer(bytes_at(*memory.range), dtype=torch.bfloat16).view(2, LAYERS, 2, BLOCK, HEADS, DIM)
     layers = Paged([cache[:, layer] for layer in range(LAYERS)], range(2))
-    DEVICES.open_later(twin, lambda: DeviceStaging(twin, slot_bytes=4_096, slots=2))
+    DEVICES.open_later(twin, lambda: DeviceStaging(twin, slot_bytes=4_096, slots=2), 4_096)
     try:
         client = cluster.client(SPEC)
         missed = client.store(TOKENS, layers)
@@ -129,6 +129,9 @@ def test_ids_on_a_card_are_refused_since_they_would_be_waited_for(cluster: Memor
         cluster.client(SPEC).load(TOKENS, Paged(layers, ids))
 
 
+KERNELS = "triton_moves", "triton_sums", "triton_decoding"
+
+
 class Kernels(ModuleType):
     """Stands in for a module that Triton is needed for."""
 
@@ -146,11 +149,12 @@ class Kernels(ModuleType):
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception | None, Exception | None], None]:
-    """Has a driver with a device, and kernels that are built or not."""
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Has a driver with a device, and kernels that are built, all but one of KERNELS."""
 
-    def has(moves: Exception | None, decoding: Exception | None) -> None:
-        for name, fails in (("triton_moves", moves), ("triton_decoding", decoding)):
+    def has(failing: int | None) -> None:
+        for number, name in enumerate(KERNELS):
+            fails = CalledProcessError(1, ["gcc"]) if number == failing else None
             monkeypatch.setitem(sys.modules, f"kvcluster.device.{name}", Kernels(fails))
             monkeypatch.setattr(device_package, name, sys.modules[f"kvcluster.device.{name}"], raising=False)
         monkeypatch.setattr(torch_cuda, "CudaDriver", partial(CudaDriver, library()))
@@ -163,24 +167,18 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception | None, Excepti
     return has
 
 
-@pytest.mark.parametrize("which", [0, 1])
-def test_kernels_that_cannot_be_built_are_a_reason(
-    card: Callable[[Exception | None, Exception | None], None], which: int
-) -> None:
-    failed = CalledProcessError(1, ["gcc"])
-    card(*((failed, None) if which == 0 else (None, failed)))
+@pytest.mark.parametrize("which", range(3))
+def test_kernels_that_cannot_be_built_are_a_reason(card: Callable[[int | None], None], which: int) -> None:
+    card(which)
     for _ in range(2):
         assert "CalledProcessError: Command '['gcc']'" in torch_cuda.reach(0, SPEC.groups[0], BLOCK, HEADS)
 
 
-def test_a_device_is_opened_once_and_built_for_each_kind_of_page(
-    card: Callable[[Exception | None, Exception | None], None],
-) -> None:
-    card(None, None)
+def test_a_device_is_opened_once_and_built_for_each_kind_of_page(card: Callable[[int | None], None]) -> None:
+    card(None)
     for heads in (HEADS, HEADS, HEADS + 1, HEADS):
         assert torch_cuda.reach(0, SPEC.groups[0], BLOCK, heads) == ""
     (device,) = torch_cuda.DEVICES._added
     assert isinstance(device, CudaDevice)
-    assert sys.modules["kvcluster.device.triton_moves"].built == 1
-    assert sys.modules["kvcluster.device.triton_decoding"].built == 2
+    assert [sys.modules[f"kvcluster.device.{name}"].built for name in KERNELS] == [1, 1, 2]
     assert "cuDeviceGetAttribute" in torch_cuda.reach(1, SPEC.groups[0], BLOCK, HEADS), "there is no second one"

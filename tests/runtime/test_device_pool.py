@@ -165,3 +165,10 @@ def test_a_trial_without_a_gpu_says_so_in_its_configuration() -> None:
 def test_more_than_the_device_has_is_refused_with_its_reason(twins: list[Twin]) -> None:
     pool, found = open_device_pool(ShardConfig(gpu_bytes=1 << 30, host_bytes=1 << 20), ShardId("s0"))
     assert pool is None and not found.capacity_bytes and "runs without its GPU tier" in found.trouble and twins
+
+
+def test_a_trial_may_have_a_large_pool() -> None:
+    config = ShardConfig(gpu_bytes=300 << 20, host_bytes=1 << 20, gpu_device="twin")
+    pool, found = open_device_pool(config, ShardId("s0"))
+    assert pool is not None and found.capacity_bytes == 300 << 20 and not found.trouble
+    pool.close()

@@ -20,7 +20,7 @@ def test_without_a_card_kernels_run_in_the_interpreter_and_loads_in_ordinary_mem
         "--json",
         str(tmp_path / "gpu.json"),
     ]
-    steps = ["card", "codecs", "device", "copies", "shard", "exported"]
+    steps = ["card", "codecs", "device", "copies", "shard", "exported", "pool"]
     env = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     done = subprocess.run([*command, "--only", *steps], capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -33,6 +33,7 @@ def test_without_a_card_kernels_run_in_the_interpreter_and_loads_in_ordinary_mem
         "copies": "skipped",
         "shard": "right",
         "exported": "skipped",
+        "pool": "right",
     }
     (compared,) = next(step["rows"] for step in report["steps"] if step["step"] == "codecs")
     assert compared["compared"] == 9 and compared["differ"] == 0
