@@ -66,7 +66,7 @@ def test_a_configuration_cannot_be_changed() -> None:
     [
         (
             {"shard": {"ram_byte": 1}},
-            r"unknown setting shard\.ram_byte; known here: ram_bytes, gpu_bytes, gpu_device, host_bytes",
+            r"unknown setting shard\.ram_byte; known here: ram_bytes, gpu_bytes, num_gpus, gpu_device, host_bytes",
         ),
         ({"lease_ttl_ms": 1}, "unknown setting lease_ttl_ms; known here: name, shards, volume_wait_ms"),
         ({"client": {"deadline": 1}}, r"unknown setting client\.deadline"),
@@ -169,6 +169,9 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("coordinator", "q4_error_budget", float("nan"), "coordinator.q4_error_budget must be a number of at least 0"),
         ("coordinator", "hold_ms", -1, "coordinator.hold_ms must not be negative"),
         ("shard", "ram_bytes", 4_095, "shard.ram_bytes must be at least 4KiB"),
+        ("shard", "num_gpus", 1, "shard.num_gpus needs shard.gpu_bytes: the shard's pool on its GPU"),
+        ("shard", "num_gpus", 1.5, "shard.num_gpus must be a whole number or a part of one GPU, such as 0.5, not 1.5"),
+        ("shard", "num_gpus", -1, "shard.num_gpus must be a whole number or a part of one GPU, such as 0.5, not -1"),
         ("shard", "disk_bytes", "1GiB", "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"),
         (
             "shard",

@@ -149,7 +149,8 @@ def local_head(config: Config) -> Iterator[LocalHead]:
     try:
         memory = checked_bytes_for_pools(config)
         with signals_delayed():
-            head = LocalHead(start_node(folder, where, memory, offered(config), log=log), f"127.0.0.1:{port}")
+            node = start_node(folder, where, memory, offered(config), log=log, gpus=config.gpus_of_twins)
+            head = LocalHead(node, f"127.0.0.1:{port}")
         head.node.wait_until_up()
         with connected(head.address, "127.0.0.1", folder):
             yield head

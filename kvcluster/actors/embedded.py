@@ -98,7 +98,7 @@ class _EmbeddedRay:
                 check_fits_beside(config, self._taken, self._room)
             elif ours:
                 self._room = checked_bytes_for_pools(config)
-                self._house.enter_context(_running_ray(self._room))
+                self._house.enter_context(_running_ray(self._room, config.gpus_of_twins))
             self._count(ours, pools_of(config))
         try:
             yield
@@ -117,8 +117,9 @@ _RAY = _EmbeddedRay()
 
 
 @contextmanager
-def _running_ray(memory: int) -> Iterator[None]:
-    """A Ray of this process's own, without a dashboard, whose actors may claim so many bytes. Its sockets and logs lie
+def _running_ray(memory: int, gpus: int) -> Iterator[None]:
+    """A Ray of this process's own, without a dashboard, whose actors may claim so many bytes, and so many GPUs in name;
+    0 for those that it finds. Its sockets and logs lie
     in a folder, which Ray opens to all users of the machine: the folder above it is closed to them, or they could
     replace a socket by their own. Raises KVClusterError if it does not start."""
     with ExitStack() as house:
@@ -128,14 +129,14 @@ def _running_ray(memory: int) -> Iterator[None]:
         house.enter_context(own_ray())
         run = kept_logs.begin(kept_logs.EMBEDDED, session_logs(folder / "ray"))
         try:
-            _start_ray(memory, folder / "ray")
+            _start_ray(memory, gpus, folder / "ray")
             yield
         finally:
             ray.shutdown()
             kept_logs.keep(run)
 
 
-def _start_ray(memory: int, folder: Path) -> None:
+def _start_ray(memory: int, gpus: int, folder: Path) -> None:
     """Starts a Ray of this machine alone and connects this process to it. Raises KVClusterError with what Ray's
     processes said."""
     try:
@@ -148,6 +149,7 @@ def _start_ray(memory: int, folder: Path) -> None:
                 logging_level="error",
                 object_store_memory=OBJECT_STORE_BYTES,
                 _memory=memory,
+                num_gpus=gpus or None,
                 _node_ip_address="127.0.0.1",
                 _temp_dir=str(folder),
             )

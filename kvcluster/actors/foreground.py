@@ -175,7 +175,7 @@ def _head(config: Config, node_ip: str, offers: Mapping[str, float]) -> Iterator
         where.append(f"--redis-password={password}")  # Ray itself passes it on like this
     shards = int(sum(offers.values()))
     memory = bytes_for_pools(shards=shards) if shards else 0
-    with running_node(node_ip, where, memory, offers, longest_save_ms(config)) as node:
+    with running_node(node_ip, where, memory, offers, longest_save_ms(config), config.gpus_of_twins) as node:
         yield node
 
 

@@ -77,7 +77,8 @@ def _run_node(config: Config, joining: Joining, say: Say, stop: threading.Event)
         *fixed_ports(config.ray, node_ip),
         *_labels(joining),
     ]
-    with running_node(node_ip, where, memory, joining.offers, longest_save_ms(config)) as node:
+    gpus = config.gpus_of_twins
+    with running_node(node_ip, where, memory, joining.offers, longest_save_ms(config), gpus) as node:
         say(f"joined {joining.head} as {node_ip}, with {size_text(memory, 4)} for pools")
         while node.runs() and not stop.wait(_LOOK_S):
             pass

@@ -95,16 +95,20 @@ def start_node(
     resources: Mapping[str, float] | None = None,
     *,
     log: Path,
+    gpus: int = 0,
     lock: int = -1,
 ) -> RayNode:
     """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
-    it joins. `memory`: bytes that actors may claim. `log`: the file for what its leader writes. `lock`: a descriptor
+    it joins. `memory`: bytes that actors may claim. `gpus`: how many GPUs it has in name, 0 for those that it finds.
+    `log`: the file for what its leader writes. `lock`: a descriptor
     that its leader inherits (runtime/private_folder.py). To be called within `signals_delayed`."""
     # In its own folder: Ray starts further processes by `python -m`, which imports from the current directory.
     command = [*module_command("kvcluster.actors.lean_ray", "start", "--block", folder=str(folder))]
     command += ["--disable-usage-stats", *where, f"--temp-dir={folder}"]
     # Only what the actors need. They take none of Ray's CPUs; for each CPU Ray would keep a process ready.
     command += ["--num-cpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}", f"--memory={memory}"]
+    if gpus:
+        command.append(f"--num-gpus={gpus}")
     if resources:
         offered = ", ".join(f'"{name}": {amount}' for name, amount in resources.items())
         command += ["--resources={" + offered + "}"]
@@ -114,7 +118,7 @@ def start_node(
 
 @contextlib.contextmanager
 def running_node(
-    node_ip: str, where: Sequence[str], memory: int, resources: Mapping[str, float], stop_ms: int
+    node_ip: str, where: Sequence[str], memory: int, resources: Mapping[str, float], stop_ms: int, gpus: int = 0
 ) -> Iterator[RayNode]:
     """A node of that address within the block, as of `start_node`, in a folder of its own. Ends it with the block; its
     shards may save their pages for `stop_ms` before. Raises as RayNode.wait_until_up."""
@@ -125,7 +129,7 @@ def running_node(
         log = run / kept_logs.RAY_LOG
         try:
             with signals_delayed():
-                node = start_node(folder.path / "ray", where, memory, resources, log=log, lock=folder.lock)
+                node = start_node(folder.path / "ray", where, memory, resources, log=log, gpus=gpus, lock=folder.lock)
             node.wait_until_up()
             yield node
         finally:

@@ -178,6 +178,7 @@ class Reconciler:
         where: dict[str, Any] = {
             "scheduling_strategy": NodeAffinitySchedulingStrategy(start.node, soft=not start.bound),
             "memory": pool_bytes(group),
+            "num_gpus": group.shard.num_gpus,
             "resources": dict(group.resources),
         }
         name = str(start.shard)

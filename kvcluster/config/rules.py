@@ -120,6 +120,11 @@ def _shard_rules(s: ShardConfig, at: str) -> Iterator[_Rule]:
         not s.gpu_bytes or bool(s.host_bytes),
         f"{at}.gpu_bytes needs {at}.host_bytes: readers of other machines get copies of its pages there",
     )
+    yield (
+        0 <= s.num_gpus < 1 or (s.num_gpus >= 1 and float(s.num_gpus).is_integer()),
+        f"{at}.num_gpus must be a whole number or a part of one GPU, such as 0.5, not {s.num_gpus:g}",
+    )
+    yield not s.num_gpus or bool(s.gpu_bytes), f"{at}.num_gpus needs {at}.gpu_bytes: the shard's pool on its GPU"
     yield not s.disk_bytes or bool(s.disk_dir), f"{at}.disk_bytes needs {at}.disk_dir: a folder on a local drive"
     yield (
         not s.disk_dir or os.path.isabs(s.disk_dir),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -12,8 +13,11 @@ TRANSPORTS = NAMES
 """The transports that move pages, the fastest first. They are tried in this order, however a setting lists them."""
 
 CODECS = ("raw", "q8", "q4")
-GPU_DEVICES = ("cuda", "twin")
 """Encodings of pages, by rising loss."""
+
+TWIN = "twin"
+GPU_DEVICES = ("cuda", TWIN)
+"""What a GPU tier may lie in the memory of."""
 
 LOSSES = ("exact", "q8", "q4")
 """Losses that KV may have, the least first."""
@@ -80,6 +84,8 @@ class CoordinatorConfig:
 class ShardConfig:
     """`ram_bytes`: size of the RAM tier, of raw pages; up to release 0.2 it was called `device_bytes`.
     `gpu_bytes`: size of the tier above it, of raw pages in the memory of the shard's GPU; 0 for none.
+    `num_gpus`: the GPUs that a shard with that tier claims of Ray, which shows it those alone: 1, or a part such as 0.5
+    where several claim one.
     `gpu_device`: `cuda`, the first GPU that the shard's process is shown; or `twin`, memory of the process itself that
     is used as a GPU's is, for a trial without one. It is slow.
     `host_bytes`: size of the host tier below it, of encoded pages; 0 for none.
@@ -94,6 +100,7 @@ class ShardConfig:
 
     ram_bytes: int = 2**30
     gpu_bytes: int = 0
+    num_gpus: float = 0.0
     gpu_device: str = "cuda"
     host_bytes: int = 0
     disk_bytes: int = 0
@@ -257,6 +264,12 @@ class Config:
     def shard_groups(self) -> Mapping[str, GroupConfig]:
         """The groups of shards by name: `groups`, or one group of `shards` that are as in [shard]."""
         return self.groups or {DEFAULT_GROUP: GroupConfig(self.shards, shard=self.shard)}
+
+    @property
+    def gpus_of_twins(self) -> int:
+        """How many GPUs a node of Ray has to have in name, for the twins of its shards to claim."""
+        groups = self.shard_groups.values()
+        return math.ceil(sum(group.shards * group.shard.num_gpus for group in groups if group.shard.gpu_device == TWIN))
 
     @property
     def shards_in_all(self) -> int | None:

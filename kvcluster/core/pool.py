@@ -48,6 +48,8 @@ class PagePool:
         self._generation = 0
         self._uses = 0
         self._held: dict[NamespaceId, dict[tuple[int, Part], int]] = {}  # number of pages of each part that take space
+        self.lost: set[Tier] = set()
+        """The tiers whose stores have failed."""
         self.writing_bytes = dict.fromkeys(self.allocators, 0)
         """What pages that are WRITING take of each tier, rounded up as it allocates."""
         self.changes = 0
@@ -86,8 +88,14 @@ class PagePool:
                 writing_bytes=self.writing_bytes[tier],
             )
             for tier, allocator in self.allocators.items()
-            if tier is not INGEST
+            if tier is not INGEST and tier not in self.lost
         )
+
+    def lose(self, tier: Tier) -> list[Page]:
+        """The store of that tier has failed: nothing is reserved there any more, and it is not reported any more.
+        Returns its READY pages."""
+        self.lost.add(tier)
+        return [page for page in self._pages[tier].values() if page.state is PageState.READY]
 
     @property
     def memory_bytes(self) -> dict[Tier, int]:
@@ -200,7 +208,7 @@ class PagePool:
         """Returns a page to write, or None if there is no room for it."""
         pool_key, pages = (space, key), self._pages[tier]
         assert pool_key not in pages, "one writer a page"
-        offset = self.allocators[tier].reserve(nbytes, pool_key)
+        offset = None if tier in self.lost else self.allocators[tier].reserve(nbytes, pool_key)
         if offset is None:
             return None
         page = pages[pool_key] = self._page(pool_key, offset, nbytes, parent, depth, loss, tier, codec)

@@ -52,6 +52,7 @@ from kvcluster.core.messages import (
     Suspect,
     Tick,
     Tier,
+    TierLost,
     Tombstone,
     Unpin,
     Verified,
@@ -150,6 +151,7 @@ class Shard:
                 Moved: self._moved,
                 Staged: self._pins.staged,
                 PeersTried: self._peers_tried,
+                TierLost: self._tier_lost,
                 SavePages: self._save,
                 ReportAnswered: self._report_answered,
                 ReportFailed: self._report_failed,
@@ -272,6 +274,16 @@ class Shard:
 
     def _peers_tried(self, m: PeersTried, now: int) -> list[Effect]:
         self._probe.tried(m)
+        self.state.report_sender.say_soon()
+        return []
+
+    def _tier_lost(self, m: TierLost, now: int) -> list[Effect]:
+        """The shard goes on without that tier."""
+        if m.tier in self.pool.lost:
+            return []
+        for page in self.pool.lose(m.tier):
+            self.state.withdraw(page)
+        self._trouble = "; ".join(filter(None, (self._trouble, m.why)))
         self.state.report_sender.say_soon()
         return []
 

@@ -19,7 +19,8 @@ from itertools import count
 from kvcluster.config import GroupConfig, size_text
 from kvcluster.core.ids import ShardId
 
-MEMORY = "memory"
+MEMORY, GPU = "memory", "GPU"
+"""Resources that Ray itself knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def _merged(sentences: Iterable[str]) -> Iterator[str]:
 
 def needs(group: GroupConfig) -> str:
     """Returns in words what a node must have for a shard of this group."""
-    resources = "".join(f"{name} {amount:g}, " for name, amount in group.resources.items())
+    resources = "".join(f"{name} {amount:g}, " for name, amount in _resources(group).items())
     labels = "".join(f", label {name}={value}" for name, value in group.labels.items())
     return f"{resources}{size_text(pool_bytes(group), 4)} of memory free{labels}"
 
@@ -218,7 +219,7 @@ def needs(group: GroupConfig) -> str:
 def _offers(node: Node, group: GroupConfig) -> bool:
     """Whether this node is of the kind that the group's shards are for, full or not."""
     labelled = all(node.labels.get(name) == value for name, value in group.labels.items())
-    return labelled and all(node.total.get(name, 0.0) >= amount for name, amount in group.resources.items())
+    return labelled and all(node.total.get(name, 0.0) >= amount for name, amount in _resources(group).items())
 
 
 def _fits(has: Mapping[str, float], node: Node, group: GroupConfig) -> bool:
@@ -227,7 +228,12 @@ def _fits(has: Mapping[str, float], node: Node, group: GroupConfig) -> bool:
 
 def _claims(group: GroupConfig) -> dict[str, float]:
     """Returns what a shard of this group takes of its node, memory among it."""
-    return {**group.resources, MEMORY: float(pool_bytes(group))}
+    return {**_resources(group), MEMORY: float(pool_bytes(group))}
+
+
+def _resources(group: GroupConfig) -> dict[str, float]:
+    """Returns what a shard of this group claims beside memory."""
+    return {**group.resources, **({GPU: group.shard.num_gpus} if group.shard.num_gpus else {})}
 
 
 def _less(node: Node, group: GroupConfig) -> Node:

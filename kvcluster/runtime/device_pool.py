@@ -77,6 +77,7 @@ class DevicePool:
         self._shared, self._memory = _allocated(device, nbytes)
         self._slots: SimpleQueue[_Slot] = SimpleQueue()
         self._closed = False
+        self.failed = ""
         try:
             for _ in range(SLOTS):
                 self._slots.put(_Slot(device.pin(min(SLOT_BYTES, nbytes)), device.stream()))
@@ -167,6 +168,7 @@ class DevicePool:
         try:
             yield slot
         except DeviceFailed as error:
+            self.failed = self.failed or f"the shard goes on without its GPU tier: {error}"
             raise OSError(f"the GPU has failed: {error}") from error
         finally:
             self._slots.put(slot)

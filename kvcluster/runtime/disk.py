@@ -62,7 +62,7 @@ class DiskFolder:
     """The store of the disk tier (tier_store.TierStore): the files of one shard, below `config.disk_dir`. Writes and
     erasures come from one thread; reads may come from any thread."""
 
-    pool = None
+    pool, failed = None, ""
 
     def __init__(self, config: ShardConfig, shard: ShardId) -> None:
         plan = FileAllocator(config.disk_bytes, config.disk_file_bytes)

@@ -49,6 +49,7 @@ from kvcluster.core.messages import (
     Stage,
     Staged,
     Tier,
+    TierLost,
     TryPeers,
     Verify,
 )
@@ -122,7 +123,7 @@ class ShardHost:
         self._report_ms = config.membership_ttl_ms
         self._codec = Codec[config.coordinator.host_codec.upper()]
         self._raw_blocks = config.coordinator.host_raw_blocks
-        self._metrics, self._acks = ShardMetrics(), AckReader()
+        self._metrics, self._acks, self._lost = ShardMetrics(), AckReader(), set[Tier]()
         self._sessions: dict[Attempt, Callable[[Miss], object]] = {}
 
         def fail(error: BaseException) -> None:
@@ -318,6 +319,7 @@ class ShardHost:
             moved = tier_io.move(order, self._stores)
             self._moved(order, moved, time.monotonic() - began)
             self._driver.tell(moved)
+            self._look_for_lost_tiers()
         else:
             self._stores.erase(order)
 
@@ -326,6 +328,15 @@ class ShardHost:
         staged = tier_io.stage(order, self._stores)
         self._moved(order, staged, time.monotonic() - began)
         self._driver.tell(staged)
+        self._look_for_lost_tiers()
+
+    def _look_for_lost_tiers(self) -> None:
+        """Tells the core, once, of a tier whose store has failed."""
+        for tier, why in self._stores.failed().items():
+            if tier not in self._lost:
+                self._lost.add(tier)
+                warned("tier_lost", tier=tier.name.lower(), why=why)
+                self._driver.tell(TierLost(tier, why))
 
     def _moved(self, order: MovePages | Stage, result: Moved | Staged, seconds: float) -> None:
         self._metrics.moved(order, result, seconds)

@@ -46,6 +46,10 @@ class TierStore(TierBytes, Protocol):
     """The bytes of one tier. Writes and erasures come from one thread; all else may come from any thread."""
 
     @property
+    def failed(self) -> str:
+        """Why nothing can be read or written there until the shard starts again; "" if it can."""
+
+    @property
     def pool(self) -> SharedPool | None:
         """Its memory, if processes on the same device may open it."""
 
@@ -64,7 +68,7 @@ be used: `trouble` then gives the reason, and the shard runs without that tier."
 class RegionStore:
     """Pages in a region that this process addresses. They end with the process, so there is nothing to erase."""
 
-    pool = None
+    pool, failed = None, ""
 
     def __init__(self, region: Region) -> None:
         self._region = region
@@ -122,6 +126,10 @@ class TierStores:
     def erase(self, order: Erase) -> None:
         for store in self._by_tier.values():
             store.erase(order)
+
+    def failed(self) -> dict[Tier, str]:
+        """Returns the tiers whose stores have failed for good, each with the reason."""
+        return {tier: store.failed for tier, store in self._by_tier.items() if store.failed}
 
     def close(self) -> None:
         for store in self._by_tier.values():

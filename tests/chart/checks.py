@@ -129,6 +129,14 @@ def memory_is_what_the_program_asks_for(release: Release) -> None:
             assert bytes_for_pools(limit - 4 * _MIB, shards=group.shards) < pools, "the limit is larger than needed"
 
 
+def shards_claim_the_gpus_of_their_pods(release: Release) -> None:
+    for _, each, options in _programs(release):
+        if options.command == "join":
+            (group,) = [g for g in release.config.shard_groups.values() if options.offer[0].startswith(*g.resources)]
+            gpus = int(each["resources"]["limits"].get("nvidia.com/gpu", 0))
+            assert group.shards * group.shard.num_gpus == gpus and bool(gpus) == bool(group.shard.gpu_bytes)
+
+
 def pods_have_time_to_stop(release: Release) -> None:
     for pod, _, options in _programs(release):
         if options.command != "join":
@@ -304,6 +312,7 @@ CHECKS: tuple[Callable[[Release], None], ...] = (
     *(no_pod_has_a_token_of_kubernetes_or_services_in_its_environment, commands_are_of_the_program),
     *(heads_and_nodes_fit_one_another, variables_are_known, files_of_the_configuration_are_mounted),
     *(memory_is_what_the_program_asks_for, pods_have_time_to_stop, ports_are_of_the_program),
+    shards_claim_the_gpus_of_their_pods,
     *(probes_ask_what_is_served, services_reach_ports_that_exist, the_advertised_name_is_a_service),
     *(selectors_match_pods, budgets_are_whole_numbers, policies_let_in_whom_the_table_of_ports_names, mounts_exist),
     *(rules_and_dashboards_name_metrics_that_exist, monitors_name_ports_and_the_job_of_the_rules),

@@ -20,7 +20,7 @@ Change = Callable[[Object], object]
 def releases() -> dict[str, Release]:
     return {
         name: Release(values_of(name), render(values_of(name)), installed(values_of(name))["info"]["notes"])
-        for name in ("disk", "monitoring")
+        for name in ("disk", "gpu", "monitoring")
     }
 
 
@@ -64,6 +64,7 @@ WRONG: list[tuple[str, Callable[[Release], None], Change]] = [
     ("disk", checks.variables_are_known, lambda o: container(o)["env"].append({"name": "RAY_TOKN", "value": "1"})),
     ("disk", checks.files_of_the_configuration_are_mounted, setting("/disk", "/disc")),
     ("disk", checks.memory_is_what_the_program_asks_for, setting('host_bytes = "8GiB"', 'host_bytes = "9GiB"')),
+    ("gpu", checks.shards_claim_the_gpus_of_their_pods, setting("num_gpus = 0.5", "num_gpus = 0.25")),
     ("disk", checks.pods_have_time_to_stop, setting("stop_ms = 50000", "stop_ms = 100000")),
     ("disk", checks.ports_are_of_the_program, setting("port = 9400", "port = 9500")),
     ("disk", checks.probes_ask_what_is_served, lambda o: container(o)["ports"][0].update(containerPort=9_400 + 99)),

@@ -66,6 +66,10 @@ def test_the_schema_refuses_by_name(path: str, value: Any) -> None:
         ({"shards": {"gpu": {"count": 1}}}, "shards?.gpu.count is 1 without .*gpu.resource"),
         ({"groups": {"a": {"gpu": {"count": 2}}}}, "groups.a.gpu.count is 2 without groups.a.gpu.resource"),
         ({"groups": {"a": {"gpu": {"resource": "nvidia.com/gpu"}}}}, "groups.a.gpu.resource is nvidia.com/gpu without"),
+        (
+            {"shards": {"gpu": {"count": 1, "resource": "nvidia.com/gpu"}}},
+            "gpu.count is 1, and shards without a pool there do not use GPUs: set .*.shard.gpu_bytes",
+        ),
         ({"shards": {"shard": {"disk_bytes": "9GiB"}}}, "disk_bytes needs .*host_bytes"),
         ({"shards": {"stop": {"pages": "save"}}}, "stop.pages is save without .*disk_bytes"),
         (

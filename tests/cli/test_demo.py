@@ -22,6 +22,7 @@ import kvcluster.cli
 from kvcluster.cli import demo
 from kvcluster.cli.child_process import ChildError, ChildProcess
 from kvcluster.cli.demo import far as fourth_act
+from kvcluster.cli.demo import gpu as fifth_act
 from kvcluster.cli.demo import screen as screens
 from kvcluster.cli.demo import tiers
 from kvcluster.cli.demo.engine import Engine
@@ -90,6 +91,22 @@ def far_away(**other: Any) -> dict[str, Any]:
     return fourth_act.assess(**{**replies, **other}, right="a")
 
 
+def on_gpu(**other: Any) -> dict[str, Any]:
+    """The fifth act."""
+    read = {"device": "a twin of a GPU", "is_card": False, "pages": 32, "copies": 0, "identical": True}
+    return fifth_act.assess(read | other)
+
+
+def others(**figures: Any) -> dict[str, Any]:
+    """What is shown beside the answers."""
+    return {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers(), "far": far_away(), "gpu": on_gpu()} | figures
+
+
+def test_a_pool_on_a_gpu_is_a_success_if_all_comes_from_there_without_a_copy() -> None:
+    assert on_gpu()["ok"] and on_gpu(is_card=True, device="NVIDIA H100")["ok"]
+    assert not on_gpu(pages=31)["ok"] and not on_gpu(copies=1)["ok"] and not on_gpu(identical=False)["ok"]
+
+
 def test_a_long_context_is_a_success_if_ids_are_the_same_and_queries_move_less() -> None:
     assert far_away()["ok"] and far_away(cut_off=far(shipped=1 << 20))["ok"]
     assert not far_away(streamed=far("b"))["ok"] and not far_away(shipped=far("b", 1, 1))["ok"]
@@ -102,9 +119,9 @@ def test_a_long_context_is_a_success_if_ids_are_the_same_and_queries_move_less()
 @pytest.mark.parametrize("of", [{}, {"shipped": {"error": "E: x"}}, {"cut_off": far("a", 0, 1 << 20)}])
 def test_the_fourth_act_fits_eighty_columns(of: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with screens.Screen(silent=False) as screen:
-        screen.show(assess() | {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers(), "far": far_away(**of)})
+        screen.show(assess() | others(far=far_away(**of)))
     shown = capsys.readouterr().out
-    assert "Act 4" in shown and max(map(len, shown.splitlines())) <= 80
+    assert "Act 4" in shown and "Act 5" in shown and max(map(len, shown.splitlines())) <= 80
 
 
 def test_a_working_set_that_comes_back_out_of_the_host_tier_is_a_success() -> None:
@@ -153,7 +170,7 @@ def test_the_control_counts_where_only_logits_move() -> None:
 @pytest.mark.parametrize("replies", [{}, {"stored": answer("x"), "explained": {"tokens": 4096, "misses": ["x"]}}])
 def test_the_screen_fits_eighty_columns(replies: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with screens.Screen(silent=False) as screen:
-        screen.show(assess(**replies) | {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers(), "far": far_away()})
+        screen.show(assess(**replies) | others())
     shown = capsys.readouterr().out
     assert "second replica" in shown
     assert ("DIFFERENT" in shown) == bool(replies)
@@ -164,7 +181,7 @@ def test_a_silent_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> N
     with screens.Screen(silent=True) as screen:
         with screen.step("a step") as progress:
             progress(1, 2)
-        screen.show(assess() | {"hit_rate": 0.74, "seconds": 48.0, "tiers": in_tiers(), "far": far_away()})
+        screen.show(assess() | others())
     assert capsys.readouterr().out == ""
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvcluster.config import SHARD_RESOURCE, Config, GroupConfig, load
 from kvcluster.core.ids import ShardId
 from kvcluster.core.shard_scheduler import (
+    GPU,
     MEMORY,
     Node,
     RunningShard,
@@ -134,6 +135,18 @@ def test_a_group_goes_to_the_nodes_with_its_resources_and_labels() -> None:
     assert homes(found) == {"gpu-0": "g", "gpu-1": "g", "cpu-0": "a"}
     far = "a shard of group far waits for a node with kvcluster_shard 1, 1 GiB of memory free, label zone=y"
     assert found.waiting == (f"{far}: no node is of that kind",)
+
+
+def test_shards_with_pools_on_gpus_take_the_parts_that_they_claim() -> None:
+    wants = config(5, host_bytes=GIB, gpu_bytes=GIB, num_gpus=0.5).shard_groups
+    has = node("a").free | {GPU: 1.0}
+    found = schedule(wants, [replace(node("a"), free=has, total=has), node("b")], [])
+    assert list(homes(found).values()) == ["a", "a"], "and none on the node without"
+    assert found.waiting == (
+        "3 shards of group shard wait for a node with kvcluster_shard 1, GPU 0.5, 2 GiB of memory free",
+    )
+    (without,) = schedule(config(1, host_bytes=GIB, gpu_bytes=GIB, num_gpus=1).shard_groups, [node("b")], []).waiting
+    assert "GPU 1, 2 GiB of memory free: no node is of that kind" in without
 
 
 def test_a_group_of_one_a_node_follows_the_nodes() -> None:

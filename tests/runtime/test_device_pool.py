@@ -4,7 +4,7 @@ tensors."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,11 +126,25 @@ def test_what_is_left_on_a_gpu_alone_is_read_through_the_host_tier() -> None:
         assert dict(host.core.info().counters)["staged"]
 
 
+def loads_until(done: Callable[[], object], client: Client) -> None:
+    """Stores and loads prompts, which the shard then promotes, until something has come."""
+    for turn in range(500):
+        client.store(prompt(10 + turn % 5), kv(10 + turn % 5))
+        client.load(prompt(10 + turn % 5), torch.zeros_like(kv(0)))
+        if done():
+            return
+    raise AssertionError("it did not come")
+
+
 def test_a_gpu_that_fails_is_lost_with_its_pages_and_nothing_else_is(twins: list[Twin]) -> None:
     with cluster(gpu_bytes=3, ram_bytes=6, host_bytes=3) as (there, client):
         client.store(prompt(1), kv(1))
         until(there, Tier.GPU, prompt(1), client)
         twins[0].fail()
+        loads_until(lambda: client.status()["shards"][0]["trouble"], client)
+        (shard,) = client.status()["shards"]
+        assert shard["above"] == [] and "goes on without its GPU tier: twin-0 has failed" in shard["trouble"]
+        assert Tier.GPU not in tiers_of(there)
         for number in range(1, 5):
             client.store(prompt(number), kv(number))
             assert client.flush()

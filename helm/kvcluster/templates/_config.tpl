@@ -37,6 +37,9 @@
 {{- if gt (int64 $group.disk.bytes) 0 -}}
 {{- $shard = merge (dict "stop_ms" $group.stopMs "disk_dir" (dig "shard" "disk_dir" "/var/lib/kvcluster/disk" $config)) $shard -}}
 {{- end -}}
+{{- if gt (int64 $group.gpu.count) 0 -}}
+{{- $shard = merge $shard (dict "num_gpus" $group.numGpus) -}}
+{{- end -}}
 {{- $_ := set $groups $name (dict "shards" $group.perPod "per_node" true "resources" (dict $group.resource 1) "shard" $shard) -}}
 {{- end -}}
 {{- $_ := set $config "groups" $groups -}}

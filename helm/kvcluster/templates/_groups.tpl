@@ -33,6 +33,7 @@ default, so the old one wins. */ -}}
 {{- $ram := include "kvcluster.bytes" (dict "value" (dig "ram_bytes" "1GiB" $tiers) "name" (printf "%s.shard.ram_bytes" $at)) | int64 -}}
 {{- $host := include "kvcluster.bytes" (dict "value" (dig "host_bytes" "0" $tiers) "name" (printf "%s.shard.host_bytes" $at)) | int64 -}}
 {{- $disk := include "kvcluster.bytes" (dict "value" (dig "disk_bytes" "0" $tiers) "name" (printf "%s.shard.disk_bytes" $at)) | int64 -}}
+{{- $gpu := include "kvcluster.bytes" (dict "value" (dig "gpu_bytes" "0" $tiers) "name" (printf "%s.shard.gpu_bytes" $at)) | int64 -}}
 {{- $pools := mul (add $ram $host) $count -}}
 {{- $memory := include "kvcluster.memory" (dict "pools" $pools "shards" $count) | int64 -}}
 {{- $pages := default (ternary "save" "drain" (gt $disk 0)) $group.stop.pages -}}
@@ -59,16 +60,25 @@ default, so the old one wins. */ -}}
 {{- $save = include "kvcluster.divUp" (dict "of" $stopMs "by" 1000) | int64 -}}
 {{- end -}}
 {{- $diskNeeds := add (mul $disk $count) (div (mul $disk $count) 16) 268435456 -}}
-{{- $checks := include "kvcluster.groupChecks" (dict "at" $at "name" .name "root" .root "group" $group "memory" $memory "pools" $pools "disk" $disk "host" $host "diskNeeds" $diskNeeds "pages" $pages) -}}
+{{- $checks := include "kvcluster.groupChecks" (dict "at" $at "name" .name "root" .root "group" $group "memory" $memory "pools" $pools "disk" $disk "host" $host "gpuBytes" $gpu "diskNeeds" $diskNeeds "pages" $pages) -}}
 {{- $group = merge (dict
     "tiers" $tiers "pools" $pools "disk" (dict "bytes" $disk "size" (default (include "kvcluster.mebibytes" $diskNeeds) $group.disk.size))
     "resource" (printf "kvcluster_shard_%s" (.name | replace "-" "_"))
     "limit" (default (printf "%dMi" (div $memory 1048576)) $group.resources.limits.memory)
-    "pages" $pages "leaveSeconds" $drain "saveSeconds" $save "stopMs" $stopMs
+    "numGpus" (include "kvcluster.gpusOfShard" $group | float64) "pages" $pages "leaveSeconds" $drain "saveSeconds" $save "stopMs" $stopMs
     "keeps" (mul (add $drain $save) (ternary $saveRate $drainRate (eq $pages "save")))
     "graceSeconds" (add $drain $save $fixed)
   ) $group -}}
 {{- $group | toJson -}}
+{{- end -}}
+
+{{- /* The GPUs of its pod that each shard claims: whole ones, or a part of one. */ -}}
+{{- define "kvcluster.gpusOfShard" -}}
+{{- if lt (int64 .gpu.count) (int64 .perPod) -}}
+{{- divf .gpu.count .perPod -}}
+{{- else -}}
+{{- div .gpu.count .perPod -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Fails for a group that cannot work. */ -}}
@@ -86,6 +96,9 @@ default, so the old one wins. */ -}}
 {{- end -}}
 {{- if and .gpu.resource (lt (int64 .gpu.count) 1) -}}
 {{- fail (printf "%s.gpu.resource is %s without %s.gpu.count: say how many a pod gets" $at .gpu.resource $at) -}}
+{{- end -}}
+{{- if and (gt (int64 .gpu.count) 0) (lt (int64 $.gpuBytes) 1) -}}
+{{- fail (printf "%s.gpu.count is %d, and shards without a pool there do not use GPUs: set %s.shard.gpu_bytes, or leave the GPUs to engines" $at (int64 .gpu.count) $at) -}}
 {{- end -}}
 {{- if and (gt (int64 $.disk) 0) (lt (int64 $.host) 1) -}}
 {{- fail (printf "%s.shard.disk_bytes needs %s.shard.host_bytes: pages reach the disk from the host tier, and return through it" $at $at) -}}

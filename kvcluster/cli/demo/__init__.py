@@ -3,7 +3,8 @@
 The conductor starts an embedded Ray cluster and two replicas, each in its own process with the same model, and lets one
 compute at a time: all questions without the cache, the first one through the cache (stored), all of them on the other
 replica (loaded). Then a replica changes its weights, and must find nothing; and one reads more than a RAM tier
-holds, twice (tiers.py), or answers with a sixteenth of the memory that the KV takes (far.py). It checks its results:
+holds, twice (tiers.py), or answers with a sixteenth of the memory that the KV takes (far.py), or reads a pool on a GPU
+(gpu.py). It checks its results:
 the exit status is 1 if the cache changed an answer, or if the checks could not have noticed that. `DEMO_MODEL=path`
 replaces the model.
 
@@ -25,6 +26,7 @@ import kvcluster
 from kvcluster.child_python import module_command
 from kvcluster.cli.child_process import ChildProcess
 from kvcluster.cli.demo import far as fourth_act
+from kvcluster.cli.demo import gpu as fifth_act
 from kvcluster.cli.demo import text
 from kvcluster.cli.demo import tiers as third_act
 from kvcluster.cli.demo.screen import Screen
@@ -99,8 +101,10 @@ def conduct(screen: Screen, signals: Signals) -> Figures:
         far = fourth_act.conduct(first, screen, cluster, text.QUESTIONS[0], computed[0]["digest"])
         acts.close()
         tiers = third_act.conduct(first, screen, signals)
+        gpu = fifth_act.conduct(first, screen, signals)
     figures = assess(computed, stored, loaded, spoiled, trained, explained)
-    figures |= {"tiers": tiers, "far": far, "ok": figures["ok"] and tiers["ok"] and far["ok"]}
+    acts_of = {"tiers": tiers, "far": far, "gpu": gpu}
+    figures |= acts_of | {"ok": figures["ok"] and all(act["ok"] for act in acts_of.values())}
     return about | figures | {"hit_rate": status["hit_rate"], "seconds": time.monotonic() - began}
 
 

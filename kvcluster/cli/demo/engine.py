@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import kvcluster
 from kvcluster.cli.bench.transfer.worker import answer_requests, inherited_connection
-from kvcluster.cli.demo import text
+from kvcluster.cli.demo import gpu_reader, text
 from kvcluster.cli.demo_model import document, encode, llama
 from kvcluster.config import ClientConfig
 from kvcluster.core.position_tree import CUT_TOKENS
@@ -218,6 +218,14 @@ class Engine:
         tokens = self._prefix + self._encode(text.ask(question))
         misses = [block for block in self._connected().explain(tokens) if not block.hit]
         return {"tokens": self._connected().lookup(tokens).tokens, "misses": [str(block) for block in misses]}
+
+    def has_gpu(self) -> dict[str, Any]:
+        """Returns whether torch has a GPU of NVIDIA's here."""
+        return {"has_gpu": torch.cuda.is_available() and torch.version.hip is None}
+
+    def read_on_gpu(self, address: str, has_gpu: bool) -> dict[str, Any]:
+        """Loads from a shard's pool into blocks on the same GPU, or on a twin of one."""
+        return gpu_reader.read_on_gpu(address, has_gpu=has_gpu)
 
     def close(self) -> None:
         if self._client is not None:

@@ -51,7 +51,7 @@ class Screen:
         """Prints all acts, from the figures that `--json` prints."""
         self._progress.stop()
         acts = (*_sharing(figures), *_safety(figures["other_weights"]), *_tiers(figures["tiers"]))
-        for line in (*acts, *_far(figures["far"]), *_end(figures)):
+        for line in (*acts, *_far(figures["far"]), *_gpu(figures["gpu"]), *_end(figures)):
             self._console.print(line)
 
 
@@ -133,6 +133,15 @@ def _way(far: dict[str, Any], name: str, moved: str, what: str) -> Iterator[str]
     first, *rest = textwrap.wrap(way["error"], 62)
     for line in (f"  {title:<14} {escape(first)}", *(f"{'':17}{escape(each)}" for each in rest)):
         yield line if name == "cut_off" else f"[red]{line}[/]"
+
+
+def _gpu(gpu: dict[str, Any]) -> Iterator[str]:
+    yield "\n[bold]Act 5: a pool on a GPU.[/] The engine's KV lies on the same GPU as a shard's pool"
+    card = gpu["device"] if gpu["is_card"] else f"{gpu['device']}, since there is none here: no figure of a GPU"
+    same = "[green]the bytes that were stored[/]" if gpu["identical"] else "[red]OTHER BYTES[/]"
+    yield f"  GPU            {escape(card)}"
+    yield f"  read in place  {gpu['pages']} pages, verified there; {same}"
+    yield f"  copies in RAM  {gpu['copies']}"
 
 
 def _end(figures: dict[str, Any]) -> Iterator[str]:

@@ -82,6 +82,7 @@ from kvcluster.core.messages.driver import (
     Staged,
     Stalled,
     Tick,
+    TierLost,
     Verified,
 )
 from kvcluster.core.messages.effects import (
@@ -228,6 +229,7 @@ ShardMessage = (
     | Verified
     | Moved
     | Staged
+    | TierLost
     | PeersTried
     | SavePages
     | ReportAnswered

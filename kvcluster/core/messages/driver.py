@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import Attempt, CallId, ShardId
 from kvcluster.core.messages.reports import ReportAck
+from kvcluster.core.tiers import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,15 @@ class Staged:
 
     attempt: Attempt
     corrupt: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TierLost:
+    """The store of a tier has failed for good, and `why`: its pages are gone, and nothing can be written there until
+    the shard starts again."""
+
+    tier: Tier
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

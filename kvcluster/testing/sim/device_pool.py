@@ -16,14 +16,14 @@ class SimulatedDevicePool:
         self.owner: Process | None = shard
         self._memory = Memory(nbytes)
         self._written: dict[int, tuple[int, int]] = {}  # by offset: the bytes of the page, and when it was stored
-        self._lost = False  # the device answers no more
+        self.lost = False  # the device answers no more
 
     def begin_write(self, move: PageMove) -> None:
         """Does nothing: the pool ends with its process, so no later shard reads a page that was half written."""
 
     def write(self, move: PageMove, data: bytes, stored_at: int) -> bool:
         """Writes a page. Returns whether it could."""
-        if self._lost:
+        if self.lost:
             return False
         self._memory.write(move.target.offset, data)
         self._written[move.target.offset] = len(data), stored_at
@@ -31,7 +31,7 @@ class SimulatedDevicePool:
 
     def read(self, slot: PageSlot) -> bytes | None:
         """Returns the bytes of the slot; None if the device is lost."""
-        return None if self._lost else bytes(self._memory.view(slot))
+        return None if self.lost else bytes(self._memory.view(slot))
 
     def stored_at(self, offset: int) -> int:
         return self._written[offset][1]
@@ -40,15 +40,15 @@ class SimulatedDevicePool:
         """Nothing of it comes back."""
 
     def is_rotten(self, slot: PageSlot) -> bool:
-        return self._lost or self._memory.is_rotten(slot.offset, slot.nbytes)
+        return self.lost or self._memory.is_rotten(slot.offset, slot.nbytes)
 
     @property
     def has_rotten(self) -> bool:
-        return self._lost or bool(self._memory.rotten)
+        return self.lost or bool(self._memory.rotten)
 
     def rot(self, rng: random.Random) -> bool:
         """Flips a bit in some pages, or loses the device. False if there are none."""
-        self._lost = self._lost or rng.random() < 0.3
+        self.lost = self.lost or rng.random() < 0.3
         for offset in rng.sample(list(self._written), k=-(-len(self._written) // 2)):
             self._memory.flip(rng, offset, self._written[offset][0])
         return bool(self._written)

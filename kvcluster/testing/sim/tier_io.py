@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcluster.core.ids import Attempt, NamespaceId
-from kvcluster.core.messages import Erase, Moved, MovePages, PageKey, PageMove, PageSlot, Stage, Staged, Tier
+from kvcluster.core.messages import Erase, Moved, MovePages, PageKey, PageMove, PageSlot, Stage, Staged, Tier, TierLost
 from kvcluster.testing.kernel import MS, SECOND, Script
+from kvcluster.testing.sim.device_pool import SimulatedDevicePool
 from kvcluster.testing.sim.disk import SimulatedStore
 from kvcluster.testing.sim.memory import Memory
 from kvcluster.testing.sim.serving import SessionBook
@@ -38,7 +39,7 @@ class TieredShard(SessionBook, Protocol):
     def start(self, script: Script) -> object:
         """Starts a script of this process."""
 
-    def step(self, message: Moved | Staged) -> object:
+    def step(self, message: Moved | Staged | TierLost) -> object:
         """Has the core step a result."""
 
 
@@ -49,6 +50,7 @@ class SimulatedTierIO:
         self._shard = shard
         self.moves: dict[Attempt, MovePages | Stage] = {}
         self._stored_at: dict[Attempt, list[int]] = {}  # when the pages of each queued MovePages were stored
+        self._lost: set[Tier] = set()
         self._queue: list[MovePages | Erase] = []  # the jobs of one thread, in order
 
     def queue(self, effect: MovePages | Erase) -> None:
@@ -124,6 +126,10 @@ class SimulatedTierIO:
         self._shard.step(message)
         self._shard.finish(session)
         del self.moves[session.attempt]
+        for tier, store in self._shard.stores.items():
+            if isinstance(store, SimulatedDevicePool) and store.lost and tier not in self._lost:
+                self._lost.add(tier)
+                self._shard.step(TierLost(tier, "its device has failed"))
 
     def _write(self, page: PageMove, before: bytes | None, stored_at: int) -> Script:
         """Writes a page to a store, as it is or encoded. Returns its packed sums; None if it cannot be encoded
