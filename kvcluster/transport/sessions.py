@@ -194,9 +194,9 @@ class ReadSession(ExchangeSession[ReadRequest]):
         path: str,
         opens_pools: bool = False,
     ) -> None:
-        super().__init__(
-            host, tenant, request if opens_pools else replace(request, on_device=False), stop, deadline, path=path
-        )
+        if request.on_device and not opens_pools:
+            request = replace(request, on_device=False)
+        super().__init__(host, tenant, request, stop, deadline, path=path)
 
     def __enter__(self) -> ReadSession:
         self._open()

@@ -33,6 +33,7 @@ from kvcluster.core.messages import (
     Suspect,
     Tick,
     Tier,
+    TierLost,
     Verified,
     WriteGrant,
     Written,
@@ -73,6 +74,7 @@ class Oracle:
             Verified: self._verified,
             Moved: self._moved,
             Staged: self._staged,
+            TierLost: self._tier_lost,
             Suspect: self._suspect,
             Tick: self._tick,
             Stalled: self._stalled,
@@ -295,6 +297,11 @@ class Oracle:
                 sound = shard.storage.is_rotten(slot) or shard.storage.bytes_of(slot) == right
                 require(sound, f"wrong bytes of {slot.key.hash.hex()[:6]} are read from disk")
         self._only_rotten_are_gone(shard)
+
+    def _tier_lost(self, shard: ShardProcess, m: TierLost, effects: list[Effect]) -> None:
+        gone = {place: shard.ready.pop(place) for place in self._vanished(shard)}
+        require(all(tier is m.tier for _, _, tier in gone), "a page is gone with a tier that it was not in")
+        require(not any(tier is m.tier for _, _, tier in shard.ready), "a page stays in a tier that is lost")
 
     def _suspect(self, shard: ShardProcess, request: Request[Suspect], effects: list[Effect]) -> None:
         require(not self._vanished(shard), "a page is condemned only because a reader suspects it")
