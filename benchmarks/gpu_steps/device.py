@@ -138,9 +138,9 @@ def sums() -> None:
         at = block * SPEC.block_bytes
         right = checksum.seeded_sums(block, layers, content[at : at + SPEC.block_bytes])
         records.append(SummedRecord(page, into.data_ptr() + at, block, right, None))
-    words, launches, verdicts = verification(records, 0, scratch.data_ptr())
+    words, launches, verdicts, room = verification(records, 0, scratch.data_ptr())
     table = torch.frombuffer(bytearray(words), dtype=torch.uint8).cuda()
-    kernel = CopySums(Range(table.data_ptr(), len(words)), 0, launches, records)
+    kernel = CopySums(Range(table.data_ptr(), len(words)), 0, launches, room, records)
     took = device_seconds(lambda: triton_sums.enqueue(kernel))
     good = torch.equal(into, data) and not table.view(torch.int64)[verdicts:].any()
     row("copy_sums", layout="", GBps=gbps(nbytes, took), of_a_copy=copy / took, right=good)

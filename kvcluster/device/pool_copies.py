@@ -75,12 +75,13 @@ class _PoolRun(BatchRun):
         summed = [self._summed(place, memory, at) for place, at in zip(chunk.places, layers_at, strict=True)]
         first = len(table) // 8
         sums = verification(summed, first, memory.address + self.staging.slot_bytes)
+        assert sums.scratch.nbytes <= self.staging.slot_bytes, "a layer has more bytes than its blocks add"
         table += sums.words
         with chunk.slot.pinned.opened(0, len(table), writes=True) as room:
             room[:] = table
         chunk.verdicts = 8 * sums.verdicts
         whole = Range(memory.address, len(table))
-        kernels = CopySums(whole, first, sums.launches, summed), Scatter(whole, launches, records)
+        kernels = CopySums(whole, first, sums.launches, sums.scratch, summed), Scatter(whole, launches, records)
         return partial(self._enqueue, chunk, *kernels)
 
     def _enqueue(self, chunk: Chunk, sums: CopySums, move: Scatter) -> None:

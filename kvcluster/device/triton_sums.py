@@ -27,7 +27,7 @@ _STEP = tl.constexpr(LAYER_STEP)
 BLOCKS_A_TILE = 8
 """Of `add`: 8 KiB, of which each of 128 threads loads four times 16 bytes."""
 
-_INTEGERS = ["table", "rows", "constants", "layer_bytes", "layers", "scratch"]
+_INTEGERS = ["table", "rows", "constants", "layer_bytes"]
 
 
 @triton.jit
@@ -68,8 +68,6 @@ def add(
     rows: tl.tensor,
     constants: tl.tensor,
     layer_bytes: tl.tensor,
-    layers: tl.tensor,
-    scratch: tl.tensor,
     unit: tl.constexpr,
     blocks_a_tile: tl.constexpr,
 ) -> None:
@@ -78,7 +76,7 @@ def add(
     blocks = tl.cdiv(layer_bytes, 1024)
     tiles = tl.cdiv(blocks, blocks_a_tile)
     which, tile, layer = tl.program_id(0) // tiles, tl.program_id(0) % tiles, tl.program_id(1)
-    row = words + rows + which * 7
+    row = words + rows + which * 8
     if layer < tl.load(row + 2).to(tl.int32):
         seed = seed_of(row, layer)
         behind = layer.to(tl.uint64) * layer_bytes
@@ -99,7 +97,7 @@ def add(
         whole = block[:, None, None] * _STRIPES + tl.arange(0, _STRIPES)[None, :, None] < (layer_bytes - 1) // 64
         even_adds = tl.sum(tl.where(whole, mixed(even, even_key) + odd, 0), axis=1)
         odd_adds = tl.sum(tl.where(whole, mixed(odd, odd_key) + even, 0), axis=1)
-        out = scratch.to(tl.pointer_type(tl.uint64)) + (which * layers + layer).to(tl.int64) * blocks * 8
+        out = tl.load(row + 7).to(tl.pointer_type(tl.uint64)) + layer * blocks * 8
         lane = block[:, None] * 8 + tl.arange(0, 4)[None, :] * 2
         there = (block < blocks)[:, None]
         tl.store(out + lane, even_adds, mask=there)
@@ -112,20 +110,18 @@ def judge(
     rows: tl.tensor,
     constants: tl.tensor,
     layer_bytes: tl.tensor,
-    layers: tl.tensor,
-    scratch: tl.tensor,
 ) -> None:
     """The verdict of one layer, from what its blocks add: axis 0 is records, axis 1 layers."""
     words = table.to(tl.pointer_type(tl.uint64))
     which, layer = tl.program_id(0), tl.program_id(1)
-    row = words + rows + which * 7
+    row = words + rows + which * 8
     if layer < tl.load(row + 2).to(tl.int32):
         seed, secret = seed_of(row, layer), words + constants
         blocks = tl.cdiv(layer_bytes, 1024)
         pair = tl.arange(0, 4)
         even, odd = tl.load(secret + _SECRET_WORDS + pair * 2), tl.load(secret + _SECRET_WORDS + pair * 2 + 1)
         even_key, odd_key = secret_at(secret, 16 + pair * 2, seed), secret_at(secret, 17 + pair * 2, seed)
-        added = scratch.to(tl.pointer_type(tl.uint64)) + (which * layers + layer).to(tl.int64) * blocks * 8 + pair * 2
+        added = tl.load(row + 7).to(tl.pointer_type(tl.uint64)) + layer * blocks * 8 + pair * 2
         for _ in range(blocks - 1):
             even = scrambled(even + tl.load(added), even_key)
             odd = scrambled(odd + tl.load(added + 1), odd_key)
@@ -150,14 +146,14 @@ def judge(
 def enqueue(kernel: CopySums) -> None:
     """Enqueues it on the current stream of torch. Does not wait for the device."""
     for launch in kernel.launches:
-        numbers = kernel.table.address, launch.rows, kernel.constants, launch.layer_bytes, launch.layers, launch.scratch
+        numbers = kernel.table.address, launch.rows, kernel.constants, launch.layer_bytes
         add[_tiles(launch)](*numbers, _unit(kernel, launch), BLOCKS_A_TILE, num_warps=4)
         judge[(launch.records, launch.layers)](*numbers, num_warps=1)
 
 
 def build() -> None:
     """Compiles both for the current device, or takes them from Triton's cache, and loads them."""
-    numbers = 1 << 40, 1, 1, 1 << 12, 1, 1 << 40
+    numbers = 1 << 40, 1, 1, 1 << 12
     for unit in UNITS:
         add.warmup(*numbers, unit, BLOCKS_A_TILE, num_warps=4, grid=(1, 1))._init_handles()
     judge.warmup(*numbers, num_warps=1, grid=(1, 1))._init_handles()

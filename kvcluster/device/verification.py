@@ -43,7 +43,7 @@ CONSTANTS = array("Q", _SECRET).tolist() + list(_LANES)
 """XXH3's secret and its state before the first block: the words with which the table begins."""
 
 _NOTHING = 2**64 - 1
-_ROW_WORDS = 7
+_ROW_WORDS = 8
 
 
 class SummedRecord(NamedTuple):
@@ -68,31 +68,27 @@ class SummedRecord(NamedTuple):
 
 class SumLaunch(NamedTuple):
     """One launch: `records` of them, whose rows begin at word `rows` of the table, of at most `layers` layers of
-    `layer_bytes` each. `scratch`: the address at which each layer has LANES_BYTES for each block that it begins."""
+    `layer_bytes` each."""
 
     rows: int
     records: int
     layers: int
     layer_bytes: int
-    scratch: int
 
     @property
     def blocks(self) -> int:
         """The blocks of a layer. The last of them is not whole, and may have no stripe but the last of all."""
-        return -(-self.layer_bytes // HASHED_BYTES)
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self.records * self.layers * self.blocks * LANES_BYTES
+        return _blocks(self.layer_bytes)
 
 
 class Verification(NamedTuple):
     """Words for the table, what is launched, and the word at which the records have their verdicts, in their order: 0
-    if the record's bytes match its sums."""
+    if the record's bytes match its sums. `scratch`: memory for what the blocks of all layers add."""
 
     words: bytes
     launches: list[SumLaunch]
     verdicts: int
+    scratch: Range
 
 
 def can_verify(layer_bytes: int) -> bool:
@@ -112,27 +108,34 @@ def row_bytes(layers: int) -> int:
 
 def verification(records: Sequence[SummedRecord], first: int, scratch: int) -> Verification:
     """Returns what verifies these records, with words for the table from its word `first` on, and scratch memory from
-    this address on."""
+    this address on: LANES_BYTES for each block that a layer begins, about a quarter of the records at most."""
     table = array("Q", CONSTANTS)
     order = sorted(range(len(records)), key=lambda at: records[at].layer_bytes)
     rows = first + len(table)
     sums = rows + _ROW_WORDS * len(records)
     verdicts = sums + sum(len(record.sums) for record in records)
     launches: list[SumLaunch] = []
+    own = scratch
     for at in order:
         record = records[at]
+        layers = len(record.sums)
         moved = _NOTHING if record.layers_at is None else record.layers_at
-        table.extend((record.data.address, record.seed, len(record.sums), sums, moved, verdicts + at, record.into))
-        sums += len(record.sums)
+        table.extend((record.data.address, record.seed, layers, sums, moved, verdicts + at, record.into, own))
+        sums += layers
+        own += layers * _blocks(record.layer_bytes) * LANES_BYTES
     for layer_bytes, alike in groupby(order, lambda at: records[at].layer_bytes):
         same = list(alike)
         layers = max(len(records[at].sums) for at in same)
-        launches.append(SumLaunch(rows, len(same), layers, layer_bytes, scratch))
-        rows, scratch = rows + _ROW_WORDS * len(same), scratch + launches[-1].scratch_bytes
+        launches.append(SumLaunch(rows, len(same), layers, layer_bytes))
+        rows += _ROW_WORDS * len(same)
     for at in order:
         table.extend(records[at].sums)
     table.extend([0] * len(records))
-    return Verification(table.tobytes(), launches, verdicts)
+    return Verification(table.tobytes(), launches, verdicts, Range(scratch, own - scratch))
+
+
+def _blocks(layer_bytes: int) -> int:
+    return -(-layer_bytes // HASHED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,7 @@ class CopySums:
     table: Range
     constants: int
     launches: Sequence[SumLaunch]
+    scratch: Range
     records: Sequence[SummedRecord]
 
     @property
@@ -153,15 +157,14 @@ class CopySums:
     @property
     def writes(self) -> Sequence[Range]:
         """As DeviceKernel."""
-        scratch = [Range(launch.scratch, launch.scratch_bytes) for launch in self.launches]
-        return [self.table, *scratch, *(record.copied for record in self.records)]
+        return [self.table, self.scratch, *(record.copied for record in self.records)]
 
     def run(self, opened: Callable[[Range], memoryview]) -> None:
         """As DeviceKernel."""
         words = opened(self.table).cast("Q")
         for launch in self.launches:
             for at in range(launch.rows, launch.rows + _ROW_WORDS * launch.records, _ROW_WORDS):
-                address, seed, layers, sums, moved, verdict, into = words[at : at + _ROW_WORDS]
+                address, seed, layers, sums, moved, verdict, into, _ = words[at : at + _ROW_WORDS]
                 nbytes = layers * launch.layer_bytes
                 copied = opened(Range(into, nbytes))
                 copied[:] = opened(Range(address, nbytes))

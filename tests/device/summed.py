@@ -39,7 +39,7 @@ def drawn(seed: int, device: str) -> Drawn:
     room = 2 * sum(layer_bytes * layers + 64 for layer_bytes, layers in kinds)
     start = 64 + 8 * (MOVED_WORDS + 200)
     scratch = start + room
-    size = scratch + sum(layers * (layer_bytes // 16 + 128) for layer_bytes, layers in kinds) * 4 + 64
+    size = scratch + sum(layers * (layer_bytes // 16 + 64) for layer_bytes, layers in kinds) + 64
     content = bytearray(rng.randbytes(size))
     arena = Arena(bytes(content), device)
     records, bad, at = [], [], start
@@ -76,13 +76,15 @@ def _placed(
     rng: Random,
 ) -> Drawn:
     at = 64 - arena.start % 8
-    words, launches, verdicts = verification(records, MOVED_WORDS, arena.start + scratch + 8 - arena.start % 8)
+    made = verification(records, MOVED_WORDS, arena.start + scratch + 8 - arena.start % 8)
+    words, launches, verdicts, room = made
+    assert room.address + room.nbytes <= arena.start + len(content)
     before = [value or rng.randrange(1, 9) for value in moved]
     table = b"".join(value.to_bytes(8, "little") for value in before) + words
     assert len(table) <= 8 * (MOVED_WORDS + 190)
     content[at : at + len(table)] = table
     arena.fill(content)
-    kernel = CopySums(Range(arena.start + at, len(table)), MOVED_WORDS, launches, records)
+    kernel = CopySums(Range(arena.start + at, len(table)), MOVED_WORDS, launches, room, records)
     sources = [record.data.address - arena.start for record in records]
     copies = [bytes(content[at : at + record.data.nbytes]) for at, record in zip(sources, records, strict=True)]
     return Drawn(arena, kernel, verdicts, moved, bad, copies)

@@ -3,9 +3,11 @@ Engine and shard have machines of their own, as two processes have."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +16,19 @@ import torch
 from kvcluster import Dense
 from kvcluster.client.client import Client
 from kvcluster.core import limits
-from kvcluster.core.messages import Tier
+from kvcluster.core.ids import Attempt, Holder, NamespaceId
+from kvcluster.core.messages import PageWant, ReadRequest, Tier
 from kvcluster.device import pool_copies
 from kvcluster.device.device import NoMemory
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.staging import TABLE_BYTES, DeviceStaging
 from kvcluster.device.twin import Machine, Twin
+from kvcluster.errors import ProtocolError
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE
+from kvcluster.transport.sessions import ReadSession
+from kvcluster.wire import socket_frames
+from kvcluster.wire.socket_frames import FrameKind
 from tests.device.tensors import Engine
 from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt, tiers_of
 from tests.transport import shm_served
@@ -181,6 +188,33 @@ def test_a_device_that_does_not_open_it_is_not_asked_again(
     assert "is not read there: it maps nothing" in caplog.text
 
 
+def pool_of_another_shard(read: list[int]) -> int:
+    """Returns how many blocks came from the pool of a second shard, after a first one has ended."""
+    for number in (1, 2):
+        with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+            promoted(cluster, here, number)
+            read.clear()
+            came = here.load(number)
+    return came if sum(read) else 0
+
+
+def test_a_pool_is_that_of_its_shard_and_one_that_is_kept_is_noticed(
+    read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pool_of_another_shard(read) == BLOCKS
+    kept: list[int] = []
+    opened = Twin.open_shared
+
+    def first_of_all(twin: Twin, descriptor: int, nbytes: int) -> Any:
+        """As if a pool that was opened once were that of every later shard."""
+        kept.extend([] if kept else [os.dup(descriptor)])
+        return opened(twin, kept[0], nbytes)
+
+    monkeypatch.setattr(Twin, "open_shared", first_of_all)
+    assert pool_of_another_shard(read) < BLOCKS, "nothing of it matches, and no block has other bytes"
+    os.close(kept[0])
+
+
 def test_a_device_that_has_failed_is_the_engines_loss_alone() -> None:
     with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
         promoted(cluster, here, 1)
@@ -188,3 +222,44 @@ def test_a_device_that_has_failed_is_the_engines_loss_alone() -> None:
         assert here.client.load(prompt(1), Dense(here.tensor)) == 0
         out = torch.zeros_like(kv(0))
         assert here.client.load(prompt(1), out) == BLOCKS * SPEC.block_tokens and torch.equal(out, kv(1))
+
+
+# ------------------------------------------------------------------------------------------- hostile workers
+
+
+@pytest.mark.parametrize(
+    ("gpu", "frame", "says"),
+    [
+        (False, socket_frames.encode_header(FrameKind.POOL, 0), "POOL"),
+        (True, socket_frames.encode_header(FrameKind.POOL, 8) + bytes(8), "a worker's POOL has no body"),
+        (True, None, "asked for pages of a pool that it has not opened"),
+    ],
+)
+def test_a_worker_that_asks_for_what_it_has_not_is_refused_in_words(gpu: bool, frame: bytes | None, says: str) -> None:
+    sizes = {"gpu_bytes": 3} if gpu else {}
+    with world(**sizes, ram_bytes=3, host_bytes=3) as (cluster, _):
+        (host,) = cluster.shards.values()
+        served = shm_served.Served(host)
+        wish = ReadRequest(NamespaceId(bytes(32)), Attempt(Holder(bytes(16)), 1), host.core.epoch, (), on_device=True)
+        with shm_served.Raw(SimpleNamespace(served=served)) as peer:  # type: ignore[arg-type]
+            if frame is not None:
+                peer.send_bytes(frame)
+            else:
+                peer.send(FrameKind.READ, socket_frames.encode_read(wish, 10**10))
+            refusal = peer.refusal()
+            assert isinstance(refusal, ProtocolError) and says in str(refusal)
+            assert peer.is_closed()
+        served.close()
+
+
+def test_over_another_path_the_wish_is_not_followed() -> None:
+    with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+        promoted(cluster, here, 1)
+        (host,) = cluster.shards.values()
+        key = next(page.key for page in host.core.pool.ready() if page.tier is Tier.GPU)
+        space = next(page.space for page in host.core.pool.ready())
+        want = PageWant(key, 0, key.part.layers)
+        wish = ReadRequest(space, Attempt(Holder(bytes(range(16))), 1), host.core.epoch, (want,), on_device=True)
+        for opens, tier in ((False, Tier.RAM), (True, Tier.GPU)):
+            with ReadSession(host, ONE, wish, path="tcp", opens_pools=opens) as session:
+                assert [slot.tier for slot in session.granted.values()] == [tier]

@@ -41,6 +41,7 @@ WriteGrant = tuple[list[Written | None], Places]
 def shm_parsers() -> Iterator[Parser]:
     """All of them."""
     yield Parser("shm welcome", shm_frames.decode_welcome, _welcomes, _ERRORS, shm_frames.encode_welcome)
+    yield Parser("shm pool", shm_frames.decode_pool, _pools, _ERRORS, shm_frames.encode_pool)
     yield Parser("shm read grant", _read_grant, _read_grants, _ERRORS, _write_read_grant)
     yield Parser("shm write grant", _write_grant, _write_grants, _ERRORS, _write_write_grant)
     yield Parser(
@@ -105,6 +106,13 @@ def _write_write_grant(read: WriteGrant) -> bytes:
 def _welcomes() -> list[Tree]:
     bodies = [shm_frames.encode_welcome(Welcome(*numbers)) for numbers in [(0, 0), (2**40, 10**10)]]
     return trees(bodies, lambda data: Node(Kind.MANY, children=fields(data, (8, 8))))
+
+
+def _pools() -> list[Tree]:
+    return trees(
+        [shm_frames.encode_pool(nbytes) for nbytes in (0, 2**40)],
+        lambda data: Node(Kind.MANY, children=fields(data, (8,))),
+    )
 
 
 def _read_grants() -> list[Tree]:

@@ -118,7 +118,7 @@ def moves() -> Iterator[tuple[str, ASTSource]]:
 
 def sums() -> Iterator[tuple[str, ASTSource, int]]:
     """The kernels that verify records, with their names and warps."""
-    wide = {"table", "scratch"}
+    wide = {"table"}
     variants = [(triton_sums.add, {"unit": unit, "blocks_a_tile": triton_sums.BLOCKS_A_TILE}, 4) for unit in (16, 8)]
     for kernel, constants, warps in [*variants, (triton_sums.judge, {}, 1)]:
         signature = {

@@ -327,6 +327,7 @@ read_requests = st.builds(
         max_size=5,
     ).map(tuple),
     accept=losses,
+    on_device=st.booleans(),
 )
 write_requests = st.builds(
     WriteRequest,

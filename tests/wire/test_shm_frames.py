@@ -158,6 +158,26 @@ def test_a_renewal_says_one_thing(body: bytes) -> None:
         shm_frames.decode_renew(body)
 
 
+@pytest.mark.parametrize(
+    ("offset", "says"),
+    [(76, ""), (100, ""), (126, ""), (77, "ends outside"), (99, "ends outside"), (127, "a pool of 50")],
+)
+def test_a_page_lies_in_the_arena_or_in_the_pool_behind_it(offset: int, says: str) -> None:
+    body = grant(offset, 24, 1, 1, 2)
+    if says:
+        with pytest.raises(ProtocolError, match=says):
+            shm_frames.decode_read_grant(body, WANTS, 100, 50)
+    else:
+        assert list(shm_frames.decode_read_grant(body, WANTS, 100, 50)[1].offsets) == [offset]
+
+
+@pytest.mark.parametrize("body", [b"", bytes(7), bytes(9)])
+def test_a_pool_has_one_length(body: bytes) -> None:
+    assert shm_frames.decode_pool(shm_frames.encode_pool(2**40)) == 2**40
+    with pytest.raises(ProtocolError, match="a POOL has"):
+        shm_frames.decode_pool(body)
+
+
 @pytest.mark.parametrize("body", [b"", bytes(15), bytes(17)])
 def test_a_welcome_has_one_length(body: bytes) -> None:
     with pytest.raises(ProtocolError, match="a WELCOME has"):
