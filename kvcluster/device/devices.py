@@ -17,6 +17,9 @@ from kvcluster.device.verification import can_verify
 from kvcluster.pages.copy_batch import CopyBatch
 from kvcluster.pages.copy_executor import CopyExecutor, RunRecords
 
+_POOL_RECORD_BYTES = 4 << 20
+"""Of a load within a device: a few chunks are still under way at once, and pages of 2 MiB are records."""
+
 
 class Devices:
     """The devices that were added, and the CopyExecutor for all of them. Thread-safe. One that has failed stays: its
@@ -52,8 +55,12 @@ class Devices:
 
     def reads_pools(self, device: Device, layer_bytes: Iterable[int]) -> bool:
         """Whether a load can read raw pages with layers of these lengths in a shard's pool on that device."""
-        room = self._slot_bytes.get(device, 0) - TABLE_BYTES
+        room = self.pool_record_bytes(device)
         return all(can_verify(each) and max(each, limits.RECORD_BYTES) <= room for each in layer_bytes)
+
+    def pool_record_bytes(self, device: Device) -> int:
+        """Returns how large the records of such a load may be. Each costs Python the same time, whatever its size."""
+        return min(_POOL_RECORD_BYTES, self._slot_bytes.get(device, 0) - TABLE_BYTES)
 
     def holders(self, addresses: Iterable[int]) -> list[Device | None]:
         """Returns each device whose memory has one of these addresses, and None if one is memory of this process. What

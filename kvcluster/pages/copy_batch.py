@@ -5,7 +5,7 @@ five data paths.
 Page bytes lie at offsets of one endpoint, in page layout; blocks lie in the other, at the addresses of a BlockGeometry.
 A LOAD copies pages to blocks and carries the expected sums; a STORE copies blocks to pages and produces the sums. A
 record is a run of layers of one page. Records are in their order of use, and a record is at most limits.RECORD_BYTES,
-or one layer: that much may still be written after a cancel.
+or one layer: that much may still be written after a cancel (by a device what it has begun with: two slots of staging).
 
     PENDING -> DONE | MISMATCH | UNREADABLE | STOPPED
 
@@ -152,19 +152,6 @@ class CopyRecords:
         while self.items[last] != ended[-1]:
             last -= 1
         return ended, self.sums[self.sum_starts[first] : self.sum_starts[last] + self.counts[last]]
-
-    def select(self, rows: Sequence[int], offset: int = 0) -> CopyRecords:
-        """Returns these records, whose offsets count from `offset`. They share the sums."""
-        return CopyRecords(
-            array("I", [self.items[at] for at in rows]),
-            array("I", [self.layers[at] for at in rows]),
-            array("I", [self.counts[at] for at in rows]),
-            array("Q", [self.offsets[at] - offset for at in rows]),
-            array("Q", [self.nbytes[at] for at in rows]),
-            array("Q", [self.codecs[at] for at in rows]),
-            array("I", [self.sum_starts[at] for at in rows]),
-            self.sums,
-        )
 
     def slices(self, nbytes: int) -> Iterator[tuple[int, int]]:
         """Splits the records into consecutive ranges of at most `nbytes` each; a single larger record is its own

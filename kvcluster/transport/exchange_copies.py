@@ -23,11 +23,11 @@ from kvcluster.wire.frames import RecordHead
 from kvcluster.wire.shm_frames import Places
 
 
-def granted_records(wants: Sequence[PageWant], places: Places) -> CopyRecords:
-    """Returns the records granted to a load, in the order of their use. Offsets are relative to the same base as those
-    of `places`."""
+def granted_records(wants: Sequence[PageWant], places: Places, record_bytes: int | None = None) -> CopyRecords:
+    """Returns the records granted to a load, in the order of their use, each of at most `record_bytes` or one layer.
+    Offsets are relative to the same base as those of `places`."""
     asked = PageWants.of(wants).select(places.items)
-    runs = list(in_order_of_use(asked, places.layer_bytes))
+    runs = list(in_order_of_use(asked, places.layer_bytes, record_bytes))
     items: list[int] = []
     layers: list[int] = []
     counts: list[int] = []
@@ -59,6 +59,27 @@ def granted_records(wants: Sequence[PageWant], places: Places) -> CopyRecords:
         _sum_starts(counts),
         array("Q", sums),
     )
+
+
+def split_places(wants: Sequence[PageWant], places: Places, end: int) -> tuple[Places, Places]:
+    """Returns the granted pages of a load that lie before the offset `end`, and the others, whose offsets count from
+    there."""
+    kinds = PageWants.of(wants).select(places.items)
+    lengths = [kinds.kinds[number].layer_stop - kinds.kinds[number].layer_start for number in kinds.kind_of]
+    starts = list(accumulate(lengths, initial=0))
+
+    def chosen(ats: Sequence[int], base: int) -> Places:
+        return Places(
+            [places.items[at] for at in ats],
+            [places.offsets[at] - base for at in ats],
+            [places.layer_bytes[at] for at in ats],
+            [places.codecs[at] for at in ats],
+            [layer_sum for at in ats for layer_sum in places.sums[starts[at] : starts[at + 1]]],
+        )
+
+    near = [at for at, offset in enumerate(places.offsets) if offset < end]
+    far = [at for at, offset in enumerate(places.offsets) if offset >= end]
+    return chosen(near, 0), chosen(far, end)
 
 
 def arrived_records(heads: Sequence[RecordHead]) -> CopyRecords:

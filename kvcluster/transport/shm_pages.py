@@ -26,6 +26,7 @@ from kvcluster.core import limits
 from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss
 from kvcluster.device.device import Device, DeviceFailed, NoMemory
+from kvcluster.device.devices import DEVICES
 from kvcluster.device.endpoints import DevicePoolMemory
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.pages.copy_batch import CopyRecords
@@ -35,7 +36,7 @@ from kvcluster.transport import cpu_affinity
 from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, PageSink, PageSource, RefusedByShard, Streams
 from kvcluster.transport.connection_pool import ConnectionPool
-from kvcluster.transport.exchange_copies import granted_records, open_store, reserved_records
+from kvcluster.transport.exchange_copies import granted_records, open_store, reserved_records, split_places
 from kvcluster.transport.shm_control import ArenaMappings, ShmConnection, Turn, open_connection
 from kvcluster.transport.shm_views import BorrowedPages, borrow
 from kvcluster.transport.worker_exchange import check_answer_length
@@ -184,8 +185,7 @@ def _copies(
     control: ShmConnection, request: ReadRequest, places: Places, sink: PageSink, deadline: Deadline
 ) -> Generator[None, None, None]:
     """Copies the granted layers in the order of use, first those from the pool; yields after each slice."""
-    granted = granted_records(request.wants, places)
-    for records, memory, keeps in _by_memory(control, granted):
+    for records, memory, keeps in _by_memory(control, request, places):
         copies = sink.copies(records, memory, keeps)
         for start, stop in records.slices(_slice_bytes(records)):
             control.renew(deadline)
@@ -194,14 +194,16 @@ def _copies(
             control.raise_failure(deadline)
 
 
-def _by_memory(control: ShmConnection, records: CopyRecords) -> Iterator[tuple[CopyRecords, CopyEndpoint, object]]:
+def _by_memory(
+    control: ShmConnection, request: ReadRequest, places: Places
+) -> Iterator[tuple[CopyRecords, CopyEndpoint, object]]:
     """Yields the records in the pool and those in the arena, each with their memory and what keeps it."""
     arena, pool, end = control.arena, control.pool, control.arena.nbytes
-    if pool is not None and max(records.offsets, default=0) >= end:
-        far = [at for at, offset in enumerate(records.offsets) if offset >= end]
-        yield records.select(far, end), DevicePoolMemory(pool.device, pool.memory), pool
-        records = records.select([at for at, offset in enumerate(records.offsets) if offset < end])
-    yield records, MappedMemory(arena), arena
+    if pool is not None and max(places.offsets, default=0) >= end:
+        places, far = split_places(request.wants, places, end)
+        large = granted_records(request.wants, far, DEVICES.pool_record_bytes(pool.device))
+        yield large, DevicePoolMemory(pool.device, pool.memory), pool
+    yield granted_records(request.wants, places), MappedMemory(arena), arena
 
 
 def _slice_bytes(records: CopyRecords) -> int:

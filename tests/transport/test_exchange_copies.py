@@ -18,7 +18,13 @@ from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.testing.records import RecordSource
 from kvcluster.transport.base import Payload
-from kvcluster.transport.exchange_copies import RecordSink, granted_records, open_store, reserved_records
+from kvcluster.transport.exchange_copies import (
+    RecordSink,
+    granted_records,
+    open_store,
+    reserved_records,
+    split_places,
+)
 from kvcluster.wire.shm_frames import Places
 
 PAGES, LAYERS, LAYER_BYTES = 3, 4, 8
@@ -90,6 +96,22 @@ def test_a_sink_of_single_records_gets_each() -> None:
     sink = Records()
     sink.copies(granted(request(1)), SOURCE, None).run(0, 2)
     assert sink.came == [(0, 0, (0, 1), page_bytes(0, 0, 2)), (0, 2, (2, 3), page_bytes(0, 2, 2))]
+
+
+def test_pages_in_a_pool_are_records_of_their_own_and_larger() -> None:
+    asked = request()
+    wants = [asked.wants[0], asked.wants[1]._replace(layer_start=1, layer_stop=3), asked.wants[2]]
+    sums = [0, 1, 2, 3, 11, 12, 20, 21, 22, 23]
+    granted = Places([0, 1, 2], [64, 1_000, 1_032], [LAYER_BYTES] * 3, [RAW] * 3, sums)
+    near, far = split_places(wants, granted, 1_000)
+    assert (near.items, near.offsets, near.sums) == ([0], [64], [0, 1, 2, 3])
+    assert (far.items, far.offsets, far.sums) == ([1, 2], [0, 32], [11, 12, 20, 21, 22, 23])
+    records = granted_records(wants, far, 4 * LAYER_BYTES)
+    assert [(records.items[at], records.layers[at], records.sums_of(at)) for at in range(len(records))] == [
+        (2, 0, (20, 21, 22, 23)),
+        (1, 1, (11, 12)),
+    ]
+    assert list(records.offsets) == [32, LAYER_BYTES]
 
 
 # ------------------------------------------------------------------------------------------------- stores
