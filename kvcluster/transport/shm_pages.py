@@ -50,6 +50,9 @@ SLICE_BYTES = 8 * limits.FRAME_BYTES
 """The most that one native call loads. Between two calls threads of this process wait for one another, some 30 us; a
 caller that waits for layers is told of them after each call."""
 
+_POOL_SLICE_BYTES = 8 * SLICE_BYTES
+"""As SLICE_BYTES, of what a device copies: it is to have its next chunk while this process looks at the last one."""
+
 _SLICES = 8
 """A load of less is copied in so many slices, so that its first layers can be used while others are copied."""
 
@@ -187,7 +190,8 @@ def _copies(
     """Copies the granted layers in the order of use, first those from the pool; yields after each slice."""
     for records, memory, keeps in _by_memory(control, request, places):
         copies = sink.copies(records, memory, keeps)
-        for start, stop in records.slices(_slice_bytes(records)):
+        in_pool = isinstance(memory, DevicePoolMemory)
+        for start, stop in records.slices(_POOL_SLICE_BYTES if in_pool else _slice_bytes(records)):
             control.renew(deadline)
             copies.run(start, stop)
             yield
