@@ -170,8 +170,19 @@ def test_a_value_of_another_type_is_refused_by_name(values: dict[str, Any], name
         ("coordinator", "hold_ms", -1, "coordinator.hold_ms must not be negative"),
         ("shard", "ram_bytes", 4_095, "shard.ram_bytes must be at least 4KiB"),
         ("shard", "num_gpus", 1, "shard.num_gpus needs shard.gpu_bytes: the shard's pool on its GPU"),
-        ("shard", "num_gpus", 1.5, "shard.num_gpus must be a whole number or a part of one GPU, such as 0.5, not 1.5"),
-        ("shard", "num_gpus", -1, "shard.num_gpus must be a whole number or a part of one GPU, such as 0.5, not -1"),
+        (
+            "shard",
+            "num_gpus",
+            1.5,
+            "shard.num_gpus must be 1 or a part of one GPU with four decimals at most, such as 0.5, not 1.5",
+        ),
+        ("shard", "num_gpus", 0.00001, "shard.num_gpus must be 1 or a part of one GPU with four decimals at most"),
+        (
+            "shard",
+            "num_gpus",
+            -1,
+            "shard.num_gpus must be 1 or a part of one GPU with four decimals at most, such as 0.5, not -1",
+        ),
         ("shard", "disk_bytes", "1GiB", "shard.disk_bytes needs shard.disk_dir: a folder on a local drive"),
         (
             "shard",
@@ -453,3 +464,12 @@ def test_the_document_of_ports_prints_the_table() -> None:
     )
     table = [(f"{use.ports[0]}-{use.ports[-1]}", use.setting) for use in port_table(config.load(overrides=values))]
     assert printed == [(ports if len({*ports.split("-")}) == 2 else ports.split("-")[0], name) for ports, name in table]
+
+
+@pytest.mark.parametrize(("shards", "part", "gpus"), [(4, 0.6, 4), (4, 0.3, 2), (2, 0.5, 1), (3, 0.3333, 1), (2, 1, 2)])
+def test_a_node_of_twins_has_gpus_in_name_for_all_of_them(shards: int, part: float, gpus: int) -> None:
+    shard = {"host_bytes": "1MiB", "gpu_bytes": "1MiB", "num_gpus": part}
+    assert config.load(overrides={"shards": shards, "shard": {**shard, "gpu_device": "twin"}}).gpus_of_twins == gpus
+    assert config.load(overrides={"shards": shards, "shard": shard}).gpus_of_twins == 0, (
+        "those of a card are counted by Ray"
+    )

@@ -121,8 +121,8 @@ def _shard_rules(s: ShardConfig, at: str) -> Iterator[_Rule]:
         f"{at}.gpu_bytes needs {at}.host_bytes: readers of other machines get copies of its pages there",
     )
     yield (
-        0 <= s.num_gpus < 1 or (s.num_gpus >= 1 and float(s.num_gpus).is_integer()),
-        f"{at}.num_gpus must be a whole number or a part of one GPU, such as 0.5, not {s.num_gpus:g}",
+        s.num_gpus in (0, 1) or (0.0001 <= s.num_gpus < 1 and round(s.num_gpus, 4) == s.num_gpus),
+        f"{at}.num_gpus must be 1 or a part of one GPU with four decimals at most, such as 0.5, not {s.num_gpus:g}",
     )
     yield not s.num_gpus or bool(s.gpu_bytes), f"{at}.num_gpus needs {at}.gpu_bytes: the shard's pool on its GPU"
     yield not s.disk_bytes or bool(s.disk_dir), f"{at}.disk_bytes needs {at}.disk_dir: a folder on a local drive"

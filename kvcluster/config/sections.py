@@ -131,6 +131,11 @@ class GroupConfig:
     labels: Mapping[str, str] = field(default_factory=dict, metadata={OF: str})
     shard: ShardConfig = field(default_factory=ShardConfig)
 
+    @property
+    def on_twins(self) -> bool:
+        """Whether its shards claim GPUs in name alone."""
+        return bool(self.shard.num_gpus) and self.shard.gpu_device == TWIN
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
@@ -268,8 +273,8 @@ class Config:
     @property
     def gpus_of_twins(self) -> int:
         """How many GPUs a node of Ray has to have in name, for the twins of its shards to claim."""
-        groups = self.shard_groups.values()
-        return math.ceil(sum(group.shards * group.shard.num_gpus for group in groups if group.shard.gpu_device == TWIN))
+        claims = ((group.shards, group.shard.num_gpus) for group in self.shard_groups.values() if group.on_twins)
+        return sum(math.ceil(shards / math.floor(1 / gpus)) for shards, gpus in claims)
 
     @property
     def shards_in_all(self) -> int | None:

@@ -52,6 +52,7 @@ class Devices:
     def remove(self, device: Device) -> None:
         """No batch names its memory any more."""
         self._added = {each: copies for each, copies in self._added.items() if each is not device}
+        self._slot_bytes.pop(device, None)
 
     def reads_pools(self, device: Device, layer_bytes: Iterable[int]) -> bool:
         """Whether a load can read raw pages with layers of these lengths in a shard's pool on that device."""

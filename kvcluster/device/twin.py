@@ -261,11 +261,12 @@ class Twin:
         self.machine = machine
         self._streams: dict[Stream, None] = {}
         self._pinnable = pinnable
-        file = _memory_file(name, nbytes)
-        try:
-            self._own = _Mapped(file, nbytes)
-        finally:
-            os.close(file)
+        with _no_memory(f"{name} has no {nbytes} bytes"):
+            file = _memory_file(name, nbytes)
+            try:
+                self._own = _Mapped(file, nbytes)
+            finally:
+                os.close(file)
         self._nbytes = nbytes
         self._shared: dict[int, _Mapped] = {}
         """Memory that is shared, or that other processes share, by its address."""
@@ -298,13 +299,11 @@ class Twin:
     @_locked
     def open_shared(self, descriptor: int, nbytes: int) -> TwinMemory:
         self._check()
-        try:
+        with _no_memory(f"{self.name} does not open this"):
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(descriptor).st_size != nbytes:
                 raise NoMemory(f"{self.name} has not allocated these {nbytes} bytes")
             return TwinMemory(self, self._map(descriptor, nbytes, writable=False))
-        except OSError as error:
-            raise NoMemory(f"{self.name} does not open this: {error}") from None
 
     @_locked
     def give_back(self, memory: Range) -> None:
@@ -420,6 +419,15 @@ def spoil(memory: memoryview, rng: Random) -> None:
     for start in range(0, memory.nbytes, _GARBAGE_BYTES):
         piece = memory[start : start + _GARBAGE_BYTES]
         piece[:] = garbage[: piece.nbytes]
+
+
+@contextmanager
+def _no_memory(what: str) -> Iterator[None]:
+    """Raises NoMemory in place of what the system and Python say of memory that they do not give."""
+    try:
+        yield
+    except (OSError, OverflowError, ValueError) as error:
+        raise NoMemory(f"{what}: {error}") from None
 
 
 def _memory_file(name: str, nbytes: int) -> int:

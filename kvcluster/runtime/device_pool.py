@@ -88,7 +88,7 @@ class DevicePool:
     @property
     def pool(self) -> DevicePool | None:
         """As TierStore."""
-        return self if self._shared is not None else None
+        return self if self._shared is not None and not self.failed else None
 
     @property
     def device(self) -> str:

@@ -55,6 +55,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss
 from kvcluster.core.shard import Shard
+from kvcluster.core.tiers import ON_DEVICE
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena
 from kvcluster.runtime import decisions, tier_io
@@ -221,11 +222,11 @@ class ShardHost:
     @property
     def region_starts(self) -> Mapping[Tier, int]:
         regions = {tier: region.address - self._arena.address for tier, region in self._stores.regions.items()}
-        return regions | dict.fromkeys(self._stores.pools, self.arena_bytes)
+        return regions | dict.fromkeys(ON_DEVICE, self.arena_bytes)
 
     @property
     def pool(self) -> SharedPool | None:
-        return next(iter(self._stores.pools.values()), None)
+        return self._stores.pool
 
     @property
     def lease_ttl_ns(self) -> int:

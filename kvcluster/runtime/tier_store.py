@@ -104,8 +104,7 @@ class TierStores:
         self.regions = regions
         regional = {tier: RegionStore(region) for tier, region in regions.items()}
         self._by_tier: dict[Tier, TierStore] = {**regional, **opened}
-        self.pools = {tier: pool for tier, store in opened.items() if (pool := store.pool) is not None}
-        """The tiers whose memory processes on the same device may open."""
+        self._opened = opened
 
     def read(self, slot: PageSlot, start: int = 0, stop: int | None = None) -> memoryview:
         """As PageBytes, for the tier of the page."""
@@ -122,6 +121,11 @@ class TierStores:
     def write(self, move: PageMove, data: memoryview) -> None:
         """As TierBytes, for the tier of the target."""
         self._by_tier[move.target.tier].write(move, data)
+
+    @property
+    def pool(self) -> SharedPool | None:
+        """The memory of a tier that processes on the same device may open, if there is one now."""
+        return next((pool for store in self._opened.values() if (pool := store.pool) is not None), None)
 
     def erase(self, order: Erase) -> None:
         for store in self._by_tier.values():

@@ -120,6 +120,7 @@ class ShmServer:
         def pool(link: FramedSocket, tenant: Tenant, body: bytes) -> None:
             nonlocal has_pool
             must(not body, "a worker's POOL has no body")
+            must(not has_pool, "a worker asks for the pool once: each answer has a descriptor")
             self._send_pool(link)
             has_pool = True
 
@@ -213,7 +214,8 @@ class ShmServer:
     def _send_pool(self, link: FramedSocket) -> None:
         """Sends the worker what it opens the pool with."""
         pool = self._host.pool
-        assert pool is not None
+        if pool is None:
+            raise RefusedByShard(Refused(RefusedKind.BAD, "the shard's pool has failed"))
         try:
             descriptor = pool.descriptor()
         except DeviceFailed as failed:

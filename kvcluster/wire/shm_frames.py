@@ -84,7 +84,9 @@ def encode_pool(nbytes: int) -> bytes:
 def decode_pool(body: bytes) -> int:
     """The inverse."""
     must(len(body) == _POOL.size, f"a POOL has {len(body)} bytes, not {_POOL.size}")
-    return quantity(_POOL.unpack(body)[0], "bytes")
+    nbytes = quantity(_POOL.unpack(body)[0], "bytes")
+    must(nbytes > 0, "a POOL of no bytes")
+    return nbytes
 
 
 # ---------------------------------------------------------------------------------------------- grants

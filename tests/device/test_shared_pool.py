@@ -215,6 +215,23 @@ def test_a_pool_is_that_of_its_shard_and_one_that_is_kept_is_noticed(
     os.close(kept[0])
 
 
+def test_a_pool_that_has_failed_is_given_to_nobody() -> None:
+    with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+        promoted(cluster, here, 1)
+        (host,) = cluster.shards.values()
+        store = host._stores._by_tier[Tier.GPU]
+        store._device.fail()  # type: ignore[attr-defined]
+        page = next(page for page in host.core.pool.ready() if page.tier is Tier.GPU)
+        with pytest.raises(OSError, match="the GPU has failed"):
+            host.read(page.slot())
+        assert host.pool is None
+        served = shm_served.Served(host)
+        with shm_served.Raw(SimpleNamespace(served=served)) as peer:  # type: ignore[arg-type]
+            peer.send(FrameKind.POOL)
+            assert peer.frame()[0] is FrameKind.FAILED
+        served.close()
+
+
 def test_a_device_that_has_failed_is_the_engines_loss_alone() -> None:
     with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
         promoted(cluster, here, 1)
@@ -232,6 +249,7 @@ def test_a_device_that_has_failed_is_the_engines_loss_alone() -> None:
     [
         (False, socket_frames.encode_header(FrameKind.POOL, 0), "POOL"),
         (True, socket_frames.encode_header(FrameKind.POOL, 8) + bytes(8), "a worker's POOL has no body"),
+        (True, 2 * socket_frames.encode_header(FrameKind.POOL, 0), "asks for the pool once"),
         (True, None, "asked for pages of a pool that it has not opened"),
     ],
 )
@@ -246,6 +264,8 @@ def test_a_worker_that_asks_for_what_it_has_not_is_refused_in_words(gpu: bool, f
                 peer.send_bytes(frame)
             else:
                 peer.send(FrameKind.READ, socket_frames.encode_read(wish, 10**10))
+            if says == "asks for the pool once":
+                assert peer.frame()[0] is FrameKind.POOL
             refusal = peer.refusal()
             assert isinstance(refusal, ProtocolError) and says in str(refusal)
             assert peer.is_closed()

@@ -110,7 +110,7 @@ def _welcomes() -> list[Tree]:
 
 def _pools() -> list[Tree]:
     return trees(
-        [shm_frames.encode_pool(nbytes) for nbytes in (0, 2**40)],
+        [shm_frames.encode_pool(nbytes) for nbytes in (1, 2**40)],
         lambda data: Node(Kind.MANY, children=fields(data, (8,))),
     )
 

@@ -186,3 +186,10 @@ def test_a_trial_may_have_a_large_pool() -> None:
     pool, found = open_device_pool(config, ShardId("s0"))
     assert pool is not None and found.capacity_bytes == 300 << 20 and not found.trouble
     pool.close()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 47, 1 << 62, 1 << 70])
+def test_a_trial_with_more_than_there_is_runs_without_the_tier(nbytes: int) -> None:
+    config = ShardConfig(gpu_bytes=nbytes, host_bytes=1 << 20, gpu_device="twin")
+    pool, found = open_device_pool(config, ShardId("s0"))
+    assert pool is None and f"runs without its GPU tier: twin-0 has no {nbytes} bytes" in found.trouble

@@ -32,6 +32,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 from unittest.mock import patch
 
@@ -354,7 +355,9 @@ def main(arguments: list[str] | None = None) -> int:
                 events += run_scenario(folders, seed, operations, twin=chosen.twin)
             except Exception as error:  # whatever it is, the other seeds still run
                 failed += 1
-                print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0], flush=True)
+                where = " <- ".join(f"{at.name}:{at.lineno}" for at in reversed(extract_tb(error.__traceback__)[-4:]))
+                words = (str(error).splitlines() or [""])[0]
+                print(f"seed {seed}: {type(error).__name__}: {words} ({where})", flush=True)
             done += operations
             seed += 1
     seconds = time.monotonic() - began

@@ -74,11 +74,7 @@ default, so the old one wins. */ -}}
 
 {{- /* The GPUs of its pod that each shard claims: whole ones, or a part of one. */ -}}
 {{- define "kvcluster.gpusOfShard" -}}
-{{- if lt (int64 .gpu.count) (int64 .perPod) -}}
-{{- divf .gpu.count .perPod -}}
-{{- else -}}
-{{- div .gpu.count .perPod -}}
-{{- end -}}
+{{- divf (floor (mulf (divf .gpu.count .perPod) 10000)) 10000 -}}
 {{- end -}}
 
 {{- /* Fails for a group that cannot work. */ -}}
@@ -99,6 +95,9 @@ default, so the old one wins. */ -}}
 {{- end -}}
 {{- if and (gt (int64 .gpu.count) 0) (lt (int64 $.gpuBytes) 1) -}}
 {{- fail (printf "%s.gpu.count is %d, and shards without a pool there do not use GPUs: set %s.shard.gpu_bytes, or leave the GPUs to engines" $at (int64 .gpu.count) $at) -}}
+{{- end -}}
+{{- if gt (int64 .gpu.count) (int64 .perPod) -}}
+{{- fail (printf "%s.gpu.count is %d for %d shard(s) in a pod: a shard uses one GPU; raise %s.perPod or lower the count" $at (int64 .gpu.count) (int64 .perPod) $at) -}}
 {{- end -}}
 {{- if and (gt (int64 $.disk) 0) (lt (int64 $.host) 1) -}}
 {{- fail (printf "%s.shard.disk_bytes needs %s.shard.host_bytes: pages reach the disk from the host tier, and return through it" $at $at) -}}
