@@ -8,6 +8,7 @@ This module owns no bytes and knows no time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import PageAllocator
@@ -49,7 +50,7 @@ class PagePool:
         self._uses = 0
         self._held: dict[NamespaceId, dict[tuple[int, Part], int]] = {}  # number of pages of each part that take space
         self.lost: set[Tier] = set()
-        """The tiers whose stores have failed."""
+        """The tiers whose stores have failed: nothing is reserved there any more, and they are not reported."""
         self.writing_bytes = dict.fromkeys(self.allocators, 0)
         """What pages that are WRITING take of each tier, rounded up as it allocates."""
         self.changes = 0
@@ -91,11 +92,10 @@ class PagePool:
             if tier is not INGEST and tier not in self.lost
         )
 
-    def lose(self, tier: Tier) -> list[Page]:
-        """The store of that tier has failed: nothing is reserved there any more, and it is not reported any more.
-        Returns its READY pages."""
-        self.lost.add(tier)
-        return [page for page in self._pages[tier].values() if page.state is PageState.READY]
+    def lost_pages(self, most: int) -> list[Page]:
+        """Returns READY pages of tiers that are lost, so many at most."""
+        pages = (page for tier in self.lost for page in self._pages[tier].values() if page.state is PageState.READY)
+        return list(islice(pages, most))
 
     @property
     def memory_bytes(self) -> dict[Tier, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvcluster.config import ShardConfig
+from kvcluster.core import limits
 from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.dispatcher import Dispatcher
 from kvcluster.core.ids import Attempt, Epoch, NamespaceId, ShardId
@@ -163,6 +164,8 @@ class Shard:
     def step(self, message: ShardMessage, now: int) -> list[Effect]:
         """Processes one message and returns the effects, in the order in which they are to be executed."""
         effects = self._dispatcher.step(message, now)
+        for page in self.pool.lost_pages(limits.MOVED_PAGES) if self.pool.lost else ():
+            self.state.withdraw(page)
         effects += [*self._writes.serve(now), *self._pins.serve(now)]
         effects += [] if self.state.over else self._scrubber.begin(now)
         effects += self._saver.serve(now)
@@ -177,6 +180,7 @@ class Shard:
         due = [
             *(self.state.queue.next_deadline, self._pins.next_deadline, self.leases.next_expiry),
             *(self._saver.next_deadline, self.spans.registry.next_deadline),
+            0 if self.pool.lost and self.pool.lost_pages(1) else None,
         ]
         if not self.state.over:
             due += [self.state.report_sender.next_deadline, self._scrubber.next_deadline]
@@ -278,13 +282,11 @@ class Shard:
         return []
 
     def _tier_lost(self, m: TierLost, now: int) -> list[Effect]:
-        """The shard goes on without that tier."""
-        if m.tier in self.pool.lost:
-            return []
-        for page in self.pool.lose(m.tier):
-            self.state.withdraw(page)
-        self._trouble = "; ".join(filter(None, (self._trouble, m.why)))
-        self.state.report_sender.say_soon()
+        """The shard goes on without that tier, whose pages this step and the next ones withdraw."""
+        if m.tier not in self.pool.lost:
+            self.pool.lost.add(m.tier)
+            self._trouble = "; ".join(filter(None, (self._trouble, m.why)))
+            self.state.report_sender.say_soon()
         return []
 
     def _leave(self, reason: LeaveReason, now: int) -> list[Effect]:

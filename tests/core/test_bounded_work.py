@@ -79,6 +79,7 @@ MOST = {
     "verified": 900,
     "moved": 1_350,
     "staged": 3_000,
+    "tier_lost": 1_350,
     "peers_tried": 2,
     "save_pages": 900,
     "report_answered": 5_100,

@@ -85,6 +85,7 @@ from kvcluster.core.messages import (
     TableChange,
     Tick,
     Tier,
+    TierLost,
     TierUse,
     Tombstone,
     Unpin,
@@ -780,8 +781,8 @@ def moved(size: int) -> Step:
     return Step(shard.core, Moved(pages.attempt, (SUMS,) * len(pages.pages)))
 
 
-def staged(size: int) -> Step:
-    """Staged pages that a reader wanted from disk."""
+def on_disk(size: int) -> LoneShard:
+    """So many pages on disk, and nowhere else."""
     per_file = 1_024
     file_bytes = HEAD_BYTES + SECTOR_BYTES * (per_file + 64)
     found = RecoveredPages(
@@ -797,6 +798,16 @@ def staged(size: int) -> Step:
             while batch := [effect for effect in effects if isinstance(effect, MovePages)]:
                 effects = shard.step(Moved(batch[0].attempt, (SUMS,) * len(batch[0].pages)))
             shard.settle()
+    return shard
+
+
+def tier_lost(size: int) -> Step:
+    return Step(on_disk(size).core, TierLost(Tier.DISK, "the drive has failed"))
+
+
+def staged(size: int) -> Step:
+    """Staged pages that a reader wanted from disk."""
+    shard = on_disk(size)
     (stage,) = [effect for effect in shard.step(shard.pin(2, range(size))) if isinstance(effect, Stage)]
     assert len(stage.pages) == size
     return Step(shard.core, Staged(stage.attempt))
@@ -854,6 +865,7 @@ SHARD: list[tuple[type, Callable[[int], Step], int]] = [
     (Verified, verified, limits.SUSPECTS),
     (Moved, moved, limits.EVICTIONS_PER_ORDER),
     (Staged, staged, limits.BLOCKS_PER_CALL),
+    (TierLost, tier_lost, limits.PAGES_PER_CALL),
     (PeersTried, peers_tried, limits.PROBE_LINKS),
     (SavePages, save_pages, limits.PAGES_PER_CALL),
     (ReportAnswered, report_answered, limits.PAGES_PER_CALL),

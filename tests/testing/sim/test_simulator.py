@@ -100,7 +100,6 @@ SEEDS = {
     "private-pages-saved": 42,
     "promoted-without-its-loss": 10_000_000,
     "gpu-page-freed-while-read": 10_000_004,
-    "gpu-page-read-while-it-comes": 10_000_066,
     "gpu-room-counted-twice": 10_000_012,
 }
 """A seed that finds each planted bug. Nightly it is searched for instead, from `Bug.first` on."""

@@ -182,9 +182,9 @@ def share_not_returned(original: Any, self: HolderShares, owner: Any) -> None:
 
 
 @planted(PagePool, "find")
-def loss_not_asked(original: Any, self: PagePool, space: Any, key: Any, accept: Loss, *, encoded: bool = False) -> Any:
+def loss_not_asked(original: Any, self: PagePool, space: Any, key: Any, accept: Loss, **reader: bool) -> Any:
     """A reader that accepts no loss gets pages that were demoted since they were promised to it."""
-    return original(self, space, key, Loss.Q4, encoded=encoded)
+    return original(self, space, key, Loss.Q4, **reader)
 
 
 @planted(Withdrawal, "__call__")
@@ -251,17 +251,6 @@ def gpu_page_freed_while_read(original: Any, self: PagePool, page: Any) -> None:
     original(self, page)
     if page.tier is Tier.GPU and page.pins:
         self._free(page)
-
-
-@planted(PagePool, "find", first=FIRST_WITH_GPUS)
-def gpu_page_read_while_it_comes(
-    original: Any, self: PagePool, space: Any, key: Any, accept: Any, *, encoded: bool = False, on_device: bool = False
-) -> Any:
-    """A reader on the device gets a page that is still being promoted."""
-    near = self.on(Tier.GPU, space, key) if on_device else None
-    if near is not None and near.state is PageState.WRITING:
-        return near
-    return original(self, space, key, accept, encoded=encoded, on_device=on_device)
 
 
 @planted(PagePool, "others", first=FIRST_WITH_GPUS)
