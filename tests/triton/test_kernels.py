@@ -47,9 +47,9 @@ def test_records_of_all_layouts_are_moved_as_a_loop_over_their_values_moves_them
 
 @pytest.mark.parametrize("share", range(SHARES))
 def test_records_of_all_lengths_have_the_verdict_that_xxhash_gives_them(share: int, tmp_path: Path) -> None:
-    *_, line = said("tests.device.summed", str(300 * share), "40", interpreted=True, cache=tmp_path)
-    differ, bad = re.fullmatch(r"(\d+) of 40 differ, (\d+) bad records", line).groups()  # type: ignore[union-attr]
-    assert int(differ) == 0 and int(bad) > 10
+    *_, line = said("tests.device.summed", str(300 * share), "20", interpreted=True, cache=tmp_path)
+    differ, bad = re.fullmatch(r"(\d+) of 20 differ, (\d+) bad records", line).groups()  # type: ignore[union-attr]
+    assert int(differ) == 0 and int(bad) > 5
 
 
 def test_all_that_moves_and_verifies_records_is_built_when_a_device_is_opened_and_nothing_when_it_is_used(
