@@ -24,6 +24,8 @@ _NOTHING, _ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 class DeviceStore:
     """A TierStore in place of RegionStore. It takes the size of its region, and none of its memory."""
 
+    pool, failed = None, ""
+
     def __init__(self, region: Region) -> None:
         self._memory = memoryview(mmap.mmap(-1, region.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="device")
