@@ -45,11 +45,19 @@ LOSSES = {"raw": Loss.EXACT, "q8": Loss.Q8, "q4": Loss.Q4}
 HALVES = [Part(0, LAYERS, 0, HEADS // 2), Part(0, LAYERS, HEADS // 2, HEADS)]
 
 
-def tiers(start: Start, codec: str = "q8", *, shards: int = 1, client: str = "q4", **coordinator: Any) -> MemoryCluster:
+def tiers(
+    start: Start,
+    codec: str = "q8",
+    *,
+    shards: int = 1,
+    ram_bytes: int = RAM_BYTES,
+    client: str = "q4",
+    **coordinator: Any,
+) -> MemoryCluster:
     """A cluster whose shards have a host tier, and verify no page unless a reader suspects it."""
     settings = {"hold_ms": 0, "host_codec": codec, **EAGER, **coordinator}
     config = {"coordinator": settings, "shard": {"host_bytes": "2MiB", "scrub_bytes": 0}, "client": {"accept": client}}
-    return start(shards=shards, ram_bytes=RAM_BYTES, config=config)
+    return start(shards=shards, ram_bytes=ram_bytes, config=config)
 
 
 def numbers(blocks: int = BLOCKS, seed: int = 0, spec: KVSpec = NUMBERS, part: Part | None = None) -> torch.Tensor:
@@ -209,12 +217,12 @@ def test_of_groups_of_several_kinds_what_has_numbers_is_encoded_and_the_rest_is_
 
 @pytest.mark.parametrize("codec", ["q8", "q4"])
 def test_halves_of_the_heads_are_encoded_each_for_itself_and_make_a_whole(start: Start, codec: str) -> None:
-    cluster, values = tiers(start, codec), numbers()
+    cluster, values = tiers(start, codec, ram_bytes=RAM_BYTES // 2), numbers()  # no room for half a page either
     workers = [cluster.client(NUMBERS, part=part) for part in HALVES]
     for worker, part in zip(workers, HALVES, strict=True):
         stored(worker, values[..., part.head_start : part.head_stop, :].contiguous())
+        wait_until_below(cluster, worker)
     client = cluster.client(NUMBERS)
-    wait_until_below(cluster, client)
     into = loaded(client)
     errors = far(into, values)
     assert errors[0] == 0 and all(0 < error < FURTHEST[codec] for error in errors[1:])
