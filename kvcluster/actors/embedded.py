@@ -118,10 +118,10 @@ _RAY = _EmbeddedRay()
 
 @contextmanager
 def _running_ray(memory: int, gpus: int) -> Iterator[None]:
-    """A Ray of this process's own, without a dashboard, whose actors may claim so many bytes, and so many GPUs in name;
-    0 for those that it finds. Its sockets and logs lie
-    in a folder, which Ray opens to all users of the machine: the folder above it is closed to them, or they could
-    replace a socket by their own. Raises KVClusterError if it does not start."""
+    """A Ray of this process's own, without a dashboard. Its actors may claim so many bytes and so many GPUs in name; at
+    0 GPUs, those that Ray finds. Its sockets and logs lie in a folder, which Ray opens to all users of the machine: the
+    folder above it is closed to them, or they could replace a socket by their own. Raises KVClusterError if it does not
+    start."""
     with ExitStack() as house:
         folder = house.enter_context(private_folder(_PREFIX)).path
         if len(os.fsencode(folder)) > _SOCKET_PATH_BYTES - _BELOW_FOLDER:

@@ -10,7 +10,7 @@ from kvcluster.device.device import DeviceFailed
 from kvcluster.device.devices import DEVICES
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch
-from kvcluster.pages.copy_executor import CopyExecutor, RunRecords
+from kvcluster.pages.copy_executor import CopyExecutor, RunRecords, first_opened
 from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.transport.base import Cancelled
 
@@ -44,11 +44,10 @@ class BatchCopies:
 
 def _opened(batch: CopyBatch, python: PythonCopies) -> RunRecords:
     try:
-        for executor in (*EXECUTORS, python):
-            run = executor.open(batch)
-            if run is not None:
-                return run
+        run = first_opened((*EXECUTORS, python), batch)
     except BadBatch as bad:
         raise ProtocolError(f"the grant does not match the request: {bad}") from None
+    if run is not None:
+        return run
     source, target = type(batch.source).__name__, type(batch.target).__name__
     raise CallerError(f"nothing in this process copies from {source} to {target}: give memory that the CPU addresses")

@@ -15,7 +15,7 @@ from kvcluster.device.pool_copies import PoolCopies
 from kvcluster.device.staging import TABLE_BYTES, DeviceStaging
 from kvcluster.device.verification import can_verify
 from kvcluster.pages.copy_batch import CopyBatch
-from kvcluster.pages.copy_executor import CopyExecutor, RunRecords
+from kvcluster.pages.copy_executor import CopyExecutor, RunRecords, first_opened
 
 _POOL_RECORD_BYTES = 4 << 20
 """Of a load within a device: a few chunks are still under way at once, and pages of 2 MiB are records."""
@@ -83,8 +83,7 @@ class Devices:
 
     def open(self, batch: CopyBatch) -> RunRecords | None:
         """As CopyExecutor."""
-        opened = (copies.open(batch) for copies in self._added.values())
-        return next((run for run in opened if run is not None), None)
+        return first_opened(self._added.values(), batch)
 
 
 class _Copies:
@@ -95,8 +94,7 @@ class _Copies:
 
     def open(self, batch: CopyBatch) -> RunRecords | None:
         """As CopyExecutor."""
-        opened = (executor.open(batch) for executor in self._executors)
-        return next((run for run in opened if run is not None), None)
+        return first_opened(self._executors, batch)
 
 
 class _StagedLater:

@@ -165,15 +165,15 @@ def moves(records: Sequence[StagedRecord]) -> Moves:
         (at for at, record in enumerate(records) if record.moved is not None), key=lambda at: _kind(records[at])
     )
     for _, alike in groupby(order, lambda at: _kind(records[at])):
-        numbers_of = list(alike)
-        same = [records[at] for at in numbers_of]
+        places = list(alike)
+        same = [records[at] for at in places]
         geometry = same[0].geometry
         if id(geometry) not in columns:
             columns[id(geometry)] = len(table)
             for column in _columns(geometry):
                 table.frombytes(column.tobytes())
         first = len(table)
-        for at, record in zip(numbers_of, same, strict=True):
+        for at, record in zip(places, same, strict=True):
             table.extend(_record_words(record))
             layers_at[at] = len(table) - 1
         layers = max(record.moved.layers for record in same if record.moved is not None)

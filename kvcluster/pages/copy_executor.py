@@ -3,7 +3,7 @@ method and an entry in a list of executors, of which the first that opens a batc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from kvcluster.pages.copy_batch import CopyBatch
@@ -25,3 +25,13 @@ class CopyExecutor(Protocol):
         """Returns what carries out this batch, or None if this executor cannot, on this machine or at all. Raises
         BadBatch if the batch contradicts itself or its endpoints; nothing has been moved then."""
         ...
+
+
+def first_opened(executors: Iterable[CopyExecutor], batch: CopyBatch) -> RunRecords | None:
+    """Returns what the first of these executors that can carry out the batch opens, None if none can. Raises
+    BadBatch."""
+    for executor in executors:
+        run = executor.open(batch)
+        if run is not None:
+            return run
+    return None

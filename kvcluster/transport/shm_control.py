@@ -7,12 +7,14 @@ that has ended.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from enum import Enum
 
 from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
@@ -198,36 +200,37 @@ class ArenaMappings:
     def pool(self, link: FramedSocket, nbytes: int, device: Device) -> OpenPool:
         """Returns the pool that is open already, or opens it by the descriptor just received. Raises ProtocolError and
         NoMemory."""
-        fds = link.take_fds()
-        try:
-            if len(fds) != 1:
-                raise ProtocolError(f"{link.peer} sent {len(fds)} descriptors, expected one, that of its pool")
-            with self._lock:
-                known = self._pools.get(device)
-                if known is None:
-                    known = self._pools[device] = OpenPool(device, device.open_shared(fds[0], nbytes))
+        with _received_fd(link, "pool") as fd, self._lock:
+            known = self._pools.get(device)
+            if known is None:
+                known = self._pools[device] = OpenPool(device, device.open_shared(fd, nbytes))
             return known
-        finally:
-            for fd in fds:
-                os.close(fd)
 
     def get(self, link: FramedSocket, nbytes: int, *, writable: bool) -> Mapping:
         """Returns the existing mapping, or maps the arena by the descriptor just received. Raises ProtocolError or
         Unavailable."""
-        fds = link.take_fds()
-        try:
-            if len(fds) != 1:
-                raise ProtocolError(f"{link.peer} sent {len(fds)} descriptors, expected one, that of its arena")
-            with self._lock:
-                known = self._known.get(writable)
-                if known is None:
-                    known = self._known[writable] = Mapping(fds[0], nbytes, writable=writable)
+        with _received_fd(link, "arena") as fd, self._lock:
+            known = self._known.get(writable)
+            if known is None:
+                try:
+                    known = self._known[writable] = Mapping(fd, nbytes, writable=writable)
+                except OSError as error:
+                    raise _lost(link.peer, str(error)) from None
             return known
-        except OSError as error:
-            raise _lost(link.peer, str(error)) from None
-        finally:
-            for fd in fds:
-                os.close(fd)
+
+
+@contextlib.contextmanager
+def _received_fd(link: FramedSocket, what: str) -> Iterator[int]:
+    """The one descriptor just received, that of the shard's pool or arena, which is closed with the block. Raises
+    ProtocolError if another number of them has come."""
+    fds = link.take_fds()
+    try:
+        if len(fds) != 1:
+            raise ProtocolError(f"{link.peer} sent {len(fds)} descriptors, expected one, that of its {what}")
+        yield fds[0]
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 def open_connection(

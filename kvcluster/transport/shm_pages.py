@@ -109,7 +109,8 @@ class ShmPages:
     ) -> Generator[None, None, list[Miss | None]]:
         control = self._connections.take(deadline)
         try:
-            if sink.device is not None and self._reads_pool(control, sink.device, deadline):
+            device = sink.device
+            if device is not None and self._reads_pool(control, device, deadline):
                 request = replace(request, on_device=True)
             outcome, places = control.ask_to_read(request, deadline)
             yield from _copies(control, request, places, sink, deadline)

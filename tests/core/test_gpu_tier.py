@@ -154,7 +154,7 @@ def coordinator_with(
 
 
 @pytest.mark.parametrize("told", [above(A, B), encoded(A, B)], ids=["ram", "host"])
-def test_what_is_hot_goes_to_the_gpu_from_wherever_it_is(told: list[PageEvent]) -> None:
+def test_hot_blocks_are_promoted_to_the_gpu_from_ram_and_from_the_host_tier(told: list[PageEvent]) -> None:
     coordinator, voice = coordinator_with(*told)
     heat(coordinator, A, B)
     assert moves(voice.report()) == tuple(Move(coordinator.space, block, Tier.GPU) for block in (A, B))

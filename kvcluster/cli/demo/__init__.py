@@ -4,9 +4,8 @@ The conductor starts an embedded Ray cluster and two replicas, each in its own p
 compute at a time: all questions without the cache, the first one through the cache (stored), all of them on the other
 replica (loaded). Then a replica changes its weights, and must find nothing; and one reads more than a RAM tier
 holds, twice (tiers.py), or answers with a sixteenth of the memory that the KV takes (far.py), or reads a pool on a GPU
-(gpu.py). It checks its results:
-the exit status is 1 if the cache changed an answer, or if the checks could not have noticed that. `DEMO_MODEL=path`
-replaces the model.
+(gpu.py). It checks its results: the exit status is 1 if the cache changed an answer, or if the checks could not have
+noticed that. `DEMO_MODEL=path` replaces the model.
 
 Nothing outlives it: everything it starts is a context manager, and a replica ends by itself when its conductor is gone.
 """
