@@ -3,8 +3,9 @@
     python benchmarks/gpu.py [--device cuda|twin] [--only STEP ...] [--json FILE] [--markdown FILE]
 
 Each step is a child process with a time limit: one that hangs, or that leaves a broken CUDA context, costs only itself.
-Its rows are written to the JSON file as they come, so that what was measured survives whatever follows. A table comes
-last. The exit status is 0 if every step that could run was right.
+Its rows are written to the JSON file as they come, and all that it prints to a file beside it that ends in .log, so
+that what was measured survives whatever follows. A table comes last. The exit status is 0 if every step that could run
+was right.
 
 With `--device twin` steps run as far as they can without a card: kernels in Triton's interpreter, copies in ordinary
 memory. It is the default where there is no card, so that the command is known to work before there is one; what it
@@ -63,16 +64,19 @@ class Step:
 STEPS = (
     Step("build", 150, "the native core, built where it is missing", ()),
     Step("card", 20, "what the driver says of the card and of its way to host memory"),
+    Step("device", 90, "what kvcluster does with a card: order, moves, loads and stores", ("torch", "triton")),
+    Step("pool", 60, "loads from a shard's pool on the card, in another process", ("torch", "triton")),
+    Step("shard", 75, "verified loads from a shard in another process, towards the card"),
     Step("codecs", 120, "bytes of the Triton codecs against their definition", ("torch", "triton")),
-    Step("device", 75, "what kvcluster does with a card: order, moves, loads and stores", ("torch", "triton")),
+    Step("rates", 45, "speed of the Triton codecs", ("torch", "triton"), card=True),
     Step("copies", 60, "host memory to and from the card", card=True),
     Step("registering", 60, "making host memory known to the card", card=True),
-    Step("prefix", 150, "transformers with PrefixCache: loading against computing", ("torch", "transformers")),
-    Step("shard", 75, "verified loads from a shard in another process, towards the card"),
-    Step("rates", 45, "speed of the Triton codecs", ("torch", "triton"), card=True),
     Step("exported", 30, "memory of the card that another process maps", card=True),
-    Step("pool", 60, "loads from a shard's pool on the card, in another process", ("torch", "triton")),
-    Step("sanitizer", 60, "some of the codecs and moves under compute-sanitizer", ("torch", "triton"), card=True),
+    Step("nccl", 45, "NCCL in a world of one: all_to_all_single, and abort", card=True),
+    Step(
+        "sanitizer", 90, "codecs, moves, verdicts and programs under compute-sanitizer", ("torch", "triton"), card=True
+    ),
+    Step("prefix", 150, "transformers with PrefixCache: loading against computing", ("torch", "transformers")),
 )
 
 
@@ -92,15 +96,22 @@ class Report:
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
         self._path = path
+        self.log = path.with_suffix(".log")
         self.head = head
         self.outcomes: list[Outcome] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.log.write_text("")
+
+    def printed(self, step: Step, line: str) -> None:
+        """Keeps a line that a step has printed."""
+        with self.log.open("a") as log:
+            log.write(f"{step.name}: {line}\n")
 
     def write(self) -> None:
         steps = [
             {"step": o.step.name, "status": o.status, "why": o.why, "seconds": round(o.seconds, 1), "rows": o.rows}
             for o in self.outcomes
         ]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_suffix(".part")
         beside.write_text(json.dumps({**self.head, "steps": steps}, indent=1) + "\n")
         beside.replace(self._path)
@@ -142,6 +153,7 @@ def _run_child(step: Step, device: str, limit_s: float, outcome: Outcome, report
     said: list[str] = []
     try:
         for line in _lines(child, time.monotonic() + limit_s):
+            report.printed(step, line)
             if line.startswith("{"):
                 outcome.rows.append(json.loads(line))
                 report.write()

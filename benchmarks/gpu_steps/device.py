@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 
 from benchmarks.gpu_steps.copies import gbps
-from benchmarks.gpu_steps.rows import device_seconds, row
+from benchmarks.gpu_steps.rows import attempt, device_seconds, row
 from benchmarks.gpu_steps.shard import CHUNK, SHAPE, SPEC
 from kvcluster import Paged
 from kvcluster.client.memory import bind
@@ -173,6 +175,27 @@ def clients() -> None:
                 row(f"stored from {name}, loaded into {other}", right=good and loaded == len(prompt) and same)
 
 
+def waits() -> None:
+    """Calls of torch that wait for the card, within a store and a load: torch names those that it makes itself."""
+    prompt = list(range(BLOCKS * TOKENS))
+    with MemoryCluster(shards=1, ram_bytes="128MiB", config={"client": {"device_staging_bytes": 2**26}}) as cluster:
+        client = cluster.client(SPEC)
+        kv = torch.zeros(BLOCKS, *SHAPE, dtype=torch.bfloat16, device="cuda")
+        client.store(prompt, kv)  # what is done once
+        client.flush()
+        client.load(prompt, kv)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                client.clear()
+                stored, loaded = client.store(prompt, kv).blocks, client.load(prompt, kv)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        said = sorted({str(each.message)[:120] for each in caught})
+        row("waits of torch", found="; ".join(said), right=not said and (stored, loaded) == (BLOCKS, len(prompt)))
+
+
 def encoded(which: str) -> None:
     """Loads of pages that a shard has encoded: the card decodes them to the bytes that the CPU makes of them."""
     prompt = list(range(BLOCKS * TOKENS))
@@ -197,28 +220,54 @@ def encoded(which: str) -> None:
         row(f"{which} decoded on the card", tokens=loaded[1], right=loaded == (len(prompt),) * 2 and same and lossy)
 
 
-def on_a_card() -> None:
+def opened() -> Any:
+    """Returns the card as a Device that has the programs' kernel too; None if it cannot be used, which is a row."""
     DEVICES.staging_bytes = 2**26
     began = time.perf_counter()
     why = reach(0, SPEC.groups[0], TOKENS, HEADS)
     row("opening the device, kernels compiled", seconds=time.perf_counter() - began, why=why, right=not why)
     if why:
-        return
+        return None
     device: Any = DEVICES.holders([torch.empty(1, device="cuda").data_ptr()])[0]
-    row("name", device=getattr(device, "name", "none"), right=isinstance(device, CudaDevice))
+    good = isinstance(device, CudaDevice)
+    row("holder", device=getattr(device, "name", "none"), right=good)
+    if not good:
+        return None
     device._kernels = {**device._kernels, Xor: on_stream(0, enqueue_xor)}
-    programs(150, device)
-    moved(600, "cuda")
-    verified(300, "cuda")
-    clients()
-    for which in ("q8", "q4"):
-        encoded(which)
-    rates()
-    sums()
+    return device
 
 
-def main(device: str) -> None:
-    if device == "cuda":
+def few_programs(count: int) -> None:
+    """Programs on the card, with the line that the step `sanitizer` reads."""
+    device, differ = opened(), 0
+    for seed in range(count):
+        differ += not Program(device, Random(seed)).agrees(40)
+    print(f"{differ} of {count} differ")
+
+
+def on_a_card() -> None:
+    device = opened()
+    if device is None:
+        return
+    parts = {
+        "programs": partial(programs, 150, device),
+        "moves": partial(moved, 600, "cuda"),
+        "verdicts": partial(verified, 300, "cuda"),
+        "clients": clients,
+        "q8": partial(encoded, "q8"),
+        "q4": partial(encoded, "q4"),
+        "waits": waits,
+        "rates": rates,
+        "sums": sums,
+    }
+    for name, part in parts.items():
+        attempt(part, name)
+
+
+def main(device: str, *only: str) -> None:
+    if only:  # under compute-sanitizer
+        few_programs(int(only[0]))
+    elif device == "cuda":
         on_a_card()
     else:
         programs(100, None)
@@ -227,4 +276,4 @@ def main(device: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -69,6 +69,9 @@ def on_a_card(source: torch.Tensor) -> None:
         loader = DirectLoader(served.address, "shm")
         for chunk in range(len(source)):
             loader.client.store(tokens(chunk), source[chunk])
+        loads(loader, list(card))
+        explained, status = loader.client.explain(tokens(0))[0], loader.client.status()
+        print(explained, status, flush=True)
         took = promoted(loader, list(card))
         row("all pages are in the pool, s", value=took, right=took < BOUND_S)
         card.zero_()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvcluster
 from benchmarks.gpu_steps.cluster import cluster
-from benchmarks.gpu_steps.rows import row
+from benchmarks.gpu_steps.rows import attempt, row
 from kvcluster.client import Client
 from kvcluster.config import ClientConfig
 from kvcluster.engines.transformers import PrefixCache, spec_of
@@ -150,7 +151,7 @@ def main(device: str) -> None:
             config = ClientConfig(deadline_ms=60_000, connect_ms=20_000, device_staging_bytes=staging)
             with kvcluster.connect(served.address, spec, config=config) as client:
                 for tokens in (2_048, 8_192, 32_768) if on_card else (64, 256):
-                    measure(model, client, tokens, way)
+                    attempt(partial(measure, model, client, tokens, way), f"{tokens} tokens {way}")
 
 
 if __name__ == "__main__":

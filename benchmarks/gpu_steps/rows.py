@@ -6,6 +6,7 @@ import json
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -17,6 +18,15 @@ from benchmarks.gpu import SKIP_STATUS
 def row(what: str, **columns: Any) -> None:
     """Reports one row. `right=False` makes the step wrong."""
     print(json.dumps({"what": what, **columns}), flush=True)
+
+
+def attempt(part: Callable[[], object], name: str) -> None:
+    """Runs a part of a step. If it raises, that is a wrong row, and the parts after it are tried all the same."""
+    try:
+        part()
+    except Exception as error:
+        traceback.print_exc(file=sys.stdout)
+        row(f"{name} failed", error=f"{type(error).__name__}: {error}"[:300], right=False)
 
 
 def skip(why: str) -> NoReturn:

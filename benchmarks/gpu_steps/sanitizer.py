@@ -1,5 +1,5 @@
-"""Every thirtieth comparison of the codecs, and some drawn moves, under NVIDIA's compute-sanitizer: accesses outside of
-memory, and memory that is read before it was written."""
+"""Every thirtieth comparison of the codecs, and some drawn moves, verifications and programs of the conformance suite,
+under NVIDIA's compute-sanitizer: accesses outside of memory, and memory that is read before it was written."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ RUNS = (
     ("memcheck", "codecs", [*CODECS, "7/30"]),
     ("initcheck", "codecs", [*CODECS, "11/60"]),
     ("memcheck", "moves", MOVES),
+    ("memcheck", "verdicts", ["tests.device.summed", "0", "20", "cuda"]),
+    ("memcheck", "programs", ["benchmarks.gpu_steps.device", "cuda", "10"]),
 )
 
 

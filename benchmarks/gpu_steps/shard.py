@@ -14,13 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 import kvcluster
 from benchmarks.gpu_steps.cluster import Cluster, cluster, cpu_seconds
 from benchmarks.gpu_steps.copies import gbps, tensor_of
-from benchmarks.gpu_steps.rows import host_seconds, row
+from benchmarks.gpu_steps.rows import attempt, host_seconds, row
 from kvcluster.config import ClientConfig
 from kvcluster.pages.arena import Arena
 
@@ -91,8 +92,9 @@ def content(chunks: int) -> torch.Tensor:
     return flat.to(torch.int32).view(torch.bfloat16).view(chunks, CHUNK, *SHAPE)
 
 
-def beside_a_product(copy: Callable[[], object], nbytes: int) -> None:
-    """Copies to the card at both priorities beside products of 8192 x 8192 matrices, and what each costs the other."""
+def beside_a_product(what: str, copy: Callable[[], object], nbytes: int, priorities: Sequence[int] = (0, -1)) -> None:
+    """Copies to the card beside products of 8192 x 8192 matrices, from a stream of each priority, and what both cost
+    each other."""
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     b, out = torch.randn_like(a), torch.empty_like(a)
 
@@ -115,9 +117,16 @@ def beside_a_product(copy: Callable[[], object], nbytes: int) -> None:
                 moved += nbytes
         done.append(gbps(moved, time.perf_counter() - began))
 
+    copy()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(10):
+        copy()
+        torch.cuda.synchronize()
+    copied = gbps(10 * nbytes, time.perf_counter() - began)
     products(20)
     alone = products(200)
-    for priority in (0, -1):
+    for priority in priorities:
         until, done = threading.Event(), []
         thread = threading.Thread(target=copies, args=(torch.cuda.Stream(priority=priority), until, done))
         thread.start()
@@ -127,9 +136,10 @@ def beside_a_product(copy: Callable[[], object], nbytes: int) -> None:
         thread.join()
         loss = 1 - alone / beside
         row(
-            "copies beside a product",
+            what,
             priority=priority,
             copies_GBps=done[0],
+            of_alone=done[0] / copied,
             TFLOPs=2 * 8192**3 / beside / 1e12,
             loss=loss,
         )
@@ -209,16 +219,24 @@ def main(device: str) -> None:
             measure(served, loaders[:threads], source, None, plain)
             if card is not None:
                 measure(served, loaders[:threads], source, card, plain)
-                measure(served, direct[:threads], source, card, plain)
+                attempt(partial(measure, served, direct[:threads], source, card, plain), "loads into the card")
         last = loaders[0].buffers[0]
         loaders[0].client.load(tokens(1), last)
         row("one chunk, loaded once more", right=torch.equal(last.view(torch.int16), source[1].view(torch.int16)))
         used = {str(path.get("name")) for path in loaders[0].client.status()["transports"].values()}
         row("transport", value=", ".join(sorted(used)), right=used == {"shm"})
+        if card is not None:
+            attempt(
+                lambda: beside_a_product(
+                    "loads beside a product", lambda: direct[0].fill(card[0], 0), CHUNK * PAGE, (0,)
+                ),
+                "loads beside a product",
+            )
         for loader in [*loaders, *direct]:
             loader.client.close()
     if card is not None:
-        beside_a_product(lambda: card[0].copy_(pinned, non_blocking=True), CHUNK * PAGE)
+        copy = partial(card[0].copy_, pinned, non_blocking=True)
+        beside_a_product("copies beside a product", copy, CHUNK * PAGE)
 
 
 if __name__ == "__main__":

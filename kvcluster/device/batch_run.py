@@ -1,7 +1,7 @@
 """Runs of a copy batch over a device: in chunks of records, each with one slot of staging.
 
-A slot has the table of the moves first (moves.py), the records as they come behind it, and in the device's memory as
-much room again.
+A slot has the table of the moves first (moves.py), and the records as they come behind it; in the device's memory it
+has as much room again, for what is decoded and for scratch memory behind that.
 
 A block is touched by kernels alone, behind the event at which the caller made the call. Two chunks are under way at
 once, so that the CPU works at one while the device has the other. `run` returns when the device has done everything: a
@@ -15,15 +15,18 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import NamedTuple
 
+from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.device.capture import GATE
 from kvcluster.device.device import Event, Stream
 from kvcluster.device.endpoints import DeviceMemory
+from kvcluster.device.kernels import Decode
 from kvcluster.device.moves import Moves, StagedRecord, aligned, columns_bytes, moves, record_bytes
 from kvcluster.device.staging import DeviceStaging, Slot, wait_done
-from kvcluster.device.verification import constant_bytes, row_bytes
+from kvcluster.device.verification import constant_bytes, row_bytes, scratch_bytes
 from kvcluster.pages import codec
 from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyStatus, encoded_layer_bytes
 
@@ -42,13 +45,15 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Records that pass through one slot, from `first` to `stop`, behind room for the table of their moves. `event`:
-    behind all work of the device. `verdicts`: where a load that the device verifies has them in the slot."""
+    """Records that pass through one slot, from `first` to `stop`, behind room for the table of their moves. `scratch`:
+    where in the device's memory scratch memory begins. `event`: behind all work of the device. `verdicts`: where a load
+    that the device verifies has them in the slot."""
 
     slot: Slot
     places: list[Place]
     first: int
     stop: int
+    scratch: int
     event: Event | None = None
     verdicts: int = 0
 
@@ -61,7 +66,8 @@ class Sizes:
         """`summed`: the device verifies them, for which the table has more."""
         records, items = batch.records, batch.items
         self.came: list[int] = []
-        self.raw: list[int] = []
+        self.decoded: list[int] = []
+        self.scratch: list[int] = []
         of_layer: dict[tuple[int, int, int], tuple[int, int]] = {}
         for item, count, nbytes, which in zip(
             records.items, records.counts, records.nbytes, records.codecs, strict=True
@@ -76,7 +82,8 @@ class Sizes:
             if nbytes != count * coded:
                 raise BadBatch(f"a record of {count} layers has {nbytes} bytes; expected {count * coded}")
             self.came.append(aligned(nbytes))
-            self.raw.append(aligned(count * raw))
+            self.decoded.append(0 if which == codec.RAW else aligned(count * raw))
+            self.scratch.append(scratch_bytes(count, coded) if summed else 0)
         geometries = batch.items.geometries
         self.columns = [aligned(columns_bytes(geometry)) if geometry else 0 for geometry in geometries]
         """Of the table, for each geometry."""
@@ -87,7 +94,7 @@ class Sizes:
         self.rows = [aligned(row_bytes(count)) if summed else 0 for count in records.counts]
         """Of the table, for each record beside `entry`."""
         tables = self.fixed + max(self.columns, default=0) + max(self.entry, default=0) + max(self.rows, default=0)
-        self.most = max(map(max, self.came, self.raw), default=0) + tables
+        self.most = max(map(max, self.came, map(add, self.decoded, self.scratch)), default=0) + tables
         """What the largest record takes alone."""
 
 
@@ -141,20 +148,21 @@ class BatchRun(ABC):
         sizes, room = self._sizes, self.staging.slot_bytes
         chunk: list[int] = []
         groups: set[int] = set()
-        table, came, raw = sizes.fixed, 0, 0
+        table, came, behind = sizes.fixed, 0, 0
         for at in range(start, stop):
             if self.batch.status[at] != CopyStatus.PENDING:
                 continue
             group = self.batch.items.groups[self.batch.records.items[at]]
             own = sizes.entry[group] + sizes.rows[at]
             entry = own + (0 if group in groups else sizes.columns[group])
-            if chunk and (table + entry + came + sizes.came[at] > room or raw + sizes.raw[at] > room):
+            needs = sizes.decoded[at] + sizes.scratch[at]
+            if chunk and (table + entry + came + sizes.came[at] > room or behind + needs > room):
                 yield chunk, table
-                chunk, groups, table, came, raw = [], set(), sizes.fixed, 0, 0
+                chunk, groups, table, came, behind = [], set(), sizes.fixed, 0, 0
                 entry = own + sizes.columns[group]
             chunk.append(at)
             groups.add(group)
-            table, came, raw = table + entry, came + sizes.came[at], raw + sizes.raw[at]
+            table, came, behind = table + entry, came + sizes.came[at], behind + needs
         if chunk:
             yield chunk, table
 
@@ -181,8 +189,8 @@ class BatchRun(ABC):
         for number in records:
             is_raw = self.batch.records.codecs[number] == codec.RAW
             places.append(Place(number, came, came if is_raw else raw))
-            came, raw = came + self._sizes.came[number], raw + (0 if is_raw else self._sizes.raw[number])
-        chunk = Chunk(slot, places, table, came)
+            came, raw = came + self._sizes.came[number], raw + self._sizes.decoded[number]
+        chunk = Chunk(slot, places, table, came, raw)
         try:
             enqueue = self.fill(chunk)
         except BaseException:
@@ -215,6 +223,32 @@ class BatchRun(ABC):
         memory = chunk.slot.memory.range
         records = [self._staged(memory.address + place.raw, place.record) for place in chunk.places]
         return moves(records), records
+
+    def decodes(self, chunk: Chunk) -> Iterator[Decode]:
+        """Yields what decodes the records that came encoded: one kernel for records of a kind that lie together."""
+        records, items, memory = self.batch.records, self.batch.items, chunk.slot.memory.range
+        last: Decode | None = None
+        for number, came, raw in chunk.places:
+            if came == raw:
+                continue
+            item, count = records.items[number], records.counts[number]
+            geometry, heads = items.geometry(item), items.head_stops[item] - items.head_starts[item]
+            raw_bytes = count * heads * geometry.head_bytes
+            one = Decode(
+                Codec(records.codecs[number]),
+                geometry.group,
+                geometry.block_tokens,
+                heads,
+                count,
+                memory.piece(came, records.nbytes[number]),
+                memory.piece(raw, raw_bytes),
+            )
+            together = None if last is None else last.followed_by(one)
+            if last is not None and together is None:
+                yield last
+            last = together or one
+        if last is not None:
+            yield last
 
     def stopped(self, number: int) -> bool:
         """Whether a record must not be begun any more."""

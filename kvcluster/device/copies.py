@@ -9,15 +9,14 @@ device's memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
-from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.device.batch_run import BatchRun, Chunk, Sizes
 from kvcluster.device.device import Range
 from kvcluster.device.endpoints import DeviceMemory
-from kvcluster.device.kernels import Decode, Gather, Scatter
+from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.pages import checksum, codec
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
@@ -77,38 +76,12 @@ class _HostRun(BatchRun):
         pinned, memory = chunk.slot.pinned.range, chunk.slot.memory.range
         brought = chunk.stop if self._loads else move.table.nbytes
         device.copy(memory.piece(0, brought), pinned.piece(0, brought), stream)
-        for decode in self._decodes(chunk):
+        for decode in self.decodes(chunk):
             device.launch(decode, stream)
         device.launch(move, stream)
         if not self._loads:
             begins, nbytes = chunk.first, chunk.stop - chunk.first
             device.copy(pinned.piece(begins, nbytes), memory.piece(begins, nbytes), stream)
-
-    def _decodes(self, chunk: Chunk) -> Iterator[Decode]:
-        """Yields what decodes the records that came encoded: one kernel for records of a kind that lie together."""
-        records, items, memory = self.batch.records, self.batch.items, chunk.slot.memory.range
-        last: Decode | None = None
-        for number, came, raw in chunk.places:
-            if came == raw:
-                continue
-            item, count = records.items[number], records.counts[number]
-            geometry, heads = items.geometry(item), items.head_stops[item] - items.head_starts[item]
-            raw_bytes = count * heads * geometry.head_bytes
-            one = Decode(
-                Codec(records.codecs[number]),
-                geometry.group,
-                geometry.block_tokens,
-                heads,
-                count,
-                memory.piece(came, records.nbytes[number]),
-                memory.piece(raw, raw_bytes),
-            )
-            together = None if last is None else last.followed_by(one)
-            if last is not None and together is None:
-                yield last
-            last = together or one
-        if last is not None:
-            yield last
 
     # ------------------------------------------------------------------------------------------ by the CPU
 

@@ -5,9 +5,9 @@ place in a stream; a stream that waits for it goes on when all work before that 
 device: a caller that needs a result asks `done` repeatedly.
 
 Memory is named by address, of the device and of this process alike, since a tensor of the twin is one of the CPU. Only
-enqueued work reads or writes a device's memory. Work reads and writes memory of this process only if it is pinned. The
-CPU reads and writes pinned memory only within `PinnedMemory.opened`, and only after `done` has returned True for all
-work that uses it.
+enqueued work reads or writes a device's memory. Work reads and writes memory of this process only if it is pinned, and
+reads it if it is registered. The CPU reads and writes pinned memory only within `PinnedMemory.opened`, and only after
+`done` has returned True for all work that uses it.
 """
 
 from __future__ import annotations
@@ -96,6 +96,10 @@ class Device(Protocol):
         """Returns memory that another process has allocated on the same device, `nbytes` as its range says, to be read.
         It lasts until it is released here, whatever becomes of that process. The caller still closes the descriptor.
         Raises NoMemory if the device does not open it."""
+
+    def register(self, memory: Range) -> Allocation:
+        """Has the device read memory of this process that other processes may write at any time, until it is released
+        here. It stays mapped until then, and the CPU reads it as before. Raises NoMemory if the system refuses."""
 
     def pin(self, nbytes: int) -> PinnedMemory:
         """Returns new pinned memory of this process, with any content. Raises NoMemory."""

@@ -55,7 +55,7 @@ class Devices:
         self._slot_bytes.pop(device, None)
 
     def reads_pools(self, device: Device, layer_bytes: Iterable[int]) -> bool:
-        """Whether a load can read raw pages with layers of these lengths in a shard's pool on that device."""
+        """Whether that device can read raw pages with layers of these lengths itself, in a shard's pool."""
         room = self.pool_record_bytes(device)
         return all(can_verify(each) and max(each, limits.RECORD_BYTES) <= room for each in layer_bytes)
 
@@ -87,10 +87,10 @@ class Devices:
 
 
 class _Copies:
-    """The CopyExecutor of a device, for pages in memory of the CPU and in pools on the device itself."""
+    """The CopyExecutor of a device, for pages that the device reads itself, and for all that the CPU brings."""
 
     def __init__(self, staging: DeviceStaging) -> None:
-        self._executors = DeviceCopies(staging), PoolCopies(staging)
+        self._executors = PoolCopies(staging), DeviceCopies(staging)
 
     def open(self, batch: CopyBatch) -> RunRecords | None:
         """As CopyExecutor."""

@@ -1,11 +1,12 @@
-"""The ends of copy batches that lie in a device's memory."""
+"""The ends of copy batches that a device reads or writes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvcluster.device.device import Device, Event, Range
-from kvcluster.pages.copy_endpoints import ForeignMemory
+from kvcluster.pages.copy_endpoints import ForeignMemory, MappedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +25,28 @@ class DevicePoolMemory(ForeignMemory):
 
     device: Device
     memory: Range
+
+
+REGISTERED_BYTES = 4 << 30
+"""What of an arena is registered by one call, during which no graph is captured: some 60 ms (docs/measurements.md)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegisteredMemory(MappedMemory):
+    """A mapped arena that this device reads as well, registered in pieces of REGISTERED_BYTES: one copy does not go
+    beyond one of them. The shard writes there at any time."""
+
+    device: Device
+
+    @property
+    def memory(self) -> Range:
+        """Where the device reads it."""
+        return Range(self.region.address, self.region.nbytes)
+
+    def pieces(self, start: int, nbytes: int) -> Iterator[Range]:
+        """Yields the pieces of the bytes from `start` on."""
+        stop = start + nbytes
+        while start < stop:
+            end = min(stop, (start // REGISTERED_BYTES + 1) * REGISTERED_BYTES)
+            yield self.memory.piece(start, end - start)
+            start = end

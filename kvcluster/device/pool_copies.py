@@ -1,22 +1,24 @@
-"""The executor of loads from a shard's pool in the memory of the same device.
+"""The executor of loads from memory that a device reads itself: a shard's pool in its own memory, or an arena that is
+registered with it.
 
-    pages --CopySums--> staging --Scatter--> blocks
+    pool     --CopySums--> staging
+    arena    --copy--> staging, CopySums there
+                       staging (--Decode--> staging) --Scatter--> blocks
 
-No byte of a page passes through the CPU. The shard may write the pool at any time, as when a lease has ended, so a
-record is verified in staging, and nothing of one that does not match reaches a block (verification.py).
+No byte of a page passes through the CPU. The shard may write either at any time, as when a lease has ended, so a record
+is verified in staging, and nothing of one that does not match reaches a block (verification.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from operator import add
 
 from kvcluster.device.batch_run import BatchRun, Chunk, Place, Sizes
-from kvcluster.device.copies import is_raw
 from kvcluster.device.device import Range
-from kvcluster.device.endpoints import DeviceMemory, DevicePoolMemory
-from kvcluster.device.kernels import Scatter
+from kvcluster.device.endpoints import DeviceMemory, DevicePoolMemory, RegisteredMemory
+from kvcluster.device.kernels import Decode, Scatter
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.device.verification import UNIT, CopySums, SummedRecord, can_verify, verification
 from kvcluster.pages import checksum
@@ -25,8 +27,8 @@ from kvcluster.pages.copy_executor import RunRecords
 
 
 class PoolCopies:
-    """A CopyExecutor for one device. It opens a load from a pool there into blocks there, if its records are raw, no
-    larger than a slot, and of a length that a device can verify."""
+    """A CopyExecutor for one device. It opens a load from memory that the device reads into blocks there, if its
+    records are no larger than a slot, and of a length that a device can verify."""
 
     def __init__(self, staging: DeviceStaging) -> None:
         self._staging = staging
@@ -36,14 +38,12 @@ class PoolCopies:
         pages, blocks, device = batch.pages, batch.blocks, self._staging.device
         if not isinstance(blocks, DeviceMemory) or blocks.device is not device:
             return None
-        if (
-            not isinstance(pages, DevicePoolMemory)
-            or pages.device is not device
-            or batch.direction is CopyDirection.STORE
-        ):
+        if not isinstance(pages, (DevicePoolMemory, RegisteredMemory)) or pages.device is not device:
             return None
-        records = batch.records
-        if not is_raw(batch) or any((pages.memory.address + offset) % UNIT for offset in set(records.offsets)):
+        if batch.direction is CopyDirection.STORE:
+            return None
+        records, within = batch.records, isinstance(pages, DevicePoolMemory)
+        if within and any((pages.memory.address + offset) % UNIT for offset in set(records.offsets)):
             return None
         kinds = set(zip(records.nbytes, records.counts, strict=True))
         if not all(can_verify(nbytes // layers) for nbytes, layers in kinds):
@@ -60,13 +60,18 @@ class _PoolRun(BatchRun):
     """The records of one load."""
 
     def __init__(
-        self, batch: CopyBatch, pages: DevicePoolMemory, blocks: DeviceMemory, staging: DeviceStaging, sizes: Sizes
+        self,
+        batch: CopyBatch,
+        pages: DevicePoolMemory | RegisteredMemory,
+        blocks: DeviceMemory,
+        staging: DeviceStaging,
+        sizes: Sizes,
     ) -> None:
         super().__init__(batch, blocks, staging, sizes, staging.loads)
-        self._pool = pages.memory
+        self._pages = pages
 
     def fill(self, chunk: Chunk) -> Callable[[], None] | None:
-        """As BatchRun. The room for what is decoded is the kernel's scratch memory."""
+        """As BatchRun."""
         chunk.places = [place for place in chunk.places if not self.stopped(place.record)]
         if not chunk.places:
             return None
@@ -74,21 +79,26 @@ class _PoolRun(BatchRun):
         memory = chunk.slot.memory.range
         summed = [self._summed(place, memory, at) for place, at in zip(chunk.places, layers_at, strict=True)]
         first = len(table) // 8
-        sums = verification(summed, first, memory.address + self.staging.slot_bytes)
-        assert sums.scratch.nbytes <= self.staging.slot_bytes, "a layer has more bytes than its blocks add"
+        sums = verification(summed, first, memory.address + chunk.scratch)
         table += sums.words
         with chunk.slot.pinned.opened(0, len(table), writes=True) as room:
             room[:] = table
         chunk.verdicts = 8 * sums.verdicts
         whole = Range(memory.address, len(table))
-        kernels = CopySums(whole, first, sums.launches, sums.scratch, summed), Scatter(whole, launches, records)
-        return partial(self._enqueue, chunk, *kernels)
+        copy_sums = CopySums(whole, first, sums.launches, sums.scratch, summed)
+        scatter = Scatter(whole, launches, records)
+        return partial(self._enqueue, chunk, copy_sums, list(self.decodes(chunk)), scatter)
 
-    def _enqueue(self, chunk: Chunk, sums: CopySums, move: Scatter) -> None:
+    def _enqueue(self, chunk: Chunk, sums: CopySums, decodes: list[Decode], move: Scatter) -> None:
         device, stream = self.device, self.stream
         pinned, memory = chunk.slot.pinned.range, chunk.slot.memory.range
         device.copy(memory.piece(0, sums.table.nbytes), pinned.piece(0, sums.table.nbytes), stream)
+        if isinstance(self._pages, RegisteredMemory):
+            for came, data in self._brought(chunk, self._pages):
+                device.copy(memory.piece(came, data.nbytes), data, stream)
         device.launch(sums, stream)
+        for decode in decodes:
+            device.launch(decode, stream)
         if move.launches:
             device.launch(move, stream)
         nbytes = 8 * len(chunk.places)
@@ -110,5 +120,22 @@ class _PoolRun(BatchRun):
         records, number = self.batch.records, place.record
         nbytes, layers = records.nbytes[number], records.counts[number]
         seed = checksum.first_seed(self.batch.identities[number], records.layers[number], nbytes // layers)
-        data = self._pool.piece(records.offsets[number], nbytes)
-        return SummedRecord(data, memory.address + place.came, seed, records.sums_of(number), layers_at)
+        came = data = memory.piece(place.came, nbytes)
+        if isinstance(self._pages, DevicePoolMemory):
+            data = self._pages.memory.piece(records.offsets[number], nbytes)
+        return SummedRecord(data, came.address, seed, records.sums_of(number), layers_at)
+
+    def _brought(self, chunk: Chunk, arena: RegisteredMemory) -> Iterator[tuple[int, Range]]:
+        """Yields what is copied of the arena, and where it comes in the slot: records that lie together at once."""
+        offsets, sizes = self.batch.records.offsets, self.batch.records.nbytes
+        runs: list[list[int]] = []  # where it comes, its offset and bytes
+        for number, came, _ in chunk.places:
+            last = runs[-1] if runs else None
+            if last and (came, offsets[number]) == (last[0] + last[2], last[1] + last[2]):
+                last[2] += sizes[number]
+            else:
+                runs.append([came, offsets[number], sizes[number]])
+        for came, offset, nbytes in runs:
+            for data in arena.pieces(offset, nbytes):
+                yield came, data
+                came += data.nbytes

@@ -30,7 +30,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from kvcluster.device.capture import GATE
 from kvcluster.device.device import DeviceFailed, DeviceKernel, Event, NoMemory, Range, Stream
 from kvcluster.device.ordering import CPU, Clock, Ordering
-from kvcluster.pages.region import address_of
+from kvcluster.pages.region import address_of, bytes_at
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -156,6 +156,13 @@ class Machine:
                 return memory[at : at + wanted.nbytes]
         return None
 
+    def register(self, memory: Range) -> None:
+        """Has work read memory of this process. Others write there at any time, so nothing is held to an order."""
+        self._pinned[memory.address] = bytes_at(*memory).toreadonly()
+
+    def unregister(self, memory: Range) -> None:
+        del self._pinned[memory.address]
+
     def unpin(self, given_back: Range) -> None:
         memory = self._pinned.pop(given_back.address, None)
         if memory is not None:
@@ -205,6 +212,19 @@ class _Mapped:
     def bytes(self, wanted: Range) -> memoryview:
         at = wanted.address - self.range.address
         return self.alias[at : at + wanted.nbytes]
+
+
+class TwinRegistered:
+    """An Allocation: memory of this process that is registered."""
+
+    def __init__(self, twin: Twin, memory: Range) -> None:
+        self._twin: Twin | None = twin
+        self.range = memory
+
+    def release(self) -> None:
+        twin, self._twin = self._twin, None
+        if twin is not None:
+            twin.unregister(self.range)
 
 
 class TwinMemory:
@@ -338,6 +358,21 @@ class Twin:
             raise NoMemory(f"{nbytes} bytes cannot be pinned")
         self._pinnable -= nbytes
         return self.machine.pin(nbytes)
+
+    @_locked
+    def register(self, memory: Range) -> TwinRegistered:
+        self._check()
+        if memory.nbytes > self._pinnable:
+            raise NoMemory(f"{memory.nbytes} bytes cannot be registered")
+        self._pinnable -= memory.nbytes
+        self.machine.register(memory)
+        return TwinRegistered(self, memory)
+
+    @_locked
+    def unregister(self, memory: Range) -> None:
+        """As Allocation.release."""
+        self._pinnable += memory.nbytes
+        self.machine.unregister(memory)
 
     @_locked
     def stream(self) -> Stream:

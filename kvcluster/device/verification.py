@@ -47,9 +47,9 @@ _ROW_WORDS = 8
 
 
 class SummedRecord(NamedTuple):
-    """A record in the device's memory: as many layers of equal length as it has sums, which are copied to the address
-    `into`. `seed`: of its first layer (checksum.first_seed). `layers_at`: the word of the table at which the move of it
-    has its number of layers; None if nothing of it is moved."""
+    """A record that the device reads: as many layers of equal length as it has sums, which are copied to the address
+    `into`, or compared where they lie if that is their own. `seed`: of its first layer (checksum.first_seed).
+    `layers_at`: the word of the table at which the move of it has its number of layers; None if nothing is moved."""
 
     data: Range
     into: int
@@ -106,6 +106,11 @@ def row_bytes(layers: int) -> int:
     return 8 * (_ROW_WORDS + layers + 1)
 
 
+def scratch_bytes(layers: int, layer_bytes: int) -> int:
+    """Returns the scratch memory for a record of so many layers of this length."""
+    return layers * _blocks(layer_bytes) * LANES_BYTES
+
+
 def verification(records: Sequence[SummedRecord], first: int, scratch: int) -> Verification:
     """Returns what verifies these records, with words for the table from its word `first` on, and scratch memory from
     this address on: LANES_BYTES for each block that a layer begins, about a quarter of the records at most."""
@@ -122,7 +127,7 @@ def verification(records: Sequence[SummedRecord], first: int, scratch: int) -> V
         moved = _NOTHING if record.layers_at is None else record.layers_at
         table.extend((record.data.address, record.seed, layers, sums, moved, verdicts + at, record.into, own))
         sums += layers
-        own += layers * _blocks(record.layer_bytes) * LANES_BYTES
+        own += scratch_bytes(layers, record.layer_bytes)
     for layer_bytes, alike in groupby(order, lambda at: records[at].layer_bytes):
         same = list(alike)
         layers = max(len(records[at].sums) for at in same)

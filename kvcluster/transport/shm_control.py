@@ -19,7 +19,8 @@ from enum import Enum
 
 from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.device.device import Allocation, Device
+from kvcluster.device.device import Allocation, Device, DeviceFailed, NoMemory
+from kvcluster.device.endpoints import RegisteredMemory
 from kvcluster.errors import ProtocolError
 from kvcluster.pages.mapping import Mapping
 from kvcluster.release import PROTOCOL_VERSION
@@ -27,12 +28,16 @@ from kvcluster.transport.attend_frames import ask_to_attend
 from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket, dial
+from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire import shm_frames, socket_frames
 from kvcluster.wire.shm_frames import Places
 from kvcluster.wire.socket_frames import FrameKind
 
 _RENEWALS = 8
 """A worker shows that it is alive this many times per lease, however slow its sink or source is."""
+
+_REGISTER_S = 0.1
+"""The first load towards a device waits so long for the arena to be registered. Until it is, the CPU brings pages."""
 
 _CREDENTIALS = struct.Struct("3i")
 """Credentials of a unix socket's other side: process, user, group."""
@@ -53,6 +58,7 @@ class ShmConnection:
         self.arena = maps.get(link, welcome.arena_bytes, writable=False)
         self.pool: OpenPool | None = None
         """The shard's pool on a device, once it was asked for."""
+        self._registering: dict[Device, Registering] = {}
         self.turn = Turn.IDLE
         self._link = link
         self._maps = maps
@@ -73,6 +79,15 @@ class ShmConnection:
         body = self._ask(FrameKind.POOL, b"", deadline, answer=FrameKind.POOL)
         self.turn = Turn.IDLE
         self.pool = self._maps.pool(self._link, shm_frames.decode_pool(body), device)
+
+    def registered(self, device: Device, deadline: Deadline) -> RegisteredMemory | None:
+        """Returns the arena as this device reads it itself; None as long as it is being registered, for which the first
+        call waits a little. Raises NoMemory or DeviceFailed if it cannot be, and KVClusterError if there is no room for
+        the thread that does it."""
+        if device not in self._registering:
+            self._registering[device] = self._maps.registering(self.arena, device)
+            self._registering[device].wait(min(_REGISTER_S, deadline.remaining_s()))
+        return self._registering[device].result()
 
     def ask_to_read(self, request: ReadRequest, deadline: Deadline) -> tuple[list[Miss | None], Places]:
         """Returns the outcome for each want, and where the granted pages lie: in the pool behind the end of the arena.
@@ -189,6 +204,43 @@ class OpenPool:
         weakref.finalize(self, opened.release)
 
 
+class Registering:
+    """A mapped arena that a device reads itself, as soon as a thread has registered it: locking a pool of hundreds of
+    GiB takes seconds. It lasts as long as anything refers to it, and keeps the mapping."""
+
+    def __init__(self, device: Device, arena: Mapping) -> None:
+        self.memory = RegisteredMemory(arena, device)
+        self._ended = threading.Event()
+        self._error: NoMemory | DeviceFailed | None = None
+        taken: list[Allocation] = []
+        weakref.finalize(self, _release, taken)
+        start_thread(threading.Thread(target=self._register, args=(taken,), name="kvcluster-register", daemon=True))
+
+    def wait(self, wait_s: float) -> None:
+        """Waits until it has ended, or so long."""
+        self._ended.wait(wait_s)
+
+    def result(self) -> RegisteredMemory | None:
+        """Returns the memory, None until it is registered. Raises NoMemory or DeviceFailed if it cannot be."""
+        if not self._ended.is_set():
+            return None
+        if self._error is not None:
+            raise self._error
+        return self.memory
+
+    def _register(self, taken: list[Allocation]) -> None:
+        try:
+            taken += map(self.memory.device.register, self.memory.pieces(0, self.memory.region.nbytes))
+        except (NoMemory, DeviceFailed) as refused:
+            self._error = refused
+        self._ended.set()
+
+
+def _release(taken: list[Allocation]) -> None:
+    for each in taken:
+        each.release()
+
+
 class ArenaMappings:
     """The mappings of one arena, and the pool of its shard, that connections share."""
 
@@ -196,6 +248,16 @@ class ArenaMappings:
         self._lock = threading.Lock()
         self._known: weakref.WeakValueDictionary[bool, Mapping] = weakref.WeakValueDictionary()
         self._pools: weakref.WeakValueDictionary[Device, OpenPool] = weakref.WeakValueDictionary()
+        self._registered: weakref.WeakValueDictionary[Device, Registering] = weakref.WeakValueDictionary()
+
+    def registering(self, arena: Mapping, device: Device) -> Registering:
+        """Returns that of this device, which is begun if there is none. Raises KVClusterError if no thread can be
+        started."""
+        with self._lock:
+            known = self._registered.get(device)
+            if known is None or known.memory.region is not arena:
+                known = self._registered[device] = Registering(device, arena)
+            return known
 
     def pool(self, link: FramedSocket, nbytes: int, device: Device) -> OpenPool:
         """Returns the pool that is open already, or opens it by the descriptor just received. Raises ProtocolError and

@@ -6,8 +6,9 @@ lease may find another page there, which does not verify. A writer may pause for
 no other writer before the worker has said that it has stopped, or its connection has ended (shm_server.py). So no
 connection is ended while a byte is being written into the arena.
 
-A worker whose blocks lie on the device on which the shard has a pool opens that as well, for reading alone, and is
-granted pages of it: a batch of its own, which the device carries out (device/pool_copies.py).
+A worker whose blocks lie on a device has that read the arena itself, if the system lets it be registered. If it is the
+device on which the shard has a pool, the worker opens that as well, for reading alone, and is granted pages of it: a
+batch of its own. Either is carried out by the device (device/pool_copies.py).
 
     pool    -> POOL   <- POOL                                              before the first load from there
     load    -> READ   <- GRANT  -> RENEW ..., DONE
@@ -27,7 +28,7 @@ from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Wr
 from kvcluster.core.miss import Miss
 from kvcluster.device.device import Device, DeviceFailed, NoMemory
 from kvcluster.device.devices import DEVICES
-from kvcluster.device.endpoints import DevicePoolMemory
+from kvcluster.device.endpoints import DevicePoolMemory, RegisteredMemory
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import CopyEndpoint, MappedMemory
@@ -50,7 +51,7 @@ SLICE_BYTES = 8 * limits.FRAME_BYTES
 """The most that one native call loads. Between two calls threads of this process wait for one another, some 30 us; a
 caller that waits for layers is told of them after each call."""
 
-_POOL_SLICE_BYTES = 8 * SLICE_BYTES
+_DEVICE_SLICE_BYTES = 8 * SLICE_BYTES
 """As SLICE_BYTES, of what a device copies: it is to have its next chunk while this process looks at the last one."""
 
 _SLICES = 8
@@ -94,6 +95,7 @@ class ShmPages:
             raise ConfigError(f"{address!r} is not an address of the shared-memory transport, which has the form @name")
         self.address = address
         self._device = device
+        self._refused: set[Device] = set()
         maps = ArenaMappings()
         self._connections: ConnectionPool[ShmConnection] = ConnectionPool(
             address, lambda deadline: open_connection(address, token, maps, deadline, version)
@@ -109,11 +111,13 @@ class ShmPages:
     ) -> Generator[None, None, list[Miss | None]]:
         control = self._connections.take(deadline)
         try:
-            device = sink.device
-            if device is not None and self._reads_pool(control, device, deadline):
-                request = replace(request, on_device=True)
+            device, arena = sink.device, MappedMemory(control.arena)
+            if device is not None:
+                arena = self._registered(control, device, deadline) or arena
+                if self._reads_pool(control, device, deadline):
+                    request = replace(request, on_device=True)
             outcome, places = control.ask_to_read(request, deadline)
-            yield from _copies(control, request, places, sink, deadline)
+            yield from _copies(control, request, places, arena, sink, deadline)
             control.send(FrameKind.DONE, b"", deadline, then=Turn.IDLE)
             return outcome
         finally:
@@ -157,6 +161,17 @@ class ShmPages:
         """Ends exchanges that are under way, after the chunk in progress. May be called from any thread, and again."""
         self._connections.close()
 
+    def _registered(self, control: ShmConnection, device: Device, deadline: Deadline) -> RegisteredMemory | None:
+        """Returns the arena if the device reads it itself. If that is refused it is not tried again."""
+        if device in self._refused:
+            return None
+        try:
+            return control.registered(device, deadline)
+        except (NoMemory, DeviceFailed, KVClusterError) as refused:
+            _LOG.warning("the CPU brings pages of %s, which %s cannot read: %s", self.address, device.name, refused)
+            self._refused.add(device)
+            return None
+
     def _reads_pool(self, control: ShmConnection, device: Device, deadline: Deadline) -> bool:
         """Whether pages of the shard's pool can be read, which this opens if it is on that device. If it cannot be
         opened it is not tried again."""
@@ -186,13 +201,18 @@ class ShmPages:
 
 
 def _copies(
-    control: ShmConnection, request: ReadRequest, places: Places, sink: PageSink, deadline: Deadline
+    control: ShmConnection,
+    request: ReadRequest,
+    places: Places,
+    arena: MappedMemory,
+    sink: PageSink,
+    deadline: Deadline,
 ) -> Generator[None, None, None]:
     """Copies the granted layers in the order of use, first those from the pool; yields after each slice."""
-    for records, memory, keeps in _by_memory(control, request, places):
+    for records, memory, keeps in _by_memory(control, request, places, arena):
         copies = sink.copies(records, memory, keeps)
-        in_pool = isinstance(memory, DevicePoolMemory)
-        for start, stop in records.slices(_POOL_SLICE_BYTES if in_pool else _slice_bytes(records)):
+        by_device = isinstance(memory, (DevicePoolMemory, RegisteredMemory))
+        for start, stop in records.slices(_DEVICE_SLICE_BYTES if by_device else _slice_bytes(records)):
             control.renew(deadline)
             copies.run(start, stop)
             yield
@@ -200,15 +220,16 @@ def _copies(
 
 
 def _by_memory(
-    control: ShmConnection, request: ReadRequest, places: Places
+    control: ShmConnection, request: ReadRequest, places: Places, arena: MappedMemory
 ) -> Iterator[tuple[CopyRecords, CopyEndpoint, object]]:
     """Yields the records in the pool and those in the arena, each with their memory and what keeps it."""
-    arena, pool, end = control.arena, control.pool, control.arena.nbytes
+    pool, end = control.pool, control.arena.nbytes
     if pool is not None and max(places.offsets, default=0) >= end:
         places, far = split_places(request.wants, places, end)
         large = granted_records(request.wants, far, DEVICES.pool_record_bytes(pool.device))
         yield large, DevicePoolMemory(pool.device, pool.memory), pool
-    yield granted_records(request.wants, places), MappedMemory(arena), arena
+    record_bytes = DEVICES.pool_record_bytes(arena.device) if isinstance(arena, RegisteredMemory) else None
+    yield granted_records(request.wants, places, record_bytes), arena, control
 
 
 def _slice_bytes(records: CopyRecords) -> int:

@@ -130,7 +130,7 @@ int cuMemFree_v2(ptr address) {
 }
 int cuMemHostRegister_v2(void *address, size_t nbytes, unsigned flags) {
     NEEDS_CONTEXT;
-    if (flags != 1 || !nbytes) return INVALID_VALUE;
+    if ((flags != 1 && flags != 9) || !nbytes) return INVALID_VALUE;
     if (nbytes > ROOM) return OUT_OF_MEMORY;
     registered[registered_count].start = address;
     registered[registered_count++].nbytes = nbytes;

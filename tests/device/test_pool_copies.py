@@ -1,5 +1,5 @@
-"""Loads from a shard's pool in the memory of the same device, which the shard's own twin has written: against tensors,
-and each thing that orders or verifies them, taken away."""
+"""Loads from a shard's pool in the memory of the same device, which the shard's own twin has written, and from an arena
+that is registered with it: against tensors, and each thing that orders or verifies them, taken away."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from kvcluster.core.codecs import Codec
-from kvcluster.device import pool_copies
+from kvcluster.device import devices, pool_copies
 from kvcluster.device.device import Range
-from kvcluster.device.endpoints import DevicePoolMemory
+from kvcluster.device.endpoints import DevicePoolMemory, RegisteredMemory
 from kvcluster.device.pool_copies import PoolCopies
 from kvcluster.device.twin import Machine, Twin
-from kvcluster.device.verification import CopySums, constant_bytes, row_bytes, verification
+from kvcluster.device.verification import CopySums, can_verify, constant_bytes, row_bytes, verification
 from kvcluster.pages.copy_batch import BadBatch, CopyDirection, CopyStatus
 from kvcluster.pages.copy_endpoints import HOST
+from kvcluster.pages.region import HostRegion, RegionKind, address_of
 from tests.device.programs import finish
 from tests.device.test_copies import LAYERS, ORDERS, Case, free_slots, load_case, unordered
 
@@ -65,23 +66,59 @@ class PoolCase(Case):
         finish(self.exporter, self.exporter.record(stream))
 
 
+class ArenaCase(Case):
+    """A drawn load whose pages lie in an arena that the twin reads."""
+
+    tokens_of, dims_of = PoolCase.tokens_of, PoolCase.dims_of
+    table_bytes = PoolCase.table_bytes
+    executor = devices._Copies
+
+    def __init__(self, seed: int, direction: CopyDirection = CopyDirection.LOAD, **options: Any) -> None:
+        super().__init__(seed, direction, **options)
+        at, gap, self._starts = self.rng.choice((0, 5, 64)), self.rng.choice((0, GAP)), list[int]()
+        for _, data in self.pages:
+            self._starts.append(at)
+            at += len(data) + gap
+        records = self.batch.records
+        offsets = [
+            self._starts[item] + layer * self.layer_bytes
+            for item, layer in zip(records.items, records.layers, strict=True)
+        ]
+        self.arena = memoryview(bytearray(at))
+        self.region = HostRegion(self.arena, address_of(self.arena), RegionKind.SHARED)
+        self.registered = self.twin.register(Range(self.region.address, self.region.nbytes))
+        records = replace(records, offsets=array("Q", offsets))
+        self.batch = replace(self.batch, source=RegisteredMemory(self.region, self.twin), records=records)
+
+    def engine_writes(self) -> None:
+        """The shard's pages come there before."""
+        super().engine_writes()
+        for start, (_, data) in zip(self._starts, self.pages, strict=True):
+            self.arena[start : start + len(data)] = data
+
+
+EACH = pytest.mark.parametrize("case_of", [PoolCase, ArenaCase])
+
+
+@EACH
 @pytest.mark.parametrize("first", range(0, 200, 50))
-def test_drawn_loads_move_what_tensors_say(first: int) -> None:
+def test_drawn_loads_move_what_tensors_say(first: int, case_of: Any) -> None:
     for seed in range(first, first + 50):
-        load_case(seed, PoolCase)
+        load_case(seed, case_of)
 
 
+@EACH
 @pytest.mark.parametrize(("owner", "name", "planted"), ORDERS)
 def test_each_thing_that_orders_them_is_missed_when_it_is_gone(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, planted: Any
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, planted: Any, case_of: Any
 ) -> None:
-    assert unordered(monkeypatch, PoolCase, owner, name, planted) >= 15
+    assert unordered(monkeypatch, case_of, owner, name, planted) >= 15
 
 
-def found(seeds: range) -> bool:
+def found(seeds: range, case_of: Any) -> bool:
     for seed in seeds:
         try:
-            load_case(seed, PoolCase)
+            load_case(seed, case_of)
         except AssertionError:
             return True
     return False
@@ -102,12 +139,15 @@ def moved_all_the_same(records: Any, first: int, scratch: int) -> Any:
 run = CopySums.run
 
 
-def test_a_record_that_is_wrong_and_moved_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+@EACH
+def test_a_record_that_is_wrong_and_moved_all_the_same_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, case_of: Any
+) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(CopySums, "run", all_sound)
-        assert found(range(50))
+        assert found(range(50), case_of)
     monkeypatch.setattr(pool_copies, "verification", moved_all_the_same)
-    assert found(range(50))
+    assert found(range(50), case_of)
 
 
 def test_a_page_that_the_shard_writes_meanwhile_is_loaded_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +188,6 @@ def test_slots_come_back_and_what_the_kernel_cannot_do_is_left_to_others() -> No
         replace(batch, source=HOST),
         replace(batch, direction=CopyDirection.STORE, source=batch.target, target=batch.source),
         replace(batch, source=DevicePoolMemory(case.exporter, case.pool.range)),
-        replace(batch, records=replace(records, codecs=array("Q", [int(Codec.Q8)] * len(records)))),
         replace(batch, records=replace(records, offsets=odd)),
     ):
         assert executor.open(other) is None
@@ -157,9 +196,22 @@ def test_slots_come_back_and_what_the_kernel_cannot_do_is_left_to_others() -> No
         executor.open(replace(batch, records=replace(records, offsets=beyond)))
 
 
-def test_short_layers_are_left_to_others() -> None:
-    class Short(PoolCase):
+@EACH
+def test_short_layers_are_left_to_others(case_of: Any) -> None:
+    class Short(case_of):  # type: ignore[misc]
         tokens_of, dims_of = (1,), (8,)
 
     case = Short(3)
     assert PoolCopies(case.staging).open(case.batch) is None
+
+
+def test_what_comes_encoded_is_decoded_by_the_device() -> None:
+    codecs = set()
+    for seed in range(60):
+        case = ArenaCase(seed, slot_bytes=1 << 17)
+        opened = PoolCopies(case.staging).open(case.batch) is not None
+        records = case.batch.records
+        layer_bytes = {nbytes // count for nbytes, count in zip(records.nbytes, records.counts, strict=True)}
+        assert opened == all(map(can_verify, layer_bytes))
+        codecs |= {case.codec} if opened else set()
+    assert codecs == {Codec.RAW, Codec.Q8, Codec.Q4}
