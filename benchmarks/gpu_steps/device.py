@@ -119,7 +119,7 @@ def rates() -> None:
             StagedRecord(staging.data_ptr() + 2**20 + block * SPEC.block_bytes, whole, whole, geometry, block)
             for block in range(BLOCKS)
         ]
-        table, launches, _ = moves(records)
+        table, launches, _ = moves(records, {})
         staging[: len(table)].copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
         there = Range(staging.data_ptr(), len(table))
         for kind in (Gather, Scatter):

@@ -193,6 +193,42 @@ def measure(
     row(what, threads=len(loaders), MiB_a_call=CHUNK * PAGE >> 20, GBps=rate, of_plain=rate / plain, **cpu, right=good)
 
 
+def one_call(loader: DirectLoader, source: torch.Tensor, card: torch.Tensor, plain: float) -> None:
+    """A prompt of all chunks, into the card's memory."""
+    blocks, into, nbytes = source.view(-1, *SHAPE), card.view(-1, *SHAPE), source.numel() * 2
+    prompt = [len(source), *range(1, len(blocks) * SPEC.block_tokens)]
+    stored = loader.client.store(prompt, blocks)
+    loader.client.flush()
+    card.zero_()
+    seconds = host_seconds(lambda: loader.client.load(prompt, into), least_s=0.5)
+    good = stored.blocks == len(blocks) and torch.equal(card.cpu().view(torch.int16), source.view(torch.int16))
+    rate = gbps(nbytes, seconds)
+    row("one call into the card's memory, verified", MiB=nbytes >> 20, GBps=rate, of_plain=rate / plain, right=good)
+
+
+def coded_calls(which: str, source: torch.Tensor, into: torch.Tensor) -> None:
+    """Loads a prompt that has been encoded, into host memory and then into the card's: the same bytes."""
+    blocks = source.view(-1, *SHAPE)
+    prompts = [[number, *range(1, len(blocks) * SPEC.block_tokens)] for number in range(1, 6)]
+    with cluster("512MiB", codec=which) as served:
+        loader = DirectLoader(served.address, "shm")
+        for prompt in prompts:
+            loader.client.store(prompt, blocks)
+            loader.client.flush()
+        plain, card = torch.empty_like(blocks), into.view(-1, *SHAPE)
+        loaded = loader.client.load(prompts[0], plain), loader.client.load(prompts[0], card)
+        good = torch.equal(plain.view(torch.int16), card.cpu().view(torch.int16)) and not torch.equal(plain, blocks)
+        seconds = host_seconds(lambda: loader.client.load(prompts[0], card), least_s=0.5)
+        row(
+            "one call, encoded, into the card's memory",
+            codec=which,
+            raw_MiB=blocks.numel() * 2 >> 20,
+            raw_GBps=gbps(blocks.numel() * 2, seconds),
+            right=good and loaded == (len(prompts[0]),) * 2,
+        )
+        loader.client.close()
+
+
 def main(device: str) -> None:
     on_card = device == "cuda"
     chunks = 32 if on_card else 2
@@ -215,7 +251,7 @@ def main(device: str) -> None:
                 raise RuntimeError(f"chunk {chunk} was not stored: {stored}")
         if not loaders[0].client.flush():
             raise RuntimeError("the stored blocks were not reported")
-        for threads in (1, 2, 4, 8) if on_card else (1,):
+        for threads in (1, 2, 8) if on_card else (1,):
             measure(served, loaders[:threads], source, None, plain)
             if card is not None:
                 measure(served, loaders[:threads], source, card, plain)
@@ -226,14 +262,23 @@ def main(device: str) -> None:
         used = {str(path.get("name")) for path in loaders[0].client.status()["transports"].values()}
         row("transport", value=", ".join(sorted(used)), right=used == {"shm"})
         if card is not None:
+            attempt(partial(one_call, direct[0], source, card, plain), "one call")
+            whole = [len(source), *range(1, chunks * CHUNK * SPEC.block_tokens)]
             attempt(
                 lambda: beside_a_product(
-                    "loads beside a product", lambda: direct[0].fill(card[0], 0), CHUNK * PAGE, (0,)
+                    "loads beside a product",
+                    lambda: direct[0].client.load(whole, card.view(-1, *SHAPE)),
+                    nbytes,
+                    (0,),
                 ),
                 "loads beside a product",
             )
         for loader in [*loaders, *direct]:
             loader.client.close()
+    for which in ("q8", "q4"):
+        if card is not None:
+            draw = torch.randn((8, CHUNK, *SHAPE), generator=torch.Generator().manual_seed(5)).bfloat16()
+            attempt(partial(coded_calls, which, draw, card[:8]), which)
     if card is not None:
         copy = partial(card[0].copy_, pinned, non_blocking=True)
         beside_a_product("copies beside a product", copy, CHUNK * PAGE)

@@ -24,7 +24,7 @@ from kvcluster.device.capture import GATE
 from kvcluster.device.device import Event, Stream
 from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.device.kernels import Decode
-from kvcluster.device.moves import Moves, StagedRecord, aligned, columns_bytes, moves, record_bytes
+from kvcluster.device.moves import Known, Moves, StagedRecord, aligned, columns_bytes, moves, record_bytes
 from kvcluster.device.staging import DeviceStaging, Slot, wait_done
 from kvcluster.device.verification import constant_bytes, row_bytes, scratch_bytes
 from kvcluster.pages import codec
@@ -102,14 +102,24 @@ class BatchRun(ABC):
     """The records of one batch. Who extends it says what is done with a chunk, on `stream`."""
 
     def __init__(
-        self, batch: CopyBatch, blocks: DeviceMemory, staging: DeviceStaging, sizes: Sizes, stream: Stream
+        self,
+        batch: CopyBatch,
+        blocks: DeviceMemory,
+        staging: DeviceStaging,
+        sizes: Sizes,
+        stream: Stream,
+        *,
+        chunk_bytes: int | None = None,
     ) -> None:
+        """`chunk_bytes`: the most of a slot that a chunk uses, unless one record needs more; None for all of it."""
         self.batch = batch
         self.device = staging.device
         self.staging = staging
         self.stream = stream
         self._blocks = blocks
         self._sizes = sizes
+        self._known: Known = {}
+        self._room = min(staging.slot_bytes, max(sizes.most, chunk_bytes or staging.slot_bytes))
 
     @abstractmethod
     def fill(self, chunk: Chunk) -> Callable[[], None] | None:
@@ -145,7 +155,7 @@ class BatchRun(ABC):
     def _chunks(self, start: int, stop: int) -> Iterator[tuple[list[int], int]]:
         """Yields the pending records, as many at a time as a slot has room for, and the bytes to leave for their
         table."""
-        sizes, room = self._sizes, self.staging.slot_bytes
+        sizes, room = self._sizes, self._room
         chunk: list[int] = []
         groups: set[int] = set()
         table, came, behind = sizes.fixed, 0, 0
@@ -197,8 +207,9 @@ class BatchRun(ABC):
             self.staging.give_back(slot)
             raise
         if enqueue is not None:
-            enqueue()
-            chunk.event = self.device.record(self.stream)
+            with self.device.together():
+                enqueue()
+                chunk.event = self.device.record(self.stream)
         return chunk
 
     def _end(self, chunk: Chunk) -> None:
@@ -222,7 +233,7 @@ class BatchRun(ABC):
         """Returns the moves of a chunk's records, and how they lie in staging."""
         memory = chunk.slot.memory.range
         records = [self._staged(memory.address + place.raw, place.record) for place in chunk.places]
-        return moves(records), records
+        return moves(records, self._known), records
 
     def decodes(self, chunk: Chunk) -> Iterator[Decode]:
         """Yields what decodes the records that came encoded: one kernel for records of a kind that lie together."""

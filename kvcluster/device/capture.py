@@ -13,6 +13,8 @@ class CaptureGate:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        self._thread = threading.local()
+        """`depth`: how many calls of the thread are under way, one within the other."""
         self._inside = 0
         self._owner: int | None = None
 
@@ -31,18 +33,32 @@ class CaptureGate:
                 self._owner = None
                 self._changed.notify_all()
 
-    @contextmanager
-    def passed(self) -> Iterator[None]:
-        """Returns a context for one call of a device. Entering it waits until the gate is open for this thread."""
-        with self._changed:
-            self._changed.wait_for(self._is_open)
-            self._inside += 1
-        try:
-            yield
-        finally:
+    def enter(self) -> None:
+        """Begins a call of a device: waits until the gate is open for this thread, unless a call of it is under way.
+        `leave` ends it."""
+        depth = getattr(self._thread, "depth", 0)
+        if not depth:
+            with self._changed:
+                self._changed.wait_for(self._is_open)
+                self._inside += 1
+        self._thread.depth = depth + 1
+
+    def leave(self) -> None:
+        """As `enter` says."""
+        self._thread.depth -= 1
+        if not self._thread.depth:
             with self._changed:
                 self._inside -= 1
                 self._changed.notify_all()
+
+    @contextmanager
+    def passed(self) -> Iterator[None]:
+        """Returns a context for one call of a device."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until it is open for this thread. Returns whether it is."""

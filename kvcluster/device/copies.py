@@ -23,6 +23,9 @@ from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
 from kvcluster.pages.copy_endpoints import CpuMemory, cpu_addresses
 from kvcluster.pages.copy_executor import RunRecords
 
+_CHUNK_BYTES = 8 << 20
+"""While the CPU brings so many bytes, some ms, the device has those before."""
+
 
 class DeviceCopies:
     """A CopyExecutor for one device. It opens a batch if one end is memory of that device and the CPU addresses the
@@ -53,7 +56,8 @@ class _HostRun(BatchRun):
         self, batch: CopyBatch, pages: CpuMemory, blocks: DeviceMemory, staging: DeviceStaging, sizes: Sizes
     ) -> None:
         self._loads = batch.direction is CopyDirection.LOAD
-        super().__init__(batch, blocks, staging, sizes, staging.loads if self._loads else staging.stores)
+        stream = staging.loads if self._loads else staging.stores
+        super().__init__(batch, blocks, staging, sizes, stream, chunk_bytes=_CHUNK_BYTES)
         self._pages = pages
 
     def fill(self, chunk: Chunk) -> Callable[[], None] | None:

@@ -4,8 +4,6 @@ of a device that is not the current one, the device that an address belongs to, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
@@ -126,14 +124,13 @@ class CudaDriver:
         self.call("cuDevicePrimaryCtxRetain", byref(context), c_int(device))
         return context
 
-    @contextmanager
-    def entered(self, context: c_void_p) -> Iterator[None]:
-        """Returns a Python context in which that one is the thread's current context."""
+    def enter(self, context: c_void_p) -> None:
+        """Has this be the thread's current context, until `leave`."""
         self.call("cuCtxPushCurrent_v2", context)
-        try:
-            yield
-        finally:
-            self.status("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def leave(self) -> None:
+        """Has the one that was current before be current again."""
+        self.status("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def ordinal_at(self, address: int) -> int | None:
         """Returns the device whose memory has this address; None if it is no device's. Needs a current context."""

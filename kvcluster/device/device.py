@@ -82,6 +82,9 @@ class Device(Protocol):
     @property
     def name(self) -> str: ...
 
+    def together(self) -> AbstractContextManager[None]:
+        """Returns a context in which this thread's calls cost less. Meanwhile no graph is captured: it is for a few."""
+
     def around(self, address: int) -> Range | None:
         """Returns the memory around this address that was allocated as one; None if it is not this device's."""
 

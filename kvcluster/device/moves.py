@@ -154,9 +154,14 @@ class Moves(NamedTuple):
     layers_at: list[int | None]
 
 
-def moves(records: Sequence[StagedRecord]) -> Moves:
+Known = dict[tuple[int, ...], list[tuple[Numbers, int]]]
+"""Numbers of launches, and what divides all that does not depend on which records they move, by kind of record: the
+same for all tables over the same geometries."""
+
+
+def moves(records: Sequence[StagedRecord], known: Known) -> Moves:
     """Returns the moves of these records. The table has at most `record_bytes` for each record and `columns_bytes` for
-    each geometry."""
+    each geometry. `known` is added to."""
     table = array("q")
     launches: list[Launch] = []
     columns: dict[int, int] = {}
@@ -164,10 +169,12 @@ def moves(records: Sequence[StagedRecord]) -> Moves:
     order = sorted(
         (at for at, record in enumerate(records) if record.moved is not None), key=lambda at: _kind(records[at])
     )
-    for _, alike in groupby(order, lambda at: _kind(records[at])):
+    for kind, alike in groupby(order, lambda at: _kind(records[at])):
         places = list(alike)
         same = [records[at] for at in places]
         geometry = same[0].geometry
+        if kind not in known:
+            known[kind] = [(numbers, _unit(numbers, geometry)) for numbers in _numbers(0, 0, same[0])]
         if id(geometry) not in columns:
             columns[id(geometry)] = len(table)
             for column in _columns(geometry):
@@ -177,8 +184,9 @@ def moves(records: Sequence[StagedRecord]) -> Moves:
             table.extend(_record_words(record))
             layers_at[at] = len(table) - 1
         layers = max(record.moved.layers for record in same if record.moved is not None)
-        for numbers in _numbers(columns[id(geometry)], first, same[0]):
-            launches.append(Launch(len(table), len(same), layers, _unit(numbers, same), numbers))
+        for of_any, unit in known[kind]:
+            numbers = of_any._replace(columns=columns[id(geometry)], records=first)
+            launches.append(Launch(len(table), len(same), layers, _of_rows(unit, same), numbers))
             table.extend(numbers)
     return Moves(table.tobytes(), launches, layers_at)
 
@@ -213,7 +221,8 @@ class WholeBlocks:
             pair = [StagedRecord(0, geometry.part, geometry.part, geometry, row) for row in rows]
             made = []
             for numbers in _numbers(columns[number], first + _RECORD_WORDS * most * number, pair[0]):
-                made.append(Launch(len(table), most, geometry.part.layers, _unit(numbers, pair), numbers))
+                unit = _of_rows(_unit(numbers, geometry), pair)
+                made.append(Launch(len(table), most, geometry.part.layers, unit, numbers))
                 table.extend(numbers)
             self._launches.append(made)
         self.fixed = table.tobytes()
@@ -305,14 +314,18 @@ def _together(n: Numbers, geometry: BlockGeometry) -> Numbers:
     return n
 
 
-def _unit(n: Numbers, records: Sequence[StagedRecord]) -> int:
-    """Returns what divides all that addresses are sums of, and the bytes that lie together."""
+def _of_rows(unit: int, records: Sequence[StagedRecord]) -> int:
+    """Returns what divides `unit`, and the addresses of these records' blocks if rows are addresses."""
     geometry = records[0].geometry
+    return math.gcd(unit, *[geometry.rows[record.block] for record in records]) if geometry.page_layout else unit
+
+
+def _unit(n: Numbers, geometry: BlockGeometry) -> int:
+    """Returns what divides all that addresses are sums of, but rows that are addresses, and the bytes that lie
+    together."""
     steps = [n.staged_layer, n.staged_first, n.staged_plane, n.staged_token, n.staged_head]
     steps += _of_planes(n, geometry.bases)
-    if geometry.page_layout:
-        steps += [geometry.rows[record.block] for record in records]
-    else:
+    if not geometry.page_layout:
         steps += _of_planes(n, geometry.row_strides)
     if n.tokens > 1:
         steps += _of_planes(n, geometry.token_strides)

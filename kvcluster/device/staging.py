@@ -16,9 +16,9 @@ from kvcluster.device.moves import ALIGNED
 TABLE_BYTES = 128 << 10
 """What the table of the moves of a slot may take."""
 
-SLOT_BYTES = (8 << 20) + TABLE_BYTES
-"""The largest slice in which a path carries out a batch, or four pages of a model of 8B, and the table of its moves:
-what Python does for a slot, some 100 us, is done once for it. A link of 55 GB/s takes 150 us."""
+SLOT_BYTES = (32 << 20) + TABLE_BYTES
+"""Sixteen pages of a model of 8B, and the table of their moves. A link of 55 GB/s takes 600 us for them, in which
+Python has to be done with the next ones."""
 
 _PAUSE_S = 50e-6
 """Between two questions whether an event is done."""

@@ -73,11 +73,9 @@ def _opened(index: int) -> str:
             return int(torch.cuda.current_stream(index).cuda_stream)
 
         with torch.cuda.device(index), _cache():
-            triton_moves.build()
-            triton_sums.build()
-        move = on_stream(index, triton_moves.enqueue)
+            move = partial(triton_moves.enqueue, by=triton_moves.build())
+            copy_sums = partial(triton_sums.enqueue, by=triton_sums.build())
         decode = on_stream(index, partial(triton_decoding.enqueue, device=torch.device("cuda", index)))
-        copy_sums = on_stream(index, triton_sums.enqueue)
         kernels: dict[type, Enqueue] = {Scatter: move, Gather: move, Decode: decode, CopySums: copy_sums}
         device = CudaDevice(driver, index, current=current, kernels=kernels)
     except Exception as error:

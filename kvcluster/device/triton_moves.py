@@ -16,6 +16,7 @@ import triton.language as tl
 
 from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.device.moves import Launch
+from kvcluster.device.triton_launch import Loaded, interpreted, loaded
 
 
 @triton.jit(do_not_specialize=["table", "launch"])
@@ -94,18 +95,21 @@ VARIANTS = {
 """All that can be asked for."""
 
 
-def enqueue(kernel: Scatter | Gather) -> None:
-    """Enqueues it on the current stream of torch. Does not wait for the device."""
+_WARPS = 4
+
+
+def enqueue(kernel: Scatter | Gather, stream: int = 0, by: Loaded | None = None) -> None:
+    """Enqueues it on a stream, by what `build` has returned for its device; without, on the current stream of torch.
+    Does not wait for the device."""
     for launch in kernel.launches:
         variant = variant_of(launch, scatters=isinstance(kernel, Scatter))
-        move[_grid(launch, variant)](kernel.table.address, launch.at, *variant, num_warps=4)
+        of_variant = by[variant] if by is not None else interpreted(move, warps=_WARPS)
+        of_variant(_grid(launch, variant), stream, kernel.table.address, launch.at, *variant)
 
 
-def build() -> None:
-    """Compiles all variants for the current device, or takes them from Triton's cache, and loads them."""
-    for variant in VARIANTS.values():
-        made = move.warmup(1 << 40, 1, *variant, num_warps=4, grid=(1, 1))
-        made._init_handles()  # else the first launch would
+def build() -> Loaded:
+    """Loads all variants for the current device."""
+    return {variant: loaded(move, (1 << 40, 1, *variant), warps=_WARPS) for variant in VARIANTS.values()}
 
 
 def variant_of(launch: Launch, *, scatters: bool) -> Variant:

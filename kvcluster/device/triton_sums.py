@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvcluster.device.triton_launch import Loaded, interpreted, loaded
 from kvcluster.device.verification import CopySums, SumLaunch
 from kvcluster.pages.checksum import LAYER_STEP
 
@@ -143,24 +144,31 @@ def judge(
                 tl.store(words + moved, tl.full([], 0, tl.uint64))
 
 
-def enqueue(kernel: CopySums) -> None:
-    """Enqueues it on the current stream of torch. Does not wait for the device."""
+def enqueue(kernel: CopySums, stream: int = 0, by: Loaded | None = None) -> None:
+    """Enqueues it on a stream, by what `build` has returned for its device; without, on the current stream of torch.
+    Does not wait for the device."""
+    by = _INTERPRETED if by is None else by
     for launch in kernel.launches:
         numbers = kernel.table.address, launch.rows, kernel.constants, launch.layer_bytes
-        add[_tiles(launch)](*numbers, _unit(kernel, launch), BLOCKS_A_TILE, num_warps=4)
-        judge[(launch.records, launch.layers)](*numbers, num_warps=1)
-
-
-def build() -> None:
-    """Compiles both for the current device, or takes them from Triton's cache, and loads them."""
-    numbers = 1 << 40, 1, 1, 1 << 12
-    for unit in UNITS:
-        add.warmup(*numbers, unit, BLOCKS_A_TILE, num_warps=4, grid=(1, 1))._init_handles()
-    judge.warmup(*numbers, num_warps=1, grid=(1, 1))._init_handles()
+        unit = _unit(kernel, launch)
+        by[unit](_tiles(launch), stream, *numbers, unit, BLOCKS_A_TILE)
+        by[_JUDGE]((launch.records, launch.layers), stream, *numbers)
 
 
 UNITS = (16, 8)
 """What may divide the addresses of layers."""
+
+_JUDGE, _WARPS = 0, 4
+_ADD = interpreted(add, warps=_WARPS)
+_INTERPRETED: Loaded = {UNITS[0]: _ADD, UNITS[1]: _ADD, _JUDGE: interpreted(judge, warps=1)}
+
+
+def build() -> Loaded:
+    """Loads both for the current device."""
+    numbers = 1 << 40, 1, 1, 1 << 12
+    kernels = {unit: loaded(add, (*numbers, unit, BLOCKS_A_TILE), warps=_WARPS) for unit in UNITS}
+    kernels[_JUDGE] = loaded(judge, numbers, warps=1)
+    return kernels
 
 
 def _unit(kernel: CopySums, launch: SumLaunch) -> int:

@@ -20,7 +20,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import pairwise
@@ -294,6 +294,10 @@ class Twin:
         self._allocated: dict[int, Range] = {}
         self.default = self.stream()
         """The current stream of every thread."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """As Device."""
+        return GATE.passed()
 
     def around(self, address: int) -> Range | None:
         mapped = self._mapped(Range(address, 1))

@@ -51,8 +51,9 @@ SLICE_BYTES = 8 * limits.FRAME_BYTES
 """The most that one native call loads. Between two calls threads of this process wait for one another, some 30 us; a
 caller that waits for layers is told of them after each call."""
 
-_DEVICE_SLICE_BYTES = 8 * SLICE_BYTES
-"""As SLICE_BYTES, of what a device copies: it is to have its next chunk while this process looks at the last one."""
+_DEVICE_SLICE_BYTES = 32 * SLICE_BYTES
+"""As SLICE_BYTES, of what a device copies: it is to have its next chunk while this process looks at the last one, and
+has none at the end of a slice."""
 
 _SLICES = 8
 """A load of less is copied in so many slices, so that its first layers can be used while others are copied."""

@@ -32,6 +32,9 @@ POOL = os.environ.get("KVCLUSTER_PEER_POOL", "32MiB")
 GPU = os.environ.get("KVCLUSTER_PEER_GPU", "")
 """Where the shard has a pool as large on a device, such as `twin`."""
 
+CODEC = os.environ.get("KVCLUSTER_PEER_CODEC", "")
+"""With which pages are encoded in a host tier as large, from which none comes up again."""
+
 TOKENS = os.environ.get("KVCLUSTER_PEER_TOKENS", "")
 """By default they are for a cluster of such processes on one host. With these a shard joins a cluster that is there."""
 SPEC = KVSpec.uniform(
@@ -74,6 +77,9 @@ def settings(shards: int) -> Any:
     if GPU:
         quick |= {"gpu_bytes": POOL, "gpu_device": GPU, "host_bytes": "16MiB"}
         overrides |= {"coordinator": {"promote_loads": 1, "hold_ms": 0}}
+    if CODEC:
+        quick |= {"host_bytes": POOL}
+        overrides |= {"coordinator": {"host_codec": CODEC, "host_raw_blocks": 0, "promote_loads": 1_000_000}}
     return load(overrides=overrides)
 
 

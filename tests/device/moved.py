@@ -152,7 +152,7 @@ def drawn(seed: int, device: str) -> Iterator[tuple[Arena, Scatter | Gather]]:
             at = -(-at // ALIGNED) * ALIGNED
             records.append(StagedRecord(at, part, fills, geometry, block))
             at += records[-1].staged.nbytes + rng.choice((0, ALIGNED))
-    table, launches, _ = moves(records)
+    table, launches, _ = moves(records, {})
     at = -(-(at + SLACK) // ALIGNED) * ALIGNED
     size = at + len(table) + SLACK - probe.start
     if size > len(probe.known):

@@ -37,7 +37,8 @@ class Launcher:
     def __init__(self, source: object, metadata: object) -> None:
         """Needs to know neither."""
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, x: int, y: int, z: int, stream: int, *arguments: Any) -> None:
+        assert stream == 7 and z == 1
         Launcher.launched += 1
 
 
@@ -62,13 +63,12 @@ class CardDriver:
 
 if __name__ == "__main__":
     driver.set_active(CardDriver())
-    triton_moves.build()
-    triton_sums.build()
+    moves, sums_by = triton_moves.build(), triton_sums.build()
     opened = Utils.loaded
     for seed in range(200):
         for _, kernel in moved.drawn(seed, "cpu"):
             table = Range(0x7F00_0000_0000, kernel.table.nbytes)  # as an address of a device
-            triton_moves.enqueue(replace(kernel, table=table))
+            triton_moves.enqueue(replace(kernel, table=table), 7, moves)
         sums = summed.drawn(seed, "cpu").kernel
-        triton_sums.enqueue(replace(sums, table=Range(0x7F00_0000_0000, sums.table.nbytes)))
+        triton_sums.enqueue(replace(sums, table=Range(0x7F00_0000_0000, sums.table.nbytes)), 7, sums_by)
     print(f"{opened} built, {Launcher.launched} launches, {Utils.loaded - opened} built besides")
