@@ -172,8 +172,8 @@ def _check_device(device: torch.device, name: str) -> None:
         raise CallerError(f"{name} is a tensor on {device}; expected one on cpu or cuda: pass tensor.cpu()")
     if not DEVICES.staging_bytes:
         raise CallerError(
-            f"{name} is a tensor on {device}, and memory of devices is not served unless you say so, since no release "
-            "has run on a card: pass tensor.cpu(), or set ClientConfig(device_staging_bytes=2**28)"
+            f"{name} is a tensor on {device}, and memory of devices is not served unless you say how much of it may be "
+            "used: pass tensor.cpu(), or set ClientConfig(device_staging_bytes=2**28)"
         )
 
 

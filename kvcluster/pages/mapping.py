@@ -29,6 +29,8 @@ _CHUNK_BITS = 21
 _CHUNK_BYTES = 1 << _CHUNK_BITS
 """What is populated at once: what one page of the kernel's tables covers, some .2 ms."""
 
+_BLOCK_BYTES = 512  # the unit of stat's count of blocks
+
 _MADV_POPULATE_READ = 22  # Linux 5.14; Python does not name it
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -51,6 +53,8 @@ class Mapping(HostRegion):
         if _LIBC.madvise(address, nbytes, mmap.MADV_DONTFORK):
             raise _error("an arena cannot be kept from forked children")
         whole = memoryview(memory).cast("B")
+        self.is_resident = os.fstat(fd).st_blocks * _BLOCK_BYTES >= nbytes
+        """Whether the file has all of its memory, as that of a shard does: locking what it has not would take it."""
         super().__init__(whole if writable else whole.toreadonly(), address, RegionKind.SHARED)
         self._populated = bytearray(-(-nbytes // _CHUNK_BYTES))  # 1 for each chunk that is; threads may repeat a call
 

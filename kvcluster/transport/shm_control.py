@@ -82,8 +82,8 @@ class ShmConnection:
 
     def registered(self, device: Device, deadline: Deadline) -> RegisteredMemory | None:
         """Returns the arena as this device reads it itself; None as long as it is being registered, for which the first
-        call waits a little. Raises NoMemory or DeviceFailed if it cannot be, and KVClusterError if there is no room for
-        the thread that does it."""
+        call waits a little. Raises NoMemory if it cannot be, and KVClusterError if there is no room for the thread that
+        does it."""
         if device not in self._registering:
             self._registering[device] = self._maps.registering(self.arena, device)
             self._registering[device].wait(min(_REGISTER_S, deadline.remaining_s()))
@@ -210,8 +210,9 @@ class Registering:
 
     def __init__(self, device: Device, arena: Mapping) -> None:
         self.memory = RegisteredMemory(arena, device)
+        self._arena = arena
         self._ended = threading.Event()
-        self._error: NoMemory | DeviceFailed | None = None
+        self._refused = ""
         taken: list[Allocation] = []
         weakref.finalize(self, _release, taken)
         start_thread(threading.Thread(target=self._register, args=(taken,), name="kvcluster-register", daemon=True))
@@ -221,24 +222,28 @@ class Registering:
         self._ended.wait(wait_s)
 
     def result(self) -> RegisteredMemory | None:
-        """Returns the memory, None until it is registered. Raises NoMemory or DeviceFailed if it cannot be."""
+        """Returns the memory, None until it is registered. Raises NoMemory if it cannot be."""
         if not self._ended.is_set():
             return None
-        if self._error is not None:
-            raise self._error
+        if self._refused:
+            raise NoMemory(self._refused)
         return self.memory
 
     def _register(self, taken: list[Allocation]) -> None:
         try:
-            taken += map(self.memory.device.register, self.memory.pieces(0, self.memory.region.nbytes))
+            if not self._arena.is_resident:
+                raise NoMemory("its memory file has less memory than its size")
+            for piece in self.memory.pieces(0, self._arena.nbytes):
+                taken.append(self.memory.device.register(piece))
         except (NoMemory, DeviceFailed) as refused:
-            self._error = refused
+            self._refused = str(refused)
+            _release(taken)
         self._ended.set()
 
 
 def _release(taken: list[Allocation]) -> None:
-    for each in taken:
-        each.release()
+    while taken:
+        taken.pop().release()
 
 
 class ArenaMappings:

@@ -168,7 +168,7 @@ class ShmPages:
             return None
         try:
             return control.registered(device, deadline)
-        except (NoMemory, DeviceFailed, KVClusterError) as refused:
+        except (NoMemory, KVClusterError) as refused:
             _LOG.warning("the CPU brings pages of %s, which %s cannot read: %s", self.address, device.name, refused)
             self._refused.add(device)
             return None

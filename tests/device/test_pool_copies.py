@@ -150,21 +150,33 @@ def test_a_record_that_is_wrong_and_moved_all_the_same_is_noticed(
     assert found(range(50), case_of)
 
 
-def test_a_page_that_the_shard_writes_meanwhile_is_loaded_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def pool_of(case: PoolCase) -> memoryview:
+    return case.exporter._bytes(case.pool.range)
+
+
+def arena_of(case: ArenaCase) -> memoryview:
+    return case.arena
+
+
+@pytest.mark.parametrize(("case_of", "memory_of"), [(PoolCase, pool_of), (ArenaCase, arena_of)])
+def test_a_page_that_the_shard_writes_meanwhile_is_loaded_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, case_of: Any, memory_of: Callable[[Any], memoryview]
+) -> None:
     """A lease has ended, and the reader does not know: what is verified is what is moved."""
     done = Twin.done
     seen = set()
 
     def overwritten(twin: Twin, event: Any) -> bool:
         if twin is case.twin and rng.random() < 0.2:
-            start = rng.randrange(case.pool.range.nbytes - 8)
-            case.exporter._bytes(case.pool.range.piece(start, 8))[:] = rng.randbytes(8)
+            memory = memory_of(case)
+            start = rng.randrange(memory.nbytes - 8)
+            memory[start : start + 8] = rng.randbytes(8)
         return done(twin, event)
 
     monkeypatch.setattr(Twin, "done", overwritten)
     for seed in range(60):
         rng = Random(seed)
-        case = PoolCase(seed)
+        case = case_of(seed)
         case.run()
         for at, status in enumerate(case.batch.status):
             seen.add(CopyStatus(status))
