@@ -17,7 +17,7 @@ class HotPrefixes:
 
     def __init__(self, *, loads: int, window_ns: int, run_blocks: int) -> None:
         self.loads = loads
-        self._window = window_ns
+        self.window_ns = window_ns
         self._run_blocks = run_blocks
         self._counts: dict[BlockHash, int] = {}
         self._window_ends = 0
@@ -26,7 +26,7 @@ class HotPrefixes:
         """Counts one load of a chain, from its first block on. Yields the runs that become hot by it."""
         if now >= self._window_ends:
             self._counts.clear()
-            self._window_ends = now + self._window
+            self._window_ends = now + self.window_ns
         counts = self._counts
         for start in range(0, len(hashes), self._run_blocks):
             count = counts.get(hashes[start], 0) + 1

@@ -269,7 +269,7 @@ class ReportHandler:
         # Free room goes to waiting reservations first. A full shard would also evict one copy to make room for another.
         if under_way(EvictOrder) is None and under_way(MoveOrder) is None and not m.pressure:
             if not member.draining:
-                self._tiering.promote(member)
+                self._tiering.promote(member, now)
             if under_way(PullOrder) is None:
                 self._state.counters["pulls"] += self._replicator.order(member, now)
 

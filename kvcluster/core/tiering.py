@@ -5,8 +5,9 @@ the policy says or unchanged (tiers.Takes); only its lowest tier evicts (evictor
 demoted too, if there is room below: they are never evicted. Where one of them stays although there seemed to be room,
 none that needs as much is ordered there until that room changes. The first blocks of a sequence, which every later
 token attends to (attention sinks: Xiao et al., StreamingLLM, 2023), are demoted raw. Runs that are often loaded from
-below are promoted as far as there is room above the watermark. Nothing is demoted in advance to make room for them;
-once they are there, the watermark demotes the coldest blocks.
+below are promoted as far as there is room above the watermark. Nothing is demoted in advance to make room for them in a
+tier that workers store into; once they are there, the watermark demotes the coldest blocks. In one that is filled by
+promotion alone they take the place of what is no longer used: else it would keep for ever what came first.
 
 A shard has one order at a time; the next is computed when the shard has carried it out.
 
@@ -19,7 +20,7 @@ The policy may change at run time: it applies to later demotions, and pages in l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from kvcluster.config import CODECS, CoordinatorConfig
@@ -166,21 +167,36 @@ class Tiering:
         self.order(member, moves)
         return waited
 
-    def promote(self, member: Member) -> None:
-        """Orders promotions of hot blocks to the shard's fastest tier, as far as it has room."""
-        moves: list[Move] = []
+    def promote(self, member: Member, now: int) -> None:
+        """Orders promotions of hot blocks to the shard's fastest tier, as far as it has room or `_idle` blocks make
+        some."""
         fastest = member.info.fastest
-        room = member.info.use(fastest).room(self._low)
+        room, hot = member.info.use(fastest).room(self._low), dict[Move, int]()
         for space_id, block in self._hot.pop(member.slot, {}):
             record = self._state.namespaces.record(space_id, block)
             if record is None or not record.copies.on(member.slot) or record.copies.on(member.slot, fastest):
                 continue
             below = min(copy.tier for copy in record.copies.of(member.slot))
-            room -= self._state.namespaces.bytes_on(record, member.slot, below, raw=True)
-            if room < 0:
-                break  # a block that stays hot is found again
-            moves.append(Move(space_id, block, fastest))
-        self.order(member, moves[: limits.EVICTIONS_PER_ORDER])
+            needed = self._state.namespaces.bytes_on(record, member.slot, below, raw=True)
+            hot[Move(space_id, block, fastest)] = needed
+            if len(hot) == limits.EVICTIONS_PER_ORDER:
+                break
+        idle = [] if fastest is INGEST else self._idle(member, sum(hot.values()) - room, now)
+        room += sum(self._state.namespaces.bytes_on(record, member.slot, fastest) for record in idle)
+        fit = sum(filled <= room for filled in accumulate(hot.values()))  # a block that stays hot is found again
+        moves = [self._demotion(record, member.info.next_below(fastest).tier, now) for record in idle]
+        self.order(member, moves + list(hot)[:fit])
+
+    def _idle(self, member: Member, nbytes: int, now: int) -> list[BlockRecord]:
+        """Takes the coldest blocks of the shard's fastest tier, of so many bytes together if there are as many, off its
+        queue: of those that nobody has used for a window, and that lie below as well, so that no byte is moved."""
+        fastest, used = member.info.fastest, now - self._hot_prefixes.window_ns
+
+        def keeps(record: BlockRecord) -> bool:
+            lies_below = any(copy.tier > fastest for copy in record.copies.of(member.slot))
+            return record.stamp > used or not lies_below or self._evictor.claimed(record)
+
+        return self._evictor.victims(member, fastest, nbytes, now, keeps) if nbytes > 0 else []
 
     def order(self, member: Member, moves: Sequence[Move]) -> None:
         """Gives this shard an order, if there is anything to move."""

@@ -10,11 +10,11 @@ from kvcluster.core.messages import Move, PageEvent, Staged, StreamEvent, Tier, 
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.pool import PagePool
 from kvcluster.core.save_list import SaveList
-from tests.core.lone_coordinator import LoneCoordinator, Voice, moved, moves
+from tests.core.lone_coordinator import LoneCoordinator, Voice, beat, moved, moves
 from tests.core.lone_shard import A, B, C, LoneShard, counters, misses, pinned
 from tests.core.moving import BELOW, IN_RAM, RAW, free, left, lies
-from tests.core.samples import CODED, attempt, pages
-from tests.core.test_tiering import ALL, above, below, encoded, heat, serving
+from tests.core.samples import CODED, SECOND, attempt, gone, pages
+from tests.core.test_tiering import ALL, above, below, carry_out, encoded, heat, serving
 
 ON_GPU = (Tier.GPU, Codec.RAW, Loss.EXACT)
 DECODED = (Tier.GPU, Codec.RAW, Loss.Q8)
@@ -182,3 +182,46 @@ def test_readers_are_told_of_raw_pages_since_older_ones_do_not_know_the_tier() -
     grant = coordinator.load(attempt(1), [A, B])
     assert grant.blocks == 2
     assert {source.tier for run in grant.runs for group in run.plan for source in group or ()} == {Tier.RAM}
+
+
+def full_gpu(*told: StreamEvent) -> tuple[LoneCoordinator, Voice]:
+    """A pool on a GPU that has room for no page above its mark, and a window of one second."""
+    return serving(*told, host=gpu(20 * RAW, 2 * RAW) + below(), low_free=0.1, high_free=0.1, hot_window_ms=1_000)
+
+
+def test_what_is_hot_takes_the_place_of_what_nobody_has_used_for_a_window() -> None:
+    coordinator, voice = full_gpu(*above(A, B, C), *pages([A, B], tier=Tier.GPU, spec=CODED))
+    heat(coordinator, A, B, C)
+    assert voice.report().move is None, "A and B have just been used"
+    beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
+    heat(coordinator, C)
+    ack = voice.report()
+    assert [(move.hash, move.to) for move in moves(ack)] == [(B, Tier.RAM), (C, Tier.GPU)]
+    ack = carry_out(voice, ack, gone(B, tier=Tier.GPU, spec=CODED), *pages([C], tier=Tier.GPU, spec=CODED))
+    assert ack.move is None
+
+
+def test_what_lies_on_the_gpu_alone_gives_its_place_to_nobody() -> None:
+    coordinator, voice = full_gpu(*above(C), *pages([A, B], tier=Tier.GPU, spec=CODED))
+    beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
+    heat(coordinator, C)
+    assert voice.report().move is None
+
+
+def test_in_a_tier_that_workers_store_into_nothing_gives_its_place() -> None:
+    told = [*above(A), *encoded(A, B)]
+    coordinator, voice = serving(*told, capacity_pages=20, low_free=0.1, high_free=0.1, hot_window_ms=1_000)
+    voice.free(2)
+    beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
+    heat(coordinator, A, B)
+    assert voice.report().move is None
+
+
+def test_a_shard_makes_the_place_before_it_fills_it() -> None:
+    shard = promoted(A, gpu_pages=1)
+    shard.store(attempt(2), B)
+    shard.demote(A, to=Tier.RAM)
+    shard.promote(B, to=Tier.GPU)
+    shard.move_all()
+    shard.settle()
+    assert (lies(shard, A), lies(shard, B)) == ([IN_RAM], [ON_GPU, IN_RAM])
