@@ -140,7 +140,7 @@ class BoundMemory:
 
 def _endpoint(memories: Sequence[PartMemory | None]) -> CopyEndpoint:
     """Returns what holds these memories. What is done with a device's comes after what the calling thread has enqueued
-    there so far. Raises CallerError if they lie in several."""
+    there so far. Raises CallerError if they lie in several, or if a layer is too large for the staging there."""
     if not DEVICES:
         return HOST
     tables = [table for memory in memories if memory is not None and (table := memory.geometry()) is not None]
@@ -151,6 +151,12 @@ def _endpoint(memories: Sequence[PartMemory | None]) -> CopyEndpoint:
     device = holders[0] if holders else None
     if device is None:
         return HOST
+    lacking = DEVICES.lacking(device, tables)
+    if lacking:
+        raise CallerError(
+            f"a layer of a page is too large for the staging of {device.name}, of which a quarter has to hold it: "
+            f"set ClientConfig(device_staging_bytes={lacking}), or give memory of the CPU"
+        )
     try:
         return DeviceMemory(device, device.record(device.current()))
     except DeviceFailed:

@@ -11,11 +11,13 @@ from kvcluster.core import limits
 from kvcluster.device.copies import DeviceCopies
 from kvcluster.device.device import Device, DeviceFailed, NoMemory, Range
 from kvcluster.device.endpoints import DeviceMemory
+from kvcluster.device.moves import aligned, columns_bytes, record_bytes
 from kvcluster.device.pool_copies import PoolCopies
 from kvcluster.device.staging import TABLE_BYTES, DeviceStaging
 from kvcluster.device.verification import can_verify
 from kvcluster.pages.copy_batch import CopyBatch
 from kvcluster.pages.copy_executor import CopyExecutor, RunRecords, first_opened
+from kvcluster.pages.copy_geometry import BlockGeometry
 
 _POOL_RECORD_BYTES = 4 << 20
 """Of a load within a device: a few chunks are still under way at once, and pages of 2 MiB are records."""
@@ -58,6 +60,12 @@ class Devices:
         """Whether that device can read raw pages with layers of these lengths itself, in a shard's pool."""
         room = self.pool_record_bytes(device)
         return all(can_verify(each) and max(each, limits.RECORD_BYTES) <= room for each in layer_bytes)
+
+    def lacking(self, device: Device, tables: Iterable[BlockGeometry]) -> int:
+        """Returns the `staging_bytes` that it takes to move a layer of such blocks of that device; 0 if there are as
+        many."""
+        needed = max((_layer_bytes(table) for table in tables), default=0)
+        return 4 * (needed + TABLE_BYTES) if needed > self._slot_bytes[device] else 0
 
     def pool_record_bytes(self, device: Device) -> int:
         """Returns how large the records of such a load may be. Each costs Python the same time, whatever its size."""
@@ -117,6 +125,12 @@ class _StagedLater:
                 except (NoMemory, DeviceFailed) as refused:
                     return partial(_fail, f"{self._device.name} has no room for staging: {refused}")
         return self._copies.open(batch)
+
+
+def _layer_bytes(table: BlockGeometry) -> int:
+    """Returns what a layer of a block takes of a slot, with its moves."""
+    layer = aligned(table.part.heads * table.head_bytes)
+    return layer + aligned(columns_bytes(table)) + aligned(record_bytes(table))
 
 
 def _fail(why: str, start: int, stop: int) -> None:

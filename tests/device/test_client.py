@@ -192,6 +192,17 @@ def test_memory_of_a_device_and_of_this_process_are_not_mixed(engine: Engine, cl
         cluster.client(SPEC).load(PROMPT, Paged(layers, range(BLOCKS)))
 
 
+def test_a_layer_that_is_too_large_for_the_staging_is_refused_with_what_it_takes(cluster: MemoryCluster) -> None:
+    twin = Twin(Machine(Random(7)), nbytes=1 << 22, pinnable=1 << 22)
+    layer = SPEC.layer_bytes(0, SPEC.whole(0))
+    DEVICES.add(DeviceStaging(twin, slot_bytes=layer, slots=2))
+    try:
+        with pytest.raises(CallerError, match=r"device_staging_bytes=\d{6}\), or give memory of the CPU"):
+            cluster.client(SPEC).load(PROMPT, Caches(Engine(twin), "dense").memory)
+    finally:
+        DEVICES.remove(twin)
+
+
 def test_a_call_that_does_not_come_after_the_engines_work_is_noticed(
     engine: Engine, cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
