@@ -1,5 +1,5 @@
-"""Moves a shard's pages between its tiers: demotion encodes a page into a lower tier, promotion decodes it into the
-first. The target tier determines the codec (tiers.Takes); a page moves into a store unchanged.
+"""Moves a shard's pages between its tiers: demotion encodes a page into a lower tier, promotion decodes it into a
+faster one. The target tier determines the codec (tiers.Takes); a page moves into a store unchanged.
 
 The coordinator orders the moves (MoveOrder). They are carried out one batch at a time (page_moves.py), concurrently
 with all other work.
@@ -116,7 +116,7 @@ class TierMover:
         """Returns the page to move and its reserved target. Returns None if there is nothing to move, or if the page
         was withdrawn or evicted instead."""
         key = PageKey(move.hash, group, part)
-        leaves = above(move.to, self._state.pool.tiers)
+        leaves = None if move.up else above(move.to, self._state.pool.tiers)
         down = leaves is not None
         source = self._source(move, leaves, space.id, key)
         if source is None:

@@ -20,7 +20,7 @@ The policy may change at run time: it applies to later demotions, and pages in l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 from kvcluster.config import CODECS, CoordinatorConfig
@@ -168,24 +168,27 @@ class Tiering:
         return waited
 
     def promote(self, member: Member, now: int) -> None:
-        """Orders promotions of hot blocks to the shard's fastest tier, as far as it has room or `_idle` blocks make
-        some."""
-        fastest = member.info.fastest
-        room, hot = member.info.use(fastest).room(self._low), dict[Move, int]()
-        for space_id, block in self._hot.pop(member.slot, {}):
+        """Orders promotions of hot blocks: of what lies in INGEST to the shard's fastest tier, and of what lies below
+        to INGEST, where every reader reads it in place. As far as there is room, or `_idle` blocks make some."""
+        fastest, moves = member.info.fastest, list[Move]()
+        hot: dict[Tier, dict[Move, int]] = {INGEST: {}, fastest: {}}
+        for space_id, block in islice(self._hot.pop(member.slot, {}), limits.EVICTIONS_PER_ORDER):
             record = self._state.namespaces.record(space_id, block)
             if record is None or not record.copies.on(member.slot) or record.copies.on(member.slot, fastest):
                 continue
             below = min(copy.tier for copy in record.copies.of(member.slot))
             needed = self._state.namespaces.bytes_on(record, member.slot, below, raw=True)
-            hot[Move(space_id, block, fastest)] = needed
-            if len(hot) == limits.EVICTIONS_PER_ORDER:
-                break
-        idle = [] if fastest is INGEST else self._idle(member, sum(hot.values()) - room, now)
-        room += sum(self._state.namespaces.bytes_on(record, member.slot, fastest) for record in idle)
-        fit = sum(filled <= room for filled in accumulate(hot.values()))  # a block that stays hot is found again
-        moves = [self._demotion(record, member.info.next_below(fastest).tier, now) for record in idle]
-        self.order(member, moves + list(hot)[:fit])
+            to = INGEST if below > INGEST else fastest
+            hot[to][Move(space_id, block, to, up=True)] = needed
+        for to, wanted in hot.items():
+            room = member.info.use(to).room(self._low)
+            if to is not INGEST:
+                idle = self._idle(member, sum(wanted.values()) - room, now)
+                room += sum(self._state.namespaces.bytes_on(record, member.slot, to) for record in idle)
+                moves += [self._demotion(record, member.info.next_below(to).tier, now) for record in idle]
+            fit = sum(filled <= room for filled in accumulate(wanted.values()))  # what stays hot is found again
+            moves += list(wanted)[:fit]
+        self.order(member, moves)
 
     def _idle(self, member: Member, nbytes: int, now: int) -> list[BlockRecord]:
         """Takes the coldest blocks of the shard's fastest tier, of so many bytes together if there are as many, off its
@@ -209,7 +212,7 @@ class Tiering:
         ordered = self._ordered.pop(member.slot, {})
         for move in order.moves:
             record = self._state.namespaces.record(move.namespace, move.hash)
-            leaves = member.info.above(move.to)
+            leaves = None if move.up else member.info.above(move.to)
             if leaves is not None and record is not None and record.copies.on(member.slot, leaves):
                 member.cold[leaves].push(record)
                 if move.keeps and _Room.of(member.info.use(move.to)) == ordered.get(move.to):

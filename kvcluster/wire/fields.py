@@ -14,11 +14,12 @@ travel as parallel lists of numbers instead of a list of messages.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
@@ -236,8 +237,11 @@ class Columns(Generic[V]):
         /,
         split: Callable[[V], tuple[Any, ...]] | None = None,
         join: Callable[..., list[V]] | None = None,
+        later: Mapping[str, Any] = MappingProxyType({}),
         **columns: Column[Any],
     ) -> None:
+        """`later`: columns that older senders do not have, and what their records have there."""
+        self._later = later
         assert list(message.DESCRIPTOR.fields_by_name) == list(columns), message.DESCRIPTOR.name
         self._message, self._columns = message, columns
         named = isinstance(kind, type) and issubclass(kind, tuple)
@@ -259,6 +263,9 @@ class Columns(Generic[V]):
         if not m.ListFields():
             return []
         lists = [column.decode(getattr(m, name), most, what) for name, column in self._columns.items()]
+        for at, name in enumerate(self._columns):
+            if name in self._later and not lists[at]:
+                lists[at] = [self._later[name]] * len(lists[0])
         agree(what, *lists)
         return list(self._join(*lists))
 

@@ -39,7 +39,17 @@ def _check_pull(order: PullOrder) -> None:
 
 
 _BLOCKS: Columns[tuple[NamespaceId, BlockHash]] = Columns(pb.NamespacedHashes, None, namespace=NAMESPACES, hash=HASHES)
-_MOVES = Columns(pb.Moves, Move, namespace=NAMESPACES, hash=HASHES, to=TIER.column, codec=CODECS, keeps=NUMBERS)
+_MOVES = Columns(
+    pb.Moves,
+    Move,
+    later={"up": False},
+    namespace=NAMESPACES,
+    hash=HASHES,
+    to=TIER.column,
+    codec=CODECS,
+    keeps=NUMBERS,
+    up=NUMBERS,
+)
 _ORDER = OneOf(
     pb.Order,
     "an order",

@@ -239,7 +239,7 @@ class LoneShard(CoreStepper):
         return self.order(moves(*[Move(self.space, block, to, codec, keeps) for block in blocks]))
 
     def promote(self, *blocks: BlockHash, to: Tier = Tier.RAM) -> list[Effect]:
-        return self.order(moves(*[Move(self.space, block, to) for block in blocks]))
+        return self.order(moves(*[Move(self.space, block, to, up=True) for block in blocks]))
 
     def move(self, *, unfit: Sequence[int] = (), corrupt: Sequence[int] = ()) -> list[Effect]:
         """What was to move has moved, but for the pages at the indices `unfit`, which cannot be encoded or written;

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
-from kvcluster.core.messages import Move, PageEvent, Staged, StreamEvent, Tier, TierUse, Written
+from kvcluster.core.messages import Move, Staged, StreamEvent, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.pool import PagePool
 from kvcluster.core.save_list import SaveList
@@ -14,7 +12,7 @@ from tests.core.lone_coordinator import LoneCoordinator, Voice, beat, moved, mov
 from tests.core.lone_shard import A, B, C, LoneShard, counters, misses, pinned
 from tests.core.moving import BELOW, IN_RAM, RAW, free, left, lies
 from tests.core.samples import CODED, SECOND, attempt, gone, pages
-from tests.core.test_tiering import ALL, above, below, carry_out, encoded, heat, serving
+from tests.core.test_tiering import ALL, above, below, carry_out, decoded, encoded, heat, serving
 
 ON_GPU = (Tier.GPU, Codec.RAW, Loss.EXACT)
 DECODED = (Tier.GPU, Codec.RAW, Loss.Q8)
@@ -153,11 +151,30 @@ def coordinator_with(
     return serving(*told, capacity_pages=capacity_pages, host=host)
 
 
-@pytest.mark.parametrize("told", [above(A, B), encoded(A, B)], ids=["ram", "host"])
-def test_hot_blocks_are_promoted_to_the_gpu_from_ram_and_from_the_host_tier(told: list[PageEvent]) -> None:
-    coordinator, voice = coordinator_with(*told)
+def test_hot_blocks_are_promoted_to_the_gpu_from_ram() -> None:
+    coordinator, voice = coordinator_with(*above(A, B))
     heat(coordinator, A, B)
-    assert moves(voice.report()) == tuple(Move(coordinator.space, block, Tier.GPU) for block in (A, B))
+    assert moves(voice.report()) == tuple(Move(coordinator.space, block, Tier.GPU, up=True) for block in (A, B))
+
+
+def test_what_is_hot_below_comes_up_where_all_read_it_in_place_and_then_to_the_gpu() -> None:
+    coordinator, voice = serving(*encoded(A, B), host=gpu() + below(), hot_window_ms=1_000)
+    heat(coordinator, A, B)
+    ack = voice.report()
+    assert moves(ack) == tuple(Move(coordinator.space, block, Tier.RAM, up=True) for block in (A, B))
+    assert carry_out(voice, ack, *decoded(A, B)).move is None
+    beat(coordinator, voice, until=coordinator.now + SECOND)
+    heat(coordinator, A, B)
+    assert moved(voice.report(), Tier.GPU) == [A, B]
+
+
+def test_a_promotion_to_ram_takes_nothing_off_the_gpu() -> None:
+    shard = lowered(promoted(A), A)
+    assert lies(shard) == [ON_GPU, BELOW]
+    shard.promote(A, to=Tier.RAM)
+    shard.move_all()
+    shard.settle()
+    assert lies(shard) == [ON_GPU, (Tier.RAM, Codec.RAW, Loss.Q8), BELOW]
 
 
 def test_what_is_on_the_gpu_is_not_promoted_again() -> None:

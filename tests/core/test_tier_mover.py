@@ -276,7 +276,7 @@ def test_an_order_that_finds_nothing_to_do_is_done() -> None:
     shard.order(moves(Move(SPEC.namespace(THEIRS), A, Tier.HOST), Move(shard.space, B, Tier.HOST)))
     assert (shard.moving, is_done(shard)) == (None, True)
     shard.settle()
-    shard.order(moves(Move(shard.space, A, Tier.RAM)))
+    shard.order(moves(Move(shard.space, A, Tier.RAM, up=True)))
     assert (shard.moving, is_done(shard)) == (None, True), "it lies there already"
     assert lies(shard) == [IN_RAM]
 

@@ -540,7 +540,7 @@ def test_what_is_loaded_often_from_disk_comes_straight_up() -> None:
     assert voice.report().move is None
     heat(coordinator, A, B, C, loads=1)
     ack = voice.report()
-    assert moves(ack) == tuple(Move(coordinator.space, block, Tier.RAM) for block in (A, B, C))
+    assert moves(ack) == tuple(Move(coordinator.space, block, Tier.RAM, up=True) for block in (A, B, C))
     assert carry_out(voice, ack, *decoded(A, B, C)).move is None
     assert served_by(coordinator.load(attempt(9), [A, B, C], whole(CODED, Loss.Q8))) == [(3, ["a"])]
 
@@ -576,7 +576,7 @@ def test_what_is_loaded_often_from_below_comes_up_again() -> None:
     assert voice.report().move is None
     heat(coordinator, A, B, loads=1)
     ack = voice.report()
-    assert moves(ack) == (Move(coordinator.space, A, Tier.RAM), Move(coordinator.space, B, Tier.RAM))
+    assert moves(ack) == (Move(coordinator.space, A, Tier.RAM, up=True), Move(coordinator.space, B, Tier.RAM, up=True))
     assert voice.report().move == ack.move, "until it is done"
     assert carry_out(voice, ack, *decoded(A, B)).move is None
     assert served_by(coordinator.load(attempt(9), [A, B, C], whole(CODED, Loss.Q8))) == [(2, ["a"]), (1, ["a"])]

@@ -616,6 +616,24 @@ def test_one_order_may_move_as_much_out_of_two_tiers_as_may_be_evicted_out_of_ea
     assert read(coordinator_pb2.CoordinatorReply.FromString(COORDINATOR["Report"].encode_reply(ack))) == ack
 
 
+def test_a_coordinator_that_does_not_say_which_moves_go_up_is_understood() -> None:
+    order = next(order for order in ACK.orders if isinstance(order, MoveOrder))
+    ack = replace(ACK, orders=(order,))
+    spoiled, read = (
+        coordinator_pb2.CoordinatorReply.FromString(COORDINATOR["Report"].encode_reply(ack)),
+        _start("ack")[1],
+    )
+    moves = spoiled.report_ack.orders[0].move.moves
+    moves.ClearField("up")
+    answer = read(spoiled)
+    assert isinstance(answer, ReportAck)
+    assert answer.orders == (replace(order, moves=tuple(move._replace(up=False) for move in order.moves)),)
+    moves.up.append(True)
+    if len(order.moves) > 1:
+        with pytest.raises(ProtocolError):
+            read(spoiled)
+
+
 def test_what_is_wrong_with_a_shard_is_told_as_far_as_there_is_room() -> None:
     told = replace(REPORT, info=replace(INFO, trouble="ä" * 2_000))
     _, read = _question(COORDINATOR["Report"], COORDINATOR["Report"].encode_request(told))

@@ -26,7 +26,7 @@ class EvictOrder:
 
 
 class Move(NamedTuple):
-    """Moves a block into tier `to`. A promoted block comes into the first tier and also stays below. A demoted one
+    """Moves a block into tier `to`. With `up` it is promoted: it comes from below, and also stays there. A demoted one
     comes from the tier above and leaves that; `codec` matters if tier `to` takes any codec (tiers.Takes.ENCODED). With
     `keeps`, a demoted block stays where it is if there is no room below, since an open sequence claims it."""
 
@@ -35,6 +35,7 @@ class Move(NamedTuple):
     to: Tier
     codec: Codec = Codec.RAW
     keeps: bool = False
+    up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

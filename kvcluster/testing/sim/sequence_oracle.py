@@ -16,7 +16,6 @@ from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
 from kvcluster.core.messages import EvictOrder, MoveOrder, Request, SyncTables, TablesSynced
 from kvcluster.core.shares import Owner
-from kvcluster.core.tiers import INGEST, Tier
 from kvcluster.testing.kernel import MS
 from kvcluster.testing.sim import content
 from kvcluster.testing.sim.coordinator import CoordinatorProcess
@@ -189,8 +188,7 @@ class SequenceOracle:
         if isinstance(order, EvictOrder):
             blocks = [block for _, block in order.blocks]
         else:
-            first = Tier.GPU if self._world.scenario.config.shard.gpu_bytes else INGEST
-            blocks = [move.hash for move in order.moves if move.to is not first and not move.keeps]
+            blocks = [move.hash for move in order.moves if not move.up and not move.keeps]
         private = [block for block in blocks if content.private_holder(block) is not None]
         if not private:
             return

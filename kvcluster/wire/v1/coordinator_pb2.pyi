@@ -839,18 +839,20 @@ class MoveOrder(_message.Message):
     def __init__(self, number: _Optional[int] = ..., moves: _Optional[_Union[Moves, _Mapping]] = ...) -> None: ...
 
 class Moves(_message.Message):
-    __slots__ = ("namespace", "hash", "to", "codec", "keeps")
+    __slots__ = ("namespace", "hash", "to", "codec", "keeps", "up")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     HASH_FIELD_NUMBER: _ClassVar[int]
     TO_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     KEEPS_FIELD_NUMBER: _ClassVar[int]
+    UP_FIELD_NUMBER: _ClassVar[int]
     namespace: _common_pb2.HashTable
     hash: bytes
     to: _containers.RepeatedScalarFieldContainer[_common_pb2.Tier]
     codec: _containers.RepeatedScalarFieldContainer[int]
     keeps: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, namespace: _Optional[_Union[_common_pb2.HashTable, _Mapping]] = ..., hash: _Optional[bytes] = ..., to: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., codec: _Optional[_Iterable[int]] = ..., keeps: _Optional[_Iterable[bool]] = ...) -> None: ...
+    up: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, namespace: _Optional[_Union[_common_pb2.HashTable, _Mapping]] = ..., hash: _Optional[bytes] = ..., to: _Optional[_Iterable[_Union[_common_pb2.Tier, str]]] = ..., codec: _Optional[_Iterable[int]] = ..., keeps: _Optional[_Iterable[bool]] = ..., up: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class PullOrder(_message.Message):
     __slots__ = ("number", "source", "tenant", "spec", "pages", "codec", "into")
