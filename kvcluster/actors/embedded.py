@@ -21,7 +21,7 @@ from kvcluster.actors.lean_ray import lean_ray
 from kvcluster.actors.node_memory import OBJECT_STORE_BYTES, check_fits_beside, checked_bytes_for_pools, pools_of
 from kvcluster.actors.own_ray import own_ray
 from kvcluster.actors.ray_logs import with_errors
-from kvcluster.actors.ray_node import session_logs
+from kvcluster.actors.ray_node import check_shown, session_logs
 from kvcluster.actors.stopping import save_shards
 from kvcluster.config import Config
 from kvcluster.errors import KVClusterError
@@ -138,7 +138,8 @@ def _running_ray(memory: int, gpus: int) -> Iterator[None]:
 
 def _start_ray(memory: int, gpus: int, folder: Path) -> None:
     """Starts a Ray of this machine alone and connects this process to it. Raises KVClusterError with what Ray's
-    processes said."""
+    processes said, and ConfigError as `check_shown`."""
+    check_shown(gpus)
     try:
         with lean_ray():
             ray.init(

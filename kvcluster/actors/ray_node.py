@@ -23,7 +23,7 @@ from kvcluster.actors.stopping import end_shards
 from kvcluster.child_python import absolute_python_path, module_command
 from kvcluster.config import RayConfig
 from kvcluster.config.ports import parse_ports
-from kvcluster.errors import KVClusterError
+from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime import kept_logs
 from kvcluster.runtime.private_folder import private_folder
 from kvcluster.transport.listening import bound_socket
@@ -88,6 +88,19 @@ class RayNode(NamedTuple):
         end_session(self.pid)
 
 
+def check_shown(gpus: int) -> None:
+    """Raises ConfigError if this process shows Ray fewer GPUs than a node is to have in name: it would not start."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is None:
+        return
+    count = len([each for each in shown.split(",") if each])
+    if gpus > count:
+        raise ConfigError(
+            f"twins of shards claim {gpus} GPU(s) of Ray in name, but CUDA_VISIBLE_DEVICES={shown!r} shows it {count}: "
+            "unset it for this command, or leave num_gpus out"
+        )
+
+
 def start_node(
     folder: Path,
     where: Sequence[str],
@@ -101,7 +114,8 @@ def start_node(
     """Starts a node whose files lie in `folder`. `where`: the options of `ray start` that say where it listens and whom
     it joins. `memory`: bytes that actors may claim. `gpus`: how many GPUs it has in name, 0 for those that it finds.
     `log`: the file for what its leader writes. `lock`: a descriptor that its leader inherits
-    (runtime/private_folder.py). To be called within `signals_delayed`."""
+    (runtime/private_folder.py). To be called within `signals_delayed`. Raises ConfigError as `check_shown`."""
+    check_shown(gpus)
     # In its own folder: Ray starts further processes by `python -m`, which imports from the current directory.
     command = [*module_command("kvcluster.actors.lean_ray", "start", "--block", folder=str(folder))]
     command += ["--disable-usage-stats", *where, f"--temp-dir={folder}"]

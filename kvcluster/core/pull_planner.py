@@ -18,7 +18,7 @@ from kvcluster.core.members import Member
 from kvcluster.core.messages import NewPage, PageKey, ShardAddress, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.namespaces import NamespaceTable
-from kvcluster.core.replica_sets import ReplicaTable
+from kvcluster.core.replica_sets import Replica, ReplicaTable
 from kvcluster.core.tiers import ADDRESSABLE, INGEST, STAGING, Takes
 
 Staying = dict[tuple[int, Part], list[int]]
@@ -73,8 +73,7 @@ class PullPlanner:
         # again.
         for copy in sorted(record.copies.entries, key=lambda copy: (copy.loss, -copy.codec, copy.slot)):
             slots = staying.get((copy.group, copy.part), [])
-            into = min(max(copy.tier, INGEST), STAGING)  # only a shard's own moves write to its GPU and its disk
-            into = into if target.info.use(into).capacity_bytes else INGEST
+            into = self._into(target, record, copy)
             if copy.codec is not Codec.RAW and into.spec.takes is Takes.RAW:
                 continue
             if not self._book.alive(copy.slot) or source not in (None, (copy.slot, copy.codec, copy.loss, into)):
@@ -87,6 +86,15 @@ class PullPlanner:
         if source is None:
             return None
         return MissingPages(PullKind(self._book.address(source[0]), *source[1:]), list(pages.values()))
+
+    def _into(self, target: Member, record: BlockRecord, copy: Replica) -> Tier:
+        """Returns the tier of the target for a copy: that which it lies in, or the next that a shard pulls into, since
+        only its own moves write to its GPU and its disk. What finds no room in RAM comes into the tier below."""
+        into = min(max(copy.tier, INGEST), STAGING)
+        if not target.info.use(into).capacity_bytes:
+            return INGEST
+        nbytes = self._namespaces.bytes_on(record, copy.slot, copy.tier)
+        return STAGING if self.room(target, into) < nbytes <= self.room(target, STAGING) else into
 
     def fits(self, target: Member, record: BlockRecord, staying: Staying, copies: int) -> bool:
         """Whether this shard has room for the pages of the block that are missing."""

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import kvcluster
-from kvcluster.actors import background
+from kvcluster.actors import background, ray_node
 from kvcluster.config import load
+from kvcluster.errors import ConfigError
 from tests.actors.processes import session, title
 from tests.ports import free_port
 from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt
@@ -27,6 +28,18 @@ GPU = {**TIERS, "gpu_bytes": 4 * EACH, "gpu_device": "twin", "num_gpus": 0.5}
 
 def has_pool(pid: int) -> bool:
     return "memfd:twin-0" in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize(("shown", "gpus"), [("", 1), ("0", 2), ("0,1", 3)])
+def test_gpus_in_name_that_ray_would_refuse_are_refused_in_words(
+    monkeypatch: pytest.MonkeyPatch, shown: str, gpus: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    with pytest.raises(ConfigError, match="unset it for this command"):
+        ray_node.check_shown(gpus)
+    ray_node.check_shown(gpus - 1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    ray_node.check_shown(gpus)
 
 
 def test_shards_on_half_a_gpu_each_beside_one_without_and_one_that_is_killed() -> None:

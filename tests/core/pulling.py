@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     BlocksPinned,
@@ -14,7 +13,6 @@ from kvcluster.core.messages import (
     PinBlocks,
     Purge,
     Purged,
-    Tier,
     TierUse,
 )
 from tests.core.lone_coordinator import Heard, LoneCoordinator, Voice
@@ -29,10 +27,9 @@ def wanted(ack: Heard) -> list[BlockHash]:
 def pull(voice: Voice, ack: Heard, *came: BlockHash) -> Heard:
     """The shard has done as it was told: these came, all of them where none is named. What it is told then."""
     assert ack.pull is not None
-    codec = ack.pull.codec
-    tier = Tier.RAM if codec is Codec.RAW else Tier.HOST
+    space, into, codec = ack.pull.spec.namespace(OURS), ack.pull.into, ack.pull.codec
     told = [
-        PageEvent(ack.pull.spec.namespace(OURS), new.key, new.parent, new.depth, tier, new.loss, codec)
+        PageEvent(space, new.key, new.parent, new.depth, into, new.loss, codec)
         for new in ack.pull.pages
         if not came or new.key.hash in came
     ]

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import drain_list, limits, replicator
+from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.messages import (
     LeaveReason,
     PageEvent,
     Stalled,
     Tick,
+    Tier,
+    TierUse,
 )
 from tests.core.lone_coordinator import BLOCKS, A, B, C, D, LoneCoordinator, Voice, ordered, served_by
 from tests.core.pulling import (
@@ -413,3 +416,24 @@ def test_a_shard_that_goes_a_second_time_is_remembered_as_the_last_to_go(monkeyp
         coordinator.later(0)
     assert [voice.report().leave for voice in voices[2:]] == [LeaveReason.DRAINED] * 2
     assert voices[1].report().leave is None, "it is forgotten, as the one that went first"
+
+
+@pytest.mark.parametrize(("host_pages", "into"), [(100, Tier.HOST), (0, None)])
+def test_what_finds_no_room_in_ram_elsewhere_goes_into_the_tier_below(host_pages: int, into: Tier | None) -> None:
+    """A drain evicts nothing there, so that no demotion would make room."""
+    coordinator, one = LoneCoordinator.serving(*pages([A, B, C]), low_free=0.1, high_free=0.1)
+    below = (TierUse(Tier.HOST, host_pages * PAGE, host_pages * PAGE, 0),) if host_pages else ()
+    [two] = others(coordinator, "b", capacity_pages=20, below=below)
+    two.free(4)
+    assert drain(coordinator, one)
+    ack = two.report()
+    assert ack.pull is not None and ack.pull.into is Tier.RAM and len(wanted(ack)) == 2
+    two.free(2)
+    ack = pull(two, ack)
+    if into is None:
+        assert ack.pull is None and one.report().leave is LeaveReason.DRAINED
+        return
+    assert ack.pull is not None and (ack.pull.into, ack.pull.codec, len(wanted(ack))) == (into, Codec.RAW, 1)
+    pull(two, ack)
+    assert one.report().leave is LeaveReason.DRAINED
+    assert [homes(coordinator, block) for block in (A, B, C)] == [["b"]] * 3
