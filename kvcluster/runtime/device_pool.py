@@ -77,13 +77,25 @@ class DevicePool:
         self._shared, self._memory = _allocated(device, nbytes)
         self._slots: SimpleQueue[_Slot] = SimpleQueue()
         self._closed = False
-        self.failed = ""
+        self._failed = ""
         try:
             for _ in range(SLOTS):
                 self._slots.put(_Slot(device.pin(min(SLOT_BYTES, nbytes)), device.stream()))
+            self._asked = device.record(device.stream())
         except (NoMemory, DeviceFailed):
             self.close()
             raise
+
+    @property
+    def failed(self) -> str:
+        """As TierStore. Asks the device, which tells of an error only who calls it: otherwise the pages of one that has
+        failed would be promised to readers until one of them is moved."""
+        if not self._failed and not self._closed:
+            try:
+                self._device.done(self._asked)
+            except DeviceFailed as error:
+                self._has_failed(error)
+        return self._failed
 
     @property
     def pool(self) -> DevicePool | None:
@@ -168,10 +180,13 @@ class DevicePool:
         try:
             yield slot
         except DeviceFailed as error:
-            self.failed = self.failed or f"the shard goes on without its GPU tier: {error}"
+            self._has_failed(error)
             raise OSError(f"the GPU has failed: {error}") from error
         finally:
             self._slots.put(slot)
+
+    def _has_failed(self, error: DeviceFailed) -> None:
+        self._failed = self._failed or f"the shard goes on without its GPU tier: {error}"
 
 
 def _allocated(device: Device, nbytes: int) -> tuple[SharedMemory | None, Allocation]:

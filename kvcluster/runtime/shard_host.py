@@ -9,6 +9,7 @@ passed in, so that the same host runs over gRPC and within a test.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -125,6 +126,7 @@ class ShardHost:
         self._codec = Codec[config.coordinator.host_codec.upper()]
         self._raw_blocks = config.coordinator.host_raw_blocks
         self._metrics, self._acks, self._lost = ShardMetrics(), AckReader(), set[Tier]()
+        self._losing = threading.Lock()  # of `_lost`
         self._sessions: dict[Attempt, Callable[[Miss], object]] = {}
 
         def fail(error: BaseException) -> None:
@@ -300,6 +302,7 @@ class ShardHost:
         }
 
     def _report(self, message: Report | Inventory) -> None:
+        self._look_for_lost_tiers()
         try:
             answer = self._tell(message, Deadline.after_ms(self._report_ms))
         except (Unavailable, KVClusterError) as error:
@@ -334,8 +337,10 @@ class ShardHost:
     def _look_for_lost_tiers(self) -> None:
         """Tells the core, once, of a tier whose store has failed."""
         for tier, why in self._stores.failed().items():
-            if tier not in self._lost:
+            with self._losing:
+                known = tier in self._lost
                 self._lost.add(tier)
+            if not known:
                 warned("tier_lost", tier=tier.name.lower(), why=why)
                 self._driver.tell(TierLost(tier, why))
 

@@ -33,6 +33,7 @@ from kvcluster.wire.socket_frames import FrameKind
 from tests.device.tensors import Engine
 from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt, tiers_of
 from tests.transport import shm_served
+from tests.waiting import eventually
 
 EACH = BLOCKS * SPEC.block_bytes
 SLOT_BYTES = limits.RECORD_BYTES + TABLE_BYTES
@@ -232,6 +233,16 @@ def test_a_pool_that_has_failed_is_given_to_nobody() -> None:
             peer.send(FrameKind.POOL)
             assert peer.frame()[0] is FrameKind.FAILED
         served.close()
+
+
+def test_a_device_that_fails_while_nobody_uses_it_is_noticed() -> None:
+    with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+        promoted(cluster, here, 1)
+        (host,) = cluster.shards.values()
+        host._stores._by_tier[Tier.GPU]._device.fail()  # type: ignore[attr-defined]
+        assert eventually(lambda: "goes on without its GPU tier" in here.client.status()["shards"][0]["trouble"])
+        assert eventually(lambda: Tier.GPU not in tiers_of(cluster))
+        assert here.load(1) == BLOCKS, "from RAM"
 
 
 def test_a_device_that_has_failed_is_the_engines_loss_alone() -> None:
