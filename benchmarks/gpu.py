@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -37,7 +38,13 @@ PACKAGE = "benchmarks.gpu_steps"
 TOTAL_S = 415.0
 """Every step ends by then; the last seconds of the 420 are for the table."""
 
+PROBE_S = 20.0
+"""How long the driver may take to say whether there is a card."""
+
 RIGHT, WRONG, SKIPPED, FAILED, LATE = "right", "wrong", "skipped", "failed", "timed out"
+ROWS, SAID_LINES, LINE_BYTES, LOG_BYTES = 2_000, 60, 16_384, 16 << 20
+"""What is kept of a step's rows, of its last other lines, and of a line; and the most bytes of the log."""
+
 SKIP_STATUS = 3
 """The exit status of a step that cannot run here; its last line says why."""
 
@@ -99,13 +106,22 @@ class Report:
         self.log = path.with_suffix(".log")
         self.head = head
         self.outcomes: list[Outcome] = []
+        self._written = 0.0
         path.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
+        self._left = LOG_BYTES
 
     def printed(self, step: Step, line: str) -> None:
         """Keeps a line that a step has printed."""
-        with self.log.open("a") as log:
-            log.write(f"{step.name}: {line}\n")
+        self._left -= len(line)
+        if self._left > 0:
+            with self.log.open("a") as log:
+                log.write(f"{step.name}: {line}\n")
+
+    def write_soon(self) -> None:
+        """Writes it, unless it was written a moment ago."""
+        if time.monotonic() - self._written > 0.2:
+            self.write()
 
     def write(self) -> None:
         steps = [
@@ -115,6 +131,7 @@ class Report:
         beside = self._path.with_suffix(".part")
         beside.write_text(json.dumps({**self.head, "steps": steps}, indent=1) + "\n")
         beside.replace(self._path)
+        self._written = time.monotonic()
 
 
 def run(step: Step, device: str, limit_s: float, report: Report) -> None:
@@ -150,13 +167,14 @@ def _run_child(step: Step, device: str, limit_s: float, outcome: Outcome, report
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
-    said: list[str] = []
+    said: deque[str] = deque(maxlen=SAID_LINES)
     try:
         for line in _lines(child, time.monotonic() + limit_s):
             report.printed(step, line)
-            if line.startswith("{"):
-                outcome.rows.append(json.loads(line))
-                report.write()
+            row = _row(line)
+            if row is not None and len(outcome.rows) < ROWS:
+                outcome.rows.append(row)
+                report.write_soon()
             elif line.strip():
                 said.append(line)
         late = child.poll() is None and _still_runs(child)
@@ -169,14 +187,25 @@ def _run_child(step: Step, device: str, limit_s: float, outcome: Outcome, report
         outcome.status, outcome.why = SKIPPED, last
     elif child.returncode:
         outcome.status, outcome.why = FAILED, f"exit status {child.returncode}: {last}"
-        print("\n".join(said[-25:]), file=sys.stderr)
+        print("\n".join(said), file=sys.stderr)
     else:
         wrong = [row["what"] for row in outcome.rows if row.get("right") is False]
         outcome.status, outcome.why = (WRONG, "; ".join(wrong)[:300]) if wrong else (RIGHT, "")
 
 
+def _row(line: str) -> Row | None:
+    """The row that a line is; None if it is none."""
+    if not line.startswith("{"):
+        return None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row.get("what"), str) else None
+
+
 def _lines(child: subprocess.Popen[bytes], until: float) -> Iterator[str]:
-    """The lines that the child prints, until it closes its output or the time is over."""
+    """The lines that the child prints, until it closes its output or the time is over. Of a long one, its beginning."""
     assert child.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as ready:
@@ -188,7 +217,11 @@ def _lines(child: subprocess.Popen[bytes], until: float) -> Iterator[str]:
             if not chunk:
                 break
             *whole, rest = (rest + chunk).split(b"\n")
-            yield from (line.decode(errors="replace") for line in whole)
+            rest = rest[:LINE_BYTES]
+            for line in whole:
+                if time.monotonic() >= until:
+                    return
+                yield line[:LINE_BYTES].decode(errors="replace")
     if rest:
         yield rest.decode(errors="replace")
 
@@ -262,7 +295,11 @@ def _commit() -> str:
 
 def has_card() -> bool:
     """Whether the driver has a device, without a context in this process."""
-    return not subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, check=False).returncode
+    try:
+        asked = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, check=False, timeout=PROBE_S)
+    except subprocess.TimeoutExpired:
+        return False  # a driver that hangs
+    return not asked.returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

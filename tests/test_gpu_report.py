@@ -17,6 +17,9 @@ STEPS = {
     "skips": "print('there is no compiler'); raise SystemExit(3)",
     "breaks": "print('{\"what\": \"first\"}', flush=True); raise RuntimeError('the context is lost')",
     "hangs": 'print(\'{"what": "first"}\', flush=True); import threading; threading.Event().wait()',
+    "no row": "print('{not JSON'); print('{\"right\": false}'); print('{\"a\":' * 100_000)",
+    "many": 'for n in range(20_000): print(\'{"what": "row"}\')',
+    "long": "print('x' * 3_000_000)",
     "mute": "import os, threading; os.close(1); os.close(2); threading.Event().wait()",
 }
 
@@ -58,8 +61,13 @@ def test_every_step_keeps_its_rows_whatever_becomes_of_it(
         "breaks": (FAILED, 1),
         "hangs": (LATE, 1),
         "mute": (LATE, 0),
+        "no row": (RIGHT, 0),
+        "many": (RIGHT, 2_000),
+        "long": (RIGHT, 0),
     }
     table = capsys.readouterr().out
+    log = (tmp_path / "out" / "gpu.log").read_text()
+    assert "no row: {not JSON" in log and len(log) < 8_000_000
     assert "there is no compiler" in table and "the context is lost" in table and "| speed | 3 |" in table
 
 

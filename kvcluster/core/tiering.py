@@ -172,7 +172,7 @@ class Tiering:
         to INGEST, where every reader reads it in place. As far as there is room, or `_idle` blocks make some."""
         fastest, moves = member.info.fastest, list[Move]()
         hot: dict[Tier, dict[Move, int]] = {INGEST: {}, fastest: {}}
-        for space_id, block in islice(self._hot.pop(member.slot, {}), limits.EVICTIONS_PER_ORDER):
+        for space_id, block in self._take_hot(member):
             record = self._state.namespaces.record(space_id, block)
             if record is None or not record.copies.on(member.slot) or record.copies.on(member.slot, fastest):
                 continue
@@ -181,14 +181,31 @@ class Tiering:
             to = INGEST if below > INGEST else fastest
             hot[to][Move(space_id, block, to, up=True)] = needed
         for to, wanted in hot.items():
-            room = member.info.use(to).room(self._low)
-            if to is not INGEST:
-                idle = self._idle(member, sum(wanted.values()) - room, now)
-                room += sum(self._state.namespaces.bytes_on(record, member.slot, to) for record in idle)
-                moves += [self._demotion(record, member.info.next_below(to).tier, now) for record in idle]
-            fit = sum(filled <= room for filled in accumulate(wanted.values()))  # what stays hot is found again
-            moves += list(wanted)[:fit]
+            use = member.info.use(to)
+            room = use.room(self._low)
+            idle = [] if to is INGEST else self._idle(member, sum(wanted.values()) - room, now)
+            given = [self._state.namespaces.bytes_on(record, member.slot, to) for record in idle]
+            fit, filled = list[Move](), 0
+            for move, nbytes in wanted.items():  # what does not fit and stays hot is found again
+                if filled + nbytes <= room + sum(given):
+                    fit.append(move)
+                    filled += nbytes
+            leave = sum(room + before < filled for before in accumulate([0, *given[:-1]])) if idle else 0
+            for record in idle[leave:]:
+                member.cold[to].push(record)
+            below = member.info.next_below(to).tier
+            moves += [self._demotion(record, below, now) for record in idle[:leave]] + fit
         self.order(member, moves)
+
+    def _take_hot(self, member: Member) -> list[tuple[NamespaceId, BlockHash]]:
+        """Returns the next blocks to promote on this shard, as many as one order names; the others stay for the next
+        one."""
+        hot = self._hot.pop(member.slot, {})
+        taken = list(islice(hot, limits.EVICTIONS_PER_ORDER))
+        left = dict.fromkeys(islice(hot, len(taken), None))
+        if left:
+            self._hot[member.slot] = left
+        return taken
 
     def _idle(self, member: Member, nbytes: int, now: int) -> list[BlockRecord]:
         """Takes the coldest blocks of the shard's fastest tier, of so many bytes together if there are as many, off its
@@ -196,8 +213,10 @@ class Tiering:
         fastest, used = member.info.fastest, now - self._hot_prefixes.window_ns
 
         def keeps(record: BlockRecord) -> bool:
-            lies_below = any(copy.tier > fastest for copy in record.copies.of(member.slot))
-            return record.stamp > used or not lies_below or self._evictor.claimed(record)
+            here = record.copies.of(member.slot)
+            below = {(copy.group, copy.part) for copy in here if copy.tier > fastest}
+            alone = any((copy.group, copy.part) not in below for copy in here if copy.tier is fastest)
+            return alone or record.stamp > used or self._evictor.claimed(record)
 
         return self._evictor.victims(member, fastest, nbytes, now, keeps) if nbytes > 0 else []
 

@@ -28,7 +28,7 @@ from kvcluster.pages.copy_executor import RunRecords
 
 class PoolCopies:
     """A CopyExecutor for one device. It opens a load from memory that the device reads into blocks there, if its
-    records are no larger than a slot, and of a length that a device can verify."""
+    records are no larger than a slot, and of a length that a device can verify; those of a pool have to be."""
 
     def __init__(self, staging: DeviceStaging) -> None:
         self._staging = staging
@@ -43,10 +43,11 @@ class PoolCopies:
         if batch.direction is CopyDirection.STORE:
             return None
         records, within = batch.records, isinstance(pages, DevicePoolMemory)
-        if within and any((pages.memory.address + offset) % UNIT for offset in set(records.offsets)):
-            return None
+        aligned = not within or not any((pages.memory.address + offset) % UNIT for offset in set(records.offsets))
         kinds = set(zip(records.nbytes, records.counts, strict=True))
-        if not all(can_verify(nbytes // layers) for nbytes, layers in kinds):
+        if not aligned or not all(can_verify(nbytes // layers) for nbytes, layers in kinds):
+            if within:  # nobody else reads it, and what is asked for there can be verified
+                raise BadBatch("records of a pool lie, or have lengths, where a device cannot verify them")
             return None
         if max(map(add, records.offsets, records.nbytes), default=0) > pages.memory.nbytes:
             raise BadBatch(f"a record lies beyond a pool of {pages.memory.nbytes} bytes")

@@ -53,10 +53,13 @@ class Mapping(HostRegion):
         if _LIBC.madvise(address, nbytes, mmap.MADV_DONTFORK):
             raise _error("an arena cannot be kept from forked children")
         whole = memoryview(memory).cast("B")
-        self.is_resident = os.fstat(fd).st_blocks * _BLOCK_BYTES >= nbytes
+        file = os.fstat(fd)
+        self.is_resident = file.st_blocks * _BLOCK_BYTES >= file.st_size
         """Whether the file has all of its memory, as that of a shard does: locking what it has not would take it."""
         super().__init__(whole if writable else whole.toreadonly(), address, RegionKind.SHARED)
-        self._populated = bytearray(-(-nbytes // _CHUNK_BYTES))  # 1 for each chunk that is; threads may repeat a call
+        self._populated = bytearray(
+            -(-nbytes // _CHUNK_BYTES) if writable else 0
+        )  # 1 for each chunk that is; threads may repeat a call
 
     def populate(self, offsets: Sequence[int], nbytes: Sequence[int]) -> None:
         """Has the kernel add these ranges, which are about to be written, to this process's page tables, if it can and

@@ -125,8 +125,7 @@ class ShardHost:
         self._report_ms = config.membership_ttl_ms
         self._codec = Codec[config.coordinator.host_codec.upper()]
         self._raw_blocks = config.coordinator.host_raw_blocks
-        self._metrics, self._acks, self._lost = ShardMetrics(), AckReader(), set[Tier]()
-        self._losing = threading.Lock()  # of `_lost`
+        self._metrics, self._acks, self._lost, self._losing = ShardMetrics(), AckReader(), set[Tier](), threading.Lock()
         self._sessions: dict[Attempt, Callable[[Miss], object]] = {}
 
         def fail(error: BaseException) -> None:

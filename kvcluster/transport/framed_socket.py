@@ -90,12 +90,16 @@ class FramedSocket:
                 raise self._why(lost, deadline) from None
             left = _after(left, sent)
 
-    def receive(self, *kinds: FrameKind, deadline: Deadline) -> tuple[FrameKind, bytes]:
-        """Returns the next frame, which must be of one of these kinds.
+    def receive(self, *kinds: FrameKind, deadline: Deadline, most: int | None = None) -> tuple[FrameKind, bytes]:
+        """Returns the next frame, which must be of one of these kinds, and of at most so many bytes.
 
         Raises Unavailable, ProtocolError, or the error of a FAILED frame from the other side.
         """
         kind, nbytes = self._next_kind(kinds, deadline)
+        if most is not None and nbytes > max(most, limits.SMALL_BODY_BYTES):
+            raise ProtocolError(
+                f"{self.peer} sent a {kind.name} frame of {nbytes} bytes; {most} answer all that was asked"
+            )
         with self._arriving.charged(nbytes, deadline):
             return kind, self._body(kind, nbytes, deadline)
 

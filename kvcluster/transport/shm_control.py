@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -77,8 +78,8 @@ class ShmConnection:
         """Opens the shard's pool on this device. Raises NoMemory if the device does not open it, and as
         `ask_to_read`."""
         body = self._ask(FrameKind.POOL, b"", deadline, answer=FrameKind.POOL)
-        self.turn = Turn.IDLE
         self.pool = self._maps.pool(self._link, shm_frames.decode_pool(body), device)
+        self.turn = Turn.IDLE
 
     def registered(self, device: Device, deadline: Deadline) -> RegisteredMemory | None:
         """Returns the arena as this device reads it itself; None as long as it is being registered, for which the first
@@ -92,7 +93,8 @@ class ShmConnection:
     def ask_to_read(self, request: ReadRequest, deadline: Deadline) -> tuple[list[Miss | None], Places]:
         """Returns the outcome for each want, and where the granted pages lie: in the pool behind the end of the arena.
         Raises Unavailable, RefusedByShard or ProtocolError."""
-        body = self._ask(FrameKind.READ, socket_frames.encode_read(request, deadline.remaining_ns()), deadline)
+        asked = socket_frames.encode_read(request, deadline.remaining_ns())
+        body = self._ask(FrameKind.READ, asked, deadline, most=shm_frames.read_grant_bytes(request.wants))
         pool_bytes = self.pool.memory.nbytes if self.pool is not None and request.on_device else 0
         answer = shm_frames.decode_read_grant(body, request.wants, self.arena.nbytes, pool_bytes)
         self.turn = Turn.OURS
@@ -100,7 +102,8 @@ class ShmConnection:
 
     def ask_to_write(self, request: WriteRequest, deadline: Deadline) -> tuple[list[Written | None], Places]:
         """As `ask_to_read`. The first time, the arena is mapped for writing."""
-        body = self._ask(FrameKind.WRITE, socket_frames.encode_write(request, deadline.remaining_ns()), deadline)
+        asked = socket_frames.encode_write(request, deadline.remaining_ns())
+        body = self._ask(FrameKind.WRITE, asked, deadline, most=shm_frames.write_grant_bytes(len(request.pages)))
         if self._writable is None:
             self._writable = self._maps.get(self._link, self.arena.nbytes, writable=True)
         answer = shm_frames.decode_write_grant(body, request.pages, self.arena.nbytes)
@@ -150,12 +153,22 @@ class ShmConnection:
         self.raise_failure(deadline)
         self.send(FrameKind.RENEW, shm_frames.encode_renew(answer=False), deadline)
 
-    def _ask(self, kind: FrameKind, body: bytes, deadline: Deadline, answer: FrameKind = FrameKind.GRANT) -> bytes:
+    def _ask(
+        self,
+        kind: FrameKind,
+        body: bytes,
+        deadline: Deadline,
+        answer: FrameKind = FrameKind.GRANT,
+        most: int | None = None,
+    ) -> bytes:
+        """Returns the body of the answer, of at most so many bytes. Until the caller sets it, the turn is theirs: after
+        an answer that makes no sense nobody knows whose it is."""
         self.send(kind, body, deadline, then=Turn.THEIRS)
-        kind, body = self._link.receive(answer, FrameKind.REFUSED, deadline=deadline)
+        kind, body = self._link.receive(answer, FrameKind.REFUSED, deadline=deadline, most=most)
         if kind is FrameKind.REFUSED:
+            refused = socket_frames.decode_refused(body)
             self.turn = Turn.IDLE
-            raise RefusedByShard(socket_frames.decode_refused(body))
+            raise RefusedByShard(refused)
         return body
 
     def _check_process(self) -> None:
@@ -297,7 +310,15 @@ def _received_fd(link: FramedSocket, what: str) -> Iterator[int]:
         yield fds[0]
     finally:
         for fd in fds:
-            os.close(fd)
+            _close(fd)
+
+
+def _close(fd: int) -> None:
+    """Closes a received descriptor. One of a socket may be set to wait then, for as long as its sender has chosen."""
+    if stat.S_ISSOCK(os.fstat(fd).st_mode):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as same:
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    os.close(fd)
 
 
 def open_connection(

@@ -41,6 +41,7 @@ _POOL = struct.Struct("<Q")
 _PROGRESS = struct.Struct("<HHI")
 _CODEC_BYTES = 8
 _PAGE_BYTES = 16
+_OUTCOME_BYTES = 512
 
 NO_PROCESSOR = 2**16 - 1
 
@@ -117,7 +118,7 @@ def decode_read_grant(
 ) -> tuple[list[Miss | None], Places]:
     """The inverse, for a worker that has opened so many bytes. Returns the outcome for each want, and the places of the
     granted ones."""
-    head, at = _head(body)
+    head, at = _head(body, len(wants))
     outcome = _of_length(shard.decode_read_head(head), len(wants))
     items = [item for item, miss in enumerate(outcome) if miss is None]
     granted = PageWants.of(wants).select(items)
@@ -132,6 +133,25 @@ def decode_read_grant(
     return outcome, Places(items, offsets, layer_bytes, codecs, sums)
 
 
+def read_grant_bytes(wants: Sequence[PageWant]) -> int:
+    """Returns the most bytes of an honest GRANT for these wants."""
+    columns = PageWants.of(wants)
+    layers_of = [kind.layer_stop - kind.layer_start for kind in columns.kinds]
+    layers = sum([layers_of[number] for number in columns.kind_of])
+    return _COUNT.size + _head_bytes(len(wants)) + (_PAGE_BYTES + _CODEC_BYTES) * len(wants) + SUM_BYTES * layers
+
+
+def write_grant_bytes(pages: int) -> int:
+    """As `read_grant_bytes`, for a store of so many pages."""
+    return _COUNT.size + _head_bytes(pages) + _PAGE_BYTES * pages
+
+
+def _head_bytes(asked: int) -> int:
+    """Returns the most bytes of a head with an outcome for each of so many pages, of which each may have its words.
+    Protobuf makes many times its bytes of what claims to be more."""
+    return min(limits.BODY_BYTES, limits.WORDS_BYTES + _OUTCOME_BYTES * asked)
+
+
 def encode_write_grant(
     outcome: Sequence[Written | None], granted: Mapping[int, PageSlot], starts: Mapping[Tier, int]
 ) -> bytes:
@@ -141,7 +161,7 @@ def encode_write_grant(
 
 def decode_write_grant(body: bytes, pages: Sequence[NewPage], arena_bytes: int) -> tuple[list[Written | None], Places]:
     """The inverse, as `decode_read_grant`; without codecs and sums."""
-    head, at = _head(body)
+    head, at = _head(body, len(pages))
     outcome = _of_length(shard.decode_write_head(head), len(pages))
     items = [item for item, fate in enumerate(outcome) if fate is None]
     granted = NewPages.of(pages).select(items)
@@ -160,9 +180,10 @@ def _grant(head: bytes, slots: Iterable[PageSlot], starts: Mapping[Tier, int], s
     return body
 
 
-def _head(body: bytes) -> tuple[bytes, int]:
-    """Returns the message in a grant, and the offset of its arrays."""
+def _head(body: bytes, asked: int) -> tuple[bytes, int]:
+    """Returns the message in a grant about so many pages, and the offset of its arrays."""
     nbytes = _COUNT.unpack_from(body)[0] if len(body) >= _COUNT.size else len(body)
+    must(nbytes <= _head_bytes(asked), f"a GRANT says {nbytes} bytes about {asked} pages before it says where they lie")
     at = _COUNT.size + nbytes
     must(at <= len(body), "a GRANT ends before it says what was granted")
     return body[_COUNT.size : at], at

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Move, Staged, StreamEvent, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.pool import PagePool
 from kvcluster.core.save_list import SaveList
-from tests.core.lone_coordinator import LoneCoordinator, Voice, beat, moved, moves
+from tests.core.lone_coordinator import D, LoneCoordinator, Voice, beat, moved, moves
 from tests.core.lone_shard import A, B, C, LoneShard, counters, misses, pinned
 from tests.core.moving import BELOW, IN_RAM, RAW, free, left, lies
-from tests.core.samples import CODED, SECOND, attempt, gone, pages
+from tests.core.samples import CODED, LEFT, RIGHT, SECOND, SPEC, WHOLE, attempt, gone, page, pages
 from tests.core.test_tiering import ALL, above, below, carry_out, decoded, encoded, heat, serving
 
 ON_GPU = (Tier.GPU, Codec.RAW, Loss.EXACT)
@@ -222,6 +226,36 @@ def test_what_lies_on_the_gpu_alone_gives_its_place_to_nobody() -> None:
     coordinator, voice = full_gpu(*above(C), *pages([A, B], tier=Tier.GPU, spec=CODED))
     beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
     heat(coordinator, C)
+    assert voice.report().move is None
+
+
+def test_one_large_block_takes_no_place_from_others_and_keeps_none_from_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as large as the pool, and all of that is idle."""
+    coordinator, voice = full_gpu(*above(A, B, C, D), *pages([A, B], tier=Tier.GPU, spec=CODED))
+    tiering = coordinator.core.tiering
+    beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
+    heat(coordinator, C)
+    heat(coordinator, D)
+    sizes = tiering._state.namespaces.bytes_on
+
+    def large(record: Any, *args: Any, **kwargs: Any) -> int:
+        return 30 * RAW if record.hash == C else int(sizes(record, *args, **kwargs))
+
+    monkeypatch.setattr(tiering._state.namespaces, "bytes_on", large)
+    assert [(move.hash, move.to) for move in moves(voice.report())] == [(B, Tier.RAM), (D, Tier.GPU)]
+
+
+def test_a_block_of_which_a_part_lies_on_the_gpu_alone_gives_its_place_to_nobody() -> None:
+    parts = [page(A, LEFT, tier=tier) for tier in (Tier.GPU, Tier.RAM)]
+    right = page(A, RIGHT, tier=Tier.GPU)
+    room = 2 * SPEC.page_bytes(0, WHOLE)
+    pool = TierUse(Tier.GPU, 10 * room, room, 0)
+    coordinator, voice = LoneCoordinator.serving(
+        *parts, right, *pages([B]), below=(pool, *below()), hold_ms=0, low_free=0.1, high_free=0.1, hot_window_ms=1_000
+    )
+    beat(coordinator, voice, until=coordinator.now + 2 * SECOND)
+    for at in range(4):
+        coordinator.load(attempt(1_000 + at), [B])
     assert voice.report().move is None
 
 

@@ -200,21 +200,27 @@ def test_slots_come_back_and_what_the_kernel_cannot_do_is_left_to_others() -> No
         replace(batch, source=HOST),
         replace(batch, direction=CopyDirection.STORE, source=batch.target, target=batch.source),
         replace(batch, source=DevicePoolMemory(case.exporter, case.pool.range)),
-        replace(batch, records=replace(records, offsets=odd)),
     ):
         assert executor.open(other) is None
+    with pytest.raises(BadBatch, match="cannot verify"):
+        executor.open(replace(batch, records=replace(records, offsets=odd)))
     beyond = array("Q", [offset + case.pool.range.nbytes for offset in records.offsets])
     with pytest.raises(BadBatch, match="beyond a pool"):
         executor.open(replace(batch, records=replace(records, offsets=beyond)))
 
 
-@EACH
-def test_short_layers_are_left_to_others(case_of: Any) -> None:
-    class Short(case_of):  # type: ignore[misc]
+def test_short_layers_of_an_arena_are_left_to_the_cpu_and_of_a_pool_refused() -> None:
+    class ShortArena(ArenaCase):
         tokens_of, dims_of = (1,), (8,)
 
-    case = Short(3)
+    class ShortPool(PoolCase):
+        tokens_of, dims_of = (1,), (8,)
+
+    case = ShortArena(3)
     assert PoolCopies(case.staging).open(case.batch) is None
+    pool = ShortPool(3)
+    with pytest.raises(BadBatch, match="cannot verify"):
+        PoolCopies(pool.staging).open(pool.batch)
 
 
 def test_what_comes_encoded_is_decoded_by_the_device() -> None:

@@ -47,6 +47,7 @@ def test_what_a_reader_was_granted_is_read_as_it_was_meant(data: st.DataObject, 
     outcome = [data.draw(st.none() | of.misses) for _ in request.wants]
     granted = {item: slot(data.draw, want.key) for item, want in enumerate(request.wants) if outcome[item] is None}
     body = shm_frames.encode_read_grant(request.wants, outcome, granted, STARTS)
+    assert len(body) <= shm_frames.read_grant_bytes(request.wants)
     read, places = shm_frames.decode_read_grant(body, request.wants, ARENA_BYTES)
     assert read == outcome
     assert list(places.items) == list(granted)
@@ -69,6 +70,7 @@ def test_what_a_writer_was_granted_and_says_to_have_written_likewise(
     outcome = [data.draw(st.none() | st.sampled_from(Written)) for _ in pages]
     granted = {item: slot(data.draw, page.key) for item, page in enumerate(pages) if outcome[item] is None}
     body = shm_frames.encode_write_grant(outcome, granted, STARTS)
+    assert len(body) <= shm_frames.write_grant_bytes(len(pages))
     read, places = shm_frames.decode_write_grant(body, pages, ARENA_BYTES)
     assert read == outcome
     assert list(places.items) == list(granted)
@@ -190,3 +192,13 @@ def test_a_grant_is_no_larger_than_a_frame_may_be(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(limits, "MESSAGE_BYTES", nbytes - 1)
     with pytest.raises(LimitError, match="ask for fewer"):
         shm_frames.encode_read_grant(WANTS, [None], {0: page}, STARTS)
+
+
+def test_a_grant_says_no_more_than_was_asked_for() -> None:
+    """Protobuf makes many times its bytes of a head that claims to answer for millions."""
+    head = b"\n\x02x\0" * (1 << 20)
+    body = len(head).to_bytes(4, "little") + head
+    with pytest.raises(ProtocolError, match=r"says 4194304 bytes about 0 pages"):
+        shm_frames.decode_read_grant(body, [], ARENA_BYTES)
+    with pytest.raises(ProtocolError, match=r"says 4194304 bytes about 0 pages"):
+        shm_frames.decode_write_grant(body, [], ARENA_BYTES)
