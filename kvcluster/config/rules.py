@@ -192,8 +192,8 @@ def _ray_rules(config: Config) -> Iterator[_Rule]:
     )
 
 
-_LEAST_STAGING_BYTES = 8 * 2**20
-"""Two chunks are under way at once, and each has room for some records of limits.RECORD_BYTES."""
+_LEAST_STAGING_BYTES = 16 * 2**20
+"""A quarter of it holds what a record of limits.RECORD_BYTES is decoded to (device/devices.py)."""
 
 
 def _client_rules(client: ClientConfig) -> Iterator[_Rule]:

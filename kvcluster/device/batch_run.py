@@ -21,7 +21,7 @@ from typing import NamedTuple
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.device.capture import GATE
-from kvcluster.device.device import Event, Stream
+from kvcluster.device.device import DeviceFailed, Event, Stream
 from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.device.kernels import Decode
 from kvcluster.device.moves import Known, Moves, StagedRecord, aligned, columns_bytes, moves, record_bytes
@@ -141,7 +141,7 @@ class BatchRun(ABC):
                 slot = self._slot(under_way)
                 if slot is None:
                     break
-                under_way.append(self._begun(slot, records, table))
+                self._begin(slot, records, table, under_way)
                 if len(under_way) == _UNDER_WAY:
                     self._end(under_way.popleft())
             while under_way:
@@ -193,8 +193,8 @@ class BatchRun(ABC):
                 return True
         return False
 
-    def _begun(self, slot: Slot, records: Sequence[int], table: int) -> Chunk:
-        """Has the device begin with these records, behind `table` bytes."""
+    def _begin(self, slot: Slot, records: Sequence[int], table: int, under_way: deque[Chunk]) -> None:
+        """Has the device begin with these records, behind `table` bytes, as a chunk that is under way then."""
         places, came, raw = [], table, self.staging.slot_bytes
         for number in records:
             is_raw = self.batch.records.codecs[number] == codec.RAW
@@ -206,11 +206,17 @@ class BatchRun(ABC):
         except BaseException:
             self.staging.give_back(slot)
             raise
+        under_way.append(chunk)
         if enqueue is not None:
             with self.device.together():
-                enqueue()
-                chunk.event = self.device.record(self.stream)
-        return chunk
+                try:
+                    try:
+                        enqueue()
+                    finally:  # of what has been enqueued, also if something could not be
+                        chunk.event = self.device.record(self.stream)
+                except DeviceFailed:
+                    under_way.pop()  # the slot is the failed device's
+                    raise
 
     def _end(self, chunk: Chunk) -> None:
         """Waits until the device is done with a chunk, and does the rest."""

@@ -21,7 +21,8 @@ class CaptureGate:
     @contextmanager
     def capturing(self) -> Iterator[None]:
         """Returns a context in which no other thread calls a device. Entering it waits for calls that are under way,
-        which is some microseconds; loads and stores go on when it is left, and end at their deadlines all the same."""
+        which is less than a millisecond. Loads and stores begin nothing on a device until it is left, and end at their
+        deadlines all the same; but what a device is doing for one can be waited for only then."""
         with self._changed:
             self._changed.wait_for(lambda: self._owner is None)
             self._owner = threading.get_ident()

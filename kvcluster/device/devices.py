@@ -19,6 +19,12 @@ from kvcluster.pages.copy_batch import CopyBatch
 from kvcluster.pages.copy_executor import CopyExecutor, RunRecords, first_opened
 from kvcluster.pages.copy_geometry import BlockGeometry
 
+_DECODED = 8
+"""A page is at most so many times as large as its encoded form: float32 in q4."""
+
+LEAST_STAGING_BYTES = 16 << 20
+"""A quarter of it holds what a record of limits.RECORD_BYTES is decoded to, and the table of its moves."""
+
 _POOL_RECORD_BYTES = 4 << 20
 """Of a load within a device: a few chunks are still under way at once, and pages of 2 MiB are records."""
 
@@ -65,11 +71,13 @@ class Devices:
         """Returns the `staging_bytes` that it takes to move a layer of such blocks of that device; 0 if there are as
         many."""
         needed = max((_layer_bytes(table) for table in tables), default=0)
-        return 4 * (needed + TABLE_BYTES) if needed > self._slot_bytes[device] else 0
+        return max(LEAST_STAGING_BYTES, 4 * (needed + TABLE_BYTES)) if needed > self._slot_bytes[device] else 0
 
-    def pool_record_bytes(self, device: Device) -> int:
-        """Returns how large the records of such a load may be. Each costs Python the same time, whatever its size."""
-        return min(_POOL_RECORD_BYTES, self._slot_bytes.get(device, 0) - TABLE_BYTES)
+    def pool_record_bytes(self, device: Device, *, coded: bool = False) -> int:
+        """Returns how large the records of such a load may be, or with `coded` those of one of an arena whose pages are
+        encoded: a slot has to hold what they are decoded to. Each costs Python the same time, whatever its size."""
+        room = self._slot_bytes.get(device, 0) - TABLE_BYTES
+        return min(_POOL_RECORD_BYTES, max(room // _DECODED, limits.RECORD_BYTES) if coded else room)
 
     def holders(self, addresses: Iterable[int]) -> list[Device | None]:
         """Returns each device whose memory has one of these addresses, and None if one is memory of this process. What

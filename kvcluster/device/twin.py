@@ -332,7 +332,7 @@ class Twin:
     @_locked
     def give_back(self, memory: Range) -> None:
         """As Allocation.release."""
-        if self._allocated.pop(memory.address, None) is not None:
+        if self._allocated.pop(memory.address, None) is not None and not self._failed:
             self.machine.ordering.forget(memory, f"giving back memory of {self.name}")
             mapped = self._shared.pop(memory.address, self._own)
             if not mapped.alias.readonly:
@@ -368,6 +368,8 @@ class Twin:
         self._check()
         if memory.nbytes > self._pinnable:
             raise NoMemory(f"{memory.nbytes} bytes cannot be registered")
+        if self.machine.pinned(Range(memory.address, 1)) is not None:
+            raise NoMemory(f"{memory.nbytes} bytes are registered already")
         self._pinnable -= memory.nbytes
         self.machine.register(memory)
         return TwinRegistered(self, memory)

@@ -47,6 +47,11 @@ class ConnectionPool(Generic[C]):
         self._lock = threading.Lock()
         self._closed = False
 
+    def __bool__(self) -> bool:
+        """Whether there is any connection."""
+        with self._lock:
+            return bool(self._idle or self._busy)
+
     def take(self, deadline: Deadline) -> C:
         """Returns an idle connection that is still open, or a new one. The caller must `keep` or `discard` it. Raises
         Unavailable if the pool is closed or was made before a fork, and as `connect`."""

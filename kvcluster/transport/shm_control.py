@@ -214,7 +214,7 @@ class OpenPool:
     def __init__(self, device: Device, opened: Allocation) -> None:
         self.device = device
         self.memory = opened.range
-        weakref.finalize(self, opened.release)
+        weakref.finalize(self, opened.release).atexit = False
 
 
 class Registering:
@@ -227,7 +227,7 @@ class Registering:
         self._ended = threading.Event()
         self._refused = ""
         taken: list[Allocation] = []
-        weakref.finalize(self, _release, taken)
+        weakref.finalize(self, _release, taken).atexit = False  # then the system gives all back
         start_thread(threading.Thread(target=self._register, args=(taken,), name="kvcluster-register", daemon=True))
 
     def wait(self, wait_s: float) -> None:
@@ -266,7 +266,14 @@ class ArenaMappings:
         self._lock = threading.Lock()
         self._known: weakref.WeakValueDictionary[bool, Mapping] = weakref.WeakValueDictionary()
         self._pools: weakref.WeakValueDictionary[Device, OpenPool] = weakref.WeakValueDictionary()
-        self._registered: weakref.WeakValueDictionary[Device, Registering] = weakref.WeakValueDictionary()
+        self._registered: dict[Device, Registering] = {}
+
+    def release(self) -> None:
+        """No device reads the arena any more, when what is under way has ended. Until then it stays registered, however
+        many connections come and go: to lock its pages takes longer than a load."""
+        with self._lock:
+            registered, self._registered = self._registered, {}
+        registered.clear()
 
     def registering(self, arena: Mapping, device: Device) -> Registering:
         """Returns that of this device, which is begun if there is none. Raises KVClusterError if no thread can be

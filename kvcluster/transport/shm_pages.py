@@ -25,17 +25,18 @@ from dataclasses import replace
 
 from kvcluster.core import limits
 from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
-from kvcluster.core.miss import Miss
+from kvcluster.core.miss import Miss, MissReason
 from kvcluster.device.device import Device, DeviceFailed, NoMemory
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.endpoints import DevicePoolMemory, RegisteredMemory
 from kvcluster.errors import ConfigError, KVClusterError
+from kvcluster.pages.codec import RAW
 from kvcluster.pages.copy_batch import CopyRecords
 from kvcluster.pages.copy_endpoints import CopyEndpoint, MappedMemory
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport import cpu_affinity
 from kvcluster.transport.attending import SpanResults
-from kvcluster.transport.base import Deadline, PageSink, PageSource, RefusedByShard, Streams
+from kvcluster.transport.base import Deadline, PageSink, PageSource, RefusedByShard, Streams, Unavailable
 from kvcluster.transport.connection_pool import ConnectionPool
 from kvcluster.transport.exchange_copies import granted_records, open_store, reserved_records, split_places
 from kvcluster.transport.shm_control import ArenaMappings, ShmConnection, Turn, open_connection
@@ -97,10 +98,17 @@ class ShmPages:
         self.address = address
         self._device = device
         self._refused: set[Device] = set()
-        maps = ArenaMappings()
-        self._connections: ConnectionPool[ShmConnection] = ConnectionPool(
-            address, lambda deadline: open_connection(address, token, maps, deadline, version)
-        )
+        self._maps = maps = ArenaMappings()
+
+        def connect(deadline: Deadline) -> ShmConnection:
+            try:
+                return open_connection(address, token, maps, deadline, version)
+            except Unavailable as error:
+                if error.miss.reason is MissReason.SHARD_LOST:
+                    maps.release()
+                raise
+
+        self._connections: ConnectionPool[ShmConnection] = ConnectionPool(address, connect)
 
     def connect(self, deadline: Deadline) -> None:
         """Opens a connection and maps the arena, if none is idle. Raises Unavailable, CredentialError or
@@ -157,10 +165,13 @@ class ShmPages:
         """Releases the memory of a shard that has ended, unless a view still refers to it. For owners that keep this
         path unused for a long time."""
         self._connections.tidy()
+        if not self._connections:
+            self._maps.release()
 
     def close(self) -> None:
         """Ends exchanges that are under way, after the chunk in progress. May be called from any thread, and again."""
         self._connections.close()
+        self._maps.release()
 
     def _registered(self, control: ShmConnection, device: Device, deadline: Deadline) -> RegisteredMemory | None:
         """Returns the arena if the device reads it itself. If that is refused it is not tried again."""
@@ -229,7 +240,10 @@ def _by_memory(
         places, far = split_places(request.wants, places, end)
         large = granted_records(request.wants, far, DEVICES.pool_record_bytes(pool.device))
         yield large, DevicePoolMemory(pool.device, pool.memory), pool
-    record_bytes = DEVICES.pool_record_bytes(arena.device) if isinstance(arena, RegisteredMemory) else None
+    record_bytes = None
+    if isinstance(arena, RegisteredMemory):
+        coded = any(codec != RAW for codec in places.codecs)
+        record_bytes = DEVICES.pool_record_bytes(arena.device, coded=coded)
     yield granted_records(request.wants, places, record_bytes), arena, control
 
 

@@ -533,3 +533,22 @@ def test_staging_takes_what_there_is_and_says_when_there_is_none() -> None:
     assert DeviceStaging(twin, slot_bytes=1_024, slots=4).slots == 2
     with pytest.raises(NoMemory):
         DeviceStaging(twin, slot_bytes=1_024, slots=4)
+
+
+def test_a_slot_comes_back_when_something_cannot_be_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    for fails in range(4):
+        case = Case(1, CopyDirection.LOAD)
+        slots, left = free_slots(case.staging), [fails]
+
+        def breaks(twin: Twin, into: Range, source: Range, stream: Stream, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("an error of nobody")
+            copy(twin, into, source, stream)
+
+        case.engine_writes()
+        with monkeypatch.context() as patched:
+            patched.setattr(Twin, "copy", breaks)
+            with suppress(RuntimeError):
+                case.move()
+        assert free_slots(case.staging) == slots

@@ -80,7 +80,7 @@ def test_a_process_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("nbytes", ["1KiB", 1])
 def test_staging_that_holds_no_chunk_is_refused(nbytes: int | str) -> None:
-    with pytest.raises(ConfigError, match=r"device_staging_bytes must be 0 or at least 8388608, not 1"):
+    with pytest.raises(ConfigError, match=r"device_staging_bytes must be 0 or at least 16777216, not 1"):
         kvcluster.local(ray=False, config={"client": {"device_staging_bytes": nbytes}})
 
 

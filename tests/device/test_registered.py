@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import threading
+from contextlib import ExitStack
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 
+from kvcluster import Dense, KVSpec
+from kvcluster.client.client import Client
 from kvcluster.device import endpoints, pool_copies
 from kvcluster.device.device import NoMemory, Range
+from kvcluster.device.devices import DEVICES, LEAST_STAGING_BYTES
 from kvcluster.device.endpoints import RegisteredMemory
+from kvcluster.device.staging import DeviceStaging
 from kvcluster.device.twin import Machine, Twin
 from kvcluster.pages.mapping import Mapping
+from kvcluster.testing import MemoryCluster
+from kvcluster.testing.conformance.world import ONE
 from kvcluster.transport import shm_control
+from kvcluster.transport.shm_pages import ShmPages
+from tests.device.tensors import Engine
 from tests.device.test_shared_pool import world
 from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt
+from tests.transport import shm_served
 from tests.waiting import eventually
 
 
@@ -159,6 +170,63 @@ def test_a_connection_that_ends_meanwhile_leaves_nothing(held: set[Range], monke
         here.client.close()
         goes_on.set()
         assert done.wait(30) and eventually(lambda: not held)
+
+
+def test_it_stays_registered_however_many_connections_come_and_go(
+    read: list[int], held: set[Range], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deadline in the middle of an exchange ends its connection."""
+    asked: list[int] = []
+    register = Twin.register
+
+    def counted(twin: Twin, memory: Range) -> Any:
+        asked.append(memory.nbytes)
+        return register(twin, memory)
+
+    monkeypatch.setattr(Twin, "register", counted)
+    with world(ram_bytes=5) as (_, here):
+        here.store(1)
+        assert here.load(1) == BLOCKS
+        paths = [path for path in gc.get_objects() if isinstance(path, ShmPages)]
+        for _ in range(5):
+            for path in paths:
+                for one in list(path._connections._idle):
+                    path._connections._idle.remove(one)
+                    path._connections.discard(one)
+            assert here.load(1) == BLOCKS
+        assert len(asked) == 1 and held and len(read) >= 6
+        for path in paths:
+            path.close()
+        del paths, path, one
+        here.client.close()
+        assert eventually(lambda: not held)
+
+
+@pytest.mark.parametrize("codec", ["q8", "q4"])
+def test_encoded_pages_that_are_larger_than_a_slot_when_they_are_decoded(read: list[int], codec: str) -> None:
+    spec = KVSpec.uniform(
+        model="m", weights="sha256:1", num_layers=32, num_kv_heads=4, head_dim=64, dtype="bfloat16", block_tokens=16
+    )
+    kv_of = [torch.randn(2, 32, 2, 16, 4, 64, generator=torch.Generator().manual_seed(n)).bfloat16() for n in range(8)]
+    config = {"shard": {"host_bytes": "64MiB"}, "coordinator": {"host_codec": codec, "host_raw_blocks": 0}}
+    with MemoryCluster(shards=1, ram_bytes=4 * spec.block_bytes, config=config) as cluster, ExitStack() as ends:
+        served = {shard: shm_served.Served(host) for shard, host in cluster.shards.items()}
+        for each in served.values():
+            ends.callback(each.close)
+        client = Client(cluster.port(ONE), lambda shard: served[shard.shard].open(ONE), spec)
+        ends.callback(client.close)
+        for number, content in enumerate(kv_of):
+            client.store([number, *range(1, 32)], content)
+            assert client.flush()
+        slot_bytes = LEAST_STAGING_BYTES // 4
+        twin = Twin(Machine(Random(7)), nbytes=1 << 26, pinnable=1 << 28)
+        DEVICES.add(DeviceStaging(twin, slot_bytes=slot_bytes, slots=2))
+        ends.callback(DEVICES.remove, twin)
+        engine, plain = Engine(twin), torch.zeros_like(kv_of[0])
+        there = engine.tensor(*plain.shape)
+        assert client.load([0, *range(1, 32)], plain) == client.load([0, *range(1, 32)], Dense(there)) == 32
+        assert torch.equal(engine.read(there), plain) and not torch.equal(plain, kv_of[0])
+    assert read
 
 
 def test_a_memory_file_without_its_memory_is_not_registered(held: set[Range]) -> None:
