@@ -93,14 +93,14 @@ SEEDS = {
     "loss-not-asked": 6,
     "encoded-twice": 4,
     "moved-unverified": 20,
-    "disk-unverified": 189,
+    "disk-unverified": 61,
     "purge-kept-before-done": 79,
     "private-copy-given-back": 4,
     "stores-while-stopping": 334,
     "private-pages-saved": 42,
     "promoted-without-its-loss": 10_000_000,
-    "gpu-page-freed-while-read": 10_000_004,
-    "gpu-room-counted-twice": 10_000_012,
+    "gpu-page-freed-while-read": 10_000_018,
+    "gpu-room-counted-twice": 10_000_036,
 }
 """A seed that finds each planted bug. Nightly it is searched for instead, from `Bug.first` on."""
 
