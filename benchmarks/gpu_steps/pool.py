@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import torch
@@ -47,33 +48,27 @@ def in_place(loader: DirectLoader) -> int:
     return int(loader.client.status()["totals"].get("read_on_device", 0))
 
 
-def promoted(loader: DirectLoader, into: list[torch.Tensor]) -> float:
-    """Loads until every page of a round comes from the pool. Returns how long that took."""
+def promoted(loader: DirectLoader, load: Callable[[], object], blocks: int) -> float:
+    """Loads until all of these blocks come from the pool at once. Returns how long that took."""
 
     def all_from_there() -> bool:
         before = in_place(loader)
-        loads(loader, into)
+        load()
         time.sleep(0.1)  # the shard reports every 20 ms
-        return in_place(loader) - before == len(into) * CHUNK
+        return in_place(loader) - before == blocks
 
     return seconds_until(all_from_there)
 
 
 def one_call(loader: DirectLoader, source: torch.Tensor, card: torch.Tensor, copy: float) -> None:
     """As many bytes as one prompt."""
-    prompt, blocks = [len(source), *range(1, source.shape[0] * CHUNK * SHAPE[2])], source.view(-1, *SHAPE)
+    blocks, into, nbytes = source.view(-1, *SHAPE), card.view(-1, *SHAPE), source.numel() * 2
+    prompt = tokens(len(source), len(blocks))
     loader.client.store(prompt, blocks)
-    into, nbytes = card.view(-1, *SHAPE), source.numel() * 2
-
-    def all_from_there() -> bool:
-        before = in_place(loader)
-        loader.client.load(prompt, into)
-        time.sleep(0.1)
-        return in_place(loader) - before == len(blocks)
-
-    took = seconds_until(all_from_there)
+    load = partial(loader.client.load, prompt, into)
+    took = promoted(loader, load, len(blocks))
     card.zero_()
-    seconds = host_seconds(lambda: loader.client.load(prompt, into), least_s=0.5)
+    seconds = host_seconds(load, least_s=0.5)
     good = torch.equal(card.cpu().view(torch.int16), source.view(torch.int16))
     row(
         f"one call of {nbytes >> 20} MiB, verified",
@@ -93,7 +88,7 @@ def on_a_card(source: torch.Tensor) -> None:
         loader = DirectLoader(served.address, "shm")
         for chunk in range(len(source)):
             loader.client.store(tokens(chunk), source[chunk])
-        took = promoted(loader, list(card))
+        took = promoted(loader, lambda: loads(loader, list(card)), len(source) * CHUNK)
         row("all pages are in the pool, s", value=took, right=took < BOUND_S)
         card.zero_()
         seconds = host_seconds(lambda: loads(loader, list(card)), least_s=1.0)
@@ -117,7 +112,7 @@ def on_a_twin(source: torch.Tensor) -> None:
         loader = DirectLoader(served.address, "shm")
         for chunk in range(len(source)):
             loader.client.store(tokens(chunk), source[chunk])
-        took = promoted(loader, tensors)
+        took = promoted(loader, lambda: loads(loader, tensors), len(source) * CHUNK)
         pairs = zip(map(engine.read, tensors), source, strict=True)
         same = all(torch.equal(came.view(torch.int16), right.view(torch.int16)) for came, right in pairs)
         row("loads from the pool, verified", right=took < BOUND_S and same)

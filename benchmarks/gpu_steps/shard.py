@@ -82,8 +82,9 @@ class Loader(DirectLoader):
             self.stream.synchronize()
 
 
-def tokens(chunk: int) -> list[int]:
-    return [chunk, *range(1, CHUNK * SPEC.block_tokens)]
+def tokens(first: int, blocks: int = CHUNK) -> list[int]:
+    """A prompt of so many blocks, which is another for each first token."""
+    return [first, *range(1, blocks * SPEC.block_tokens)]
 
 
 def content(chunks: int) -> torch.Tensor:
@@ -196,7 +197,7 @@ def measure(
 def one_call(loader: DirectLoader, source: torch.Tensor, card: torch.Tensor, plain: float) -> None:
     """A prompt of all chunks, into the card's memory."""
     blocks, into, nbytes = source.view(-1, *SHAPE), card.view(-1, *SHAPE), source.numel() * 2
-    prompt = [len(source), *range(1, len(blocks) * SPEC.block_tokens)]
+    prompt = tokens(len(source), len(blocks))
     stored = loader.client.store(prompt, blocks)
     loader.client.flush()
     card.zero_()
@@ -209,7 +210,7 @@ def one_call(loader: DirectLoader, source: torch.Tensor, card: torch.Tensor, pla
 def coded_calls(which: str, source: torch.Tensor, into: torch.Tensor) -> None:
     """Loads a prompt that has been encoded, into host memory and then into the card's: the same bytes."""
     blocks = source.view(-1, *SHAPE)
-    prompts = [[number, *range(1, len(blocks) * SPEC.block_tokens)] for number in range(1, 6)]
+    prompts = [tokens(number, len(blocks)) for number in range(1, 6)]
     with cluster("512MiB", codec=which) as served:
         loader = DirectLoader(served.address, "shm")
         for prompt in prompts:
@@ -263,7 +264,7 @@ def main(device: str) -> None:
         row("transport", value=", ".join(sorted(used)), right=used == {"shm"})
         if card is not None:
             attempt(partial(one_call, direct[0], source, card, plain), "one call")
-            whole = [len(source), *range(1, chunks * CHUNK * SPEC.block_tokens)]
+            whole = tokens(len(source), chunks * CHUNK)
             attempt(
                 lambda: beside_a_product(
                     "loads beside a product",

@@ -192,8 +192,8 @@ def _ray_rules(config: Config) -> Iterator[_Rule]:
     )
 
 
-_LEAST_STAGING_BYTES = 16 * 2**20
-"""A quarter of it holds what a record of limits.RECORD_BYTES is decoded to (device/devices.py)."""
+LEAST_STAGING_BYTES = 16 * 2**20
+"""A quarter of it holds what a record of limits.RECORD_BYTES is decoded to, and the table of its moves."""
 
 
 def _client_rules(client: ClientConfig) -> Iterator[_Rule]:
@@ -202,8 +202,8 @@ def _client_rules(client: ClientConfig) -> Iterator[_Rule]:
     yield 0 <= client.store_niceness <= 19, "client.store_niceness must be between 0 and 19"
     staging = client.device_staging_bytes
     assert isinstance(staging, int), "sizes are numbers by now"
-    least = f"client.device_staging_bytes must be 0 or at least {_LEAST_STAGING_BYTES}, not {staging}"
-    yield staging == 0 or staging >= _LEAST_STAGING_BYTES, least
+    least = f"client.device_staging_bytes must be 0 or at least {LEAST_STAGING_BYTES}, not {staging}"
+    yield staging == 0 or staging >= LEAST_STAGING_BYTES, least
 
 
 def _transport_rules(config: Config) -> Iterator[_Rule]:

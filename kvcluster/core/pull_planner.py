@@ -93,6 +93,8 @@ class PullPlanner:
         into = min(max(copy.tier, INGEST), STAGING)
         if not target.info.use(into).capacity_bytes:
             return INGEST
+        if into is STAGING:
+            return STAGING
         nbytes = self._namespaces.bytes_on(record, copy.slot, copy.tier)
         return STAGING if self.room(target, into) < nbytes <= self.room(target, STAGING) else into
 

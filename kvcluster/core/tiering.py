@@ -20,7 +20,7 @@ The policy may change at run time: it applies to later demotions, and pages in l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 from kvcluster.config import CODECS, CoordinatorConfig
@@ -181,20 +181,19 @@ class Tiering:
             to = INGEST if below > INGEST else fastest
             hot[to][Move(space_id, block, to, up=True)] = needed
         for to, wanted in hot.items():
-            use = member.info.use(to)
-            room = use.room(self._low)
+            room = member.info.use(to).room(self._low)
             idle = [] if to is INGEST else self._idle(member, sum(wanted.values()) - room, now)
             given = [self._state.namespaces.bytes_on(record, member.slot, to) for record in idle]
-            fit, filled = list[Move](), 0
+            left, fit = room + sum(given), list[Move]()
             for move, nbytes in wanted.items():  # what does not fit and stays hot is found again
-                if filled + nbytes <= room + sum(given):
+                if nbytes <= left:
                     fit.append(move)
-                    filled += nbytes
-            leave = sum(room + before < filled for before in accumulate([0, *given[:-1]])) if idle else 0
-            for record in idle[leave:]:
-                member.cold[to].push(record)
+                    left -= nbytes
+            while given and given[-1] <= left:  # its place is not needed
+                left -= given.pop()
+                member.cold[to].push(idle.pop())
             below = member.info.next_below(to).tier
-            moves += [self._demotion(record, below, now) for record in idle[:leave]] + fit
+            moves += [self._demotion(record, below, now) for record in idle] + fit
         self.order(member, moves)
 
     def _take_hot(self, member: Member) -> list[tuple[NamespaceId, BlockHash]]:
@@ -208,8 +207,9 @@ class Tiering:
         return taken
 
     def _idle(self, member: Member, nbytes: int, now: int) -> list[BlockRecord]:
-        """Takes the coldest blocks of the shard's fastest tier, of so many bytes together if there are as many, off its
-        queue: of those that nobody has used for a window, and that lie below as well, so that no byte is moved."""
+        """Takes blocks off the queue of the shard's fastest tier, the coldest first, until they have so many bytes. It
+        takes only blocks that no load was promised for a window and that lie below as a whole: to demote them copies
+        nothing."""
         fastest, used = member.info.fastest, now - self._hot_prefixes.window_ns
 
         def keeps(record: BlockRecord) -> bool:

@@ -80,29 +80,17 @@ class _CudaEvent:
 
 
 class _CudaMemory:
-    """An Allocation."""
+    """An Allocation, which the driver's function `free` gives back."""
 
-    def __init__(self, device: CudaDevice, memory: Range) -> None:
+    def __init__(self, device: CudaDevice, memory: Range, free: str) -> None:
         self._device: CudaDevice | None = device
+        self._free = free
         self.range = memory
 
     def release(self) -> None:
         device, self._device = self._device, None
         if device is not None:
-            device.give_back("cuMemFree_v2", c_ulonglong(self.range.address))
-
-
-class _CudaRegistered:
-    """An Allocation: memory of this process that is registered."""
-
-    def __init__(self, device: CudaDevice, memory: Range) -> None:
-        self._device: CudaDevice | None = device
-        self.range = memory
-
-    def release(self) -> None:
-        device, self._device = self._device, None
-        if device is not None:
-            device.give_back("cuMemHostUnregister", c_void_p(self.range.address))
+            device.give_back(self._free, self.range.address)
 
 
 class _CudaShared:
@@ -139,7 +127,7 @@ class _CudaPinned:
     def release(self) -> None:
         device, self._device = self._device, None
         if device is not None:
-            device.give_back("cuMemHostUnregister", c_void_p(self.range.address))
+            device.give_back("cuMemHostUnregister", self.range.address)
             device.unpinned(self.range.nbytes)
 
 
@@ -188,7 +176,7 @@ class CudaDevice:
         address = c_ulonglong()
         with self._entered():
             self._take({OUT_OF_MEMORY}, "cuMemAlloc_v2", byref(address), c_size_t(nbytes))
-        return _CudaMemory(self, Range(address.value, nbytes))
+        return _CudaMemory(self, Range(address.value, nbytes), "cuMemFree_v2")
 
     def allocate_shared(self, nbytes: int) -> SharedMemory:
         driver, ordinal = self._driver, self._ordinal
@@ -231,7 +219,7 @@ class CudaDevice:
         """As Device. A card copies from there as fast as from pinned memory (docs/measurements.md)."""
         with self._entered():
             self._register(memory, _PORTABLE | _READ_ONLY)
-        return _CudaRegistered(self, memory)
+        return _CudaMemory(self, memory, "cuMemHostUnregister")
 
     def _register(self, memory: Range, flags: int) -> None:
         """Registers memory with the driver. Raises NoMemory."""
@@ -267,11 +255,11 @@ class CudaDevice:
             self._register(pinned.range, _PORTABLE)
         return pinned
 
-    def give_back(self, function: str, address: c_void_p | c_ulonglong) -> None:
+    def give_back(self, function: str, address: int) -> None:
         """As Allocation.release. If the device has failed, the process keeps it until it ends."""
         try:
             with self._entered():
-                self._driver.call(function, address)
+                self._driver.call(function, c_ulonglong(address))
         except DeviceFailed:
             """It is the failed device's."""
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from kvcluster.config.rules import LEAST_STAGING_BYTES
 from kvcluster.core import limits
 from kvcluster.device.copies import DeviceCopies
 from kvcluster.device.device import Device, DeviceFailed, NoMemory, Range
@@ -21,9 +22,6 @@ from kvcluster.pages.copy_geometry import BlockGeometry
 
 _DECODED = 8
 """A page is at most so many times as large as its encoded form: float32 in q4."""
-
-LEAST_STAGING_BYTES = 16 << 20
-"""A quarter of it holds what a record of limits.RECORD_BYTES is decoded to, and the table of its moves."""
 
 _POOL_RECORD_BYTES = 4 << 20
 """Of a load within a device: a few chunks are still under way at once, and pages of 2 MiB are records."""

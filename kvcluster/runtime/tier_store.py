@@ -133,7 +133,7 @@ class TierStores:
 
     def failed(self) -> dict[Tier, str]:
         """Returns the tiers whose stores have failed for good, each with the reason."""
-        return {tier: store.failed for tier, store in self._by_tier.items() if store.failed}
+        return {tier: why for tier, store in self._by_tier.items() if (why := store.failed)}
 
     def close(self) -> None:
         for store in self._by_tier.values():

@@ -2,7 +2,7 @@
 
 Connections of one data path share the arena's mappings: one for reading and, after the first store, one for writing. A
 mapping ends with the last connection, exchange or view that refers to it, so that no worker keeps the memory of a shard
-that has ended.
+that has ended. One that a device reads lasts until the path is closed, or finds that the shard has ended.
 """
 
 from __future__ import annotations
@@ -223,12 +223,13 @@ class Registering:
 
     def __init__(self, device: Device, arena: Mapping) -> None:
         self.memory = RegisteredMemory(arena, device)
-        self._arena = arena
         self._ended = threading.Event()
         self._refused = ""
         taken: list[Allocation] = []
         weakref.finalize(self, _release, taken).atexit = False  # then the system gives all back
-        start_thread(threading.Thread(target=self._register, args=(taken,), name="kvcluster-register", daemon=True))
+        start_thread(
+            threading.Thread(target=self._register, args=(arena, taken), name="kvcluster-register", daemon=True)
+        )
 
     def wait(self, wait_s: float) -> None:
         """Waits until it has ended, or so long."""
@@ -242,11 +243,11 @@ class Registering:
             raise NoMemory(self._refused)
         return self.memory
 
-    def _register(self, taken: list[Allocation]) -> None:
+    def _register(self, arena: Mapping, taken: list[Allocation]) -> None:
         try:
-            if not self._arena.is_resident:
+            if not arena.is_resident:
                 raise NoMemory("its memory file has less memory than its size")
-            for piece in self.memory.pieces(0, self._arena.nbytes):
+            for piece in self.memory.pieces(0, arena.nbytes):
                 taken.append(self.memory.device.register(piece))
         except (NoMemory, DeviceFailed) as refused:
             self._refused = str(refused)
@@ -272,15 +273,14 @@ class ArenaMappings:
         """No device reads the arena any more, when what is under way has ended. Until then it stays registered, however
         many connections come and go: to lock its pages takes longer than a load."""
         with self._lock:
-            registered, self._registered = self._registered, {}
-        registered.clear()
+            _ended, self._registered = self._registered, {}  # it is unregistered when the lock is free again
 
     def registering(self, arena: Mapping, device: Device) -> Registering:
         """Returns that of this device, which is begun if there is none. Raises KVClusterError if no thread can be
         started."""
         with self._lock:
             known = self._registered.get(device)
-            if known is None or known.memory.region is not arena:
+            if known is None:  # else it keeps the mapping, which is that of all connections
                 known = self._registered[device] = Registering(device, arena)
             return known
 

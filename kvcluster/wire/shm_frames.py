@@ -125,8 +125,7 @@ def decode_read_grant(
     kinds = granted.kinds
     layers_of_kind = [kind.part.layers for kind in kinds]
     offsets, layer_bytes, at = _spots(body, at, granted.kind_of, layers_of_kind, arena_bytes, pool_bytes)
-    layers_of = [kind.layer_stop - kind.layer_start for kind in kinds]
-    layers = sum([layers_of[number] for number in granted.kind_of])
+    layers = _layers(granted)
     _check_end(body, at + _CODEC_BYTES * len(items) + SUM_BYTES * layers)
     codecs = _numbers(body, at, len(items))
     sums = _numbers(body, at + _CODEC_BYTES * len(items), layers)
@@ -135,15 +134,19 @@ def decode_read_grant(
 
 def read_grant_bytes(wants: Sequence[PageWant]) -> int:
     """Returns the most bytes of an honest GRANT for these wants."""
-    columns = PageWants.of(wants)
-    layers_of = [kind.layer_stop - kind.layer_start for kind in columns.kinds]
-    layers = sum([layers_of[number] for number in columns.kind_of])
+    layers = _layers(PageWants.of(wants))
     return _COUNT.size + _head_bytes(len(wants)) + (_PAGE_BYTES + _CODEC_BYTES) * len(wants) + SUM_BYTES * layers
 
 
 def write_grant_bytes(pages: int) -> int:
     """As `read_grant_bytes`, for a store of so many pages."""
     return _COUNT.size + _head_bytes(pages) + _PAGE_BYTES * pages
+
+
+def _layers(wants: PageWants) -> int:
+    """Returns how many layers are asked for, of all pages."""
+    layers_of = [kind.layer_stop - kind.layer_start for kind in wants.kinds]
+    return sum([layers_of[number] for number in wants.kind_of])
 
 
 def _head_bytes(asked: int) -> int:

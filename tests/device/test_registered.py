@@ -15,9 +15,10 @@ import torch
 
 from kvcluster import Dense, KVSpec
 from kvcluster.client.client import Client
-from kvcluster.device import endpoints, pool_copies
+from kvcluster.config.rules import LEAST_STAGING_BYTES
+from kvcluster.device import endpoints
 from kvcluster.device.device import NoMemory, Range
-from kvcluster.device.devices import DEVICES, LEAST_STAGING_BYTES
+from kvcluster.device.devices import DEVICES
 from kvcluster.device.endpoints import RegisteredMemory
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.device.twin import Machine, Twin
@@ -27,7 +28,7 @@ from kvcluster.testing.conformance.world import ONE
 from kvcluster.transport import shm_control
 from kvcluster.transport.shm_pages import ShmPages
 from tests.device.tensors import Engine
-from tests.device.test_shared_pool import world
+from tests.device.test_shared_pool import batches_from, world
 from tests.runtime.test_device_memory import BLOCKS, SPEC, kv, prompt
 from tests.transport import shm_served
 from tests.waiting import eventually
@@ -35,17 +36,22 @@ from tests.waiting import eventually
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The records of each batch that a device reads in an arena."""
-    batches: list[int] = []
+    """The pages of each batch that a device reads in an arena."""
+    return batches_from(RegisteredMemory, monkeypatch)
 
-    class Counted(pool_copies._PoolRun):
-        def __init__(self, batch: Any, *arguments: Any) -> None:
-            if isinstance(batch.source, RegisteredMemory):
-                batches.append(len(batch.records))
-            super().__init__(batch, *arguments)
 
-    monkeypatch.setattr(pool_copies, "_PoolRun", Counted)
-    return batches
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each piece that was to be registered."""
+    pieces: list[int] = []
+    register = Twin.register
+
+    def counted(twin: Twin, memory: Range) -> Any:
+        pieces.append(memory.nbytes)
+        return register(twin, memory)
+
+    monkeypatch.setattr(Twin, "register", counted)
+    return pieces
 
 
 @pytest.fixture
@@ -87,23 +93,15 @@ def test_memory_of_the_cpu_is_filled_by_the_cpu(read: list[int]) -> None:
 
 
 def test_an_arena_of_several_pieces_is_read_across_their_borders(
-    read: list[int], monkeypatch: pytest.MonkeyPatch
+    read: list[int], asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[int] = []
-    register = Twin.register
-
-    def counted(twin: Twin, memory: Range) -> Any:
-        taken.append(memory.nbytes)
-        return register(twin, memory)
-
-    monkeypatch.setattr(Twin, "register", counted)
     piece = 3 * SPEC.block_bytes // 2
     monkeypatch.setattr(endpoints, "REGISTERED_BYTES", piece)
     with world(ram_bytes=2) as (_, here):
         for number in range(6):
             here.store(number)
             assert here.load(number) == BLOCKS
-    assert read and len(taken) > 2 and set(taken[:-1]) == {piece}
+    assert read and len(asked) > 2 and set(asked[:-1]) == {piece}
 
 
 @pytest.mark.parametrize("refused", [1, 3])
@@ -173,17 +171,9 @@ def test_a_connection_that_ends_meanwhile_leaves_nothing(held: set[Range], monke
 
 
 def test_it_stays_registered_however_many_connections_come_and_go(
-    read: list[int], held: set[Range], monkeypatch: pytest.MonkeyPatch
+    read: list[int], held: set[Range], asked: list[int]
 ) -> None:
     """A deadline in the middle of an exchange ends its connection."""
-    asked: list[int] = []
-    register = Twin.register
-
-    def counted(twin: Twin, memory: Range) -> Any:
-        asked.append(memory.nbytes)
-        return register(twin, memory)
-
-    monkeypatch.setattr(Twin, "register", counted)
     with world(ram_bytes=5) as (_, here):
         here.store(1)
         assert here.load(1) == BLOCKS

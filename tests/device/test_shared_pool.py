@@ -61,19 +61,24 @@ class Here:
         assert self.client.flush()
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The pages of each batch that was read from a pool."""
+def batches_from(kind: type, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The pages of each batch that a device reads itself in memory of this kind, from now on."""
     batches: list[int] = []
 
     class Counted(pool_copies._PoolRun):
         def __init__(self, batch: Any, *arguments: Any) -> None:
-            if isinstance(batch.source, DevicePoolMemory):
+            if isinstance(batch.source, kind):
                 batches.append(len(set(batch.records.items)))
             super().__init__(batch, *arguments)
 
     monkeypatch.setattr(pool_copies, "_PoolRun", Counted)
     return batches
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The pages of each batch that was read from a pool."""
+    return batches_from(DevicePoolMemory, monkeypatch)
 
 
 @contextmanager

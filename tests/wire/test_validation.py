@@ -617,21 +617,20 @@ def test_one_order_may_move_as_much_out_of_two_tiers_as_may_be_evicted_out_of_ea
 
 
 def test_a_coordinator_that_does_not_say_which_moves_go_up_is_understood() -> None:
-    order = next(order for order in ACK.orders if isinstance(order, MoveOrder))
-    ack = replace(ACK, orders=(order,))
-    spoiled, read = (
-        coordinator_pb2.CoordinatorReply.FromString(COORDINATOR["Report"].encode_reply(ack)),
-        _start("ack")[1],
-    )
+    down = Move(NAMESPACE, BlockHash(bytes(32)), Tier.HOST)
+    order = MoveOrder(1, (down, down._replace(to=Tier.RAM, up=True)))
+    _, read = _start("ack")
+    said = COORDINATOR["Report"].encode_reply(replace(ACK, orders=(order,)))
+    spoiled = coordinator_pb2.CoordinatorReply.FromString(said)
+    assert read(spoiled) == replace(ACK, orders=(order,))
     moves = spoiled.report_ack.orders[0].move.moves
     moves.ClearField("up")
     answer = read(spoiled)
     assert isinstance(answer, ReportAck)
-    assert answer.orders == (replace(order, moves=tuple(move._replace(up=False) for move in order.moves)),)
+    assert answer.orders == (MoveOrder(1, (down, down._replace(to=Tier.RAM))),)
     moves.up.append(True)
-    if len(order.moves) > 1:
-        with pytest.raises(ProtocolError):
-            read(spoiled)
+    with pytest.raises(ProtocolError):
+        read(spoiled)
 
 
 def test_what_is_wrong_with_a_shard_is_told_as_far_as_there_is_room() -> None:
