@@ -1,9 +1,10 @@
 """The path selector: which of a shard's data paths is in use, and why the preferred ones before it are not.
 
 The client asks once, over gRPC, which paths the shard offers. Of the paths that both ends name, it uses the first in
-the order of config.TRANSPORTS that answers a trial. A path that fails is not used for a while, and then tried again by
-the next caller. gRPC comes last and needs no trial, since control goes over it. A path that is retired is closed when
-its last exchange has ended, so that the failure of one exchange does not break others.
+the order of config.TRANSPORTS that answers a trial. A path that fails is not used for a while, less long if it was
+only too slow, and then tried again by the next caller. gRPC comes last and needs no trial, since control goes over it.
+A path that is retired is closed when its last exchange has ended, so that the failure of one exchange does not break
+others.
 
 A caller that comes while another is trying a path waits for the result, but no longer than a trial may take. A trial
 takes at most a share of the caller's time and at most TRY_MS, so that connecting does not use up the call's time.
@@ -12,6 +13,7 @@ takes at most a share of the caller's time and at most TRY_MS, so that connectin
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -35,7 +37,11 @@ _SHARE = 4
 
 LEFT_ALONE_NS = 30_000_000_000
 """How long a failed path is not used. The cause may be a restarting process or a firewall rule: worth another trial,
-but not in every call."""
+but not in every call. After a trial that was not answered in its time it is that time, doubled with each further one
+in a row: the machine may have been busy, or a firewall drops what is sent."""
+
+_DOUBLINGS = 5
+"""Trials then take a 33rd of the time at most; those of TRY_MS come LEFT_ALONE_NS apart."""
 
 NOT_TAKEN = "this client's configuration leaves it out"
 
@@ -96,6 +102,7 @@ class PathSelector:
         self._current = self._last
         self._open: dict[_OpenPath, None] = {}  # every open path except `_last`
         self._refused: dict[str, _Refusal] = {}
+        self._slow: Counter[str] = Counter()  # by name: trials in a row that were too slow
         self._offers: Offers | None = None
         self._trying = threading.Lock()  # held by the one thread that opens paths
         self._lock = threading.Lock()
@@ -190,6 +197,7 @@ class PathSelector:
     def _opened(self, name: str, deadline: Deadline) -> _OpenPath | None:
         """Returns a path by that transport that has just answered a trial; otherwise records the refusal."""
         trial, way = _trial(deadline), None
+        had_ms = round(trial.remaining_s() * 1e3)
         try:
             why = not_taken(name, self._takes, self._openers) or self._not_offered(name, trial)
             if why is not None:
@@ -202,12 +210,18 @@ class PathSelector:
         except (KVClusterError, RefusedByShard) as error:
             if way is not None:
                 self._close(way)
-            late = isinstance(error, Unavailable) and error.miss.reason is MissReason.DEADLINE
-            # A trial that had less than TRY_MS says nothing about the path.
-            hurried = late and deadline.share(_SHARE).at_ns < Deadline.after_ms(TRY_MS).at_ns
-            self._refuse(name, _Refusal(said(error), self._clock() + (0 if hurried else LEFT_ALONE_NS)))
+            self._refuse(name, self._refusal(name, error, had_ms))
             return None
         return way
+
+    def _refusal(self, name: str, error: Exception, had_ms: int) -> _Refusal:
+        """Returns why and until when a path is not used whose trial had so many ms and failed with `error`."""
+        now = self._clock()
+        if not (isinstance(error, Unavailable) and error.miss.reason is MissReason.DEADLINE):
+            return _Refusal(said(error), now + LEFT_ALONE_NS)
+        pause = had_ms * 1_000_000 << self._slow[name]
+        self._slow[name] = min(self._slow[name] + 1, _DOUBLINGS)
+        return _Refusal(f"no answer within {had_ms} ms: {said(error)}", now + min(pause, LEFT_ALONE_NS))
 
     def _not_offered(self, name: str, deadline: Deadline) -> str | None:
         return not_offered(name, self._learn(deadline), self._shard.host, self._here)
@@ -229,6 +243,7 @@ class PathSelector:
             unused: _OpenPath | None = way
             if not self._closed:
                 self._refused.pop(way.name, None)
+                self._slow.pop(way.name, None)
                 unused = self._retire()
                 self._current = way
         if unused is not None:

@@ -30,7 +30,7 @@ from kvcluster.testing.conformance.world import ONE, TWO, Pause, soon
 from kvcluster.transport.auto import AutoTransport, choose, own_attempts
 from kvcluster.transport.base import Cancelled, Deadline, PageHost, PathLost, RefusedByShard, Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
-from kvcluster.transport.path_selector import TRY_MS
+from kvcluster.transport.path_selector import LEFT_ALONE_NS, TRY_MS
 from kvcluster.transport.tcp_pages import TcpPages, TcpServer
 from kvcluster.wire.methods import SHARD
 from tests.ports import refused
@@ -133,7 +133,6 @@ def test_control_goes_over_grpc_whatever_moves_the_pages(world: World, stored: C
     ("error", "why"),
     [
         (broken("refused by 10.0.0.1"), "refused by 10.0.0.1"),
-        (Unavailable(Miss(MissReason.DEADLINE)), "deadline"),
         (CredentialError("another user"), "another user"),
         (ProtocolError("an older release"), "an older release"),
         (ConfigError("no address"), "no address"),
@@ -202,16 +201,45 @@ def test_a_trial_takes_a_share_of_the_calls_time_and_no_more_than_a_second(world
     assert hurried.shm.trials
 
 
-def test_a_caller_in_a_hurry_learns_nothing_of_a_path_and_the_next_one_tries_it_again(
-    world: World, stored: Content
+@pytest.mark.parametrize("call_ms", [TRY_MS, 60_000])
+def test_a_path_that_answers_late_is_tried_again_after_as_long_as_the_trial_had(
+    world: World, stored: Content, call_ms: int
 ) -> None:
     ways = Ways(world)
+    ways.shm.opening = Unavailable(Miss(MissReason.DEADLINE, "at shm"))
+    read(ways.choice, stored, deadline=Deadline.after_ms(call_ms)).finish()
+    had_ms = min(call_ms // 4, TRY_MS)
+    assert (ways.choice.name, ways.choice.refused()) == ("tcp", {"shm": f"no answer within {had_ms} ms: at shm"})
+    load(ways.choice, stored)
+    assert ways.shm.opened == 1, "it is left alone"
+    ways.shm.opening = None
+    ways.now += had_ms * 1_000_000
+    load(ways.choice, stored)
+    assert ways.choice.name == "shm"
+
+
+def test_a_path_that_never_answers_is_tried_less_and_less_often_until_it_does(world: World, stored: Content) -> None:
+    ways = Ways(world)
     ways.shm.opening = Unavailable(Miss(MissReason.DEADLINE))
-    read(ways.choice, stored, deadline=Deadline.after_ms(TRY_MS)).finish()
-    assert ways.choice.name == "tcp"
+    for pause_ms in (*(TRY_MS << times for times in range(5)), LEFT_ALONE_NS // 1_000_000, LEFT_ALONE_NS // 1_000_000):
+        tried = ways.shm.opened
+        load(ways.choice, stored)
+        ways.now += pause_ms * 1_000_000 - 1
+        load(ways.choice, stored)
+        assert ways.shm.opened == tried + 1
+        ways.now += 1
     ways.shm.opening = None
     load(ways.choice, stored)
     assert ways.choice.name == "shm"
+    ways.shm.opening = ways.shm.error = Unavailable(Miss(MissReason.DEADLINE))
+    ways.shm.read_bytes = 0
+    with pytest.raises(Unavailable):
+        load(ways.choice, stored)
+    load(ways.choice, stored)
+    assert ways.choice.name == "tcp"
+    ways.shm.opening, ways.shm.read_bytes, ways.now = None, None, ways.now + TRY_MS * 1_000_000
+    load(ways.choice, stored)
+    assert ways.choice.name == "shm", "an answer makes up for what was late before"
 
 
 def test_a_path_is_opened_once_however_many_come_at_the_same_time(world: World, stored: Content) -> None:

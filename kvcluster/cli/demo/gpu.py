@@ -21,6 +21,8 @@ SPEC = kvcluster.KVSpec.uniform(
     model="demo", weights="sha256:5", num_layers=8, num_kv_heads=4, head_dim=64, dtype="bfloat16", block_tokens=16
 )
 _POOL_BYTES = 2 * BLOCKS * SPEC.block_bytes
+ARENA_BYTES = 2 * _POOL_BYTES
+"""The shard's memory in RAM: of `ram` and of `host`."""
 PROMPT = list(range(BLOCKS * SPEC.block_tokens))
 
 Figures = dict[str, Any]

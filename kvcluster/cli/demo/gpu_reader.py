@@ -9,7 +9,8 @@ from contextlib import ExitStack
 import torch
 
 import kvcluster
-from kvcluster.cli.demo.gpu import BLOCKS, PROMPT, SHAPE, SPEC, Figures
+from kvcluster.cli.demo.gpu import ARENA_BYTES, BLOCKS, PROMPT, SHAPE, SPEC, Figures
+from kvcluster.cli.waiting import wait_until
 from kvcluster.config import ClientConfig
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.staging import SLOT_BYTES, DeviceStaging, wait_done
@@ -20,28 +21,55 @@ _BOUND_S = 20.0
 
 
 def read_on_gpu(address: str, *, has_gpu: bool) -> Figures:
-    """Stores KV, and loads it until all of it comes from the pool."""
+    """Stores KV, and loads it until all of a load comes from the pool. Raises KVClusterError if it cannot be stored."""
     with ExitStack() as house:
         config = ClientConfig(device_staging_bytes=4 * SLOT_BYTES if has_gpu else 0)
         client = house.enter_context(kvcluster.connect(address, SPEC, config=config))
         values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(5)).bfloat16()
-        client.store(PROMPT, values)
-        client.flush()
+        wait_until(lambda: _stored(client, values), "the KV of the fifth act is stored")
         blocks: _CardBlocks | _TwinBlocks = _CardBlocks() if has_gpu else _TwinBlocks(house)
         until, pages, copies = time.monotonic() + _BOUND_S, 0, 0
         while pages < BLOCKS and time.monotonic() < until:
-            before = _counted(client)
-            client.load(PROMPT, blocks.tensor)
-            time.sleep(0.1)  # until the shard has reported
-            pages, copies = (after - one for after, one in zip(_counted(client), before, strict=True))
+            pages, copies = _counted_load(client, blocks.tensor)
         same = torch.equal(blocks.read().view(torch.int16), values.view(torch.int16))
         return {"device": blocks.device, "is_card": has_gpu, "pages": pages, "copies": copies, "identical": same}
 
 
-def _counted(client: kvcluster.Client) -> tuple[int, int]:
-    """How many pages were read in place on a GPU so far, and how many were copied for a reader."""
+def _stored(client: kvcluster.Client, values: torch.Tensor) -> bool:
+    """Stores what is not stored yet; whether all of it is. On a busy machine a store may miss its deadline."""
+    client.store(PROMPT, values)
+    client.flush()
+    return client.lookup(PROMPT).blocks == BLOCKS
+
+
+def _counted_load(client: kvcluster.Client, out: torch.Tensor) -> tuple[int, int]:
+    """Loads, and returns how many pages were read in place on a GPU meanwhile, and how many were copied."""
+    before = _counts(client)
+    client.load(PROMPT, out)
+    pages, copies = (after - one for after, one in zip(_counts(client), before, strict=True))
+    return pages, copies
+
+
+def _counts(client: kvcluster.Client) -> tuple[int, int]:
+    """How many pages were read in place on a GPU so far, and how many were copied for a reader. The shard reports its
+    counters: of two reports that come after the call, the second was written after it."""
+    for _ in range(2):
+        wait_until(_Reported(client), "the shard reports")
     totals = client.status()["totals"]
     return totals.get("read_on_device", 0), totals.get("staged", 0)
+
+
+class _Reported:
+    """Whether the shard has reported since this was made."""
+
+    def __init__(self, client: kvcluster.Client) -> None:
+        self._client = client
+        self._since_ns = time.monotonic_ns()
+
+    def __call__(self) -> bool:
+        asked_ns = time.monotonic_ns()
+        (shard,) = self._client.status()["shards"]
+        return asked_ns - int(shard["seen_ns_ago"]) > self._since_ns
 
 
 class _CardBlocks:
@@ -60,7 +88,8 @@ class _TwinBlocks:
 
     def __init__(self, house: ExitStack) -> None:
         nbytes = BLOCKS * SPEC.block_bytes
-        self._twin = Twin(Machine(random.Random(5)), nbytes=nbytes + 4 * SLOT_BYTES, pinnable=nbytes + 2 * SLOT_BYTES)
+        pinnable = nbytes + 2 * SLOT_BYTES + ARENA_BYTES
+        self._twin = Twin(Machine(random.Random(5)), nbytes=nbytes + 4 * SLOT_BYTES, pinnable=pinnable)
         DEVICES.add(DeviceStaging(self._twin, slot_bytes=SLOT_BYTES, slots=2))
         house.callback(DEVICES.remove, self._twin)
         self.device = "a twin of a GPU"
