@@ -2,8 +2,9 @@
 
 A call to a shard that is gone costs a failed connection; a call to one that hangs costs the whole deadline. So after
 `failures` failures in a row no call is permitted for a while, then one exchange probes the shard. Each failed probe
-doubles that time, up to `doublings` times. The user decides what counts as a failure. This module knows no shard, reads
-no clock and takes no lock: `now` is an argument, and callers that share a breaker lock it themselves.
+doubles that time, up to `doublings` times. The user decides what counts as a failure; answers that came too late do
+once they were waited for LEAST_WAIT_NS in a row, since a call of a millisecond shows little. This module knows no
+shard, reads no clock and takes no lock: `now` is an argument, and callers that share a breaker lock it themselves.
 
     CLOSED --`failures` in a row--> OPEN --time--> PROBING --success--> CLOSED
                                       ^------------failure-----'
@@ -26,6 +27,9 @@ soon enough."""
 FREE_DOUBLINGS = 2
 """For users that do not wait for probes: a probe every two seconds is cheap, and a shard that came back is noticed
 sooner."""
+
+LEAST_WAIT_NS = 100_000_000
+"""Many times what a healthy shard takes to answer."""
 
 PermitNumber = NewType("PermitNumber", int)
 """Permission to ask the shard once."""
@@ -51,6 +55,7 @@ class Breaker:
         self._longest_ns = open_ns << doublings
         self._open_ns = open_ns  # how long it stays open the next time
         self._until = 0
+        self._waited_ns = 0  # in a row, for answers that did not come in time
         self._why: Miss | None = None  # the last failure; None only before the first
         self._permit = PermitNumber(0)
 
@@ -72,14 +77,19 @@ class Breaker:
     def succeeded(self, number: PermitNumber) -> None:
         """Records that the shard answered, with any answer."""
         if number == self._permit:
-            self.failures = 0
+            self.failures = self._waited_ns = 0
             self._open_ns = self._first_ns
             if self.state is BreakerState.PROBING:
                 self._become(BreakerState.CLOSED)
 
-    def failed(self, number: PermitNumber, why: Miss, now: int) -> None:
-        """Records that the shard did not answer, or not in time."""
+    def failed(self, number: PermitNumber, why: Miss, now: int, *, waited_ns: int = LEAST_WAIT_NS) -> None:
+        """Records that the shard did not answer; `waited_ns`: for how long that was waited for, if only the time was
+        up."""
         if number != self._permit:
+            return
+        self._waited_ns += waited_ns
+        if self._waited_ns < LEAST_WAIT_NS:
+            self.gave_up(number)
             return
         assert self.state is not BreakerState.OPEN, "no permit is valid while it is open"
         self.failures += 1

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvcluster.client.breaker import Breaker, BreakerState, PermitNumber
+from kvcluster.client.breaker import LEAST_WAIT_NS, Breaker, BreakerState, PermitNumber
 from kvcluster.core.messages import Refused, RefusedKind, ShardAddress
 from kvcluster.core.miss import PURGING, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
@@ -35,10 +35,11 @@ ASKING_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """Permission to ask this incarnation once."""
+    """Permission to ask this incarnation once, given at `now_ns`."""
 
     shard: ShardAddress
     number: PermitNumber
+    now_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class ShardPolicy:
         number = breaker.ask(now)
         if isinstance(number, Miss):
             return Miss(number.reason, f"{shard.shard} {number.detail}")
-        return Permit(shard, number)
+        return Permit(shard, number, now)
 
     def answered(self, permit: Permit) -> None:
         breaker = self._breaker(permit.shard)
@@ -82,7 +83,8 @@ class ShardPolicy:
     def failed(self, permit: Permit, why: Miss, now: int) -> None:
         breaker = self._breaker(permit.shard)
         if breaker is not None:
-            breaker.failed(permit.number, why, now)
+            waited_ns = now - permit.now_ns if why.reason is MissReason.DEADLINE else LEAST_WAIT_NS
+            breaker.failed(permit.number, why, now, waited_ns=waited_ns)
 
     def gave_up(self, permit: Permit) -> None:
         breaker = self._breaker(permit.shard)

@@ -38,8 +38,11 @@ class _Move:
         """Yields each run of bytes in staging and in a block, by the table alone."""
         words = opened(self.table).cast("q")
         for launch in self.launches:
-            for staged, block, nbytes in launch.pieces(words):
-                yield opened(Range(staged, nbytes)), opened(Range(block, nbytes))
+            for plane in launch.planes(words):
+                nbytes, staging, blocks = plane.numbers.element_bytes, plane.staged, plane.block
+                staged, block = opened(staging), opened(blocks)
+                for at, there in plane.pieces(staging.address, blocks.address):
+                    yield staged[at : at + nbytes], block[there : there + nbytes]
 
 
 class Scatter(_Move):

@@ -4,7 +4,7 @@ In staging, a record lies in page layout, `[layers, planes, block_tokens, heads,
 blocks have any strides. Of each record, the layers and heads are moved that the memory has and that are to be filled.
 
 The table has the five columns of each geometry, four words for each record, and the numbers of each launch. A kernel
-computes all addresses from it; `Launch.pieces` is that computation, and what kernels are held to.
+computes all addresses from it; `Launch.planes` is that computation, and what kernels are held to.
 """
 
 from __future__ import annotations
@@ -64,13 +64,10 @@ class StagedRecord:
         for layer, (plane, shape) in product(range(moved.layer_start, moved.layer_stop), enumerate(geometry.planes)):
             mine, head = layer - own.layer_start, moved.head_start - own.head_start
             at = mine * len(geometry.planes) + plane
-            steps = (
-                (shape.tokens - 1) * geometry.token_strides[at],
-                (moved.heads - 1) * geometry.head_strides[at],
-                (shape.elements - 1) * geometry.element_strides[at],
-            )
-            start = geometry.address(mine, plane, self.block, head=head) + sum(min(step, 0) for step in steps)
-            yield Range(start, sum(map(abs, steps)) + shape.element_bytes)
+            start = geometry.address(mine, plane, self.block, head=head)
+            counts = shape.tokens, moved.heads, shape.elements
+            strides = geometry.token_strides[at], geometry.head_strides[at], geometry.element_strides[at]
+            yield _hull(start, counts, strides, shape.element_bytes)
 
 
 class Numbers(NamedTuple):
@@ -113,9 +110,8 @@ class Launch:
     unit: int
     numbers: Numbers
 
-    def pieces(self, table: memoryview) -> Iterator[tuple[int, int, int]]:
-        """Yields the address in staging and in a block, and the length, of all bytes that lie together. `table`: its
-        64-bit words."""
+    def planes(self, table: memoryview) -> Iterator[PlaneRows]:
+        """Yields what it moves of each plane. `table`: its 64-bit words."""
         n = Numbers(*table[self.at : self.at + len(Numbers._fields)])
         for record in range(self.count):
             at = n.records + _RECORD_WORDS * record
@@ -127,12 +123,49 @@ class Launch:
                 )
                 block = base + row * by_row + n.head_at * by_head
                 here = staged + layer * n.staged_layer + n.staged_first + plane * n.staged_plane
-                for token, head, element in product(range(n.tokens), range(n.heads), range(n.elements)):
-                    yield (
-                        here + token * n.staged_token + head * n.staged_head + element * n.element_bytes,
-                        block + token * by_token + head * by_head + element * by_element,
-                        n.element_bytes,
-                    )
+                yield PlaneRows(n, here, block, (by_token, by_head, by_element))
+
+
+class PlaneRows(NamedTuple):
+    """What a launch moves of one plane of one layer of a record: from these addresses on, by these strides in the
+    block."""
+
+    numbers: Numbers
+    staged_at: int
+    block_at: int
+    strides: tuple[int, int, int]
+
+    @property
+    def staged(self) -> Range:
+        """All of it in staging, with what lies between."""
+        n = self.numbers
+        return _hull(self.staged_at, self._counts, (n.staged_token, n.staged_head, n.element_bytes), n.element_bytes)
+
+    @property
+    def block(self) -> Range:
+        """All of it in the block, with what lies between."""
+        return _hull(self.block_at, self._counts, self.strides, self.numbers.element_bytes)
+
+    def pieces(self, staging: int = 0, blocks: int = 0) -> Iterator[tuple[int, int]]:
+        """Yields where bytes that lie together begin in staging and in the block, counted from these addresses:
+        `element_bytes` each."""
+        n = self.numbers
+        by_token, by_head, by_element = self.strides
+        for token, head in product(range(n.tokens), range(n.heads)):
+            staged = self.staged_at - staging + token * n.staged_token + head * n.staged_head
+            block = self.block_at - blocks + token * by_token + head * by_head
+            for element in range(n.elements):
+                yield staged + element * n.element_bytes, block + element * by_element
+
+    @property
+    def _counts(self) -> tuple[int, int, int]:
+        return self.numbers.tokens, self.numbers.heads, self.numbers.elements
+
+
+def _hull(at: int, counts: Sequence[int], strides: Sequence[int], nbytes: int) -> Range:
+    """Returns the bytes from the first to the last of values of `nbytes` at these strides."""
+    steps = [(count - 1) * stride for count, stride in zip(counts, strides, strict=True)]
+    return Range(at + sum(min(step, 0) for step in steps), sum(map(abs, steps)) + nbytes)
 
 
 def columns_bytes(geometry: BlockGeometry) -> int:

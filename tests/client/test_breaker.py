@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.breaker import DOUBLINGS, FREE_DOUBLINGS, Breaker, BreakerState, PermitNumber
+from kvcluster.client.breaker import (
+    DOUBLINGS,
+    FREE_DOUBLINGS,
+    LEAST_WAIT_NS,
+    Breaker,
+    BreakerState,
+    PermitNumber,
+)
 from kvcluster.client.client import Client
 from kvcluster.client.results import Loaded, Stored
 from kvcluster.config import ClientConfig
@@ -67,6 +74,31 @@ def test_the_reason_is_that_of_the_last_failure() -> None:
     fail(breaker, 0)
     fail(breaker, 0, why=LATE)
     assert breaker.ask(0) == Miss(MissReason.DEADLINE, "not asked: failed 2 times, next attempt in 1.0 s")
+
+
+def late(breaker: Breaker, waited_ns: int) -> None:
+    """An exchange whose answer is waited for so long, in vain."""
+    breaker.failed(ask(breaker, 0), LATE, 0, waited_ns=waited_ns)
+
+
+def test_answers_that_come_too_late_are_failures_once_they_were_waited_for_long_enough() -> None:
+    breaker = Breaker(failures=2, open_ns=S)
+    for _ in range(99):
+        late(breaker, LEAST_WAIT_NS // 100)
+    assert breaker.state is BreakerState.CLOSED and breaker.failures == 0
+    late(breaker, LEAST_WAIT_NS // 100)
+    late(breaker, 1)
+    assert breaker.ask(0) == Miss(MissReason.DEADLINE, "not asked: failed 2 times, next attempt in 1.0 s")
+
+
+def test_an_answer_makes_up_for_all_that_was_waited_for() -> None:
+    breaker = Breaker(failures=1, open_ns=S)
+    late(breaker, LEAST_WAIT_NS - 1)
+    breaker.succeeded(ask(breaker, 0))
+    late(breaker, LEAST_WAIT_NS - 1)
+    assert breaker.state is BreakerState.CLOSED
+    late(breaker, 1)
+    assert breaker.state is BreakerState.OPEN
 
 
 def test_then_one_exchange_tries_and_no_other() -> None:
@@ -193,9 +225,8 @@ def load(client: Client) -> Loaded:
         return client.begin_load(ticket, room(4)).result()
 
 
-@pytest.mark.parametrize("miss", [LOST, LATE], ids=["lost", "late"])
-def test_a_shard_that_failed_three_times_is_a_miss_at_once(alone: MemoryCluster, miss: Miss) -> None:
-    shard = Failing(Unavailable(miss))
+def test_a_shard_that_failed_three_times_is_a_miss_at_once(alone: MemoryCluster) -> None:
+    shard, miss = Failing(Unavailable(LOST)), LOST
     with watched_client(alone, Steps(read=shard, write=shard)) as client:
         for _ in range(3):
             assert load(client) == missed(miss, range(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvcluster.client.breaker import LEAST_WAIT_NS
 from kvcluster.client.plan_messages import (
     NEVER_BEGUN,
     Answered,
@@ -99,7 +100,9 @@ def test_a_shard_that_was_silent_to_its_end_has_failed() -> None:
     shards = policy(failures=1)
     load = SteppedLoad(ON_A, shards=shards)
     load.begin()
-    load.stopped(one(load.step(answer(silent(load), B)), StopRead))
+    stop = one(load.step(answer(silent(load), B)), StopRead)
+    load.now = LEAST_WAIT_NS
+    load.stopped(stop)
     assert shards.status(load.now)["a"]["state"] == "open"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvcluster.client.breaker import LEAST_WAIT_NS
 from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import RefusedKind, ShardAddress
@@ -143,6 +144,15 @@ def test_an_answer_shows_that_the_shard_lives() -> None:
 @pytest.mark.parametrize("miss", [LOST, LATE])
 def test_trouble_is_its_miss_and_a_failure(miss: Miss) -> None:
     assert ended(Unavailable(miss)) == (miss, 2)
+
+
+@pytest.mark.parametrize(("waited_ns", "failures"), [(LEAST_WAIT_NS, 1), (LEAST_WAIT_NS - 1, 0)])
+def test_an_answer_that_comes_too_late_is_a_failure_if_the_call_had_time(waited_ns: int, failures: int) -> None:
+    shards = policy()
+    assert shards.ended(permit(shards, now=7), Unavailable(LATE), 7 + waited_ns) == LATE
+    assert state(shards)[1] == failures
+    fail(shards)
+    assert state(shards)[1] == failures + 1, "what is not answered at all is one whatever it took"
 
 
 def test_a_store_that_a_purge_stopped_says_that_the_shard_lives() -> None:

@@ -65,9 +65,9 @@ def test_what_a_kernel_says_that_it_touches_is_what_it_touches() -> None:
     for seed in range(100):
         for arena, kernel in drawn(seed, "cpu"):
             words = arena.opened(kernel.table).cast("q")
-            pieces = [piece for launch in kernel.launches for piece in launch.pieces(words)]
+            planes = [plane for launch in kernel.launches for plane in launch.planes(words)]
             ranges = [(each.address, each.address + each.nbytes) for each in kernel.touched]
-            touched = [(block, block + nbytes) for _, block, nbytes in pieces]
+            touched = [(block, block + plane.numbers.element_bytes) for plane in planes for _, block in plane.pieces()]
             assert {start for start, _ in ranges} <= {start for start, _ in touched}
             assert {stop for _, stop in ranges} <= {stop for _, stop in touched}
             assert all(any(a <= start and stop <= b for a, b in ranges) for start, stop in touched)
