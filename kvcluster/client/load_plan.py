@@ -69,7 +69,7 @@ class LoadPlan:
     """Plans one load. `pieces` are those of the ticket (pieces.plan_pieces), `progress` counts them.
 
     `streams` returns how many parallel exchanges are fastest with a shard; `next_attempt` names each exchange, since a
-    shard keeps one lease per attempt.
+    shard keeps one lease per attempt. `on_device`: the memory that is filled is a device's.
     """
 
     def __init__(
@@ -84,12 +84,14 @@ class LoadPlan:
         streams: Callable[[ShardAddress], Streams],
         next_attempt: Callable[[], Attempt],
         deadline_ns: int,
+        on_device: bool = False,
     ) -> None:
         self._spec = spec
         self._pieces = pieces
         self._progress = progress
         self._policy = policy
         self._streams = streams
+        self._on_device = on_device
         self._next_attempt = next_attempt
         self._deadline_ns = deadline_ns
         self._decodes = any(
@@ -167,8 +169,7 @@ class LoadPlan:
         spare = READERS - len(self._exchanges)
         for shard, its_pieces in pieces.items():
             of_shard = PieceList.of(its_pieces)
-            streams = self._streams(shard)
-            most = min(streams.decoding if self._decodes else streams.loads, spare // len(pieces))
+            most = min(self._fastest(self._streams(shard)), spare // len(pieces))
             for run in split_among_exchanges(sizes(of_shard, self._spec), most, limits.READ_PAGES):
                 share = of_shard[run.start : run.stop]
                 permit = self._policy.permit(shard, now)
@@ -179,6 +180,11 @@ class LoadPlan:
                 self._exchanges[number] = ReadExchange(number, shard, ranges, permit, reattached)
                 effects.append(StartRead(number, shard, self._next_attempt(), ranges, self._progress.loss))
         return effects
+
+    def _fastest(self, streams: Streams) -> int:
+        if self._on_device:
+            return streams.device
+        return streams.decoding if self._decodes else streams.loads
 
     # --------------------------------------------------------------------------------- what did not come
 

@@ -44,6 +44,7 @@ from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.messages import TicketBody
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.threads import be_nice
 from kvcluster.runtime.uninterrupted import without_interrupt
@@ -141,6 +142,7 @@ class TransferQueue:
             streams=self._shards.streams,
             next_attempt=self._next_attempt,
             deadline_ns=deadline.at_ns,
+            on_device=isinstance(bound.endpoint, DeviceMemory),
         )
 
         def executor_of(runner: PlanRunner[LoadEvent, LoadEffect]) -> LoadExecutor:

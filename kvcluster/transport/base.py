@@ -201,12 +201,13 @@ def run_to_completion(progress: Generator[None, None, list[Miss | None]]) -> lis
 
 
 class Streams(NamedTuple):
-    """The number of parallel exchanges with one shard that is fastest on a path: for stores, for loads, and for loads
-    of q4 pages, whose reader spends more time decoding than the network needs."""
+    """The number of parallel exchanges with one shard that is fastest on a path: for stores, for loads, for loads of q4
+    pages, whose reader spends more time decoding than the network needs, and for loads into the memory of a device."""
 
     stores: int = 1
     loads: int = 1
     decoding: int = 1
+    device: int = 1
 
 
 ONE_STREAM = Streams()

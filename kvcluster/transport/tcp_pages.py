@@ -70,7 +70,7 @@ class TcpPages:
     """A worker's data path to a shard over TCP. Connects when it is first used."""
 
     name = "tcp"
-    streams = Streams(stores=_STREAMS, loads=_STREAMS, decoding=_DECODING)
+    streams = Streams(stores=_STREAMS, loads=_STREAMS, decoding=_DECODING, device=_STREAMS)
 
     def __init__(self, address: str, token: str | None, version: int = PROTOCOL_VERSION) -> None:
         check_address(address)

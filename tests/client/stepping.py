@@ -99,6 +99,7 @@ class SteppedLoad:
         accept: Loss = Loss.EXACT,
         streams: Streams | None = None,
         shards: ShardPolicy | None = None,
+        on_device: bool = False,
     ) -> None:
         runs = tuple(Run(1, (tuple(sources),)) for sources in blocks)
         attempts = (Attempt(HOLDER, number) for number in itertools.count(1))
@@ -118,6 +119,7 @@ class SteppedLoad:
             streams=lambda shard: streams or Streams(),
             next_attempt=lambda: next(attempts),
             deadline_ns=DEADLINE,
+            on_device=on_device,
         )
 
     def step(self, event: LoadEvent, now: int | None = None) -> list[LoadEffect]:

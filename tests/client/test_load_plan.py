@@ -91,6 +91,13 @@ def test_a_shard_gets_as_many_exchanges_as_its_way_is_fastest_by(
     assert [block for start in starts for block, _, _ in blocks_of(start)] == list(range(6))
 
 
+@pytest.mark.parametrize("loss", [Loss.EXACT, Loss.Q4])
+def test_a_device_has_a_number_of_its_own(monkeypatch: pytest.MonkeyPatch, loss: Loss) -> None:
+    monkeypatch.setattr(limits, "STREAM_BYTES", PAGE_BYTES)
+    load = SteppedLoad(*[[source(A, loss=loss)]] * 6, accept=loss, streams=Streams(1, 2, 2, device=1), on_device=True)
+    assert len(load.begin()) == 1
+
+
 def test_many_shards_share_the_exchanges_of_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "STREAM_BYTES", PAGE_BYTES)
     monkeypatch.setattr(limits, "WIDE_STREAM_BYTES", PAGE_BYTES)
