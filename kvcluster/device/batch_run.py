@@ -99,7 +99,8 @@ class Sizes:
 
 
 class BatchRun(ABC):
-    """The records of one batch. Who extends it says what is done with a chunk, on `stream`."""
+    """The records of one batch. Who extends it says what is done with a chunk, on `stream`, or on its slot's own if
+    `stream` waits for that."""
 
     def __init__(
         self,
@@ -208,15 +209,19 @@ class BatchRun(ABC):
             raise
         under_way.append(chunk)
         if enqueue is not None:
-            with self.device.together():
-                try:
-                    try:
-                        enqueue()
-                    finally:  # of what has been enqueued, also if something could not be
-                        chunk.event = self.device.record(self.stream)
-                except DeviceFailed:
-                    under_way.pop()  # the slot is the failed device's
-                    raise
+            try:
+                self._enqueued(chunk, enqueue)
+            except DeviceFailed:
+                under_way.pop()  # the slot is the failed device's
+                raise
+
+    def _enqueued(self, chunk: Chunk, enqueue: Callable[[], None]) -> None:
+        """Enqueues the work with a chunk. Raises DeviceFailed."""
+        with self.device.together():
+            try:
+                enqueue()
+            finally:  # behind what has been enqueued, also if something could not be
+                chunk.event = self.device.record(self.stream)
 
     def _end(self, chunk: Chunk) -> None:
         """Waits until the device is done with a chunk, and does the rest."""

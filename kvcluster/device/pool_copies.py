@@ -16,7 +16,7 @@ from functools import partial
 from operator import add
 
 from kvcluster.device.batch_run import BatchRun, Chunk, Place, Sizes
-from kvcluster.device.device import Range
+from kvcluster.device.device import Range, Stream
 from kvcluster.device.endpoints import DeviceMemory, DevicePoolMemory, RegisteredMemory
 from kvcluster.device.kernels import Decode, Scatter
 from kvcluster.device.staging import DeviceStaging
@@ -91,19 +91,26 @@ class _PoolRun(BatchRun):
         return partial(self._enqueue, chunk, copy_sums, list(self.decodes(chunk)), scatter)
 
     def _enqueue(self, chunk: Chunk, sums: CopySums, decodes: list[Decode], move: Scatter) -> None:
-        device, stream = self.device, self.stream
-        pinned, memory = chunk.slot.pinned.range, chunk.slot.memory.range
+        stream = chunk.slot.stream
+        try:
+            self._bring(chunk, sums, decodes, stream)
+        finally:  # also if something could not be enqueued: then the slot is free behind what has been
+            self.device.wait(self.stream, self.device.record(stream))
+        if move.launches:
+            self.device.launch(move, self.stream)
+
+    def _bring(self, chunk: Chunk, sums: CopySums, decodes: list[Decode], stream: Stream) -> None:
+        """Has the records come into the slot, verified and decoded, and their verdicts to the CPU."""
+        device, pinned, memory = self.device, chunk.slot.pinned.range, chunk.slot.memory.range
         device.copy(memory.piece(0, sums.table.nbytes), pinned.piece(0, sums.table.nbytes), stream)
         if isinstance(self._pages, RegisteredMemory):
             for came, data in self._brought(chunk, self._pages):
                 device.copy(memory.piece(came, data.nbytes), data, stream)
         device.launch(sums, stream)
-        for decode in decodes:
-            device.launch(decode, stream)
-        if move.launches:
-            device.launch(move, stream)
         nbytes = 8 * len(chunk.places)
         device.copy(pinned.piece(chunk.verdicts, nbytes), memory.piece(chunk.verdicts, nbytes), stream)
+        for decode in decodes:
+            device.launch(decode, stream)
 
     def take_over(self, chunk: Chunk) -> None:
         """As BatchRun: reads the verdicts."""

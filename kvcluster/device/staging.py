@@ -25,15 +25,17 @@ _PAUSE_S = 50e-6
 
 
 class Slot(NamedTuple):
-    """Pinned memory and memory of the device."""
+    """Pinned memory, memory of the device, and a stream for work with them alone: the link is busy with one slot while
+    a kernel works at another."""
 
     pinned: PinnedMemory
     memory: Allocation
+    stream: Stream
 
 
 class DeviceStaging:
-    """At most `slots` slots with `slot_bytes` of pinned memory and twice as much of one device's, and the streams by
-    which they are filled and emptied.
+    """At most `slots` slots with `slot_bytes` of pinned memory and twice as much of one device's, and the streams on
+    which blocks are written and read.
 
     Raises NoMemory if there is not room for one; if there is room for fewer than asked for, it has fewer.
     """
@@ -78,7 +80,7 @@ def slots_of(device: Device, pinned_bytes: int, nbytes: int, *, most: int) -> li
 def _slot(device: Device, pinned_bytes: int, nbytes: int) -> Slot:
     pinned = device.pin(pinned_bytes)
     try:
-        return Slot(pinned, device.allocate(nbytes))
+        return Slot(pinned, device.allocate(nbytes), device.stream())
     except NoMemory:
         pinned.release()
         raise
