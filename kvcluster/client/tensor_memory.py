@@ -39,14 +39,41 @@ with warnings.catch_warnings():
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
+class Placed(NamedTuple):
+    """Where a tensor lies: the address of its first value, and strides in bytes."""
+
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Placed:
+        size = tensor.element_size()
+        return cls(tensor.data_ptr(), tuple(tensor.shape), tuple([stride * size for stride in tensor.stride()]), size)
+
+    def apart(self, step: int, count: int) -> list[Placed]:
+        """Returns so many like this one, each `step` bytes behind the last."""
+        return [Placed(self.start + step * number, *self[1:]) for number in range(count)]
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What layers of one cache have in common, as a key."""
+        return self.shape, self.strides, self.size, self.start % 8
+
+
+def _kinds(tensors: Sequence[Placed]) -> dict[tuple[object, ...], Placed]:
+    """Returns one of each that are alike."""
+    return {tensor.alike: tensor for tensor in tensors}
+
+
 class BoundLayers:
     """Checked tensors `[num_blocks, planes, block_tokens, heads, dim]` of one part, one per layer for each run of
     planes that lie together: all that does not depend on which blocks a call moves."""
 
-    def __init__(self, ask: Ask, runs: list[list[Tensor]], keeps: object) -> None:
+    def __init__(self, ask: Ask, placed: list[list[Placed]], keeps: object) -> None:
         self._keeps = keeps
-        placed = [[_Placed.of(tensor) for tensor in run] for run in runs]
-        self._geometry = _Geometry(ask, [each for run in placed for each in run], joined=len(runs) == 1)
+        self._geometry = _Geometry(ask, [each for run in placed for each in run], joined=len(placed) == 1)
         self._stacks = [_stack(run, self._geometry.word_bytes) for run in placed]
         self.blocks = [min(run[layer].shape[0] for run in placed) for layer in range(ask.part.layers)]
         """How many blocks each layer has."""
@@ -86,31 +113,12 @@ def _footprints(ask: Ask, stacks: Sequence[_Stack], rows: Sequence[int]) -> list
     return footprints
 
 
-class _Placed(NamedTuple):
-    """Where a tensor lies: the address of its first value, and strides in bytes."""
-
-    start: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    size: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Placed:
-        size = tensor.element_size()
-        return cls(tensor.data_ptr(), tuple(tensor.shape), tuple([stride * size for stride in tensor.stride()]), size)
-
-    @property
-    def alike(self) -> tuple[object, ...]:
-        """What layers of one cache have in common, as a key."""
-        return self.shape, self.strides, self.size, self.start % 8
-
-
 class _Geometry:
     """Views page bytes of a group as tensors, one for each run of planes that lie in one tensor."""
 
-    def __init__(self, ask: Ask, tensors: Sequence[_Placed], *, joined: bool) -> None:
+    def __init__(self, ask: Ask, tensors: Sequence[Placed], *, joined: bool) -> None:
         rows = [plane.dim * DTYPE_BYTES[plane.dtype] for plane in ask.planes]
-        kinds = {tensor.alike: tensor for tensor in tensors}.values()
+        kinds = _kinds(tensors).values()
         fitting = (w for w in _WORDS if all(n % w == 0 for n in rows) and all(_fits(tensor, w) for tensor in kinds))
         self.word_bytes = next(fitting, 0)
         if not self.word_bytes:
@@ -243,18 +251,18 @@ def _copy(into: Tensor, source: Tensor) -> None:
         into[i : i + step].copy_(source[i : i + step])
 
 
-def _layouts(runs: Sequence[Sequence[_Placed]], planes: int) -> list[list[PlaneLayout]]:
+def _layouts(runs: Sequence[Sequence[Placed]], planes: int) -> list[list[PlaneLayout]]:
     """Returns where each plane of each layer lies, from tensors `[num_blocks, planes, tokens, heads, dim]`."""
     layers = []
-    kinds = {each.alike: each for run in runs for each in run}
+    kinds = _kinds([each for run in runs for each in run])
     reaches = {alike: _reach(each.size, each.shape, each.strides) for alike, each in kinds.items()}
     for of_layer in zip(*runs, strict=True):
         layouts = []
-        for plane in range(planes):
-            tensor, index = (of_layer[0], plane) if len(runs) == 1 else (of_layer[plane], 0)
+        for tensor in of_layer:
             row, of_plane, token, head, element = tensor.strides
             start, stop = tensor.start, tensor.start + reaches[tensor.alike]
-            layouts.append(PlaneLayout(start + index * of_plane, row, token, head, element, start, stop))
+            for index in range(planes if len(runs) == 1 else 1):
+                layouts.append(PlaneLayout(start + index * of_plane, row, token, head, element, start, stop))
         layers.append(layouts)
     return layers
 
@@ -289,10 +297,10 @@ class _Stack(NamedTuple):
         return True
 
 
-def _stack(tensors: Sequence[_Placed], width: int) -> list[_Stack]:
+def _stack(tensors: Sequence[Placed], width: int) -> list[_Stack]:
     """Returns one stack for all layers if they lie at equal distances in memory, as in a Dense and in caches that were
     allocated as one; otherwise one per layer."""
-    kinds = {tensor.alike: _in_words(tensor, width) for tensor in tensors}
+    kinds = {alike: _in_words(tensor, width) for alike, tensor in _kinds(tensors).items()}
     distances = list({second.start - first.start for first, second in pairwise(tensors)}) or [0]
     shape, strides = kinds[tensors[0].alike]
     step = distances[0]
@@ -306,7 +314,7 @@ def _stack(tensors: Sequence[_Placed], width: int) -> list[_Stack]:
     return stacks
 
 
-def _in_words(tensor: _Placed, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _in_words(tensor: Placed, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the shape in words of `width` bytes, and their strides in bytes."""
     *outer, last = tensor.shape
     strides = tensor.strides if width == tensor.size else (*tensor.strides[:-1], width)
@@ -320,7 +328,7 @@ def _reach(width: int, shape: Sequence[int], strides: Sequence[int]) -> int:
     return width + sum([(n - 1) * stride for n, stride in zip(shape, strides, strict=True)])
 
 
-def _fits(tensor: _Placed, width: int) -> bool:
+def _fits(tensor: Placed, width: int) -> bool:
     """Whether words of `width` bytes can address the tensor, each holding whole values or lying within one."""
     if width == tensor.size:
         return True

@@ -16,7 +16,7 @@ from kvcluster.client.array_tensors import as_tensor, check_bits
 from kvcluster.client.array_views import array_view
 from kvcluster.client.layouts import Dense, Layers, Paged
 from kvcluster.client.part_memory import Ask, PartMemory
-from kvcluster.client.tensor_memory import BoundLayers
+from kvcluster.client.tensor_memory import BoundLayers, Placed
 from kvcluster.client.validation import kind_of
 from kvcluster.core.groups import DTYPE_BYTES, Part, Plane
 from kvcluster.core.spec import KVSpec
@@ -72,8 +72,8 @@ def _bind_dense(ask: Ask, array: object) -> PartMemory:
     tensor = _checked(ask, ask.name, array, plane, sizes)
     _reach(ask, [tensor])
     ask.check_count(tensor.shape[0])
-    runs = [[_full(layer, plane, joined=True) for layer in tensor.unbind(1)]]
-    return BoundLayers(ask, runs, tensor).memory(ask, range(ask.blocks))
+    first, step = Placed.of(_full(tensor.select(1, 0), plane, joined=True)), tensor.stride(1) * tensor.element_size()
+    return BoundLayers(ask, [first.apart(step, ask.part.layers)], tensor).memory(ask, range(ask.blocks))
 
 
 def _bind_paged(ask: Ask, paged: Paged) -> PartMemory:
@@ -107,7 +107,7 @@ def _bind_layers(ask: Ask, layers: object) -> BoundLayers:
         )
     planes = ask.planes[:1] if joined else ask.planes
     sizes = [_sizes(ask, plane, joined=joined) for plane in planes]
-    runs: list[list[Tensor]] = [[] for _ in planes]
+    runs: list[list[Placed]] = [[] for _ in planes]
     keeps: list[Tensor] = []
     for number, layer in enumerate(layers):
         name = f"layer {number} of {ask.name}"
@@ -117,7 +117,7 @@ def _bind_layers(ask: Ask, layers: object) -> BoundLayers:
         for array, plane, expected, run in zip(tensors, planes, sizes, runs, strict=True):
             tensor = _checked(ask, name, array, plane, expected)
             keeps.append(tensor)
-            run.append(_full(tensor, plane, joined=joined))
+            run.append(Placed.of(_full(tensor, plane, joined=joined)))
     _reach(ask, keeps)
     return BoundLayers(ask, runs, keeps)
 
