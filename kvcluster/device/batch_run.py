@@ -99,8 +99,8 @@ class Sizes:
 
 
 class BatchRun(ABC):
-    """The records of one batch. Who extends it says what is done with a chunk, on `stream`, or on its slot's own if
-    `stream` waits for that."""
+    """The records of one batch. Who extends it says what is done with a chunk, on `stream`, or on another for which
+    `stream` then waits."""
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from operator import add
 
 from kvcluster.device.batch_run import BatchRun, Chunk, Place, Sizes
@@ -70,6 +71,7 @@ class _PoolRun(BatchRun):
     ) -> None:
         super().__init__(batch, blocks, staging, sizes, staging.loads)
         self._pages = pages
+        self._brings = cycle(staging.brings)
 
     def fill(self, chunk: Chunk) -> Callable[[], None] | None:
         """As BatchRun."""
@@ -91,7 +93,7 @@ class _PoolRun(BatchRun):
         return partial(self._enqueue, chunk, copy_sums, list(self.decodes(chunk)), scatter)
 
     def _enqueue(self, chunk: Chunk, sums: CopySums, decodes: list[Decode], move: Scatter) -> None:
-        stream = chunk.slot.stream
+        stream = next(self._brings)
         try:
             self._bring(chunk, sums, decodes, stream)
         finally:  # also if something could not be enqueued: then the slot is free behind what has been

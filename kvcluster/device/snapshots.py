@@ -68,20 +68,24 @@ class Snapshots:
         self._slot_bytes = at
         self._free: SimpleQueue[Slot] = SimpleQueue()
         self._slots: list[Slot] = []
+        self._out: Stream | None = None
+        self._beside: Stream | None = None
 
     def open(self) -> None:
         """Allocates as many slots as there is room for, and waits until they are ready. Raises NoMemory if there is no
         room for one."""
-        device, fixed = self.device, self.moves.fixed
+        device, out = self.device, self.device.stream()
+        fixed = self.moves.fixed
         self._slots = slots_of(
             device, self._slot_bytes, self._slot_bytes, most=max(1, self._nbytes // self._slot_bytes)
         )
         for slot in self._slots:
             with slot.pinned.opened(0, len(fixed), writes=True) as view:
                 view[:] = fixed
-            device.copy(slot.memory.range.piece(0, len(fixed)), slot.pinned.range.piece(0, len(fixed)), slot.stream)
+            device.copy(slot.memory.range.piece(0, len(fixed)), slot.pinned.range.piece(0, len(fixed)), out)
+        wait_done(device, device.record(out))
+        self._out, self._beside = out, device.stream()
         for slot in self._slots:
-            wait_done(device, device.record(slot.stream))
             self._free.put(slot)
 
     def close(self) -> None:
@@ -94,21 +98,20 @@ class Snapshots:
     def take(self, blocks: Sequence[Sequence[int]]) -> Snapshot | None:
         """Enqueues a snapshot of these blocks, for each group as many, at most `most`: behind all that the calling
         thread has enqueued, and before all that it will. Returns None if no slot is free. Raises DeviceFailed."""
-        return self._taken(blocks, self.device.current())
+        return self._taken(blocks, self.device.current(), self._out)
 
     def take_beside(self, blocks: Sequence[Sequence[int]]) -> Snapshot | None:
         """As `take`, beside the engine's work: `done` has returned True for what fills these blocks."""
-        return self._taken(blocks, None)
+        return self._taken(blocks, self._beside, self._beside)
 
-    def _taken(self, blocks: Sequence[Sequence[int]], engines: Stream | None) -> Snapshot | None:
-        """Gathers on the engine's stream, if there is one, and does all else on the slot's own."""
+    def _taken(self, blocks: Sequence[Sequence[int]], stream: Stream | None, out: Stream | None) -> Snapshot | None:
+        """Gathers on `stream`, and copies to pinned memory on `out`."""
         try:
             slot = self._free.get_nowait()
         except Empty:
             return None
         device, count = self.device, len(blocks[0])
-        out = slot.stream
-        stream = out if engines is None else engines
+        assert stream is not None and out is not None, "`open` has returned"
         addresses = [slot.memory.range.address + start for start in self.starts]
         for group, (of_group, address) in enumerate(zip(blocks, addresses, strict=True)):
             at, words = self.moves.place(group, of_group, address)

@@ -25,17 +25,16 @@ _PAUSE_S = 50e-6
 
 
 class Slot(NamedTuple):
-    """Pinned memory, memory of the device, and a stream for work with them alone: the link is busy with one slot while
-    a kernel works at another."""
+    """Pinned memory and memory of the device."""
 
     pinned: PinnedMemory
     memory: Allocation
-    stream: Stream
 
 
 class DeviceStaging:
-    """At most `slots` slots with `slot_bytes` of pinned memory and twice as much of one device's, and the streams on
-    which blocks are written and read.
+    """At most `slots` slots with `slot_bytes` of pinned memory and twice as much of one device's, and the streams by
+    which they are filled and emptied. `loads` and `stores` are the only ones that touch blocks; `brings` only fill
+    slots, in turns: the link is busy with one slot while kernels work at another.
 
     Raises NoMemory if there is not room for one; if there is room for fewer than asked for, it has fewer.
     """
@@ -43,6 +42,7 @@ class DeviceStaging:
     def __init__(self, device: Device, *, slot_bytes: int, slots: int) -> None:
         self.device = device
         self.slot_bytes = slot_bytes - slot_bytes % ALIGNED
+        self.brings: tuple[Stream, ...] = (device.stream(), device.stream())
         self.loads: Stream = device.stream()
         self.stores: Stream = device.stream()
         taken = slots_of(device, self.slot_bytes, 2 * self.slot_bytes, most=slots)
@@ -80,7 +80,7 @@ def slots_of(device: Device, pinned_bytes: int, nbytes: int, *, most: int) -> li
 def _slot(device: Device, pinned_bytes: int, nbytes: int) -> Slot:
     pinned = device.pin(pinned_bytes)
     try:
-        return Slot(pinned, device.allocate(nbytes), device.stream())
+        return Slot(pinned, device.allocate(nbytes))
     except NoMemory:
         pinned.release()
         raise
