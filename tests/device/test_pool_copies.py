@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -185,6 +186,36 @@ def test_a_page_that_the_shard_writes_meanwhile_is_loaded_whole_or_not_at_all(
                     known.copy_(page)
         assert case.lies_there() == case.memory.known.numpy().tobytes()
     assert seen == {CopyStatus.DONE, CopyStatus.MISMATCH}
+
+
+@EACH
+@pytest.mark.parametrize("which", [1, 2])
+def test_after_an_error_a_slot_is_used_again_only_behind_what_was_enqueued(
+    monkeypatch: pytest.MonkeyPatch, case_of: Any, which: int
+) -> None:
+    """Of a chunk the copies were enqueued, or the sums as well, when a launch failed."""
+    launch, tried = Twin.launch, 0
+    for seed in range(40):
+        case = case_of(seed)
+        case.engine_writes()
+        again = replace(case.batch, status=bytearray(len(case.batch.records)))
+        left = [which]
+
+        def fails(twin: Twin, kernel: Any, stream: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise ValueError("closed")
+            launch(twin, kernel, stream)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Twin, "launch", fails)
+            with suppress(ValueError):
+                case.move()
+        tried += left[0] <= 0
+        case.batch = again
+        case.move()
+        assert set(again.status) == {CopyStatus.DONE}
+    assert tried > 20
 
 
 def test_slots_come_back_and_what_the_kernel_cannot_do_is_left_to_others() -> None:
