@@ -22,7 +22,7 @@ from typing import cast
 import torch
 
 from benchmarks.gpu_steps.cluster import cluster
-from benchmarks.gpu_steps.shard import PAGE, SHAPE, SPEC, DirectLoader
+from benchmarks.gpu_steps.shard import PAGE, SHAPE, DirectLoader, tokens
 from kvcluster.device.device import DeviceKernel, Event, NoMemory, Range, SharedMemory, Stream
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.kernels import Scatter
@@ -38,8 +38,8 @@ _CALL_S = 3e-6
 _ROUNDS, _TRIES = 8, 3
 
 
-class _Memory:
-    """Memory of the device, or pinned: mapped, and the kernel's until something touches it."""
+class HostMemory:
+    """Memory of this process, in the place of a device's and of pinned memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.bytes = memoryview(mmap.mmap(-1, nbytes))
@@ -70,22 +70,22 @@ class TimedDevice:
     def around(self, address: int) -> Range | None:
         return next((held for held in self._held if held.address <= address < sum(held)), None)
 
-    def allocate(self, nbytes: int) -> _Memory:
-        memory = _Memory(nbytes)
+    def allocate(self, nbytes: int) -> HostMemory:
+        memory = HostMemory(nbytes)
         self._held.append(memory.range)
         return memory
 
     def allocate_shared(self, nbytes: int) -> SharedMemory:
         raise NoMemory("it shares nothing")
 
-    def open_shared(self, descriptor: int, nbytes: int) -> _Memory:
+    def open_shared(self, descriptor: int, nbytes: int) -> HostMemory:
         raise NoMemory("it shares nothing")
 
-    def register(self, memory: Range) -> _Memory:
-        return _Memory(mmap.PAGESIZE)
+    def register(self, memory: Range) -> HostMemory:
+        return HostMemory(mmap.PAGESIZE)
 
-    def pin(self, nbytes: int) -> _Memory:
-        return _Memory(nbytes)
+    def pin(self, nbytes: int) -> HostMemory:
+        return HostMemory(nbytes)
 
     def stream(self) -> Stream:
         self._until.append(0.0)
@@ -121,36 +121,33 @@ class TimedDevice:
 def _kernel_s(kernel: DeviceKernel) -> float:
     """Returns how long it takes. By its launches: to go through its records would take longer."""
     if isinstance(kernel, CopySums):
-        return sum(launch.records * launch.layers * launch.layer_bytes for launch in kernel.launches) / SUMS_GBPS / 1e9
+        return sum(each.records * each.layers * each.layer_bytes for each in kernel.launches) / (SUMS_GBPS * 1e9)
     assert isinstance(kernel, Scatter), "raw pages are loaded"
-    of_layers = [
-        (launch.count * launch.layers * launch.numbers.plane_count, launch.numbers) for launch in kernel.launches
-    ]
-    return (
-        sum(planes * n.tokens * n.heads * n.elements * n.element_bytes for planes, n in of_layers) / SCATTER_GBPS / 1e9
-    )
+    nbytes = 0
+    for launch in kernel.launches:
+        n = launch.numbers
+        plane_bytes = n.tokens * n.heads * n.elements * n.element_bytes
+        nbytes += launch.count * launch.layers * n.plane_count * plane_bytes
+    return nbytes / (SCATTER_GBPS * 1e9)
 
 
 def measured(blocks: int, threads: int) -> tuple[float, float]:
     """Returns GB/s, and milliseconds of this process's CPU time for each call: of the fastest of a few tries."""
     device, nbytes = TimedDevice(), blocks * PAGE
     DEVICES.add(DeviceStaging(device, slot_bytes=SLOT_BYTES, slots=8))
-    prompts = [[thread, *range(1, blocks * SPEC.block_tokens)] for thread in range(threads)]
-    rooms = [
-        torch.frombuffer(device.allocate(nbytes).bytes, dtype=torch.bfloat16).view(blocks, *SHAPE) for _ in prompts
-    ]
+    memory = [device.allocate(nbytes).bytes for _ in range(threads)]
+    rooms = [torch.frombuffer(each, dtype=torch.bfloat16).view(blocks, *SHAPE) for each in memory]
     with cluster(f"{(threads * nbytes >> 20) + 64}MiB") as served, ThreadPoolExecutor(threads) as pool:
-        client = DirectLoader(served.address, "shm").client
+        loader = DirectLoader(served.address, "shm")
 
         def load(thread: int, times: int) -> None:
             for _ in range(times):
-                if client.load(prompts[thread], rooms[thread]) != len(prompts[thread]):
-                    raise RuntimeError(str(client.explain(prompts[thread])[0]))
+                loader.fill(rooms[thread], thread)
 
         content = torch.zeros(blocks, *SHAPE, dtype=torch.bfloat16)
-        for prompt in prompts:
-            client.store(prompt, content)
-            client.flush()
+        for thread in range(threads):
+            loader.client.store(tokens(thread, blocks), content)
+            loader.client.flush()
         list(pool.map(load, range(threads), [1] * threads))
         tries = []
         for _ in range(_TRIES):
@@ -159,7 +156,7 @@ def measured(blocks: int, threads: int) -> tuple[float, float]:
             calls = _ROUNDS * threads
             took, spent = time.perf_counter() - began, time.process_time() - used
             tries.append((calls * nbytes / took / 1e9, spent / calls * 1e3))
-        client.close()
+        loader.client.close()
     return max(tries)
 
 
@@ -169,11 +166,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="that load at once (1)")
     given = parser.parse_args()
     gbps, cpu_ms = measured(given.blocks, given.threads)
-    size = given.blocks * PAGE >> 20
-    print(
-        f"calls of {size} MiB by {given.threads} threads: {gbps:.1f} GB/s, {gbps / LINK_GBPS:.2f} of the link; ", end=""
-    )
-    print(f"{cpu_ms:.1f} ms of CPU time a call")
+    rate = f"{gbps:.1f} GB/s, {gbps / LINK_GBPS:.2f} of the link; {cpu_ms:.1f} ms of CPU time a call"
+    print(f"calls of {given.blocks * PAGE >> 20} MiB by {given.threads} threads: {rate}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.device_link import HostMemory
 from kvcluster.client.layouts import Paged
 from kvcluster.client.memory import bind
 from kvcluster.core.groups import Group, Part, Plane
@@ -39,7 +39,6 @@ from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.step_metadata import LoadOrder, Step, StoreOrder
 from kvcluster.errors import CallerError
-from kvcluster.pages.region import address_of
 
 LAYERS, HEADS, DIM, BLOCK = 32, 8, 128, 16
 BLOCKS = 2_048
@@ -49,21 +48,6 @@ SPEC = KVSpec(
     block_tokens=BLOCK,
     groups=(Group(tuple(range(LAYERS)), (Plane("k", HEADS, DIM, "bfloat16"), Plane("v", HEADS, DIM, "bfloat16"))),),
 )
-
-
-class FreeMemory:
-    """Memory of the device that takes everything and costs nothing."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._memory = memoryview(bytearray(nbytes))
-        self.range = Range(address_of(self._memory), nbytes)
-
-    @contextmanager
-    def opened(self, start: int, stop: int, *, writes: bool) -> Iterator[memoryview]:
-        yield self._memory[start:stop]
-
-    def release(self) -> None:
-        """It is collected."""
 
 
 class FreeDevice:
@@ -78,8 +62,8 @@ class FreeDevice:
     def around(self, address: int) -> Range | None:
         return None
 
-    def allocate(self, nbytes: int) -> FreeMemory:
-        return FreeMemory(nbytes)
+    def allocate(self, nbytes: int) -> HostMemory:
+        return HostMemory(nbytes)
 
     pin = allocate
 

@@ -19,6 +19,7 @@ from benchmarks.gpu_steps.cluster import cluster
 from benchmarks.gpu_steps.copies import gbps
 from benchmarks.gpu_steps.rows import device_seconds, host_seconds, row
 from benchmarks.gpu_steps.shard import CHUNK, PAGE, SHAPE, DirectLoader, content, tokens
+from kvcluster.cli.waiting import wait_reported
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.staging import SLOT_BYTES, DeviceStaging
 from kvcluster.device.twin import Machine, Twin
@@ -45,6 +46,7 @@ def loads(loader: DirectLoader, into: list[torch.Tensor]) -> None:
 
 def in_place(loader: DirectLoader) -> int:
     """How many pages readers have read in the pool so far."""
+    wait_reported(loader.client)
     return int(loader.client.status()["totals"].get("read_on_device", 0))
 
 
@@ -54,7 +56,6 @@ def promoted(loader: DirectLoader, load: Callable[[], object], blocks: int) -> f
     def all_from_there() -> bool:
         before = in_place(loader)
         load()
-        time.sleep(0.1)  # the shard reports every 20 ms
         return in_place(loader) - before == blocks
 
     return seconds_until(all_from_there)

@@ -50,11 +50,13 @@ class DirectLoader:
         for chunk in chunks:
             self.fill(card[chunk], chunk)
 
-    def fill(self, into: torch.Tensor, chunk: int) -> None:
-        """Loads one chunk. Raises RuntimeError if not all of it came."""
-        loaded = self.client.load(tokens(chunk), into)
-        if loaded != CHUNK * SPEC.block_tokens:
-            raise RuntimeError(f"{loaded} tokens of chunk {chunk} were loaded: {self.client.explain(tokens(chunk))[0]}")
+    def fill(self, into: torch.Tensor, first: int) -> None:
+        """Loads the prompt with that first token, of as many blocks as `into`. Raises RuntimeError if not all of it
+        came."""
+        prompt = tokens(first, len(into))
+        loaded = self.client.load(prompt, into)
+        if loaded != len(prompt):
+            raise RuntimeError(f"{loaded} tokens of prompt {first} were loaded: {self.client.explain(prompt)[0]}")
 
 
 class Loader(DirectLoader):

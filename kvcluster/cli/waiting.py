@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
+from kvcluster.client.client import Client
 from kvcluster.errors import KVClusterError
 
 
@@ -15,3 +17,15 @@ def wait_until(holds: Callable[[], bool], what: str, *, timeout_s: float = 30.0,
         if time.monotonic() > give_up:
             raise KVClusterError(f"not within {timeout_s:.0f} s: {what}")
         time.sleep(poll_s)
+
+
+def wait_reported(client: Client) -> None:
+    """Waits until `client.status()` has what each shard had counted before this call. Of two reports that come after
+    it, the second was written after it. Raises KVClusterError if that takes too long."""
+    for _ in range(2):
+        wait_until(partial(_reported_since, time.monotonic_ns(), client), "all shards report")
+
+
+def _reported_since(since_ns: int, client: Client) -> bool:
+    asked_ns = time.monotonic_ns()
+    return all(asked_ns - shard["seen_ns_ago"] > since_ns for shard in client.status()["shards"])

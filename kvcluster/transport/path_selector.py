@@ -38,7 +38,7 @@ _SHARE = 4
 LEFT_ALONE_NS = 30_000_000_000
 """How long a failed path is not used. The cause may be a restarting process or a firewall rule: worth another trial,
 but not in every call. After a trial that was not answered in its time it is that time, doubled with each further one
-in a row: the machine may have been busy, or a firewall drops what is sent."""
+until one is answered: the machine may have been busy, or a firewall drops what is sent."""
 
 _DOUBLINGS = 5
 """Trials then take a 33rd of the time at most; those of TRY_MS come LEFT_ALONE_NS apart."""
@@ -102,7 +102,7 @@ class PathSelector:
         self._current = self._last
         self._open: dict[_OpenPath, None] = {}  # every open path except `_last`
         self._refused: dict[str, _Refusal] = {}
-        self._slow: Counter[str] = Counter()  # by name: trials in a row that were too slow
+        self._slow: Counter[str] = Counter()  # by name: trials that were too slow, since one was answered
         self._offers: Offers | None = None
         self._trying = threading.Lock()  # held by the one thread that opens paths
         self._lock = threading.Lock()

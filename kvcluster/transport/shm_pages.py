@@ -89,9 +89,8 @@ class ShmPages:
     """
 
     name = "shm"
-    streams = Streams(
-        loads=_LOADS, decoding=_LOADS, device=1
-    )  # which reads the arena itself: more would share one link
+    streams = Streams(loads=_LOADS, decoding=_LOADS, device=1)
+    """One for a device, which reads the arena itself: more would share its link."""
 
     def __init__(self, address: str, token: str | None, version: int = PROTOCOL_VERSION, *, device: str = "") -> None:
         """`device`: the name of the one with the shard's pool, "" if it has none."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -24,7 +23,7 @@ from kvcluster.pages.copy_batch import BadBatch, CopyDirection, CopyStatus
 from kvcluster.pages.copy_endpoints import HOST
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
 from tests.device.programs import finish
-from tests.device.test_copies import LAYERS, ORDERS, Case, free_slots, load_case, unordered
+from tests.device.test_copies import LAYERS, ORDERS, Case, free_slots, load_case, moved_after_an_error, unordered
 
 GAP = 24
 
@@ -194,28 +193,7 @@ def test_after_an_error_a_slot_is_used_again_only_behind_what_was_enqueued(
     monkeypatch: pytest.MonkeyPatch, case_of: Any, which: int
 ) -> None:
     """Of a chunk the copies were enqueued, or the sums as well, when a launch failed."""
-    launch, tried = Twin.launch, 0
-    for seed in range(40):
-        case = case_of(seed)
-        case.engine_writes()
-        again = replace(case.batch, status=bytearray(len(case.batch.records)))
-        left = [which]
-
-        def fails(twin: Twin, kernel: Any, stream: Any, left: list[int] = left) -> None:
-            left[0] -= 1
-            if not left[0]:
-                raise ValueError("closed")
-            launch(twin, kernel, stream)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(Twin, "launch", fails)
-            with suppress(ValueError):
-                case.move()
-        tried += left[0] <= 0
-        case.batch = again
-        case.move()
-        assert set(again.status) == {CopyStatus.DONE}
-    assert tried > 20
+    assert moved_after_an_error(monkeypatch, case_of, Twin, "launch", which) > 20
 
 
 def test_slots_come_back_and_what_the_kernel_cannot_do_is_left_to_others() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import kvcluster
 from kvcluster.cli.demo.gpu import ARENA_BYTES, BLOCKS, PROMPT, SHAPE, SPEC, Figures
-from kvcluster.cli.waiting import wait_until
+from kvcluster.cli.waiting import wait_reported, wait_until
 from kvcluster.config import ClientConfig
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.staging import SLOT_BYTES, DeviceStaging, wait_done
@@ -51,25 +51,10 @@ def _counted_load(client: kvcluster.Client, out: torch.Tensor) -> tuple[int, int
 
 
 def _counts(client: kvcluster.Client) -> tuple[int, int]:
-    """How many pages were read in place on a GPU so far, and how many were copied for a reader. The shard reports its
-    counters: of two reports that come after the call, the second was written after it."""
-    for _ in range(2):
-        wait_until(_Reported(client), "the shard reports")
+    """How many pages were read in place on a GPU so far, and how many were copied for a reader."""
+    wait_reported(client)
     totals = client.status()["totals"]
     return totals.get("read_on_device", 0), totals.get("staged", 0)
-
-
-class _Reported:
-    """Whether the shard has reported since this was made."""
-
-    def __init__(self, client: kvcluster.Client) -> None:
-        self._client = client
-        self._since_ns = time.monotonic_ns()
-
-    def __call__(self) -> bool:
-        asked_ns = time.monotonic_ns()
-        (shard,) = self._client.status()["shards"]
-        return asked_ns - int(shard["seen_ns_ago"]) > self._since_ns
 
 
 class _CardBlocks:
