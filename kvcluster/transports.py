@@ -18,8 +18,8 @@ class TransportSpec:
 
     `version` is that of the protocol between the halves: a worker ignores offers of other versions. `same_host`: both
     ends must be on one host. `isolates_tenants`: False if a worker could reach pages of other tenants, so that it is
-    offered only if there is a single tenant. `offered_where` and `remedy` are for people: when the transport is
-    offered, and what to do if it is offered and does not work.
+    offered only if there is a single tenant. `by_default`: False if only settings that name it use it. `offered_where`
+    and `remedy` are for people: when the transport is offered, and what to do if it is offered and does not work.
     """
 
     name: str
@@ -29,6 +29,7 @@ class TransportSpec:
     version: int = 0
     same_host: bool = False
     isolates_tenants: bool = True
+    by_default: bool = True
 
 
 SPECS = (
@@ -41,6 +42,15 @@ SPECS = (
         "hostNetwork for both)",
         same_host=True,
         isolates_tenants=False,
+    ),
+    TransportSpec(
+        "collective",
+        "kvcluster.transport.collective_pages",
+        "it is for workers that the shard trusts as itself, where all tokens are of one tenant, both settings of "
+        "transports name it, and torch with Gloo is installed; the shard's log says if it could not be served",
+        "let connections through between the two machines in both directions, at any port; until then there is tcp",
+        isolates_tenants=False,
+        by_default=False,
     ),
     TransportSpec(
         "tcp",
@@ -58,4 +68,5 @@ SPECS = (
 
 BY_NAME = {spec.name: spec for spec in SPECS}
 NAMES = tuple(BY_NAME)
+DEFAULT = tuple(spec.name for spec in SPECS if spec.by_default)
 BESIDE_GRPC = tuple(spec for spec in SPECS if spec.module)

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvcluster.errors import ConfigError
-from kvcluster.transports import NAMES
+from kvcluster.transports import DEFAULT, NAMES
 
 TRANSPORTS = NAMES
 """The transports that move pages, the fastest first. They are tried in this order, however a setting lists them."""
+
+DEFAULT_TRANSPORTS = DEFAULT
+"""Those that are used where a setting names none."""
 
 CODECS = ("raw", "q8", "q4")
 """Encodings of pages, by rising loss."""
@@ -160,7 +163,7 @@ class ServerConfig:
     secret_file: str = ""
     insecure: bool = False
     threads: int = 16
-    transports: tuple[str, ...] = TRANSPORTS
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +240,7 @@ class ClientConfig:
     breaker_failures: int = 3
     breaker_ms: int = 500
     accept: str = "q4"
-    transports: tuple[str, ...] = TRANSPORTS
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     store_niceness: int = 0
     resident_bytes: int | str = 2**30
     device_staging_bytes: int | str = 0

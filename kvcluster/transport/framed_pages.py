@@ -23,7 +23,6 @@ from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Wr
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.copy_endpoints import HOST
-from kvcluster.pages.region import address_of
 from kvcluster.transport.attend_frames import ask_to_attend, serve_attend_frames
 from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import (
@@ -37,7 +36,6 @@ from kvcluster.transport.base import (
     decoded,
 )
 from kvcluster.transport.connection_pool import ConnectionPool
-from kvcluster.transport.exchange_copies import arrived_records, lay_out
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.transport.listener import Exchange, Listener, TenantNow, TenantOf, bounded, serve_exchanges
 from kvcluster.transport.listening import bound_socket
@@ -77,9 +75,7 @@ class FramedPages(ABC):
             link.frames.send(FrameKind.READ, socket_frames.encode_read(request, deadline.remaining_ns()), deadline)
             outcome = self._head(link.frames, shard.decode_read_head, request.wants, deadline)
             asked = RequestedLayers(request, outcome, self.address)
-            for heads, room, fill in link.arrivals(asked.check, deadline):
-                records = arrived_records(heads)
-                slices = lay_out(records, address_of(room), room.nbytes)
+            for records, slices, room, fill in link.arrivals(asked.check, deadline):
                 copies = sink.copies(records, HOST, room)
                 for start, stop in slices:
                     deadline.check(self.address)

@@ -63,8 +63,9 @@ class FramedSocket:
         self._fds: list[int] = []
         self._process: int | None = None
         self._ending = _ENDED
-        self._arriving = self.requests = UNCHARGED
+        self._arriving = self.requests = self.stages = UNCHARGED
         self._frame_ms: float | None = None
+        self._beside: Callable[[], None] | None = None
         self.ended = False
         """Whether the other side is known to have closed the stream, or to have ended."""
 
@@ -72,9 +73,10 @@ class FramedSocket:
         """Calls `tune` with the socket, to set its options."""
         tune(self._socket)
 
-    def charge(self, *, arriving: Account, requests: Account, frame_ms: float) -> None:
-        """From now on large bodies are charged to these accounts, and a frame that has begun ends within `frame_ms`."""
-        self._arriving, self.requests, self._frame_ms = arriving, requests, frame_ms
+    def charge(self, *, arriving: Account, requests: Account, stages: Account, frame_ms: float) -> None:
+        """From now on large bodies are charged to these accounts, and a frame that has begun ends within `frame_ms`.
+        `stages`: of the memory that pages pass through beside this socket."""
+        self._arriving, self.requests, self.stages, self._frame_ms = arriving, requests, stages, frame_ms
 
     # ------------------------------------------------------------------------------------------ frames
 
@@ -87,7 +89,7 @@ class FramedSocket:
                 if not sent:
                     self._wait(select.POLLOUT, deadline)
             except Unavailable as lost:
-                raise self._why(lost, deadline) from None
+                raise self.reason(lost, deadline) from None
             left = _after(left, sent)
 
     def receive(self, *kinds: FrameKind, deadline: Deadline, most: int | None = None) -> tuple[FrameKind, bytes]:
@@ -174,6 +176,12 @@ class FramedSocket:
         """Ends the exchange under way, and all later ones. Any thread may call; the descriptor stays until `close`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        if self._beside is not None:
+            self._beside()
+
+    def ends_with(self, beside: Callable[[], None]) -> None:
+        """From now on `shutdown` also calls this, which ends what moves beside the stream."""
+        self._beside = beside
 
     def shutdown_read(self) -> None:
         """Receives no more than has arrived already; sending still works. Any thread may call."""
@@ -228,7 +236,7 @@ class FramedSocket:
             check_version(self._version, newest=PROTOCOL_VERSION, of="a connection")
         return socket_frames.decode_header(header, self._version)
 
-    def _why(self, lost: Unavailable, deadline: Deadline) -> KVClusterError:
+    def reason(self, lost: Unavailable, deadline: Deadline) -> KVClusterError:
         """Returns why the other side takes no more bytes: the error of its FAILED frame if it sent one, else `lost`."""
         if not deadline.remaining_s():
             return Unavailable(Miss(MissReason.DEADLINE, self.peer))

@@ -122,6 +122,7 @@ class Listener:
         self._shares = Shares(Descriptors.STREAMS.bound(limits.STREAMS, descriptors))
         self._most_unknown = Descriptors.UNKNOWN.bound(limits.STREAMS_UNKNOWN, descriptors)
         self.bodies, self.requests = TenantMemory(limits.BODIES_BYTES), TenantMemory(limits.REQUESTS_BYTES)
+        self.stages = TenantMemory(limits.STAGES_BYTES)
         self._lock = threading.Lock()
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name=f"kvcluster-{name}", daemon=True)
@@ -140,7 +141,7 @@ class Listener:
             self._listening.shutdown(socket.SHUT_RDWR)
         for link in links:
             link.shutdown()
-        for memory in (self.bodies, self.requests):
+        for memory in (self.bodies, self.requests, self.stages):
             memory.close()
         for thread in links.values():
             thread.join()
@@ -220,6 +221,7 @@ class Listener:
         link.charge(
             arriving=Account(self.bodies, tenant, wait_ms),
             requests=Account(self.requests, tenant, wait_ms),
+            stages=Account(self.stages, tenant, wait_ms),
             frame_ms=FRAME_S * 1e3,
         )
         try:

@@ -5,19 +5,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvcluster.core import limits
 from kvcluster.errors import ProtocolError
+from kvcluster.pages.copy_batch import CopyRecords
+from kvcluster.pages.region import address_of
 from kvcluster.pages.staging import Staging
 from kvcluster.transport.base import Deadline, Payload
+from kvcluster.transport.exchange_copies import arrived_records, lay_out
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.wire import socket_frames
 from kvcluster.wire.frames import Record, RecordHead
 from kvcluster.wire.socket_frames import FrameKind
 
-Arrival = tuple[list[RecordHead], memoryview, Callable[[int], None]]
-"""(headers of a frame, memory, fill): `fill(nbytes)` returns once the next `nbytes` of the frame lie at the beginning
-of that memory. It raises Unavailable, or the other side's error."""
+
+class Arrival(NamedTuple):
+    """A frame of a load. `records` have their places in `room`, those of each slice from its beginning: a slice is the
+    first record, and the one behind the last. `fill(nbytes)` returns once the `nbytes` of the next slice lie there; it
+    raises Unavailable, or the other side's error."""
+
+    records: CopyRecords
+    slices: list[tuple[int, int]]
+    room: memoryview
+    fill: Callable[[int], None]
 
 
 class PageLink:
@@ -58,8 +69,9 @@ class PageLink:
                 return
             heads = socket_frames.decode_pages(body)
             check(heads)
-            room = stage.room(stage_bytes(heads))
-            yield heads, room, partial(self._fill, room, deadline)
+            room, records = stage.room(stage_bytes(heads)), arrived_records(heads)
+            slices = lay_out(records, address_of(room), room.nbytes)
+            yield Arrival(records, slices, room, partial(self._fill, room, deadline))
 
     def payloads(self, heads: Sequence[RecordHead], deadline: Deadline) -> Iterator[Payload]:
         """Yields the bytes of each record of a PAGES frame of a store, which is read before the next is asked for."""

@@ -266,7 +266,8 @@ class PathSelector:
             self._refused[name] = refusal
 
     def _before_current(self) -> Sequence[str]:
-        return TRANSPORTS[: TRANSPORTS.index(self._current.name)]
+        before = TRANSPORTS[: TRANSPORTS.index(self._current.name)]
+        return [name for name in before if BY_NAME[name].by_default or name in self._takes]
 
     def _reasons(self) -> dict[str, str]:
         reasons = {name: self._refused[name].why for name in self._before_current() if name in self._refused}
