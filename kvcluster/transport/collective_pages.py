@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvcluster.core.messages import Offer
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.base import Deadline, PageHost
-from kvcluster.transport.collective_link import MESSAGE_BYTES, CollectiveLink, Stages
+from kvcluster.transport.collective_link import FRAME_BYTES, CollectiveLink, Stages
 from kvcluster.transport.collective_pair import SHARD, WORKER, check_usable, join
 from kvcluster.transport.framed_pages import FramedPages, FramedServer
 from kvcluster.transport.framed_socket import FramedSocket, dial
@@ -55,7 +55,7 @@ class CollectiveServer(FramedServer):
     """The shard's side."""
 
     name = CollectivePages.name
-    frame_bytes = MESSAGE_BYTES
+    frame_bytes = FRAME_BYTES
 
     def __init__(self, host: PageHost, tenant_of: TenantOf, listen_host: str, port: int = 0) -> None:
         super().__init__(host, tenant_of, listen_host, port, descriptors=2)

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from ctypes import c_ubyte
 from datetime import timedelta
 from functools import lru_cache
 from importlib import import_module
@@ -24,6 +25,7 @@ from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.extras import needs
+from kvcluster.pages.region import address_of
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.framed_socket import FramedSocket
 from kvcluster.wire import socket_frames
@@ -53,13 +55,13 @@ class Pair:
     def send(self, memory: memoryview) -> Transfer:
         """Begins to send this memory, which must not be changed until the transfer has ended."""
         with _unless_lost(self._peer):
-            return Transfer(self._group.send([_tensor(memory)], self._other, _PAGES), self, self._peer)
+            return Transfer(self._group.send([_tensor(memory)], self._other, _PAGES), self, self._peer, memory)
 
     def receive(self, memory: memoryview) -> Transfer:
         """Begins to receive as many bytes as this memory has, by the next `send` of the other side. The memory may be
         written until the transfer has ended, or the pair."""
         with _unless_lost(self._peer):
-            return Transfer(self._group.recv([_tensor(memory)], self._other, _PAGES), self, self._peer)
+            return Transfer(self._group.recv([_tensor(memory)], self._other, _PAGES), self, self._peer, memory)
 
     def end(self) -> None:
         """Ends all transfers, and every later one, with an error. When this returns, no memory is read or written."""
@@ -73,19 +75,17 @@ class Pair:
 
 
 class Transfer:
-    """A message on its way."""
+    """A message on its way. It keeps its memory, and is kept until it or the pair has ended."""
 
-    def __init__(self, work: Any, pair: Pair, peer: str) -> None:
+    def __init__(self, work: Any, pair: Pair, peer: str, memory: memoryview) -> None:
+        self._memory = memory
         self._work = work
         self._pair = pair
         self._peer = peer
-        self._done = False
 
     def wait(self, deadline: Deadline) -> None:
-        """Returns once it has ended; at once if called again. Raises Unavailable if it does not by the deadline, or
-        cannot any more; the pair has ended then."""
-        if self._done:
-            return
+        """Returns once it has ended; called once. Raises Unavailable if it does not by the deadline, or cannot any
+        more; the pair has ended then."""
         try:
             deadline.check(self._peer)
             with _unless_lost(self._peer, deadline):
@@ -93,7 +93,6 @@ class Transfer:
         except Unavailable:
             self._pair.end()
             raise
-        self._done = True
 
 
 @contextmanager
@@ -112,7 +111,8 @@ def _unless_lost(peer: str, deadline: Deadline | None = None) -> Iterator[None]:
 def _tensor(memory: memoryview) -> Any:
     import torch
 
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    # By its address: of memory that is only sent, such as an arena's, torch would warn that it must not be written.
+    return torch.frombuffer((c_ubyte * memory.nbytes).from_address(address_of(memory)), dtype=torch.uint8)
 
 
 # ----------------------------------------------------------------------------------------------- joining

@@ -88,7 +88,7 @@ class FramedPages(ABC):
         with self._exchange(deadline) as link:
             link.frames.send(FrameKind.WRITE, socket_frames.encode_write(request, deadline.remaining_ns()), deadline)
             outcome = self._head(link.frames, shard.decode_write_head, request.pages, deadline)
-            for batch in outgoing_records(request, outcome, source):
+            for batch in outgoing_records(request, outcome, source, link.batches):
                 link.send_pages(batch, deadline)
             source.drained()
             link.drain(deadline)
@@ -194,9 +194,13 @@ class FramedServer(ABC):
         deadline = bounded(remaining_ns)
         with ReadSession(self._host, tenant, request, stop=link.shutdown, deadline=deadline, path=self.name) as session:
             frames.send(FrameKind.HEAD, shard.encode_read_head(session.outcome), deadline)
-            for batch in session.frames(self.frame_bytes):
-                link.send_pages(batch, deadline)
-        link.drain(deadline)
+            try:
+                for batch in session.frames(self.frame_bytes):
+                    link.send_pages(batch, deadline)
+                link.drain(deadline)
+            except BaseException:
+                link.abandon()  # before the lease ends
+                raise
         frames.send(FrameKind.DONE, b"", deadline)
 
     def _write(self, link: PageLink, frames: FramedSocket, tenant: Tenant, body: bytes) -> None:

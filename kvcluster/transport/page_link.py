@@ -21,9 +21,9 @@ from kvcluster.wire.socket_frames import FrameKind
 
 
 class Arrival(NamedTuple):
-    """A frame of a load. `records` have their places in `room`, those of each slice from its beginning: a slice is the
-    first record, and the one behind the last. `fill(nbytes)` returns once the `nbytes` of the next slice lie there; it
-    raises Unavailable, or the other side's error."""
+    """A frame of a load. `records` have their places in `room`, which those of one slice may share with those of
+    another; a slice is the first record, and the one behind its last. `fill(nbytes)` returns once the `nbytes` of the
+    next slice lie there; it raises Unavailable, or the other side's error."""
 
     records: CopyRecords
     slices: list[tuple[int, int]]
@@ -33,6 +33,9 @@ class Arrival(NamedTuple):
 
 class PageLink:
     """Carries one exchange at a time. `shutdown` may be called from any thread; all else belongs to one thread."""
+
+    batches = 1
+    """How many batches of a store it reads at a time."""
 
     def __init__(self, frames: FramedSocket) -> None:
         self.frames = frames
@@ -50,12 +53,16 @@ class PageLink:
     # ----------------------------------------------------------------------------------------------- sending
 
     def send_pages(self, batch: Sequence[Record], deadline: Deadline) -> None:
-        """Sends a PAGES frame and the bytes of its records, which are not read any more when this returns."""
+        """Sends a PAGES frame and the bytes of its records. The memory of all frames before it is not read any more when
+        this returns; its own is, until the next call, `drain`, or `abandon`."""
         data = [record.data for record in batch]
         self.frames.send(FrameKind.PAGES, socket_frames.encode_pages(batch), deadline, data)
 
     def drain(self, deadline: Deadline) -> None:
-        """Returns once all bytes have left this process."""
+        """Returns once the memory of no frame is read any more."""
+
+    def abandon(self) -> None:
+        """As `drain`, but at once: what has not been sent is not. No exchange follows."""
 
     # --------------------------------------------------------------------------------------------- receiving
 
