@@ -11,6 +11,7 @@ EXTRAS = {
     "ray": "cluster",
     "rich": "cluster",
     "prometheus_client": "cluster",  # Ray brings it
+    "nixl": "nixl",
     "torch": "transformers",
     "transformers": "transformers",
     "zmq": "events",

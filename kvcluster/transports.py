@@ -44,11 +44,12 @@ SPECS = (
         isolates_tenants=False,
     ),
     TransportSpec(
-        "collective",
-        "kvcluster.transport.collective_pages",
-        "it is for workers that the shard trusts as itself, where all tokens are of one tenant, both settings of "
-        "transports name it, and torch with Gloo is installed; the shard's log says if it could not be served",
-        "let connections through between the two machines in both directions, at any port; until then there is tcp",
+        "nixl",
+        "kvcluster.transport.nixl_pages",
+        "it is for workers that the shard trusts as itself, where all tokens are of one tenant, server.transports "
+        "names it, and NIXL is installed; the shard's log says if it could not be served",
+        "install kvcluster[nixl] at both ends, and let these connect to one another at any port; until then there is "
+        "tcp",
         isolates_tenants=False,
         by_default=False,
     ),

@@ -311,9 +311,9 @@ REQUESTS_BYTES = 128 * 1024 * 1024
 """Requests at one listener from their first byte to the end of their exchange, with the queries and results of Attends,
 by shares of tenants: two of ATTEND_BYTES of a tenant alone. A further request waits, a further query is declined."""
 
-STAGES_BYTES = 128 * 1024 * 1024
-"""Memory of one listener that pages pass through beside their sockets, by shares of tenants: two layers of LAYER_BYTES
-of a tenant alone. A further message waits."""
+ENDS_BYTES = 1024 * 1024 * 1024
+"""Memory of one listener that pages pass through beside their sockets, by shares of tenants: 8 MiB for each connection
+by NIXL. A further one is refused."""
 
 FRAME_BYTES = 1024 * 1024
 """Target size of one frame of pages: gRPC is fastest between one and two MiB."""
@@ -383,15 +383,8 @@ POLICIES = 64
 TRANSPORTS = 16
 """Transports that a shard lists, offered or refused: four times the number that exist."""
 
-PAIR_BYTES, PAIR_KEY_BYTES = 4_096, 128
-"""A value by which two sides of a pair find one another, with its key, and its key alone: Gloo's takes some 200 bytes
-with the name of its machine."""
-
-PAIR_VALUES = 8
-"""Such values that a side takes for one pair; Gloo sends one."""
-
-PAIR_MS = 5_000
-"""Time to make a pair, whatever its connection allows: on one network it takes some milliseconds."""
+JOIN_BYTES = 64 * 1024
+"""What one end of NIXL needs of the other: half a KiB, and more for each network device of a machine."""
 
 OFFER_BYTES = 64 * 1024
 """Details of an offer, which both ends of a transport exchange before they connect: the metadata of a NIC's agent takes
@@ -423,7 +416,6 @@ assert PAGES_PER_CALL * 45 + 4_096 <= BODY_BYTES
 assert STREAMS * SMALL_BODY_BYTES <= 32 * 1024 * 1024
 assert ENGINE_BYTES * LISTED_ENGINES * 2 <= MESSAGE_BYTES
 assert 4 * BODY_BYTES <= BODIES_BYTES
-assert 4 * LAYER_BYTES <= STAGES_BYTES
 assert 2 * (ATTEND_BYTES + BODY_BYTES) <= REQUESTS_BYTES
 assert TRANSPORTS * OFFER_BYTES <= MESSAGE_BYTES
 assert FRAME_BYTES <= LAYER_BYTES

@@ -5,7 +5,7 @@ offers carry the reason, so that a slow connection can be explained. A shard tha
 gRPC.
 
 Shared memory maps the whole arena into its workers, where no shard separates one tenant's pages from another's, and
-Gloo trusts them. These are therefore offered only if all workers are of one tenant.
+NIXL trusts them. These are therefore offered only if all workers are of one tenant.
 """
 
 from __future__ import annotations

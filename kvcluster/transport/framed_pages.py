@@ -75,12 +75,16 @@ class FramedPages(ABC):
             link.frames.send(FrameKind.READ, socket_frames.encode_read(request, deadline.remaining_ns()), deadline)
             outcome = self._head(link.frames, shard.decode_read_head, request.wants, deadline)
             asked = RequestedLayers(request, outcome, self.address)
-            for records, slices, room, fill in link.arrivals(asked.check, deadline):
+            while (body := link.next_pages(deadline)) is not None:
+                heads = socket_frames.decode_pages(body)
+                asked.check(heads)
+                records, slices, room, fill = link.arrival(heads, deadline)
                 copies = sink.copies(records, HOST, room)
                 for start, stop in slices:
                     deadline.check(self.address)
                     fill(sum(records.nbytes[start:stop]))
                     copies.run(start, stop)
+                link.taken(heads, deadline)
                 yield
             return outcome
 
@@ -88,7 +92,7 @@ class FramedPages(ABC):
         with self._exchange(deadline) as link:
             link.frames.send(FrameKind.WRITE, socket_frames.encode_write(request, deadline.remaining_ns()), deadline)
             outcome = self._head(link.frames, shard.decode_write_head, request.pages, deadline)
-            for batch in outgoing_records(request, outcome, source, link.batches):
+            for batch in outgoing_records(request, outcome, source):
                 link.send_pages(batch, deadline)
             source.drained()
             link.drain(deadline)
@@ -155,17 +159,16 @@ class FramedServer(ABC):
     name: str
     frame_bytes: int
     """About how many bytes of pages a frame of a load has."""
+    descriptors = 1
+    """Those that a connection takes."""
 
-    def __init__(
-        self, host: PageHost, tenant_of: TenantOf, listen_host: str, port: int = 0, *, descriptors: int = 1
-    ) -> None:
-        """`descriptors`: those that a connection takes."""
+    def __init__(self, host: PageHost, tenant_of: TenantOf, listen_host: str, port: int = 0) -> None:
         self._host = host
         listening = bound_socket(listen_host, port, "server.shard_ports")
         self.address = host_and_port(listen_host, listening.getsockname()[1])
         refused = partial(host.connection_refused, self.name)
         self._listener = Listener(
-            listening, tenant_of, self._serve, name=self.name, refused=refused, descriptors=descriptors
+            listening, tenant_of, self._serve, name=self.name, refused=refused, descriptors=self.descriptors
         )
 
     def start(self) -> None:
@@ -176,31 +179,30 @@ class FramedServer(ABC):
         self._listener.close()
 
     @abstractmethod
-    def _linked(self, frames: FramedSocket) -> PageLink:
+    def _link(self, frames: FramedSocket) -> PageLink:
         """Returns the link over a new connection, whose worker is sent its WELCOME here."""
 
     def _serve(self, frames: FramedSocket, tenant_now: TenantNow) -> None:
-        link = self._linked(frames)
+        link = self._link(frames)
         attend = partial(serve_attend_frames, self._host, self.name)
         serves: dict[FrameKind, Exchange] = {
             FrameKind.READ: partial(self._read, link),
             FrameKind.WRITE: partial(self._write, link),
             FrameKind.ATTEND: attend,
         }
-        serve_exchanges(frames, tenant_now, serves)
+        try:
+            serve_exchanges(frames, tenant_now, serves)
+        finally:
+            link.close()
 
     def _read(self, link: PageLink, frames: FramedSocket, tenant: Tenant, body: bytes) -> None:
         request, remaining_ns = decoded(self._host, tenant, socket_frames.decode_read, body)
         deadline = bounded(remaining_ns)
         with ReadSession(self._host, tenant, request, stop=link.shutdown, deadline=deadline, path=self.name) as session:
             frames.send(FrameKind.HEAD, shard.encode_read_head(session.outcome), deadline)
-            try:
-                for batch in session.frames(self.frame_bytes):
-                    link.send_pages(batch, deadline)
-                link.drain(deadline)
-            except BaseException:
-                link.abandon()  # before the lease ends
-                raise
+            for batch in session.frames(self.frame_bytes):
+                link.send_pages(batch, deadline)
+        link.drain(deadline)
         frames.send(FrameKind.DONE, b"", deadline)
 
     def _write(self, link: PageLink, frames: FramedSocket, tenant: Tenant, body: bytes) -> None:
@@ -210,13 +212,11 @@ class FramedServer(ABC):
             self._host, tenant, request, stop=link.shutdown, deadline=deadline, path=self.name
         ) as session:
             frames.send(FrameKind.HEAD, shard.encode_write_head(session.outcome), deadline)
-            while True:
-                kind, body = frames.receive(FrameKind.PAGES, FrameKind.DONE, deadline=deadline)
-                if kind is FrameKind.DONE:
-                    break
+            while (body := link.next_pages(deadline)) is not None:
                 session.alive()
                 heads = decoded(self._host, tenant, socket_frames.decode_pages, body, deadline.remaining_s())
                 for head, payload in zip(heads, link.payloads(heads, deadline), strict=True):
                     session.receive(head.item, head.layer, head.codec, head.sums, payload)
+                link.taken(heads, deadline)
             tail = session.finish()
         frames.send(FrameKind.TAIL, shard.encode_write_tail(tail), deadline)

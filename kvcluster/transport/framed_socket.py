@@ -18,7 +18,7 @@ import mmap
 import os
 import select
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
@@ -38,6 +38,8 @@ _MOST_FDS = 4
 _ENDED: int = getattr(select, "POLLRDHUP", 0)
 """The other side sends no more. It has ended, since this protocol never closes half a stream. A sender that waits would
 not notice otherwise: a kernel whose reader is gone keeps its window closed, and may answer no probe for a minute."""
+
+_QUICK_LOOKS = 1_000
 
 _LAST_WORDS_MS = 1_000
 """How long a sender whose bytes are not taken waits for the other side's reason. That side sends it, if it can, and
@@ -63,9 +65,9 @@ class FramedSocket:
         self._fds: list[int] = []
         self._process: int | None = None
         self._ending = _ENDED
-        self._arriving = self.requests = self.stages = UNCHARGED
+        self._arriving = self.requests = self.ends = UNCHARGED
         self._frame_ms: float | None = None
-        self._beside: Callable[[], None] | None = None
+        self._progress: Callable[[], None] | None = None
         self.ended = False
         """Whether the other side is known to have closed the stream, or to have ended."""
 
@@ -73,10 +75,10 @@ class FramedSocket:
         """Calls `tune` with the socket, to set its options."""
         tune(self._socket)
 
-    def charge(self, *, arriving: Account, requests: Account, stages: Account, frame_ms: float) -> None:
+    def charge(self, *, arriving: Account, requests: Account, ends: Account, frame_ms: float) -> None:
         """From now on large bodies are charged to these accounts, and a frame that has begun ends within `frame_ms`.
-        `stages`: of the memory that pages pass through beside this socket."""
-        self._arriving, self.requests, self.stages, self._frame_ms = arriving, requests, stages, frame_ms
+        `ends`: of the memory that pages pass through beside this socket."""
+        self._arriving, self.requests, self.ends, self._frame_ms = arriving, requests, ends, frame_ms
 
     # ------------------------------------------------------------------------------------------ frames
 
@@ -176,12 +178,16 @@ class FramedSocket:
         """Ends the exchange under way, and all later ones. Any thread may call; the descriptor stays until `close`."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        if self._beside is not None:
-            self._beside()
 
-    def ends_with(self, beside: Callable[[], None]) -> None:
-        """From now on `shutdown` also calls this, which ends what moves beside the stream."""
-        self._beside = beside
+    @contextlib.contextmanager
+    def meanwhile(self, progress: Callable[[], None]) -> Iterator[None]:
+        """Within the context, this is called again and again while the socket waits: without a pause for some
+        milliseconds, then each millisecond."""
+        self._progress = progress
+        try:
+            yield
+        finally:
+            self._progress = None
 
     def shutdown_read(self) -> None:
         """Receives no more than has arrived already; sending still works. Any thread may call."""
@@ -305,8 +311,7 @@ class FramedSocket:
         if event != self._wanted:
             self._poll.register(self._socket, event)
             self._wanted = event
-        # Rounded up, so that a wait of less than a millisecond does not spin.
-        ready = self._poll.poll(int(deadline.remaining_s() * 1e3) + 1)
+        ready = self._ready(deadline)
         if not ready:
             raise Unavailable(Miss(MissReason.DEADLINE, self.peer))
         if all(fd == self._process for fd, _ in ready):
@@ -316,6 +321,17 @@ class FramedSocket:
             self.ended = True
             raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.peer} closed the connection"))
         deadline.check(self.peer)
+
+    def _ready(self, deadline: Deadline) -> list[tuple[int, int]]:
+        """Returns the descriptors that are ready, none at the deadline."""
+        looks = 0
+        while self._progress is not None and deadline.remaining_s():
+            self._progress()
+            looks += 1
+            if ready := self._poll.poll(looks > _QUICK_LOOKS):
+                return ready
+        # Rounded up, so that a wait of less than a millisecond does not spin.
+        return self._poll.poll(int(deadline.remaining_s() * 1e3) + 1)
 
     def _lost(self, error: OSError) -> Unavailable:
         return Unavailable(Miss(MissReason.SHARD_LOST, f"{self.peer}: {error.strerror or error}"))

@@ -1,10 +1,9 @@
 """A page link: a framed socket, and how the bytes of its PAGES frames travel. Here they follow their frame on the same
-socket, as over TCP; a collective link (collective_link.py) sends them beside it."""
+socket, as over TCP; a NIXL link (nixl_link.py) sends them beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from kvcluster.core import limits
@@ -34,11 +33,9 @@ class Arrival(NamedTuple):
 class PageLink:
     """Carries one exchange at a time. `shutdown` may be called from any thread; all else belongs to one thread."""
 
-    batches = 1
-    """How many batches of a store it reads at a time."""
-
     def __init__(self, frames: FramedSocket) -> None:
         self.frames = frames
+        self._stage = Staging()
 
     def is_quiet(self) -> bool:
         return self.frames.is_quiet()
@@ -48,45 +45,45 @@ class PageLink:
         self.frames.shutdown()
 
     def close(self) -> None:
+        """Nothing moves any more when this returns. May be called again."""
         self.frames.close()
 
     # ----------------------------------------------------------------------------------------------- sending
 
     def send_pages(self, batch: Sequence[Record], deadline: Deadline) -> None:
-        """Sends a PAGES frame and the bytes of its records. The memory of all frames before it is not read any more when
-        this returns; its own is, until the next call, `drain`, or `abandon`."""
+        """Sends a PAGES frame and the bytes of its records, which are not read any more when this returns. Raises
+        Unavailable, or the other side's error."""
         data = [record.data for record in batch]
         self.frames.send(FrameKind.PAGES, socket_frames.encode_pages(batch), deadline, data)
 
     def drain(self, deadline: Deadline) -> None:
-        """Returns once the memory of no frame is read any more."""
-
-    def abandon(self) -> None:
-        """As `drain`, but at once: what has not been sent is not. No exchange follows."""
+        """Returns once all that was sent has left this process, before the last frame of the exchange."""
 
     # --------------------------------------------------------------------------------------------- receiving
 
-    def arrivals(self, check: Callable[[list[RecordHead]], None], deadline: Deadline) -> Iterator[Arrival]:
-        """Yields the frames of a load until DONE. `check` raises for headers that were not asked for, before there is
-        memory for what they announce. The memory of an arrival may be used until the next one is asked for."""
-        stage = Staging()
-        while True:
-            kind, body = self.frames.receive(FrameKind.PAGES, FrameKind.DONE, deadline=deadline)
-            if kind is FrameKind.DONE:
-                return
-            heads = socket_frames.decode_pages(body)
-            check(heads)
-            room, records = stage.room(stage_bytes(heads)), arrived_records(heads)
-            slices = lay_out(records, address_of(room), room.nbytes)
-            yield Arrival(records, slices, room, partial(self._fill, room, deadline))
+    def next_pages(self, deadline: Deadline) -> bytes | None:
+        """Returns the body of the next PAGES frame, None for DONE. After it follows one of `arrival` and `payloads`, to
+        its end, and then `taken`."""
+        kind, body = self.frames.receive(FrameKind.PAGES, FrameKind.DONE, deadline=deadline)
+        return body if kind is FrameKind.PAGES else None
+
+    def arrival(self, heads: Sequence[RecordHead], deadline: Deadline) -> Arrival:
+        """Returns the frame of a load with these headers, which were asked for."""
+        room, records = self._stage.room(stage_bytes(heads)), arrived_records(heads)
+        slices = lay_out(records, address_of(room), room.nbytes)
+
+        def fill(nbytes: int) -> None:
+            self.frames.fill(room[:nbytes], deadline)
+
+        return Arrival(records, slices, room, fill)
 
     def payloads(self, heads: Sequence[RecordHead], deadline: Deadline) -> Iterator[Payload]:
-        """Yields the bytes of each record of a PAGES frame of a store, which is read before the next is asked for."""
+        """Yields the bytes of each record of a frame of a store, which is read before the next is asked for."""
         for head in heads:
             yield self.frames.incoming(head.nbytes, deadline)
 
-    def _fill(self, room: memoryview, deadline: Deadline, nbytes: int) -> None:
-        self.frames.fill(room[:nbytes], deadline)
+    def taken(self, heads: Sequence[RecordHead], deadline: Deadline) -> None:
+        """The bytes of that frame were read, and may be overwritten."""
 
 
 def stage_bytes(heads: Sequence[RecordHead]) -> int:

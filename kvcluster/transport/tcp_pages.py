@@ -92,7 +92,7 @@ class TcpServer(FramedServer):
     name = TcpPages.name
     frame_bytes = _FRAME_BYTES
 
-    def _linked(self, frames: FramedSocket) -> PageLink:
+    def _link(self, frames: FramedSocket) -> PageLink:
         frames.tune(tune)
         frames.send(FrameKind.WELCOME, b"", bounded())
         return PageLink(frames)

@@ -90,12 +90,6 @@ class Account:
         self.held += nbytes
         return True
 
-    def give_back(self, nbytes: int) -> None:
-        """Gives back what was taken by one call."""
-        if self._memory is not None and nbytes > limits.SMALL_BODY_BYTES:
-            self._memory.give_back(self._tenant, nbytes)
-            self.held -= nbytes
-
     def release(self) -> None:
         """Gives back all that it holds."""
         if self._memory is not None and self.held:

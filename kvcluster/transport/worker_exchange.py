@@ -4,7 +4,6 @@ matches the request. sessions.py is the shard's side.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 
 from kvcluster.core import limits
@@ -22,26 +21,22 @@ from kvcluster.wire.shm_frames import Places
 
 
 def outgoing_records(
-    request: WriteRequest, outcome: Sequence[Written | None], source: PageSource, stages: int = 1
+    request: WriteRequest, outcome: Sequence[Written | None], source: PageSource
 ) -> Iterator[list[Record]]:
     """Yields the layers of every page of a store that the shard takes, in batches of about FRAME_BYTES. The records are
-    views of one of `stages` stages in turns, and valid until that is filled again."""
+    views of one stage, and are valid until the next batch."""
     items = [item for item, refused in enumerate(outcome) if refused is None]
     if not items:
         return
     layer_bytes = [source.layer_bytes(item) for item in items]
     records = reserved_records(request.pages, Places(items, [0] * len(items), layer_bytes))
     room = max(limits.FRAME_BYTES, *layer_bytes)
-    slices = lay_out(records, 0, room)
-    stages = min(stages, len(slices))
-    stage = Staging().room(stages * min(room, sum(records.nbytes)))
-    for number, (start, stop) in enumerate(slices):
-        begins = address_of(stage) + number % stages * room
-        records.offsets[start:stop] = array("Q", [begins + offset for offset in records.offsets[start:stop]])
+    stage = Staging().room(min(room, sum(records.nbytes)))
+    slices = lay_out(records, address_of(stage), room)
     copies = open_store(source, records, HOST, stage)
-    for number, (start, stop) in enumerate(slices):
+    for start, stop in slices:
         copies.run(start, stop)
-        batch, end = [], number % stages * room
+        batch, end = [], 0
         for at in range(start, stop):
             begin, end = end, end + records.nbytes[at]
             batch.append(Record(records.items[at], records.layers[at], RAW, records.sums_of(at), stage[begin:end]))

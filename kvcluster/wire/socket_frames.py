@@ -15,7 +15,7 @@ from, and received into, their final memory. Little-endian:
     DONE      empty: the last frame of a side in this exchange
     FAILED    code u8, message in UTF-8         instead of any answer; the connection is closed then
     GRANT, WRITTEN, RENEW, POOL                 only in shm (shm_frames.py)
-    PAIR      key bytes u8, key, value          only in collective, after WELCOME, from both sides
+    JOIN, TAKEN                                 only in nixl (nixl_link.py)
     ABORT     empty: in shm, a worker has stopped writing, and its pages are to be discarded
 
 The version is that of the protocol (versions.py): the client's HELLO has the one that it has agreed on with the shard
@@ -37,7 +37,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, Unreachable
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.wire import shard, spans
-from kvcluster.wire.checks import at_most, check_magic, must, quantity
+from kvcluster.wire.checks import check_magic, must, quantity
 from kvcluster.wire.common import REFUSED
 from kvcluster.wire.fields import in_bytes
 from kvcluster.wire.frames import Record, RecordHead, decode_heads, encode_head
@@ -72,7 +72,8 @@ class FrameKind(IntEnum):
     ATTEND = 15
     PARTIALS = 16
     POOL = 17
-    PAIR = 18
+    JOIN = 18
+    TAKEN = 19
 
 
 _MOST = {
@@ -92,7 +93,8 @@ _MOST = {
     FrameKind.ABORT: 0,
     FrameKind.ATTEND: limits.BODY_BYTES,
     FrameKind.POOL: 8,
-    FrameKind.PAIR: limits.PAIR_BYTES,
+    FrameKind.JOIN: limits.JOIN_BYTES,
+    FrameKind.TAKEN: 0,
     FrameKind.PARTIALS: limits.SMALL_BODY_BYTES * 4,  # SPANS_PER_CALL spans that are lacking
 }
 """The most bytes of a body, by its kind: every kind has its bound here."""
@@ -172,22 +174,15 @@ def decode_pages(body: bytes) -> list[RecordHead]:
     return heads
 
 
-def encode_pair(key: str, value: bytes) -> bytes:
-    """Encodes a value that one side of a pair sets for the other, and its key. Raises LimitError if they are too
-    long."""
-    name = key.encode()
-    at_most(len(name), limits.PAIR_KEY_BYTES, "bytes of a pair's key")
-    return bytes([len(name)]) + name + value
+def encode_join(address: int, metadata: bytes) -> bytes:
+    """Encodes where the memory of one end of NIXL begins, and what NIXL gives the other to reach it."""
+    return _TIME.pack(address) + metadata
 
 
-def decode_pair(body: bytes) -> tuple[str, bytes]:
+def decode_join(body: bytes) -> tuple[int, bytes]:
     """The inverse."""
-    must(body and len(body) > body[0], "a PAIR frame ends within its key")
-    at_most(body[0], limits.PAIR_KEY_BYTES, "bytes of a pair's key")
-    try:
-        return body[1 : 1 + body[0]].decode(), body[1 + body[0] :]
-    except UnicodeDecodeError:
-        raise ProtocolError("the key of a PAIR frame is not UTF-8") from None
+    must(len(body) > _TIME.size, "a JOIN frame ends before its metadata")
+    return _TIME.unpack_from(body)[0], body[_TIME.size :]
 
 
 # ------------------------------------------------------------------------------------------- failures

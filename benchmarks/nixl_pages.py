@@ -1,7 +1,7 @@
-"""What the transport `collective` makes of Gloo: whole loads and stores over it, beside bare `isend` and `irecv` of the
+"""What the transport `nixl` makes of Gloo: whole loads and stores over it, beside bare `isend` and `irecv` of the
 same bytes between two processes, and beside `tcp`.
 
-    python -m benchmarks.collective
+    python -m benchmarks.nixl
 
 Everything is on loopback, a shard in a process of its own, and every figure the fastest of a few tries that take turns.
 A load ends with every byte verified in the caller's memory; a bare message ends in the memory that it was received in,
@@ -28,7 +28,7 @@ from benchmarks.gpu_steps.shard import PAGE, SHAPE, SPEC, tokens
 from kvcluster import connect
 from kvcluster.config import ClientConfig
 
-OURS = ("collective", "tcp")
+OURS = ("nixl", "tcp")
 _SIZES = (1, 16, 128)
 """Blocks of a call, 2 MiB each."""
 
@@ -75,7 +75,7 @@ def measured() -> list[list[str]]:
     largest = max(_SIZES)
     room = torch.zeros(largest, *SHAPE, dtype=torch.bfloat16)
     content = torch.randn(largest, *SHAPE, dtype=torch.float32).to(torch.bfloat16)
-    with cluster("8GiB", transports="collective,tcp,grpc") as served, bare(largest * PAGE) as move:
+    with cluster("8GiB", transports="nixl,tcp,grpc") as served, bare(largest * PAGE) as move:
         configs = {each: ClientConfig(deadline_ms=20_000, transports=(each,)) for each in OURS}
         clients = {each: connect(served.address, SPEC, config=config) for each, config in configs.items()}
         next_prompt = iter(range(1_000_000))
@@ -108,7 +108,7 @@ def measured() -> list[list[str]]:
                     for name in OURS:
                         call(name)
                 rates = {name: blocks * PAGE / min(times) / 1e9 for name, times in took.items()}
-                ratios = [f"{rates['collective'] / rates[other]:.2f}" for other in ("bare", "tcp")]
+                ratios = [f"{rates['nixl'] / rates[other]:.2f}" for other in ("bare", "tcp")]
                 rows.append([what, f"{blocks * PAGE >> 20} MiB", *(f"{rate:.2f}" for rate in rates.values()), *ratios])
         for client in clients.values():
             client.close()

@@ -10,8 +10,8 @@ from kvcluster.core.ids import Tenant
 from kvcluster.testing.conformance import TransportConformance, World, open_world
 from kvcluster.testing.split_transport import SplitTransport
 from kvcluster.transport.base import PageHost
-from kvcluster.transport.collective_pages import CollectivePages, CollectiveServer
 from kvcluster.transport.memory import MemoryTransport
+from kvcluster.transport.nixl_pages import NixlPages, NixlServer
 from tests.transport.peers import authenticator, token
 
 HOST = "127.0.0.1"
@@ -23,12 +23,12 @@ class Served:
     def __init__(self, host: PageHost) -> None:
         known = authenticator()
         self._host = host
-        self._server = CollectiveServer(host, lambda given: known.caller(given).tenant, HOST)
+        self._server = NixlServer(host, lambda given: known.caller(given).tenant, HOST)
         self._server.start()
         self.address = self._server.address
 
     def open(self, tenant: Tenant) -> SplitTransport:
-        return SplitTransport(MemoryTransport(self._host, tenant), CollectivePages(self.address, token(tenant)))
+        return SplitTransport(MemoryTransport(self._host, tenant), NixlPages(self.address, token(tenant)))
 
     def close(self) -> None:
         self._server.close()
@@ -40,5 +40,5 @@ def world() -> Iterator[World]:
         yield world
 
 
-class TestCollective(TransportConformance):
+class TestNixl(TransportConformance):
     """On the fixtures of this module."""
