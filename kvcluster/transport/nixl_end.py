@@ -110,9 +110,18 @@ class NixlEnd:
 
     def close(self) -> None:
         """When this returns, nothing arrives, and nothing is sent, any more."""
+        if self._agent is None:
+            return
+        until = time.monotonic() + 0.3
         if self._transfer is not None:
+            with suppress(Exception):
+                while self._agent.check_xfer_state(self._transfer) == "PROC" and time.monotonic() < until:
+                    self._agent.get_new_notifs()
             with suppress(Exception):  # it is still under way
                 self._agent.release_xfer_handle(self._transfer)
+            for _ in range(50):
+                self._agent.get_new_notifs()
+                time.sleep(0.001)
         self._agent = self._transfer = None
 
     @contextmanager
