@@ -11,7 +11,6 @@ EXTRAS = {
     "ray": "cluster",
     "rich": "cluster",
     "prometheus_client": "cluster",  # Ray brings it
-    "nixl": "nixl",
     "torch": "transformers",
     "transformers": "transformers",
     "zmq": "events",

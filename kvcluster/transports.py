@@ -18,8 +18,8 @@ class TransportSpec:
 
     `version` is that of the protocol between the halves: a worker ignores offers of other versions. `same_host`: both
     ends must be on one host. `isolates_tenants`: False if a worker could reach pages of other tenants, so that it is
-    offered only if there is a single tenant. `by_default`: False if only settings that name it use it. `offered_where`
-    and `remedy` are for people: when the transport is offered, and what to do if it is offered and does not work.
+    offered only if there is a single tenant. `offered_where` and `remedy` are for people: when the transport is
+    offered, and what to do if it is offered and does not work.
     """
 
     name: str
@@ -29,7 +29,6 @@ class TransportSpec:
     version: int = 0
     same_host: bool = False
     isolates_tenants: bool = True
-    by_default: bool = True
 
 
 SPECS = (
@@ -42,16 +41,6 @@ SPECS = (
         "hostNetwork for both)",
         same_host=True,
         isolates_tenants=False,
-    ),
-    TransportSpec(
-        "nixl",
-        "kvcluster.transport.nixl_pages",
-        "it is for workers that the shard trusts as itself, where all tokens are of one tenant, server.transports "
-        "names it, and NIXL is installed; the shard's log says if it could not be served",
-        "install kvcluster[nixl] at both ends, and let these connect to one another at any port; until then there is "
-        "tcp",
-        isolates_tenants=False,
-        by_default=False,
     ),
     TransportSpec(
         "tcp",
@@ -69,5 +58,4 @@ SPECS = (
 
 BY_NAME = {spec.name: spec for spec in SPECS}
 NAMES = tuple(BY_NAME)
-DEFAULT = tuple(spec.name for spec in SPECS if spec.by_default)
 BESIDE_GRPC = tuple(spec for spec in SPECS if spec.module)

@@ -25,13 +25,11 @@ class Cluster:
 
 
 @contextmanager
-def cluster(pool: str, gpu: str = "", codec: str = "", transports: str = "") -> Iterator[Cluster]:
+def cluster(pool: str, gpu: str = "", codec: str = "") -> Iterator[Cluster]:
     """Serves pages from a pool of that size, and with `gpu` from another one on a device of that kind; with `codec`,
-    pages that go down are encoded so, and stay there. `transports`: those that the shard offers, separated by commas,
-    where not those by default. Both processes end with the block."""
+    pages that go down are encoded so, and stay there. Both processes end with the block."""
     root = str(PEER.parents[2])
     env = {"KVCLUSTER_PEER_POOL": pool, "KVCLUSTER_PEER_GPU": gpu, "KVCLUSTER_PEER_CODEC": codec}
-    env["KVCLUSTER_PEER_TRANSPORTS"] = transports
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     with ExitStack() as stack:
         coordinator = stack.enter_context(_process(env, "coordinator", "1"))

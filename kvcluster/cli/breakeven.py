@@ -25,7 +25,7 @@ from kvcluster.cli.breakeven_model import MODEL
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, check_listens
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
-from kvcluster.config import DEFAULT_TRANSPORTS, ClientConfig
+from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven, LinkRate
 from kvcluster.core.groups import DTYPE_BYTES, Group
@@ -210,7 +210,7 @@ def measure(address: str, token: str | None, even: Breakeven, blocks: int, round
     with ExitStack() as house:
         content = BreakevenMemory(even.spec, blocks)
         paths: list[_Path] = []
-        for name in DEFAULT_TRANSPORTS:
+        for name in TRANSPORTS:
             config = ClientConfig(deadline_ms=_DEADLINE_MS, transports=(name,))
             client = house.enter_context(connect(address, even.spec, token=token, config=config))
             if not paths:

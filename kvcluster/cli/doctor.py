@@ -236,8 +236,7 @@ def _examine_shard(
         except ConfigError as error:
             why = said(error)
     works = [path["transport"] for path in tried if path["works"]]
-    chosen = next((name for name in works if BY_NAME[name].by_default), None)
-    return found | {"reachable": "grpc" in works, "chosen": chosen, "transports": tried, "why": why}
+    return found | {"reachable": "grpc" in works, "chosen": next(iter(works), None), "transports": tried, "why": why}
 
 
 def _examine_paths(
@@ -254,7 +253,7 @@ def _examine_paths(
         except (KVClusterError, RefusedByShard) as error:
             silence = f"the shard does not tell its transports: {said(error)}"
     found = []
-    for name in (spec.name for spec in BESIDE_GRPC if spec.by_default or _offers(spec.name, offers)):
+    for name in (spec.name for spec in BESIDE_GRPC):
         why = not_taken(name, TRANSPORTS, openers)
         if why is None:
             why = silence if offers is None else not_offered(name, offers, shard["host"], here)
@@ -264,10 +263,6 @@ def _examine_paths(
         else:
             found.append(_untried(name, why, BY_NAME[name].offered_where))
     return [*found, grpc]
-
-
-def _offers(transport: str, offers: Offers | None) -> bool:
-    return offers is not None and any(offer.transport == transport for offer in offers.offers)
 
 
 def _tried(

@@ -6,7 +6,6 @@
 from kvcluster.config.loading import as_values, client_config, differences, load, size, size_text
 from kvcluster.config.sections import (
     CODECS,
-    DEFAULT_TRANSPORTS,
     LOG_FORMATS,
     LOSSES,
     SHARD_RESOURCE,
@@ -26,7 +25,6 @@ from kvcluster.config.sections import (
 
 __all__ = [
     "CODECS",
-    "DEFAULT_TRANSPORTS",
     "LOG_FORMATS",
     "LOSSES",
     "SHARD_RESOURCE",

@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvcluster.errors import ConfigError
-from kvcluster.transports import DEFAULT, NAMES
+from kvcluster.transports import NAMES
 
 TRANSPORTS = NAMES
 """The transports that move pages, the fastest first. They are tried in this order, however a setting lists them."""
-
-DEFAULT_TRANSPORTS = DEFAULT
-"""Those that are used where a setting names none."""
 
 CODECS = ("raw", "q8", "q4")
 """Encodings of pages, by rising loss."""
@@ -163,7 +160,7 @@ class ServerConfig:
     secret_file: str = ""
     insecure: bool = False
     threads: int = 16
-    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
+    transports: tuple[str, ...] = TRANSPORTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +237,7 @@ class ClientConfig:
     breaker_failures: int = 3
     breaker_ms: int = 500
     accept: str = "q4"
-    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
+    transports: tuple[str, ...] = TRANSPORTS
     store_niceness: int = 0
     resident_bytes: int | str = 2**30
     device_staging_bytes: int | str = 0

@@ -311,10 +311,6 @@ REQUESTS_BYTES = 128 * 1024 * 1024
 """Requests at one listener from their first byte to the end of their exchange, with the queries and results of Attends,
 by shares of tenants: two of ATTEND_BYTES of a tenant alone. A further request waits, a further query is declined."""
 
-ENDS_BYTES = 1024 * 1024 * 1024
-"""Memory of one listener that pages pass through beside their sockets, by shares of tenants: 8 MiB for each connection
-by NIXL. A further one is refused."""
-
 FRAME_BYTES = 1024 * 1024
 """Target size of one frame of pages: gRPC is fastest between one and two MiB."""
 
@@ -382,9 +378,6 @@ POLICIES = 64
 
 TRANSPORTS = 16
 """Transports that a shard lists, offered or refused: four times the number that exist."""
-
-JOIN_BYTES = 64 * 1024
-"""What one end of NIXL needs of the other: half a KiB, and more for each network device of a machine."""
 
 OFFER_BYTES = 64 * 1024
 """Details of an offer, which both ends of a transport exchange before they connect: the metadata of a NIC's agent takes

@@ -4,8 +4,8 @@ A path that the configuration names and that can be served here is offered with 
 offers carry the reason, so that a slow connection can be explained. A shard that can serve none of them still serves
 gRPC.
 
-Shared memory maps the whole arena into its workers, where no shard separates one tenant's pages from another's, and
-NIXL trusts them. These are therefore offered only if all workers are of one tenant.
+Shared memory maps the whole arena into its workers, where no shard separates one tenant's pages from another's. It is
+therefore offered only if all workers are of one tenant.
 """
 
 from __future__ import annotations
@@ -117,5 +117,5 @@ def _why_not(
     if spec.name not in servers:
         return "the shard cannot serve it on its platform"
     if not spec.isolates_tenants and not auth.one_tenant:
-        return f"the token file names several tenants, and {spec.name} would let them read one another's pages"
+        return "the token file names several tenants, and shared memory would let them read one another's pages"
     return None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
 
-from kvcluster.config import DEFAULT_TRANSPORTS
+from kvcluster.config import TRANSPORTS
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, NamespaceId
 from kvcluster.core.messages import (
     AttachedShard,
@@ -74,7 +74,7 @@ class AutoTransport:
         *,
         token: str | None,
         next_attempt: Callable[[], Attempt],
-        takes: Sequence[str] = DEFAULT_TRANSPORTS,
+        takes: Sequence[str] = TRANSPORTS,
         here: str | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -198,7 +198,7 @@ def choose(
     token: str | None,
     next_attempt: Callable[[], Attempt],
     *,
-    takes: Sequence[str] = DEFAULT_TRANSPORTS,
+    takes: Sequence[str] = TRANSPORTS,
 ) -> AutoTransport:
     """Returns a transport to a shard over the paths of this platform that `takes` names."""
     return AutoTransport(

@@ -18,7 +18,7 @@ import mmap
 import os
 import select
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from kvcluster.core import limits
 from kvcluster.core.miss import Miss, MissReason
@@ -38,8 +38,6 @@ _MOST_FDS = 4
 _ENDED: int = getattr(select, "POLLRDHUP", 0)
 """The other side sends no more. It has ended, since this protocol never closes half a stream. A sender that waits would
 not notice otherwise: a kernel whose reader is gone keeps its window closed, and may answer no probe for a minute."""
-
-_QUICK_LOOKS = 1_000
 
 _LAST_WORDS_MS = 1_000
 """How long a sender whose bytes are not taken waits for the other side's reason. That side sends it, if it can, and
@@ -65,9 +63,8 @@ class FramedSocket:
         self._fds: list[int] = []
         self._process: int | None = None
         self._ending = _ENDED
-        self._arriving = self.requests = self.ends = UNCHARGED
+        self._arriving = self.requests = UNCHARGED
         self._frame_ms: float | None = None
-        self._progress: Callable[[], None] | None = None
         self.ended = False
         """Whether the other side is known to have closed the stream, or to have ended."""
 
@@ -75,10 +72,9 @@ class FramedSocket:
         """Calls `tune` with the socket, to set its options."""
         tune(self._socket)
 
-    def charge(self, *, arriving: Account, requests: Account, ends: Account, frame_ms: float) -> None:
-        """From now on large bodies are charged to these accounts, and a frame that has begun ends within `frame_ms`.
-        `ends`: of the memory that pages pass through beside this socket."""
-        self._arriving, self.requests, self.ends, self._frame_ms = arriving, requests, ends, frame_ms
+    def charge(self, *, arriving: Account, requests: Account, frame_ms: float) -> None:
+        """From now on large bodies are charged to these accounts, and a frame that has begun ends within `frame_ms`."""
+        self._arriving, self.requests, self._frame_ms = arriving, requests, frame_ms
 
     # ------------------------------------------------------------------------------------------ frames
 
@@ -91,7 +87,7 @@ class FramedSocket:
                 if not sent:
                     self._wait(select.POLLOUT, deadline)
             except Unavailable as lost:
-                raise self.reason(lost, deadline) from None
+                raise self._why(lost, deadline) from None
             left = _after(left, sent)
 
     def receive(self, *kinds: FrameKind, deadline: Deadline, most: int | None = None) -> tuple[FrameKind, bytes]:
@@ -179,16 +175,6 @@ class FramedSocket:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    @contextlib.contextmanager
-    def meanwhile(self, progress: Callable[[], None]) -> Iterator[None]:
-        """Within the context, this is called again and again while the socket waits: without a pause for some
-        milliseconds, then each millisecond."""
-        self._progress = progress
-        try:
-            yield
-        finally:
-            self._progress = None
-
     def shutdown_read(self) -> None:
         """Receives no more than has arrived already; sending still works. Any thread may call."""
         self._ending = 0  # from here on POLLRDHUP would also report this side's own shutdown
@@ -242,7 +228,7 @@ class FramedSocket:
             check_version(self._version, newest=PROTOCOL_VERSION, of="a connection")
         return socket_frames.decode_header(header, self._version)
 
-    def reason(self, lost: Unavailable, deadline: Deadline) -> KVClusterError:
+    def _why(self, lost: Unavailable, deadline: Deadline) -> KVClusterError:
         """Returns why the other side takes no more bytes: the error of its FAILED frame if it sent one, else `lost`."""
         if not deadline.remaining_s():
             return Unavailable(Miss(MissReason.DEADLINE, self.peer))
@@ -311,7 +297,8 @@ class FramedSocket:
         if event != self._wanted:
             self._poll.register(self._socket, event)
             self._wanted = event
-        ready = self._ready(deadline)
+        # Rounded up, so that a wait of less than a millisecond does not spin.
+        ready = self._poll.poll(int(deadline.remaining_s() * 1e3) + 1)
         if not ready:
             raise Unavailable(Miss(MissReason.DEADLINE, self.peer))
         if all(fd == self._process for fd, _ in ready):
@@ -321,17 +308,6 @@ class FramedSocket:
             self.ended = True
             raise Unavailable(Miss(MissReason.SHARD_LOST, f"{self.peer} closed the connection"))
         deadline.check(self.peer)
-
-    def _ready(self, deadline: Deadline) -> list[tuple[int, int]]:
-        """Returns the descriptors that are ready, none at the deadline."""
-        looks = 0
-        while self._progress is not None and deadline.remaining_s():
-            self._progress()
-            looks += 1
-            if ready := self._poll.poll(looks > _QUICK_LOOKS):
-                return ready
-        # Rounded up, so that a wait of less than a millisecond does not spin.
-        return self._poll.poll(int(deadline.remaining_s() * 1e3) + 1)
 
     def _lost(self, error: OSError) -> Unavailable:
         return Unavailable(Miss(MissReason.SHARD_LOST, f"{self.peer}: {error.strerror or error}"))

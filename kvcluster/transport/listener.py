@@ -122,7 +122,6 @@ class Listener:
         self._shares = Shares(Descriptors.STREAMS.bound(limits.STREAMS, descriptors))
         self._most_unknown = Descriptors.UNKNOWN.bound(limits.STREAMS_UNKNOWN, descriptors)
         self.bodies, self.requests = TenantMemory(limits.BODIES_BYTES), TenantMemory(limits.REQUESTS_BYTES)
-        self.ends = TenantMemory(limits.ENDS_BYTES)
         self._lock = threading.Lock()
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name=f"kvcluster-{name}", daemon=True)
@@ -141,7 +140,7 @@ class Listener:
             self._listening.shutdown(socket.SHUT_RDWR)
         for link in links:
             link.shutdown()
-        for memory in (self.bodies, self.requests, self.ends):
+        for memory in (self.bodies, self.requests):
             memory.close()
         for thread in links.values():
             thread.join()
@@ -221,7 +220,6 @@ class Listener:
         link.charge(
             arriving=Account(self.bodies, tenant, wait_ms),
             requests=Account(self.requests, tenant, wait_ms),
-            ends=Account(self.ends, tenant, wait_ms),
             frame_ms=FRAME_S * 1e3,
         )
         try:

@@ -266,8 +266,7 @@ class PathSelector:
             self._refused[name] = refusal
 
     def _before_current(self) -> Sequence[str]:
-        before = TRANSPORTS[: TRANSPORTS.index(self._current.name)]
-        return [name for name in before if BY_NAME[name].by_default or name in self._takes]
+        return TRANSPORTS[: TRANSPORTS.index(self._current.name)]
 
     def _reasons(self) -> dict[str, str]:
         reasons = {name: self._refused[name].why for name in self._before_current() if name in self._refused}

@@ -15,7 +15,6 @@ from, and received into, their final memory. Little-endian:
     DONE      empty: the last frame of a side in this exchange
     FAILED    code u8, message in UTF-8         instead of any answer; the connection is closed then
     GRANT, WRITTEN, RENEW, POOL                 only in shm (shm_frames.py)
-    JOIN, TAKEN                                 only in nixl (nixl_link.py)
     ABORT     empty: in shm, a worker has stopped writing, and its pages are to be discarded
 
 The version is that of the protocol (versions.py): the client's HELLO has the one that it has agreed on with the shard
@@ -72,8 +71,6 @@ class FrameKind(IntEnum):
     ATTEND = 15
     PARTIALS = 16
     POOL = 17
-    JOIN = 18
-    TAKEN = 19
 
 
 _MOST = {
@@ -93,8 +90,6 @@ _MOST = {
     FrameKind.ABORT: 0,
     FrameKind.ATTEND: limits.BODY_BYTES,
     FrameKind.POOL: 8,
-    FrameKind.JOIN: limits.JOIN_BYTES,
-    FrameKind.TAKEN: 0,
     FrameKind.PARTIALS: limits.SMALL_BODY_BYTES * 4,  # SPANS_PER_CALL spans that are lacking
 }
 """The most bytes of a body, by its kind: every kind has its bound here."""
@@ -172,17 +167,6 @@ def decode_pages(body: bytes) -> list[RecordHead]:
     heads, end = decode_heads(body, _COUNT.size, _COUNT.unpack_from(body)[0])
     must(end == len(body), f"a PAGES frame of {len(body)} bytes was announced as one of {end}")
     return heads
-
-
-def encode_join(address: int, metadata: bytes) -> bytes:
-    """Encodes where the memory of one end of NIXL begins, and what NIXL gives the other to reach it."""
-    return _TIME.pack(address) + metadata
-
-
-def decode_join(body: bytes) -> tuple[int, bytes]:
-    """The inverse."""
-    must(len(body) > _TIME.size, "a JOIN frame ends before its metadata")
-    return _TIME.unpack_from(body)[0], body[_TIME.size :]
 
 
 # ------------------------------------------------------------------------------------------- failures

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvcluster.config import DEFAULT_TRANSPORTS
+from kvcluster.config import TRANSPORTS
 from kvcluster.release import PROTOCOL_VERSION
 from tests.chaos.judge import CALLS
 from tests.chaos.niceness import WORKER, set_niceness
@@ -111,7 +111,7 @@ class Crew:
 
     def _start_worker(self, name: str) -> None:
         before = sum(journal.name.startswith(f"{name}-") for journal in self._journals)
-        transports = DEFAULT_TRANSPORTS[-1:] if before % 2 else DEFAULT_TRANSPORTS
+        transports = TRANSPORTS[-1:] if before % 2 else TRANSPORTS
         older = self._older if before % 4 in (2, 3) else None
         seed = str(self._draws.randrange(2**32))
         self._start(name, WORKERS[name], "tests.chaos.worker", seed, ",".join(transports), release=older)

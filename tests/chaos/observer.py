@@ -20,7 +20,7 @@ from typing import Any
 from kvcluster.client import Client, store_executor
 from kvcluster.client.layouts import Buffers
 from kvcluster.client.status import other_tiers
-from kvcluster.config import DEFAULT_TRANSPORTS
+from kvcluster.config import TRANSPORTS
 from tests.chaos.content import PAGE_BYTES, SPEC, lonely, right_bytes, wrong
 from tests.chaos.judge import Caller, Journal
 from tests.chaos.stopwatch import Stopwatch
@@ -171,7 +171,7 @@ def main(address: str, token: str, path: str) -> None:
         journal = Journal(house.enter_context(open(path, "a", encoding="utf-8")))
         house.callback(lambda: journal.say(ended=True))
         watch = house.enter_context(Stopwatch())
-        client = house.enter_context(connected(address, token or None, DEFAULT_TRANSPORTS, journal, threading.Event()))
+        client = house.enter_context(connected(address, token or None, TRANSPORTS, journal, threading.Event()))
         observer = Observer(client, journal, Caller(journal, watch))
         for line in sys.stdin:
             question = json.loads(line)

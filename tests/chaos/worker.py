@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import kvcluster
 from kvcluster.client import Client
-from kvcluster.config import DEFAULT_TRANSPORTS, ClientConfig
+from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core.messages import ReadRequest
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import Unreachable
@@ -80,7 +80,7 @@ def main(address: str, token: str, seed: str, transports: str, path: str) -> Non
         if hasattr(ReadRequest, "on_device"):  # not in an older release
             from tests.chaos.device_load import DeviceLoad
 
-            every = house.enter_context(connected(address, token or None, DEFAULT_TRANSPORTS, journal, ended))
+            every = house.enter_context(connected(address, token or None, TRANSPORTS, journal, ended))
             loads.append(DeviceLoad(every, journal, call, int(seed), ended))
 
         def work(load: Steps) -> None:

@@ -14,7 +14,7 @@ import kvcluster
 from kvcluster.cli import breakeven
 from kvcluster.cli.breakeven import lines
 from kvcluster.cli.main import main
-from kvcluster.config import DEFAULT_TRANSPORTS
+from kvcluster.config import TRANSPORTS
 from kvcluster.core.breakeven import Breakeven, LinkRate
 from kvcluster.core.spec import KVSpec
 from tests.cli.served import Served
@@ -70,7 +70,7 @@ def measured(said: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_every_path_is_measured_or_says_why_not(served: Served, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = figures(served, model, capsys, "1000")
-    assert [path["path"] for path in said["paths"]] == list(DEFAULT_TRANSPORTS)
+    assert [path["path"] for path in said["paths"]] == list(TRANSPORTS)
     assert (said["token_bytes"], said["block_tokens"], said["prefill_tokens_per_s"]) == (TOKEN_BYTES, 16, 1_000)
     for path in measured(said):
         assert path["bytes_per_s"] > 0
@@ -170,7 +170,7 @@ def test_a_person_reads_a_line_for_each_path_and_a_verdict(
     assert said[0] == f"{model}: 4 layers of k [2 x 64, bfloat16] and v [2 x 64, bfloat16]"
     assert said[1] == "  head_dim is not given: hidden_size / num_attention_heads is assumed"
     assert said[2] == "2.0 KiB a token, 32.0 KiB a block of 16; computed: 1 tokens/s, as given"
-    assert [line.split()[0] for line in said if line.startswith(DEFAULT_TRANSPORTS)] == list(DEFAULT_TRANSPORTS)
+    assert [line.split()[0] for line in said if line.startswith(TRANSPORTS)] == list(TRANSPORTS)
     assert said[-1].startswith("a client here takes ")
     assert said[-1].endswith("; loads pay from 16 tokens on")
 
@@ -219,7 +219,7 @@ def test_where_no_shard_is_to_be_reached_every_path_says_why(
     served.cut_off_shard()
     assert main(["breakeven", "--model", model, "--prefill", "1", "--address", served.coordinator]) == 1
     *_, shm, tcp, grpc, _, verdict = capsys.readouterr().out.splitlines()
-    assert [line.split()[:5] for line in (shm, tcp, grpc)] == [[name, *"----"] for name in DEFAULT_TRANSPORTS]
+    assert [line.split()[:5] for line in (shm, tcp, grpc)] == [[name, *"----"] for name in TRANSPORTS]
     assert "shard_lost" in grpc
     assert verdict == "no path could be measured: see `kvcluster status`"
 

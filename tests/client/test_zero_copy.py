@@ -22,7 +22,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.layouts import Buffers
 from kvcluster.client.tensors import page_tensor
 from kvcluster.client.tickets import Ticket, TicketSeal
-from kvcluster.config import DEFAULT_TRANSPORTS, ClientConfig
+from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
@@ -103,7 +103,7 @@ class Desk:
         spec: KVSpec = SPEC,
         *,
         part: Part | Mapping[int, Part] | None = None,
-        takes: tuple[str, ...] = DEFAULT_TRANSPORTS,
+        takes: tuple[str, ...] = TRANSPORTS,
         path: Opener = open_path,
         **settings: Any,
     ) -> Client:

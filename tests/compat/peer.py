@@ -35,9 +35,6 @@ GPU = os.environ.get("KVCLUSTER_PEER_GPU", "")
 CODEC = os.environ.get("KVCLUSTER_PEER_CODEC", "")
 """With which pages are encoded in a host tier as large, from which none comes up again."""
 
-TRANSPORTS = os.environ.get("KVCLUSTER_PEER_TRANSPORTS", "")
-"""Those that a shard offers, where not those by default, separated by commas."""
-
 TOKENS = os.environ.get("KVCLUSTER_PEER_TOKENS", "")
 """By default they are for a cluster of such processes on one host. With these a shard joins a cluster that is there."""
 SPEC = KVSpec.uniform(
@@ -75,9 +72,7 @@ def refusals(calls: Any, host: Any = None) -> dict[str, int]:
 def settings(shards: int) -> Any:
     room = known(ShardConfig, ram_bytes=POOL, device_bytes=POOL)  # the latter up to 0.2
     quick = {**room, "report_interval_ms": 20, "report_retry_ms": 20, "scrub_bytes": 0}
-    server: dict[str, Any] = {"token_file": TOKENS} if TOKENS else {}
-    if TRANSPORTS:
-        server["transports"] = TRANSPORTS.split(",")
+    server = {"token_file": TOKENS} if TOKENS else {}
     overrides = {"shards": shards, "membership_ttl_ms": TTL_MS, "shard": quick, "server": server}
     if GPU:
         quick |= {"gpu_bytes": POOL, "gpu_device": GPU, "host_bytes": "16MiB"}

@@ -10,7 +10,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 
-from kvcluster.config import DEFAULT_TRANSPORTS, TRANSPORTS
+from kvcluster.config import TRANSPORTS
 from kvcluster.engines.vllm import KVClusterConnector, settings
 from kvcluster.errors import ConfigError
 from tests.vllm.build import engine_config, kv_config
@@ -51,7 +51,7 @@ def test_what_is_given_stands_and_the_rest_has_its_default() -> None:
     read = settings.parse_settings(ADDRESS | {"load_ms": 7, "transports": ["grpc"], "report": True, "accept": "exact"})
     assert (read.address, read.load_ms, read.transports, read.report) == ("host:7070", 7, ("grpc",), True)
     assert settings.parse_settings(ADDRESS) == settings.ConnectorSettings(address="host:7070")
-    assert settings.parse_settings(ADDRESS).transports == DEFAULT_TRANSPORTS
+    assert settings.parse_settings(ADDRESS).transports == TRANSPORTS
 
 
 @pytest.mark.parametrize("mode", ["observe", "off"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcluster.client.credential import read_token
 from kvcluster.client.trace_file import DEFAULT_FOLDER, MODES
-from kvcluster.config import DEFAULT_TRANSPORTS, LOSSES
+from kvcluster.config import LOSSES, TRANSPORTS
 from kvcluster.core import limits
 from kvcluster.engines.settings_check import check_settings
 from kvcluster.errors import ConfigError
@@ -54,7 +54,7 @@ class ConnectorSettings:
     staging_bytes: int = 2**28
     share_across_devices: bool = False
     report: bool = False
-    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
+    transports: tuple[str, ...] = TRANSPORTS
     accept: str = "q4"
     trace_dir: str = str(DEFAULT_FOLDER)
     trace_bytes: int = limits.TRACE_BYTES

@@ -22,7 +22,7 @@ from kvcluster.client.client import Client
 from kvcluster.client.sequences import block_places
 from kvcluster.client.sequences.attend_planner import AttendPlanner, ShipAbsent, SpanChoice, StepFacts
 from kvcluster.client.sequences.batch_attention import BatchAttention
-from kvcluster.config import DEFAULT_TRANSPORTS, ClientConfig
+from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.attend_work import attend_work
 from kvcluster.core.groups import Group, Plane
@@ -630,13 +630,7 @@ def served(request: pytest.FixtureRequest, cluster: MemoryCluster) -> Iterator[C
         def opener(shard: ShardAddress) -> Transport:
             control = OfferingControl(cluster.shards[shard.shard], (offers[shard.shard],))
             return AutoTransport(
-                shard,
-                control,
-                OPENERS,
-                token=None,
-                next_attempt=own_attempts(),
-                here="memory",
-                takes=DEFAULT_TRANSPORTS,
+                shard, control, OPENERS, token=None, next_attempt=own_attempts(), here="memory", takes=TRANSPORTS
             )
 
         config = ClientConfig(resident_bytes=900 * PAGE, deadline_ms=20_000)
