@@ -57,6 +57,7 @@ class TimedDevice:
     """A Device that keeps time. An event is when the work before it is done."""
 
     name = "timed"
+    reads = (name,)
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

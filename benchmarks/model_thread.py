@@ -54,6 +54,7 @@ class FreeDevice:
     """A Device whose work is done at once, and is nothing. It counts calls, and those that would wait."""
 
     name = "free"
+    reads = (name,)
 
     def __init__(self) -> None:
         self.calls = 0

@@ -141,6 +141,7 @@ class CudaDevice:
         self, driver: CudaDriver, ordinal: int, *, current: Callable[[], int], kernels: Mapping[type, Enqueue]
     ) -> None:
         self.name = driver.uuid(ordinal)
+        self.reads = frozenset(driver.uuid(each) for each in driver.reads(ordinal))
         self._driver = driver
         self._ordinal = ordinal
         self._current = current

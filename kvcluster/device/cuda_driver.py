@@ -112,6 +112,15 @@ class CudaDriver:
         text = bytes(raw).hex()
         return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
 
+    def reads(self, device: int) -> list[int]:
+        """Returns the devices whose memory this one reads: itself, and its peers among those shown to this process."""
+        found, value = [device], c_int()
+        for other in range(self.count()):
+            if other != device:
+                self.call("cuDeviceCanAccessPeer", byref(value), c_int(device), c_int(other))
+                found += [other] if value.value else []
+        return found
+
     def bus_id(self, device: int) -> str:
         """Returns its place on the PCI bus, as in /sys/bus/pci/devices."""
         text = ctypes.create_string_buffer(32)

@@ -12,7 +12,7 @@ reads it if it is registered. The CPU reads and writes pinned memory only within
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, NewType, Protocol
 
@@ -82,6 +82,11 @@ class Device(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def reads(self) -> Collection[str]:
+        """The names of the devices whose shared memory it opens: its own, and of those that this process is shown the
+        ones whose memory it reads itself, as over NVLink."""
+
     def together(self) -> AbstractContextManager[None]:
         """Returns a context in which this thread's calls cost less. Meanwhile no graph is captured: it is for a few."""
 
@@ -96,7 +101,7 @@ class Device(Protocol):
         if this device cannot share."""
 
     def open_shared(self, descriptor: int, nbytes: int) -> Allocation:
-        """Returns memory that another process has allocated on the same device, `nbytes` as its range says, to be read.
+        """Returns memory that another process has allocated on one of `reads`, `nbytes` as its range says, to be read.
         It lasts until it is released here, whatever becomes of that process. The caller still closes the descriptor.
         Raises NoMemory if the device does not open it."""
 

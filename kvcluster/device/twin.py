@@ -19,7 +19,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
@@ -271,12 +271,20 @@ def _locked(method: Callable[Concatenate[Twin, P], R]) -> Callable[Concatenate[T
 
 
 class Twin:
-    """A Device with `nbytes` of memory, of which `pinnable` bytes of this process may be pinned."""
+    """A Device with `nbytes` of memory, of which `pinnable` bytes of this process may be pinned. `peers`: other devices
+    whose memory it reads."""
 
     def __init__(
-        self, machine: Machine, name: str = "twin-0", *, nbytes: int = 1 << 20, pinnable: int = 1 << 20
+        self,
+        machine: Machine,
+        name: str = "twin-0",
+        *,
+        nbytes: int = 1 << 20,
+        pinnable: int = 1 << 20,
+        peers: Collection[str] = (),
     ) -> None:
         self.name = name
+        self.reads = frozenset((name, *peers))
         self._failed = False
         self.machine = machine
         self._streams: dict[Stream, None] = {}

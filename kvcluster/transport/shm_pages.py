@@ -6,9 +6,10 @@ lease may find another page there, which does not verify. A writer may pause for
 no other writer before the worker has said that it has stopped, or its connection has ended (shm_server.py). So no
 connection is ended while a byte is being written into the arena.
 
-A worker whose blocks lie on a device has that read the arena itself, if the system lets it be registered. If it is the
-device on which the shard has a pool, the worker opens that as well, for reading alone, and is granted pages of it: a
-batch of its own. Either is carried out by the device (device/pool_copies.py).
+A worker whose blocks lie on a device has that read the arena itself, if the system lets it be registered. If it also
+reads the memory of the device on which the shard has a pool, its own or a peer's, the worker opens that as well, for
+reading alone, and is granted pages of it: a batch of its own. Either is carried out by the device
+(device/pool_copies.py).
 
     pool    -> POOL   <- POOL                                              before the first load from there
     load    -> READ   <- GRANT  -> RENEW ..., DONE
@@ -186,9 +187,9 @@ class ShmPages:
             return None
 
     def _reads_pool(self, control: ShmConnection, device: Device, deadline: Deadline) -> bool:
-        """Whether pages of the shard's pool can be read, which this opens if it is on that device. If it cannot be
-        opened it is not tried again."""
-        if device.name != self._device:
+        """Whether pages of the shard's pool can be read, which this opens if it is on that device or one whose memory
+        that reads. If it cannot be opened it is not tried again."""
+        if self._device not in device.reads:
             return False
         if control.pool is None:
             try:

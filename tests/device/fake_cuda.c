@@ -71,13 +71,19 @@ int cuGetErrorName(int status, const char **name) {
     return SUCCESS;
 }
 int cuDriverGetVersion(int *version) { *version = 13000; return SUCCESS; }
-int cuDeviceGetCount(int *count) { *count = 1; return SUCCESS; }
+static int devices = 1, peers;
+void fake_devices(int number, int are_peers) { devices = number; peers = are_peers; }
+int cuDeviceGetCount(int *count) { *count = devices; return SUCCESS; }
+int cuDeviceCanAccessPeer(int *can, int device, int other) {
+    *can = peers;
+    return device == other || device >= devices || other >= devices ? 101 : SUCCESS;
+}
 int cuDeviceGetName(char *name, int room, int device) { strncpy(name, "Paper H100", (size_t)room); return device ? 101 : SUCCESS; }
 int cuDeviceTotalMem_v2(size_t *nbytes, int device) { *nbytes = 80ull << 30; return device ? 101 : SUCCESS; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute; return device ? 101 : SUCCESS; }
 int cuDeviceGetUuid_v2(unsigned char *uuid, int device) {
-    for (int i = 0; i < 16; i++) uuid[i] = (unsigned char)i;
-    return device ? 101 : SUCCESS;
+    for (int i = 0; i < 16; i++) uuid[i] = (unsigned char)(i + device);
+    return device >= devices ? 101 : SUCCESS;
 }
 int cuDeviceGetPCIBusId(char *text, int room, int device) { strncpy(text, "0000:FF:00.0", (size_t)room); return device ? 101 : SUCCESS; }
 int cuDevicePrimaryCtxRetain(void **context, int device) { *context = &context_object; return device ? 101 : SUCCESS; }

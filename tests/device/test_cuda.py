@@ -146,6 +146,20 @@ def test_without_a_library_or_a_device_it_says_so() -> None:
         CudaDevice(CudaDriver(library()), 1, current=int, kernels={})
 
 
+@pytest.mark.parametrize(("devices", "are_peers", "others"), [(1, 0, 0), (3, 0, 0), (3, 1, 2)])
+def test_a_card_reads_its_own_memory_and_that_of_its_peers(
+    card: FakeCard, devices: int, are_peers: int, others: int
+) -> None:
+    card.library.fake_devices(devices, are_peers)
+    try:
+        driver = CudaDriver(library())
+        device = CudaDevice(driver, 0, current=int, kernels={})
+        names = {driver.uuid(ordinal) for ordinal in range(1 + others)}
+        assert device.reads == names and len(names) == 1 + others and device.name in names
+    finally:
+        card.library.fake_devices(1, 0)
+
+
 def test_shared_memory_leaves_nothing_behind(card: FakeCard) -> None:
     shared = card.device.allocate_shared(NBYTES)
     descriptor = shared.descriptor()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -38,12 +38,16 @@ from tests.waiting import eventually
 EACH = BLOCKS * SPEC.block_bytes
 SLOT_BYTES = limits.RECORD_BYTES + TABLE_BYTES
 
+READERS = [("twin-0", ()), ("twin-1", ("twin-0",))]
+"""An engine on the device of a shard's pool, and one on a peer of it."""
+
 
 class Here:
-    """An engine's blocks on a device of that name, and a client that reaches the shards over shared memory."""
+    """An engine's blocks on a device of that name and with these peers, and a client that reaches the shards over
+    shared memory."""
 
-    def __init__(self, name: str, client: Client) -> None:
-        self.twin = Twin(Machine(random.Random(7)), name, nbytes=1 << 24, pinnable=1 << 28)
+    def __init__(self, name: str, peers: Collection[str], client: Client) -> None:
+        self.twin = Twin(Machine(random.Random(7)), name, nbytes=1 << 24, pinnable=1 << 28, peers=peers)
         DEVICES.add(DeviceStaging(self.twin, slot_bytes=SLOT_BYTES, slots=2))
         self.client = client
         self._engine = Engine(self.twin)
@@ -82,8 +86,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @contextmanager
-def world(*, name: str = "twin-0", shards: int = 1, **sizes: int) -> Iterator[tuple[MemoryCluster, Here]]:
-    """A cluster whose shards have room for so many prompts in each tier, and an engine on a device of that name."""
+def world(
+    *, name: str = "twin-0", peers: Collection[str] = (), shards: int = 1, **sizes: int
+) -> Iterator[tuple[MemoryCluster, Here]]:
+    """A cluster whose shards have room for so many prompts in each tier, and an engine on a device of that name and
+    with these peers."""
     shard: dict[str, object] = {key: count * EACH for key, count in sizes.items() if key != "ram_bytes"}
     shard["gpu_device"] = "twin"
     promptly = {"host_codec": "raw", "promote_loads": 1, "low_free": 0.1, "high_free": 0.3}
@@ -97,7 +104,7 @@ def world(*, name: str = "twin-0", shards: int = 1, **sizes: int) -> Iterator[tu
             ends.callback(each.close)
         client = Client(cluster.port(ONE), lambda shard: served[shard.shard].open(ONE), SPEC)
         ends.callback(client.close)
-        here = Here(name, client)
+        here = Here(name, peers, client)
         ends.callback(DEVICES.remove, here.twin)
         yield cluster, here
 
@@ -117,8 +124,11 @@ def counted(cluster: MemoryCluster, name: str) -> int:
     return sum(dict(host.core.info().counters)[name] for host in cluster.shards.values())
 
 
-def test_pages_of_the_pool_are_read_there_and_no_copy_is_made_in_memory(read: list[int]) -> None:
-    with world(gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+@pytest.mark.parametrize(("name", "peers"), READERS)
+def test_pages_of_the_pool_are_read_there_and_no_copy_is_made_in_memory(
+    read: list[int], name: str, peers: Collection[str]
+) -> None:
+    with world(name=name, peers=peers, gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
         promoted(cluster, here, 1)
         (host,) = cluster.shards.values()
 
@@ -137,8 +147,9 @@ def test_pages_of_the_pool_are_read_there_and_no_copy_is_made_in_memory(read: li
         assert counted(cluster, "read_on_device") >= 10 * BLOCKS
 
 
-def test_blocks_on_another_device_get_copies(read: list[int]) -> None:
-    with world(name="twin-1", gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
+@pytest.mark.parametrize("peers", [(), ("twin-2",)])
+def test_blocks_on_another_device_that_is_no_peer_get_copies(read: list[int], peers: Collection[str]) -> None:
+    with world(name="twin-1", peers=peers, gpu_bytes=3, ram_bytes=3, host_bytes=3) as (cluster, here):
         promoted(cluster, here, 1)
         assert here.load(1) == BLOCKS
         assert not read
@@ -153,10 +164,13 @@ def test_memory_of_the_cpu_gets_copies_beside_them(read: list[int]) -> None:
         assert torch.equal(out, kv(1)) and not read
 
 
-def test_whatever_comes_is_what_was_stored_in_too_little_memory_of_every_tier(read: list[int]) -> None:
+@pytest.mark.parametrize(("name", "peers"), READERS)
+def test_whatever_comes_is_what_was_stored_in_too_little_memory_of_every_tier(
+    read: list[int], name: str, peers: Collection[str]
+) -> None:
     """Some pages of a load lie in the pool, others in memory, and they move meanwhile."""
     draw, loaded, seen = random.Random(5), 0, set[Tier]()
-    with world(shards=2, gpu_bytes=2, ram_bytes=3, host_bytes=3) as (cluster, here):
+    with world(name=name, peers=peers, shards=2, gpu_bytes=2, ram_bytes=3, host_bytes=3) as (cluster, here):
         for _ in range(300):
             number = draw.choice((0, 1, draw.randrange(9)))
             blocks = here.load(number)
