@@ -23,9 +23,9 @@ CHAOS_MINUTES ?= 20
 CHAOS_SEED ?= 1
 SOAK_MINUTES ?= 60
 ATTACK_MINUTES ?= 3
-SIM_SEEDS ?= 2000
+SEEDS ?= 2000
 # Milliseconds since 1970: seeds that were not run before.
-SIM_FIRST ?= $(shell date +%s%3N)
+FIRST ?= $(shell date +%s%3N)
 FUZZ_INPUTS ?= 100000
 FUZZ_OPERATIONS ?= 100000
 FUZZ_SEED ?= 0
@@ -129,9 +129,9 @@ bench: install ## measure lookups and transfers (BENCH_ARGS=--json for machines;
 	@$(BIN)/kvcluster bench lookup $(BENCH_ARGS)
 	@$(BIN)/kvcluster bench transfer $(BENCH_ARGS)
 
-simulate: install ## the real core through drawn faults, 2,000 times, from a new first seed (SIM_SEEDS=100000, SIM_FIRST=1000 to choose)
-	@first=$(SIM_FIRST); echo "==> to repeat these: make simulate SIM_SEEDS=$(SIM_SEEDS) SIM_FIRST=$$first"; \
-	  $(BIN)/kvcluster simulate --seeds $(SIM_SEEDS) --first $$first
+simulate: install ## the real core through drawn faults, 2,000 times, from a new first seed (SEEDS=100000, FIRST=1000, BUG=no-epoch-fence to choose)
+	@first=$(FIRST); echo "==> to repeat these: make simulate SEEDS=$(SEEDS) FIRST=$$first"; \
+	  $(BIN)/python -m tests.sim --seeds $(SEEDS) --first $$first $(if $(BUG),--bug $(BUG))
 
 chaos: install ## faults on a real cluster under load, best as root (CHAOS_MINUTES=20, CHAOS_SEED=1)
 	@mkdir -p build

@@ -18,8 +18,7 @@ TREE = {
     "kvcluster/testing/suite/__init__.py": "from kvcluster.testing.suite.moving import MovingClaims\n"
     "class Claims(MovingClaims): ...\n",
     "kvcluster/testing/suite/moving.py": "class MovingClaims:\n    def test_bytes_arrive(self): ...\n",
-    "kvcluster/testing/sim/bugs/shards.py": "@planted(LeaseBook, 'running')\ndef late_commit(): ...\n"
-    "def not_planted(): ...\n",
+    "tests/sim/bugs/shards.py": "@planted(LeaseBook, 'running')\ndef late_commit(): ...\ndef not_planted(): ...\n",
     "tests/fuzz/wire_parsers.py": "yield_ = Parser('ticket', read)\n",
     "tests/chaos/faults.py": "class Kind(Enum):\n    FLIP = 'bits flipped'\n",
     "tests/vllm/e2e/__main__.py": "CHECKS = {'identity': identity.check}\n",

@@ -169,7 +169,7 @@ def stages(root: Path, path: str, *, seeds: int) -> list[Stage]:
     tests = (*python, "pytest", "-x", "-q", "-p", "no:cacheprovider", *files)
     found = [Stage("tests", tests, r"^(?:FAILED|ERROR) (\S+)")]
     if seeds:
-        simulate = ("kvcluster.cli.main", "simulate", "--jobs", "1", "--seeds", str(seeds))
+        simulate = ("tests.sim", "--jobs", "1", "--seeds", str(seeds))
         found.append(Stage("simulator", (*python, *simulate), r"^(seed \d+)"))
     return found
 

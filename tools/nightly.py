@@ -19,7 +19,7 @@ OUTPUT = ROOT / "build" / "nightly"
 
 STEPS: dict[str, tuple[str, ...]] = {
     "test": ("make", "test", "TEST_ARGS=--nightly"),
-    "simulate": ("make", "simulate", "SIM_SEEDS=20000"),
+    "simulate": ("make", "simulate", "SEEDS=20000"),
     "fuzz": ("make", "fuzz"),
     "fuzz-vllm": ("make", "fuzz-vllm"),
     "fuzz-clients": ("make", "fuzz-clients"),

@@ -5,7 +5,7 @@ A promise is a row of a table whose header is `promise | mechanism | test | runs
     `tests/path.py`                        the file has a test                              CI
     `tests/path.py -k "words"`             and the words select one, as pytest reads them   CI
     `tests/core/transcripts/.../x.txt`     a transcript that tests compare with             CI
-    planted bug `name`                     of kvcluster/testing/sim/bugs/*.py                CI, nightly
+    planted bug `name`                     of tests/sim/bugs/*.py                CI, nightly
     parser `name`                          of tests/fuzz/*_parsers.py                       CI, nightly
     chaos `fault`                          of tests/chaos/faults.py                         nightly
     e2e `check`                            of tests/vllm/e2e/__main__.py                    nightly
@@ -33,7 +33,7 @@ REFERENCE = re.compile(r"(?:(planted bug|parser|chaos|e2e|attack) )?`([^`]+)`")
 SELECTION = re.compile(r"""(tests/[\w/]+\.py)(?: -k (?:"([^"]+)"|(\w+)))?""")
 
 NAMED_IN = {
-    "planted bug": ("kvcluster/testing/sim/bugs/*.py", {CI, NIGHTLY}),
+    "planted bug": ("tests/sim/bugs/*.py", {CI, NIGHTLY}),
     "parser": ("tests/fuzz/*_parsers.py", {CI, NIGHTLY}),
     "chaos": ("tests/chaos/faults.py", {NIGHTLY}),
     "e2e": ("tests/vllm/e2e/__main__.py", {NIGHTLY}),

@@ -1,4 +1,5 @@
-"""The checks of tidy.py on the structure of kvcluster/: no circular imports, short functions, unique class names.
+"""The checks of tidy.py on the structure of kvcluster/ and the simulator: no circular imports, short functions, unique
+class names.
 
 Every import counts, also under TYPE_CHECKING and within a function, because a reader has to follow it as well.
 `from package import module` counts as an import of both.
@@ -14,6 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 MAX_FUNCTION_LINES = 50
+
+_FOLDERS = ("kvcluster/", "tests/sim/")
+_TESTS = "tests/sim/test_"
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,13 @@ _HERE = "tools/structure.py:1"
 
 
 def complaints(texts: Mapping[str, str], known: Known | None = None) -> list[str]:
-    """Returns what is wrong with the modules below kvcluster/ in `texts` (by path), except `known`, by default
-    KNOWN."""
+    """Returns what is wrong with the modules of kvcluster/ and the simulator in `texts` (by path), except `known`, by
+    default KNOWN."""
     known = KNOWN if known is None else known
     trees = {
         path: ast.parse(text)
         for path, text in sorted(texts.items())
-        if path.startswith("kvcluster/") and path.endswith(".py")
+        if path.startswith(_FOLDERS) and path.endswith(".py") and not path.startswith(_TESTS)
     }
     return [*_circles(trees, known), *_long_functions(trees, known), *_shared_names(trees, known)]
 

@@ -21,7 +21,6 @@ from kvcluster.cli import (
     pin,
     policy,
     report,
-    simulate,
     status,
     token,
     weights,
@@ -33,7 +32,7 @@ from kvcluster.transport.base import Unavailable
 _COMMANDS = (
     *(cluster, status, doctor, logs, explain, weights, events),
     *(admin, pin, policy),
-    *(demo_command, breakeven, report, bench, token, completion, simulate),
+    *(demo_command, breakeven, report, bench, token, completion),
 )
 
 GROUPS = {
@@ -41,7 +40,7 @@ GROUPS = {
     "see what it does": ("status", "doctor", "logs", "lookup", "explain", "pins", "weights", "events"),
     "change what it does": ("off", "on", "policy", "pin", "unpin", "clear", "purge"),
     "judge whether it helps": ("demo", "breakeven", "report", "bench"),
-    "set up and test": ("token", "completion", "simulate"),
+    "set up": ("token", "completion"),
 }
 """The commands as the help lists them."""
 

@@ -29,10 +29,10 @@ from kvcluster.client.plan_messages import (
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.testing.sim.destination import Destination
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import HEADS, LAYERS, SPEC
 from tests.client.stepping import DEADLINE, EVICTED, GIVEN_UP, LOST, PATIENCE, A, B, C, D, SteppedLoad, refused, source
+from tests.sim.destination import Destination
 
 SHARDS = (A, B, C, D)
 HALVES = Part(0, LAYERS, 0, 2), Part(0, LAYERS, 2, HEADS)

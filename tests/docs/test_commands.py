@@ -45,7 +45,7 @@ NOT_RUN = [
     (r"kvcluster pin .*--tokenizer", "needs a model's tokenizer: tests/cli/test_admin.py makes one"),
     (r"kvcluster events", "waits for events: tests/cli/test_events.py"),
     (r"kvcluster bench ", "takes minutes: tests/cli/test_bench.py, test_bench_codec.py and test_bench_trace.py"),
-    (r"kvcluster simulate +(#|--seeds|--bug)", "takes a minute: tests/testing runs seeds, .ci/run 2,000"),
+    (r"python -m tests.sim ", "takes a minute: tests/sim runs seeds, .ci/run 500"),
     (r"curl http://127.0.0.1:9400", "needs a cluster with metrics.port: tests/actors/test_prometheus.py"),
 ]
 """What begins like this is not run here, and why; and where something runs in its place."""

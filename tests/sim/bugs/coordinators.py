@@ -1,0 +1,205 @@
+"""Bugs of coordinators and of their shells: knowledge, orders, purges, KV events."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from kvcluster.core import members
+from kvcluster.core.event_emitter import EventEmitter
+from kvcluster.core.eviction_queue import EvictionQueue
+from kvcluster.core.evictor import Evictor
+from kvcluster.core.groups import Part
+from kvcluster.core.holds import HeldBlocks
+from kvcluster.core.members import Membership
+from kvcluster.core.messages import Persist, Tick
+from kvcluster.core.namespaces import NamespaceTable
+from kvcluster.core.order_executor import OrderExecutor
+from kvcluster.core.order_stream import OrderStream
+from kvcluster.core.page_writers import PageWriters
+from kvcluster.core.prepare_handler import PrepareHandler
+from kvcluster.core.record_sweeper import RecordSweeper
+from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable
+from kvcluster.core.replicator import Replicator
+from kvcluster.core.report_handler import ReportHandler
+from kvcluster.core.report_stream import ReportCursor
+from kvcluster.core.tenant_floors import TenantFloors
+from kvcluster.core.tiering import Tiering
+from kvcluster.core.tombstones import Tombstones
+from kvcluster.eviction.lru import DEPTH_BITS, LRU
+from kvcluster.testing.core_process import CoreProcess
+from tests.sim.bugs.planting import planted
+from tests.sim.coordinator import CoordinatorProcess
+
+
+@planted(ReportCursor, "chunk")
+def stale_inventory(original: Any, self: ReportCursor, chunk: int, *, upto: int, last: bool) -> bool:
+    """Chunks of an inventory are accepted as they come, even if they belong to another inventory."""
+    self._next_chunk = chunk + 1
+    if last:
+        self._next = upto + 1
+    return True
+
+
+@planted(CoordinatorProcess, "perform")
+def purge_not_on_disk(original: Any, self: CoordinatorProcess, effect: Any) -> None:
+    """A purge is acknowledged and never written to disk."""
+    if not isinstance(effect, Persist):
+        original(self, effect)
+
+
+@planted(ReplicaTable, "kill_slot")
+def lost_shard_named(original: Any, self: ReplicaTable, slot: Any) -> None:
+    """Plans that name a lost shard are kept."""
+
+
+@planted(TenantFloors, "closed")
+def floors_not_kept(original: Any, self: TenantFloors, tenant: Any) -> bool:
+    """What a tenant has below its floor is evicted for others."""
+    return False
+
+
+@planted(HeldBlocks, "fitting")
+def holds_without_bound(original: Any, self: HeldBlocks, space: Any, tenant: Any, hashes: Any, **bounds: Any) -> int:
+    """A tenant's tickets hold all that they name, however many bytes that is."""
+    return len(hashes)
+
+
+@planted(members, "charged")
+def replicas_charged(original: Any, copies: ReplicaSet, group: int, part: Part) -> list[Replica]:
+    """A tenant is charged for each copy of its blocks, so that others may evict the only copies of some."""
+    return [copy for copy in copies.entries if (copy.group, copy.part) == (group, part)]
+
+
+@planted(ReportHandler, "_give_orders")
+def evicts_while_rebuilding(original: Any, self: ReportHandler, m: Any, member: Any, now: int) -> None:
+    """A coordinator that knows only some shards orders evictions."""
+    until, self._state.rebuild_until = self._state.rebuild_until, None
+    original(self, m, member, now)
+    self._state.rebuild_until = until
+
+
+@planted(CoreProcess, "catch_up")
+def judged_after_a_stall(original: Any, self: CoreProcess) -> None:
+    """A process that was stalled judges deadlines first, and steps the messages that arrived meanwhile afterwards."""
+    deadline = self.core.next_deadline()
+    if deadline is not None and deadline <= self.now():
+        self.step(Tick())
+    original(self)
+
+
+@planted(NamespaceTable, "apply_tombstone")
+def forgotten_tombstone(original: Any, self: NamespaceTable, stone: Any) -> Any:
+    """A purge removes the records, and forgets that there was a purge."""
+    before = [(space, space.purged) for space in self]
+    records = original(self, stone)
+    for space, purged in before:
+        space.purged = purged
+    return records
+
+
+@planted(OrderExecutor, "_stop_writers")
+def purged_writers_go_on(original: Any, self: OrderExecutor, space: Any) -> list[Any]:
+    """A shard that carries out a purge does not stop the writers of older pages."""
+    return []
+
+
+@planted(Replicator, "drained")
+def drained_too_early(original: Any, self: Replicator, member: Any) -> bool:
+    """A draining shard is told to leave before another shard has fetched the blocks that only it holds."""
+    return True
+
+
+@planted(Evictor, "_spares")
+def evicts_what_is_promised(original: Any, self: Evictor, record: Any, now: int, despite_holds: bool) -> bool:
+    """An order takes blocks that are held for a load, or that an operator has pinned."""
+    return False
+
+
+@planted(OrderStream, "give")
+def order_number_used_again(original: Any, self: OrderStream, make: Any) -> None:
+    """Order numbers are counted from the unfinished orders, so that a new order gets the number of one that has
+    ended."""
+    self._numbers = count(len(self) + 1)
+    original(self, make)
+
+
+@planted(Membership, "admit")
+def order_numbers_reset(original: Any, self: Membership, info: Any, now: int) -> Any:
+    """The orders to a shard are counted from 1 again when it sends its inventory again, though the shard goes on
+    counting."""
+    self._order_numbers = count(1)
+    return original(self, info, now)
+
+
+@planted(EvictionQueue, "_is_leaf")
+def roots_go_first(original: Any, self: EvictionQueue[Any], state: int) -> bool:
+    """A block that others follow may be evicted; of equally cold blocks the beginning of a conversation is evicted
+    first."""
+    return state % 2 == 1
+
+
+@roots_go_first.also(LRU, "score")
+def _score(original: Any, self: LRU, block: Any, now: int) -> Any:
+    return block.stamp << DEPTH_BITS | block.depth
+
+
+@planted(PrepareHandler, "_answered_before")
+def repeat_treated_as_new(original: Any, self: PrepareHandler, attempt: Any, space: Any, kind: Any) -> None:
+    """A prepare that is repeated because its answer was lost is answered as if it were a new one."""
+    ticket = self._state.tickets.end((space.tenant, attempt))
+    if ticket is not None:
+        self._release(ticket)
+
+
+@planted(PageWriters, "end")
+def writer_not_forgotten(original: Any, self: PageWriters, *ticket: Any) -> None:
+    """The writer of a page is remembered though it has given up."""
+
+
+@planted(Tombstones, "since")
+def purge_skipped(original: Any, self: Tombstones, number: int) -> Any:
+    """A shard is not sent the purge that follows the last one that it has carried out."""
+    return original(self, number + 1)
+
+
+@planted(Tiering, "settle")
+def claimed_demotion_forgotten(original: Any, self: Tiering, member: Any, order: Any) -> None:
+    """A claimed block that was to be demoted, and has stayed where it is, is never looked at again."""
+    original(self, member, replace(order, moves=tuple(move for move in order.moves if not move.keeps)))
+
+
+@planted(Tiering, "_demotion")
+def claim_not_kept_below(original: Any, self: Tiering, record: Any, to: Any, now: int) -> Any:
+    """A claimed block for which there is no room below is evicted by its demotion."""
+    return original(self, record, to, now)._replace(keeps=False)
+
+
+@planted(RecordSweeper, "sweep_some")
+def swept_in_part(original: Any, self: RecordSweeper, now: int) -> None:
+    """The records of a lost shard that one step has no time for are never swept."""
+    original(self, now)
+    self._slots.clear()
+
+
+@planted(EventEmitter, "changed")
+def removal_not_told(original: Any, self: EventEmitter, space: Any, record: Any, before: int) -> None:
+    """KV events report what is stored in a tier, and not what is removed from it."""
+    if record.tiers & ~before:
+        original(self, space, record, before & record.tiers)
+
+
+@planted(EventEmitter, "tell_some")
+def retold_in_part(original: Any, self: EventEmitter) -> None:
+    """A coordinator that publishes all blocks again forgets the rest after its first step."""
+    original(self)
+    self._retelling.clear()
+
+
+@planted(EventEmitter, "remember")
+def tokens_of_another(
+    original: Any, self: EventEmitter, space: Any, hashes: Any, tokens: Any, block_tokens: int, now: int
+) -> None:
+    """KV events give the token ids of the first block of a store for all of its blocks."""
+    original(self, space, hashes, tuple(tokens[:block_tokens]) * len(hashes), block_tokens, now)
