@@ -126,8 +126,8 @@ nightly: .venv-vllm ## all that CI has no time for; one table (NIGHTLY_ARGS="--o
 	@$(BIN)/python tools/nightly.py $(NIGHTLY_ARGS)
 
 bench: install ## measure lookups and transfers (BENCH_ARGS=--json for machines; see docs/benchmarks.md)
-	@$(BIN)/kvcluster bench lookup $(BENCH_ARGS)
-	@$(BIN)/kvcluster bench transfer $(BENCH_ARGS)
+	@$(BIN)/python -m benchmarks lookup $(BENCH_ARGS)
+	@$(BIN)/python -m benchmarks transfer $(BENCH_ARGS)
 
 simulate: install ## the real core through drawn faults, 2,000 times, from a new first seed (SEEDS=100000, FIRST=1000, BUG=no-epoch-fence to choose)
 	@first=$(FIRST); echo "==> to repeat these: make simulate SEEDS=$(SEEDS) FIRST=$$first"; \

@@ -1,6 +1,6 @@
 """Measures attention over pages, beside what the machine can read and torch's flash kernel.
 
-    .venv/bin/python benchmarks/attend.py --turns 21
+    .venv/bin/python -m benchmarks.attend --turns 21
 
 Every turn runs each case once, in random order, after the CPU caches were filled with other data. Of decode, one query
 token over `--tokens` tokens of KV in pages of 16 tokens, 32 query heads on 8 heads of 128 channels, bfloat16, it prints
@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import torch
 
+from benchmarks.attention import baselines
+from benchmarks.attention.baselines import DTYPES, Step
+from benchmarks.attention.contexts import model
+from benchmarks.codec.coded import CodedPages
+from benchmarks.rounds import paired
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, partial
-from kvcluster.cli.bench.attend import baselines
-from kvcluster.cli.bench.attend.baselines import DTYPES, Step
-from kvcluster.cli.bench.attend.contexts import model
-from kvcluster.cli.bench.codec.coded import CodedPages
-from kvcluster.cli.bench.rounds import paired
 from kvcluster.core.codecs import Codec
 from kvcluster.pages import native
 

@@ -1,9 +1,9 @@
 """Compares whole loads and stores of two checkouts in turns, to find whether a change has made the client slower.
 
     git worktree add /tmp/before REVISION && cp kvcluster/pages/*.so /tmp/before/kvcluster/pages/
-    .venv/bin/python benchmarks/compare.py /tmp/before
+    .venv/bin/python -m benchmarks.compare /tmp/before
 
-Each checkout has the processes of its own `kvcluster bench transfer`: a local cluster, and a client of it. In every
+Each checkout has the processes of its own `benchmarks/transfer`: a local cluster, and a client of it. In every
 turn both make the same call, in random order, after the CPU caches were filled with other data. It prints the time of
 this checkout divided by that of the other in the same turn: the median of all turns, and its 95 % confidence interval
 (order statistics of the binomial distribution: no assumption about the distribution of times). Below 1, this checkout
@@ -20,10 +20,9 @@ from contextlib import ExitStack
 from itertools import count, product
 from pathlib import Path
 
-from kvcluster.cli.bench.rounds import sweep_caches
-from kvcluster.cli.bench.specs import BY_PAGE_BYTES, page_shape
-from kvcluster.cli.bench.transfer import end_to_end, worker
-from kvcluster.cli.bench.transfer.layout import LAYOUTS
+from benchmarks.rounds import sweep_caches
+from benchmarks.specs import BY_PAGE_BYTES, page_shape
+from benchmarks.transfer.layout import LAYOUTS
 from kvcluster.cli.child_process import ChildProcess
 from kvcluster.runtime.malloc_env import ENVIRONMENT
 
@@ -31,6 +30,9 @@ HERE = Path(__file__).resolve().parents[1]
 MOVED_BYTES = 128 * 2**20
 SIZES = {"2 MiB": 2 * 2**20, "64 KiB": 64 * 2**10}
 CALLS = ("load", "store")
+
+_ROOMS, _ROOMS_BEFORE = "benchmarks.transfer", "kvcluster.cli.bench.transfer"
+"""Where a checkout has its benchmark of transfers, and where those had it that still shipped it."""
 
 
 class Side:
@@ -40,10 +42,12 @@ class Side:
         if not (checkout / "kvcluster").is_dir():
             raise SystemExit(f"{checkout} has no package kvcluster")
         # They run in the checkout's folder, so that the processes of its cluster import from there too.
-        inside = ("env", "-C", str(checkout), f"PYTHONPATH={checkout}", sys.executable, "-u", "-m", worker.__name__)
+        rooms = _ROOMS if (checkout / "benchmarks" / "transfer").is_dir() else _ROOMS_BEFORE
+        python = ("env", "-C", str(checkout), f"PYTHONPATH={checkout}", sys.executable, "-u", "-m")
+        inside = (*python, f"{rooms}.worker")
         self._path = f"client {path}"
         work = {"page_bytes": page_bytes, "pages": MOVED_BYTES // page_bytes, "clients": 1}
-        shared = {"driver": end_to_end.__name__, "paths": [self._path], "work": work}
+        shared = {"driver": f"{rooms}.end_to_end", "paths": [self._path], "work": work}
         self._server = stack.enter_context(ChildProcess(inside, ENVIRONMENT))
         self._client = stack.enter_context(ChildProcess(inside))
         at = self._server.ask("serve", **shared)["at"]

@@ -1,6 +1,6 @@
 """Measures the native core alone: batches of copies between mapped pages and engines' layouts, beside memcpy.
 
-    .venv/bin/python benchmarks/copies.py --turns 21
+    .venv/bin/python -m benchmarks.copies --turns 21
 
 Every turn runs each copy once, in random order and after the CPU caches were filled with other data, and a memcpy of as
 many raw bytes, page by page, right before it. It prints milliseconds and the median ratio of memcpy's time to the
@@ -22,11 +22,11 @@ from functools import partial
 
 import torch
 
-from kvcluster.cli.bench.codec.coded import CodedPages
-from kvcluster.cli.bench.rounds import paired
-from kvcluster.cli.bench.specs import BY_PAGE_BYTES, page_shape
-from kvcluster.cli.bench.transfer.end_to_end import fill, paged
-from kvcluster.cli.bench.transfer.layout import LAYOUTS, EngineMemory
+from benchmarks.codec.coded import CodedPages
+from benchmarks.rounds import paired
+from benchmarks.specs import BY_PAGE_BYTES, page_shape
+from benchmarks.transfer.end_to_end import fill, paged
+from benchmarks.transfer.layout import LAYOUTS, EngineMemory
 from kvcluster.client.memory import bind
 from kvcluster.core.codecs import Codec
 from kvcluster.pages import checksum, native

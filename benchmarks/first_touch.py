@@ -1,6 +1,6 @@
 """Measures loads and stores of memory that a process touches for the first time, over shared memory.
 
-    .venv/bin/python benchmarks/first_touch.py
+    .venv/bin/python -m benchmarks.first_touch
 
 One cluster with a large pool. Each round is a fresh process with an engine's caches, one tensor a layer. It loads one
 block, for which it connects, and then 128 MiB four times, which another process has stored. Then it stores as much four
@@ -15,24 +15,21 @@ import argparse
 import json
 import statistics
 import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import kvcluster
-from kvcluster.cli.bench.report import progress
+from benchmarks.checkout import module_command
+from kvcluster.cli.figures import progress
 
 NBYTES = 128 * 2**20
 TIMES = 4
 LAYERS, HEADS, DIM = 32, 8, 64
 BLOCK_TOKENS = {"64KiB": 1, "2MiB": 32}
 """By the size of a page."""
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 def spec(block_tokens: int) -> kvcluster.KVSpec:
@@ -104,8 +101,8 @@ def measured(address: str, block_tokens: int) -> dict[str, list[float]]:
         time.sleep(1)
         stored(client, prompt(0, blocks, block_tokens), data)
         assert client.flush()
-    command = [sys.executable, __file__, "--child", address, str(block_tokens)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT, check=True)
+    command = module_command("benchmarks.first_touch", "--child", address, block_tokens)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     took: dict[str, list[float]] = json.loads(done.stdout)
     return took
 

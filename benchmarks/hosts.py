@@ -1,6 +1,6 @@
 """Measures loads from one, two and three nodes at once beside raw sockets between the same hosts. As root:
 
-    .venv/bin/python benchmarks/hosts.py
+    .venv/bin/python -m benchmarks.hosts
 
 The hosts are network namespaces on one switch (tests/hosts): a head, three nodes with a shard each, and a worker's
 host, started by the commands of docs/operations.md. A prompt lies on each node. For n nodes each client on the worker's
@@ -21,25 +21,20 @@ import os
 import random
 import statistics
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the hosts are those of the tests, which are not installed
-
-from kvcluster.cli.bench.report import progress  # noqa: E402
-from kvcluster.cli.bench.specs import BY_PAGE_BYTES, MODELS, page_name  # noqa: E402
-from tests.hosts.hosts import Cluster  # noqa: E402
-from tests.hosts.netns import missing  # noqa: E402
+from benchmarks.checkout import ROOT, module_command
+from benchmarks.specs import BY_PAGE_BYTES, MODELS, page_name
+from kvcluster.cli.figures import progress
+from tests.hosts.hosts import Cluster
+from tests.hosts.netns import missing
 
 NODES = ("one", "two", "spare")
 CLUSTER, SOCKETS = "cluster", "sockets"
-_PEERS = str(Path(__file__).with_name("hosts_peers.py"))
 _METRICS_PORT = 9401
 _MOST_PROMPTS = 24
 """A prompt lies where its hash says, so prompts are stored until each node has one."""
@@ -53,7 +48,7 @@ class PeerProcess:
 
     def __init__(self, cluster: Cluster, host: str, *arguments: object) -> None:
         self.process = subprocess.Popen(
-            cluster.network.command(host, [sys.executable, _PEERS, *map(str, arguments)]),
+            cluster.network.command(host, module_command("benchmarks.hosts_peers", *arguments)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

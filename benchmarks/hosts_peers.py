@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 import kvcluster
-from kvcluster.cli.bench.rounds import sweep_caches
-from kvcluster.cli.bench.specs import BY_PAGE_BYTES, CALL_MS, page_shape
-from kvcluster.cli.bench.transfer.end_to_end import fill, paged
-from kvcluster.cli.bench.transfer.layout import EngineMemory
-from kvcluster.cli.bench.transfer.worker import warm_memory
+from benchmarks.rounds import sweep_caches
+from benchmarks.specs import BY_PAGE_BYTES, CALL_MS, page_shape
+from benchmarks.transfer.end_to_end import fill, paged
+from benchmarks.transfer.layout import EngineMemory
+from benchmarks.transfer.worker import warm_memory
 from kvcluster.client import Prompt
 from kvcluster.config import ClientConfig
 

@@ -1,6 +1,6 @@
 """Measures whole loads from a shard that computes attention without pause, beside loads from the same shard at rest.
 
-    .venv/bin/python benchmarks/loads_beside_attend.py
+    .venv/bin/python -m benchmarks.loads_beside_attend
 
 One process loads a prompt of 8 pages of 256 KiB again and again: each time one whole `load` by its tokens. Other
 processes attend to a context that the shard has, one query token at a time, layer after layer, every span of it
@@ -28,13 +28,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 import kvcluster
-from kvcluster.cli.bench.report import progress
+from benchmarks.checkout import module_command
+from kvcluster.cli.figures import progress
 from kvcluster.client import Client
 from kvcluster.config import ClientConfig
 
@@ -52,7 +52,6 @@ PAGE_BYTES = SPEC.page_bytes(0, SPEC.whole(0))
 PAGES = 8
 _PROMPT = list(range(1_000_000, 1_000_000 + PAGES * BLOCK_TOKENS))
 _TURN_S = 0.002
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 class ShipAll:
@@ -66,9 +65,9 @@ class Child:
     """Another process of this file, which does as it is told: a line of JSON each way."""
 
     def __init__(self, job: str, *arguments: object) -> None:
-        command = [sys.executable, __file__, "--job", job, *map(str, arguments)]
+        command = module_command("benchmarks.loads_beside_attend", "--job", job, *arguments)
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT, env=os.environ.copy()
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ.copy()
         )
         self._answer()
 

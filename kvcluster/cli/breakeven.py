@@ -10,48 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import sys
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcluster.cli.argument_types import positive
-from kvcluster.cli.bench.report import table
-from kvcluster.cli.breakeven_model import MODEL
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, check_listens
-from kvcluster.client.client import Client
-from kvcluster.client.connect import connect
-from kvcluster.config import TRANSPORTS, ClientConfig
-from kvcluster.core import limits
-from kvcluster.core.breakeven import Breakeven, LinkRate
+from kvcluster.cli.figures import table
+from kvcluster.cli.measured_paths import MeasuredPath, block_count, measured_paths, spec_of
+from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.groups import DTYPE_BYTES, Group
-from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.model_config import read_kv
-from kvcluster.core.spec import KVSpec
-from kvcluster.errors import ConfigError, KVClusterError, Unreachable
-from kvcluster.extras import needs
-from kvcluster.transport.base import Deadline
-
-if TYPE_CHECKING:
-    from kvcluster.cli.breakeven_memory import BreakevenMemory
-
-_TOKENS = 1_024
-_STORED_BYTES = 256 * 2**20
-"""The limit of stored bytes unless --tokens asks for more: they may evict other clients' cold blocks."""
-
-_LONG_NS = 300_000_000
-"""A load that takes this long is large enough to measure a rate."""
-
-_DEADLINE_MS = 60_000
-"""Deadline of one load or store: a slower path is of no use."""
-
-_PATIENCE_MS = 10_000
-_PAUSE_S = 0.1
-
+from kvcluster.errors import ConfigError, Unreachable
 
 _DESCRIPTION = """
 Measures on a running cluster from how many tokens on loading KV is faster than computing it, for each path between this
@@ -103,7 +73,7 @@ def add(commands: Any) -> None:
         "--tokens",
         type=positive,
         metavar="N",
-        help=f"tokens of the largest load (default {_TOKENS:,}, or fewer if they exceed {_STORED_BYTES >> 20} MiB)",
+        help="tokens of the largest load (default 1,024, or fewer if they exceed 256 MiB)",
     )
     breakeven.add_argument(
         "--rounds", type=positive, default=5, metavar="N", help="rounds, of which medians are taken (default 5)"
@@ -125,14 +95,13 @@ def _rate(text: str) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    read = read_kv(_config(Path(options.model)), options.dtype)
-    spec = KVSpec(
-        model=MODEL, weights=f"random:{os.urandom(16).hex()}", block_tokens=options.block_tokens, groups=read.groups
-    )
+    read = read_kv(config_of(Path(options.model)), options.dtype)
+    spec = spec_of(read.groups, options.block_tokens)
     even = Breakeven(spec, spec.whole_parts(), options.prefill)
     try:
         check_listens(address_of(options), ANSWER_MS)
-        measured = measure(address_of(options), options.token, even, _blocks(spec, options.tokens), options.rounds)
+        blocks = block_count(spec, options.tokens)
+        measured = measure(address_of(options), options.token, even, blocks, options.rounds)
     except Unreachable as error:
         raise Unreachable(
             f"{error}; this measures a running cluster: `kvcluster up` starts one, --port or --address names another"
@@ -203,128 +172,35 @@ def _group_text(group: Group) -> str:
 
 
 def measure(address: str, token: str | None, even: Breakeven, blocks: int, rounds: int) -> list[dict[str, Any]]:
-    """Returns every path's figures, or why it has none. Paths take turns; figures are medians of `rounds` rounds.
-    Raises KVClusterError if the cluster cannot be used."""
-    with needs("torch"):
-        from kvcluster.cli.breakeven_memory import BreakevenMemory
-    with ExitStack() as house:
-        content = BreakevenMemory(even.spec, blocks)
-        paths: list[_Path] = []
-        for name in TRANSPORTS:
-            config = ClientConfig(deadline_ms=_DEADLINE_MS, transports=(name,))
-            client = house.enter_context(connect(address, even.spec, token=token, config=config))
-            if not paths:
-                house.callback(_forget, client)
-            paths.append(_Path(name, client, content))
-        for path in paths:
-            path.warm_up()
+    """Returns every path's figures, or why it has none. Raises KVClusterError if the cluster cannot be used."""
+    with measured_paths(address, token, even.spec, blocks) as paths:
         for _ in range(rounds):
             for path in paths:
                 path.take_turn()
-        content.check()
-        return [path.figures(even) for path in paths]
+    return [_figures(path, even) for path in paths]
 
 
-class _Path:
-    """One path: a client that uses only this path, and the times of its loads."""
-
-    def __init__(self, name: str, client: Client, content: BreakevenMemory) -> None:
-        self._name = name
-        self._client = client
-        self._content = content
-        self._hashes = client.hashes(content.tokens)
-        self._large = 1
-        self._took: dict[int, list[int]] = {}
-        self._why: str | None = None
-
-    def warm_up(self) -> None:
-        """Stores the blocks that are missing, and finds the size at which a load takes long enough."""
-        try:
-            self._store(1)
-            self._load(1)
-            took = self._load(1)
-            while took < _LONG_NS and self._large < self._content.blocks:
-                self._large = min(4 * self._large, self._content.blocks)
-                self._store(self._large)
-                took = self._load(self._large)
-        except _Missed as missed:
-            self._why = self._refused() or str(missed)
-
-    def take_turn(self) -> None:
-        """Times one small load and one large load."""
-        try:
-            for blocks in (1, self._large):
-                if self._why is None:
-                    self._took.setdefault(blocks, []).append(self._load(blocks))
-        except _Missed as missed:
-            self._why = str(missed)
-
-    def figures(self, even: Breakeven) -> dict[str, Any]:
-        if self._why is not None:
-            return {"path": self._name, "why": self._why}
-        step = even.spec.block_tokens
-        small, large = (
-            (even.nbytes(blocks * step), int(statistics.median(self._took[blocks]))) for blocks in (1, self._large)
-        )
-        link = LinkRate.through(small, large)
-        return {
-            "path": self._name,
-            "why": None,
-            "measured_tokens": self._large * step,
-            "bytes_per_s": link.bytes_per_s,
-            "fixed_ms": link.fixed_ns / 1e6,
-            "loaded_tokens_per_s": link.bytes_per_s / even.spec.token_bytes,
-            "pays_from_tokens": even.least_tokens(link),
-        }
-
-    def _store(self, blocks: int) -> None:
-        """Stores the blocks that are missing. Waits while the shards carry out a purge, possibly of the last run."""
-        patience = Deadline.after_ms(_PATIENCE_MS)
-        while True:
-            stored = self._client.begin_store(self._hashes[:blocks], self._content.source(blocks)).result()
-            if stored.blocks + stored.deduplicated == blocks and self._client.flush():
-                return
-            if stored.miss is None or stored.miss.reason is not MissReason.REBUILDING or not patience.remaining_s():
-                raise self._missed("stored", stored.miss, blocks)
-            time.sleep(_PAUSE_S)
-
-    def _load(self, blocks: int) -> int:
-        """Loads blocks and returns the time in nanoseconds, lookup included."""
-        room = self._content.room(blocks)
-        began = time.perf_counter_ns()
-        with self._client.prepare_load(self._hashes[:blocks]) as ticket:
-            loaded = self._client.begin_load(ticket, room).result()
-            took = time.perf_counter_ns() - began
-        if loaded.blocks < blocks:
-            raise self._missed("loaded", loaded.miss or ticket.miss, blocks)
-        return took
-
-    def _missed(self, what: str, why: Miss | None, blocks: int) -> Exception:
-        if why is not None and why.reason in (MissReason.FULL, MissReason.EVICTED):
-            return KVClusterError(f"the cluster has no room for {blocks} blocks of this model; give a smaller --tokens")
-        return _Missed(f"nothing is {what}: {why or 'the cluster gives no reason'}")
-
-    def _refused(self) -> str | None:
-        """Returns why the client refuses its only path to some shard; None if it does not."""
-        ways = self._client.status()["transports"].values()
-        return next((way["refused"][self._name] for way in ways if self._name in way["refused"]), None)
-
-
-class _Missed(Exception):
-    """A block could not be stored or loaded over this path."""
-
-
-def _forget(client: Client) -> None:
-    try:
-        client.purge(model=MODEL, deadline_ms=_PATIENCE_MS)
-    except Unreachable as error:
-        print(f"kvcluster: blocks of {MODEL} remain until they are evicted: {error}", file=sys.stderr)
+def _figures(path: MeasuredPath, even: Breakeven) -> dict[str, Any]:
+    if path.why is not None:
+        return {"path": path.name, "why": path.why}
+    step = even.spec.block_tokens
+    link = path.link("load", lambda blocks: even.nbytes(blocks * step))
+    return {
+        "path": path.name,
+        "why": None,
+        "measured_tokens": path.large * step,
+        "bytes_per_s": link.bytes_per_s,
+        "fixed_ms": link.fixed_ns / 1e6,
+        "loaded_tokens_per_s": link.bytes_per_s / even.spec.token_bytes,
+        "pays_from_tokens": even.least_tokens(link),
+    }
 
 
 # --------------------------------------------------------------------------------------------- helpers
 
 
-def _config(path: Path) -> Mapping[str, Any]:
+def config_of(path: Path) -> Mapping[str, Any]:
+    """Returns a model's config.json, which lies at `path` or in that folder. Raises ConfigError."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -335,10 +211,3 @@ def _config(path: Path) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError(f"{file} must hold a JSON object, not {type(config).__name__}")
     return config
-
-
-def _blocks(spec: KVSpec, tokens: int | None) -> int:
-    """Returns the number of blocks of the largest load."""
-    if tokens is None:
-        tokens = min(_TOKENS, int(_STORED_BYTES / spec.token_bytes))
-    return max(1, min(tokens // spec.block_tokens, limits.BLOCKS_PER_PROMPT))

@@ -9,9 +9,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from kvcluster.errors import KVClusterError
@@ -28,7 +32,7 @@ class ChildError(KVClusterError):
 
 
 class ChildProcess:
-    """One process that serves `answer_requests` (bench/transfer/worker.py); its command gets the file descriptor of the
+    """One process that serves `answer_requests`; its command gets the file descriptor of the
     connection as the last argument. A context manager, which waits for the end of the process, or with
     `kill_on_error` kills it if the block raised. `environment` is added to that of this process; `shown_lines` of its
     output are shown if it fails."""
@@ -123,3 +127,26 @@ class ChildProcess:
         self._output.seek(0)
         printed = self._output.read().decode(errors="replace").strip().splitlines()[-self._shown_lines :]
         return ChildError(f"{self._name} {how}: " + "\n".join(printed or ["it printed nothing"]))
+
+
+# ------------------------------------------------------------------------------------------- the child's side
+
+
+def answer_requests(connection: Connection, target: object) -> None:
+    """Calls the methods of `target` that the requests name, until the other end of the connection is closed."""
+    with suppress(EOFError):
+        while True:
+            request, arguments = connection.recv()
+            try:
+                answer = {"result": getattr(target, request)(**arguments)}
+            except Exception as error:
+                traceback.print_exc()
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            connection.send(answer)
+
+
+def inherited_connection() -> Connection:
+    """Returns the connection whose file descriptor is the last argument of this process."""
+    descriptor = int(sys.argv[-1])
+    os.set_inheritable(descriptor, False)  # so that processes started here do not keep it open
+    return Connection(descriptor)

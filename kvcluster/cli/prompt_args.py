@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvcluster.cli.breakeven_model import MODEL
+from kvcluster.cli.measured_model import MODEL
 from kvcluster.cli.namespace_diff import Known, field_text
 from kvcluster.client.prompt import Prompt
 from kvcluster.core.spec import KVSpec, differing_fields

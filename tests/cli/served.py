@@ -15,11 +15,11 @@ from typing import Any
 from kvcluster.config import load
 from kvcluster.core.ids import CLUSTER, Epoch, ShardId
 from kvcluster.core.messages import Inventory, Offer, Offers, Reply, Report
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
-from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.rpc import RpcHandler

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvcluster
-from kvcluster.cli import breakeven
+from kvcluster.cli import measured_paths
 from kvcluster.cli.breakeven import lines
 from kvcluster.cli.main import main
 from kvcluster.config import TRANSPORTS
@@ -273,7 +273,7 @@ def test_a_cluster_without_room_says_so(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(breakeven, "_LONG_NS", 10**15)  # however slow this machine is, it goes on to larger loads
+    monkeypatch.setattr(measured_paths, "_LONG_NS", 10**15)  # however slow this machine is, it goes on to larger loads
     large = {**TINY, "num_hidden_layers": 16, "head_dim": 512}
     with Served("127.0.0.1", ram_bytes=ram_bytes) as small:
         arguments = ["--model", written(tmp_path, large), "--prefill", "1000", "--address", small.coordinator]

@@ -53,7 +53,7 @@ def kvc(*arguments: str, hidden: str = "", token: str | None = None) -> subproce
         (["up", "--shard", "2"], "usage: kvcluster up "),
         (["stauts"], "usage: kvcluster COMMAND "),
         (["status", "foo"], "usage: kvcluster status "),
-        (["bench", "lookup", "foo"], "usage: kvcluster bench lookup "),
+        (["bench", "trace", "a.jsonl", "foo"], "usage: kvcluster bench trace "),
         (["--json", "status"], "usage: kvcluster COMMAND "),
     ],
 )
@@ -73,7 +73,7 @@ def test_an_unknown_command_or_option_is_named_with_the_usage_of_its_command_and
     [
         (["stauts"], "kvcluster: error: there is no command 'stauts'; did you mean 'status'?"),
         (["xyzzy"], "kvcluster: error: there is no command 'xyzzy'"),
-        (["bench", "transfers"], "kvcluster bench: error: there is no command 'transfers'; did you mean 'transfer'?"),
+        (["bench", "trase"], "kvcluster bench: error: there is no command 'trase'; did you mean 'trace'?"),
     ],
 )
 def test_a_command_that_does_not_exist_gets_the_name_of_the_nearest(
@@ -318,19 +318,3 @@ def test_up_that_is_ended_half_way_leaves_nothing(end: signal.Signals) -> None:
     assert up.returncode == 128 + end
     assert [path for path in folder.iterdir() if path.name.startswith(port)] == []
     assert not [pid for pid in processes() if str(folder / port) in title(pid)]
-
-
-# --------------------------------------------------------------------------------------------------- bench
-
-
-@pytest.mark.cluster
-def test_bench_lookup_prints_its_setting_and_its_ratios() -> None:
-    done = kvc("bench", "lookup", "--json", "--blocks", "10000")
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
-    assert figures["setting"].keys() >= {"python", "machine", "cores"}
-    (core,) = figures["core"]
-    assert core["blocks"] == 10_000
-    assert all(core[name] > 0 for name in ("blocks_per_s", "bare_blocks_per_s", "ratio"))
-    assert core.keys() >= {"bytes_per_block", "bare_bytes_per_block"}
-    assert all(figures["grpc"][name] > 0 for name in ("calls", "lookup_ms", "empty_ms", "ratio", "lookup_p99_ms"))

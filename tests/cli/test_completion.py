@@ -33,7 +33,7 @@ def offered(typed: str, folder: Path) -> set[str]:
         ("kvcluster st", {"status"}),
         ("kvcluster ", set(parser().subcommands()) | {"--help", "-h", "--version"}),
         ("kvcluster status --wa", {"--watch"}),
-        ("kvcluster bench t", {"transfer", "tiers", "trace"}),
+        ("kvcluster bench t", {"trace"}),
         ("kvcluster bench trace --ev", {"--eviction-policy"}),
         ("kvcluster explain --accept q", {"q4", "q8"}),
         ("kvcluster explain --prompt-file ", set()),

@@ -189,7 +189,7 @@ def test_a_silent_screen_prints_nothing(capsys: pytest.CaptureFixture[str]) -> N
 
 STUB = """
 import sys
-from kvcluster.cli.bench.transfer.worker import answer_requests, inherited_connection
+from kvcluster.cli.child_process import answer_requests, inherited_connection
 
 connection = inherited_connection()
 

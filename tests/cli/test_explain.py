@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvcluster import Client
-from kvcluster.cli.breakeven_model import MODEL
 from kvcluster.cli.explain import MEANINGS
+from kvcluster.cli.measured_model import MODEL
 from kvcluster.cli.prompt_args import layout_id
 from kvcluster.core.miss import MissReason
 from tests.cli.front import Served

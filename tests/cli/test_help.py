@@ -89,7 +89,7 @@ def test_without_a_command_the_help_is_printed(arguments: list[str], capsys: pyt
     assert "examples:" in said.out or "run a cluster:" in said.out
 
 
-@pytest.mark.parametrize("command", [[], ["up"], ["bench", "lookup"]])
+@pytest.mark.parametrize("command", [[], ["up"], ["bench", "trace"]])
 def test_help_of_a_command_is_also_a_command(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     screens = []
     for arguments in (["help", *command], [*command, "--help"]):

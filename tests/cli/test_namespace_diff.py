@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvcluster.cli.namespace_diff import kept_apart
 from kvcluster.core.messages import GetNamespaces, Namespaces
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.client.build import SPEC, spec_of
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator
 from tests.core.samples import OURS, THEIRS, pages

@@ -35,11 +35,11 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, store
 from kvcluster.testing.conformance.encoded import numbers
 from kvcluster.testing.conformance.world import ONE, soon
-from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.base import Unavailable
 from tests.transport.frail import HERE, Ways, broken
 from tests.transport.peers import InProcess

@@ -42,10 +42,10 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.auth import DEFAULT_TENANT
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, RefusedByShard, Transport
 from kvcluster.transport.memory import MemoryTransport

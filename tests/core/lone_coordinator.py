@@ -58,7 +58,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.testing.core_stepper import CoreStepper, build_request
+from kvcluster.replay.core_stepper import CoreStepper, build_request
 from tests.core.samples import MEMBERSHIP_MS, OURS, SECOND, SPEC, THEIRS, WHOLE, attempt, chain, gone, ours, root, whole
 
 R = TypeVar("R")

@@ -62,7 +62,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.shard import Shard
 from kvcluster.core.spec import KVSpec
-from kvcluster.testing.core_stepper import CoreStepper, build_request
+from kvcluster.replay.core_stepper import CoreStepper, build_request
 from tests.core.samples import MEMBERSHIP_MS, OURS, PAGE, SECOND, SPEC, SUMS, WHOLE, chain, key, ours, root
 
 OTHER = replace(SPEC, weights="sha256:other")

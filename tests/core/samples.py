@@ -15,7 +15,7 @@ from kvcluster.core.ids import Attempt, BlockHash, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import GoneEvent, Need, PageEvent, PageKey, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
-from kvcluster.testing.core_stepper import Build, build_request
+from kvcluster.replay.core_stepper import Build, build_request
 
 MS = 1_000_000
 SECOND = 1_000 * MS

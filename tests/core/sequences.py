@@ -17,7 +17,7 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.core.lone_coordinator import Heard, LoneCoordinator, Voice
 from tests.core.samples import OURS, SPEC, WHOLE, chain, holder
 

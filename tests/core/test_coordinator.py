@@ -41,7 +41,7 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.core.lone_coordinator import (
     BLOCKS,
     QUESTIONS,

@@ -33,7 +33,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.core.lone_shard import BLOCKS, OTHER, A, B, C, LoneShard, counters, inventory, misses, moves, pinned, report
 from tests.core.samples import CODED, LEFT, MIXED, OURS, PAGE, RIGHT, SECOND, SPEC, THEIRS, attempt, key, root
 

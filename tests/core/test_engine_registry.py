@@ -15,7 +15,7 @@ from kvcluster.core.engine_registry import RECORD_BYTES, EngineRegistry
 from kvcluster.core.ids import Caller, CallId, Tenant
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, Refused, Registered, RegisterEngine, SetWeights
 from kvcluster.errors import LimitError
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.wire.methods import COORDINATOR
 from tests.core.lone_coordinator import LoneCoordinator
 from tests.core.samples import OURS, SECOND, THEIRS, ours

@@ -26,10 +26,10 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from kvcluster.core.token_memory import BLOCK_BYTES
-from kvcluster.testing.core_stepper import Build, build_request
-from kvcluster.testing.event_picture import EventPicture, indexed
+from kvcluster.replay.core_stepper import Build, build_request
 from tests.core.lone_coordinator import LoneCoordinator, Voice
 from tests.core.samples import OURS, SPEC, THEIRS, WHOLE, attempt, chain, key, ours, pages, root
+from tests.sim.event_picture import EventPicture, indexed
 
 CHAIN = chain(6)
 

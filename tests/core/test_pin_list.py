@@ -18,7 +18,7 @@ from kvcluster.core.messages import (
     Purge,
     Purged,
 )
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.core.lone_coordinator import BLOCKS, A, B, C, D, LoneCoordinator, pin, unpin
 from tests.core.pulling import others
 from tests.core.samples import OURS, PAGE, SECOND, SPEC, THEIRS, chain, gone, ours, page, pages, root

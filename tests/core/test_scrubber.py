@@ -15,7 +15,7 @@ from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.page import Page
 from kvcluster.core.scrubber import ROUND_NS, Scrubber
 from kvcluster.core.shard_state import ShardState
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.core.build import ROOT, SPACE, key
 from tests.core.lone_shard import BLOCKS, A, B, C, LoneShard, counters, end, misses, pinned
 from tests.core.samples import OURS, PAGE, SECOND, SUMS, THEIRS

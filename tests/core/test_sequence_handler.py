@@ -29,7 +29,7 @@ from kvcluster.core.messages import (
     TablesSynced,
     Tick,
 )
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.core.lone_coordinator import LoneCoordinator, Voice
 from tests.core.samples import MS, OURS, SECOND, SPEC, THEIRS, attempt, holder, ours, pages
 from tests.core.sequences import BLOCKS, PAGES, PRIVATE, PRIVATE_SPEC, Q, R, S, Syncing, private_page

@@ -29,7 +29,7 @@ from kvcluster.core.page import Page, PageState
 from kvcluster.core.pool import PagePool
 from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
 from kvcluster.core.spec import KVSpec
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.core.lone_shard import (
     OTHER,
     A,

@@ -30,7 +30,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.messages.coordinator import Decision
 from kvcluster.core.tenant_floors import StoredBytes, TenantFloors
 from kvcluster.core.tiers import INGEST
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.core.build import SPACE
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator, Voice, beat, decisions, moved, ordered
 from tests.core.lone_shard import LoneShard

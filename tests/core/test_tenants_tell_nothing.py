@@ -18,7 +18,7 @@ from kvcluster.core.eviction_history import EvictionHistory
 from kvcluster.core.ids import HASH_BYTES, BlockHash, NamespaceId
 from kvcluster.core.messages import Attach, Attached, Explain, PrepareLoad, Reply
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.core.counted_lines import counted
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator
 from tests.core.samples import SECOND, SPEC, THEIRS, attempt, chain, gone, pages, whole

@@ -14,7 +14,7 @@ from kvcluster.core.ids import HASH_BYTES, BlockHash, Caller, CallId, NamespaceI
 from kvcluster.core.messages import Attach, Attached, PrepareStore, StoreGrant
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.token_memory import BLOCK_BYTES, TokenMemory
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.wire.methods import COORDINATOR
 from tests.core.lone_coordinator import LoneCoordinator
 from tests.core.samples import OURS, THEIRS, WHOLE, attempt, pages, root

@@ -44,7 +44,8 @@ NOT_RUN = [
     (r"kvcluster drain ", "a shard that is gone stays away: tests/cli/test_admin.py, tests/cli/test_drain_local.py"),
     (r"kvcluster pin .*--tokenizer", "needs a model's tokenizer: tests/cli/test_admin.py makes one"),
     (r"kvcluster events", "waits for events: tests/cli/test_events.py"),
-    (r"kvcluster bench ", "takes minutes: tests/cli/test_bench.py, test_bench_codec.py and test_bench_trace.py"),
+    (r"kvcluster bench ", "measures: tests/cli/test_bench.py, tests/replay/test_trace_replay.py"),
+    (r"python -m benchmarks", "takes minutes: tests/benchmarks"),
     (r"python -m tests.sim ", "takes a minute: tests/sim runs seeds, .ci/run 500"),
     (r"curl http://127.0.0.1:9400", "needs a cluster with metrics.port: tests/actors/test_prometheus.py"),
 ]

@@ -25,9 +25,9 @@ from kvcluster.core.messages import (
     Unpin,
 )
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
-from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.base import Deadline, Unavailable
 from tests.client.build import BOUND_S, SPEC, kv, prompt, room, same, spec_of
 

@@ -36,8 +36,8 @@ from kvcluster.core.messages import (
     Unpin,
 )
 from kvcluster.core.miss import MissReason
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.driver import Driver
-from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.base import Unavailable
 
 BOUND_S = 20.0

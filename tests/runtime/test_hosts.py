@@ -35,10 +35,10 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import LEASE_ENDED, Miss, MissReason
 from kvcluster.errors import ConfigError, ProtocolError
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.tombstones import NAME
-from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.base import RefusedByShard, Unavailable
 from tests.runtime.hosts import (
     BOUND_S,

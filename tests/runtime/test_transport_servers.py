@@ -11,10 +11,10 @@ from kvcluster.config import ServerConfig
 from kvcluster.core.ids import CLUSTER, ShardId, Tenant
 from kvcluster.core.messages import GetOffers, Offer
 from kvcluster.errors import ConfigError, CredentialError
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
-from kvcluster.testing.core_stepper import build_request
 from kvcluster.transport.auto import OPENERS
 from kvcluster.transport.listener import TenantOf
 from kvcluster.transport.path_selector import try_path

@@ -26,8 +26,8 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import LimitError
-from kvcluster.testing.core_stepper import build_request
-from kvcluster.testing.kernel import TIMED_OUT, Clock, Process, Script
+from kvcluster.replay.core_stepper import build_request
+from kvcluster.replay.kernel import TIMED_OUT, Clock, Process, Script
 from kvcluster.transport.base import RefusedByShard, Unavailable
 from tests.sim.content import Model
 from tests.sim.network import BROKEN, Line

@@ -23,7 +23,7 @@ from kvcluster.core.messages import (
     Tombstone,
     Warn,
 )
-from kvcluster.testing.kernel import MS, Clock
+from kvcluster.replay.kernel import MS, Clock
 from tests.sim.driver import SimulatedCore
 from tests.sim.listener import EventListener
 from tests.sim.surroundings import Supervisor, Surroundings

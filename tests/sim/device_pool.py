@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from kvcluster.core.messages import Erase, PageMove, PageSlot
-from kvcluster.testing.kernel import Process
+from kvcluster.replay.kernel import Process
 from tests.sim.memory import Memory
 
 

@@ -15,7 +15,7 @@ from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import FileAllocator, Shape
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Tombstone
-from kvcluster.testing.kernel import Process
+from kvcluster.replay.kernel import Process
 from tests.sim import content
 from tests.sim.memory import flipped
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from kvcluster.testing.kernel import MS, SECOND, Process
+from kvcluster.replay.kernel import MS, SECOND, Process
 from tests.sim.world import SimulatedWorld
 
 Fault = Callable[[], bool]

@@ -13,8 +13,8 @@ from __future__ import annotations
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.messages import Publish
 from kvcluster.core.messages.events import BlocksStored
-from kvcluster.testing.event_picture import EventPicture, indexed
 from tests.sim import content
+from tests.sim.event_picture import EventPicture, indexed
 from tests.sim.violation import require
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from kvcluster.core.ids import BlockHash, NamespaceId, ShardId
 from kvcluster.core.messages import PageKey, Tier
 from kvcluster.core.tiers import INGEST, STAGING
-from kvcluster.testing.kernel import MS, SECOND, TIMED_OUT, Script
+from kvcluster.replay.kernel import MS, SECOND, TIMED_OUT, Script
 from tests.sim import content
 from tests.sim.sequence_worker import SequenceWorker
 from tests.sim.violation import Violation, require

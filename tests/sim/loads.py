@@ -24,8 +24,8 @@ from kvcluster.client.plan_messages import (
 from kvcluster.core.messages import Explain, Explained, ReadRequest, Suspect, TicketBody
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.pages import checksum
-from kvcluster.testing.core_stepper import build_request
-from kvcluster.testing.kernel import MS, TIMED_OUT, Script
+from kvcluster.replay.core_stepper import build_request
+from kvcluster.replay.kernel import MS, TIMED_OUT, Script
 from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 from tests.sim import content
 from tests.sim.client_process import ClientProcess

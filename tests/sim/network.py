@@ -14,8 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvcluster.testing.core_stepper import Build
-from kvcluster.testing.kernel import MS, Kernel, Process, Promise
+from kvcluster.replay.core_stepper import Build
+from kvcluster.replay.kernel import MS, Kernel, Process, Promise
 
 BROKEN = object()
 """What a promise or a pipe brings if the connection was reset."""

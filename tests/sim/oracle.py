@@ -41,7 +41,7 @@ from kvcluster.core.messages import (
 from kvcluster.core.miss import Loss
 from kvcluster.core.page import PageState
 from kvcluster.core.tiers import INGEST
-from kvcluster.testing.kernel import MS, Kernel
+from kvcluster.replay.kernel import MS, Kernel
 from tests.sim import content
 from tests.sim.memory import UNIT_BYTES
 from tests.sim.sessions import Layer

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from kvcluster.client.plan_messages import Begin, Cancel, PlanTick
 from kvcluster.client.plan_runner import Plan
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.testing.kernel import Process, Promise
+from kvcluster.replay.kernel import Process, Promise
 
 Event = TypeVar("Event")
 Effect = TypeVar("Effect")

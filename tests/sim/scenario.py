@@ -13,7 +13,7 @@ from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.config import Config, CoordinatorConfig, ShardConfig
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.eviction import POLICIES
-from kvcluster.testing.kernel import MS, SECOND
+from kvcluster.replay.kernel import MS, SECOND
 from tests.sim.memory import UNIT_BYTES
 
 DRIFT_PPM = 10_000

@@ -43,8 +43,8 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.position_tree import CUT_TOKENS, Subtree
-from kvcluster.testing.core_stepper import build_request
-from kvcluster.testing.kernel import MS, Script
+from kvcluster.replay.core_stepper import build_request
+from kvcluster.replay.kernel import MS, Script
 from kvcluster.transport.base import Deadline
 from tests.sim import content
 from tests.sim.network import Line

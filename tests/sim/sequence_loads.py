@@ -8,7 +8,7 @@ from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import LoadGrant, Need, PrepareLoad, TicketBody
 from kvcluster.core.miss import Loss
-from kvcluster.testing.kernel import Script
+from kvcluster.replay.kernel import Script
 from tests.sim import content
 from tests.sim.content import Model
 from tests.sim.worker import Worker

@@ -16,7 +16,7 @@ from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
 from kvcluster.core.messages import EvictOrder, MoveOrder, Request, SyncTables, TablesSynced
 from kvcluster.core.shares import Owner
-from kvcluster.testing.kernel import MS
+from kvcluster.replay.kernel import MS
 from tests.sim import content
 from tests.sim.coordinator import CoordinatorProcess
 from tests.sim.sequence_worker import SequenceWorker

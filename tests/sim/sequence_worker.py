@@ -25,7 +25,7 @@ from kvcluster.core.ids import BlockHash, Holder, NamespaceId, SequenceId
 from kvcluster.core.messages import SyncTables, TablesSynced
 from kvcluster.core.miss import Loss
 from kvcluster.errors import ResidentSetFull
-from kvcluster.testing.kernel import MS, Clock, Script
+from kvcluster.replay.kernel import MS, Clock, Script
 from tests.sim import content
 from tests.sim.content import Model
 from tests.sim.resident_numbers import ResidentNumbers

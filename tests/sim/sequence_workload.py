@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import accumulate
 
-from kvcluster.testing.kernel import MS, Script
+from kvcluster.replay.kernel import MS, Script
 from tests.sim.sequence_worker import OpenSequence, SequenceSurroundings, SequenceWorker
 from tests.sim.violation import require
 

@@ -28,8 +28,8 @@ from kvcluster.core.messages import (
     WriteRequest,
 )
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.testing.core_stepper import Answered, Build
-from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
+from kvcluster.replay.core_stepper import Answered, Build
+from kvcluster.replay.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.transport.page_session import (
     LONGEST_NS,
     AskCore,

@@ -47,8 +47,8 @@ from kvcluster.core.messages import (
 from kvcluster.core.page import Page
 from kvcluster.core.shard import Shard
 from kvcluster.core.tiers import STORED
-from kvcluster.testing.core_stepper import build_request
-from kvcluster.testing.kernel import MS, SECOND, Clock, Process, Script
+from kvcluster.replay.core_stepper import build_request
+from kvcluster.replay.kernel import MS, SECOND, Clock, Process, Script
 from tests.sim import serving
 from tests.sim.coordinator import CoordinatorProcess
 from tests.sim.device_pool import SimulatedDevicePool

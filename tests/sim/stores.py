@@ -31,7 +31,7 @@ from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.messages import PageKey, StoreGrant
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.testing.kernel import MS, TIMED_OUT, Promise, Script
+from kvcluster.replay.kernel import MS, TIMED_OUT, Promise, Script
 from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 from tests.sim import content
 from tests.sim.client_process import ClientProcess

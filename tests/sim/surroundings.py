@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from typing import Protocol
 
-from kvcluster.testing.kernel import Kernel, Process
+from kvcluster.replay.kernel import Kernel, Process
 from tests.sim.journal import Journal
 from tests.sim.network import Network
 from tests.sim.scenario import Scenario

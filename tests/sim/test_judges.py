@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core.messages import Drain, Purge
-from kvcluster.testing.kernel import MS, SECOND
+from kvcluster.replay.kernel import MS, SECOND
 from tests.sim import content, liveness, scenario
 from tests.sim.violation import Violation
 from tests.sim.world import SimulatedWorld

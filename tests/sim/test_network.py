@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvcluster.core.ids import CallId
-from kvcluster.testing.core_stepper import Build
-from kvcluster.testing.kernel import MS, Clock, Kernel, Process, Promise
+from kvcluster.replay.core_stepper import Build
+from kvcluster.replay.kernel import MS, Clock, Kernel, Process, Promise
 from tests.sim.network import BROKEN, Line, Network, Server
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from kvcluster.core.ids import Attempt, NamespaceId
 from kvcluster.core.messages import Erase, Moved, MovePages, PageKey, PageMove, PageSlot, Stage, Staged, Tier, TierLost
-from kvcluster.testing.kernel import MS, SECOND, Script
+from kvcluster.replay.kernel import MS, SECOND, Script
 from tests.sim.device_pool import SimulatedDevicePool
 from tests.sim.disk import SimulatedStore
 from tests.sim.memory import Memory

@@ -12,7 +12,7 @@ from typing import Protocol
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Holder
 from kvcluster.core.messages import Done, LoadGrant, Need, PrepareLoad, RenewTicket, TicketBody
-from kvcluster.testing.kernel import MS, TIMED_OUT, Clock, Promise, Script
+from kvcluster.replay.kernel import MS, TIMED_OUT, Clock, Promise, Script
 from tests.sim.client_process import ClientProcess, ClientSurroundings
 from tests.sim.content import Model
 from tests.sim.loads import Load

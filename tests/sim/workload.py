@@ -33,8 +33,8 @@ from kvcluster.core.messages import (
     UnpinBlocks,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.testing.core_stepper import build_request
-from kvcluster.testing.kernel import MS, Script
+from kvcluster.replay.core_stepper import build_request
+from kvcluster.replay.kernel import MS, Script
 from tests.sim import content
 from tests.sim.content import Model
 from tests.sim.shard import ShardProcess

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from kvcluster.core.ids import Epoch, Holder, ShardId
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import TicketBody, Tier, Tombstone
-from kvcluster.testing.kernel import MS, SECOND, Clock, Kernel, Process
+from kvcluster.replay.kernel import MS, SECOND, Clock, Kernel, Process
 from tests.sim import content, scenario, sequence_attention, sequence_workload, workload
 from tests.sim.content import Model
 from tests.sim.coordinator import CoordinatorProcess

@@ -12,7 +12,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvcluster.cli.bench.codec import synthetic
+from benchmarks.codec import synthetic
 from kvcluster.client.layouts import Paged
 from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.core.codecs import Codec, layer_bytes
@@ -33,7 +33,7 @@ KERNEL = kv_format.kv_format  # before conftest.py puts another in its place
 AMX = torch.cpu._is_amx_tile_supported()
 STATED = {Codec.Q8: 0.015, Codec.Q4: 0.107}
 """The error of attention's output that docs/measurements.md states for blocks of 16 tokens, of the same keys and values
-as in `kvcluster bench codec`."""
+as in `python -m benchmarks codec`."""
 
 
 @pytest.fixture

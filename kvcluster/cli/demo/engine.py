@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import kvcluster
-from kvcluster.cli.bench.transfer.worker import answer_requests, inherited_connection
+from kvcluster.cli.child_process import answer_requests, inherited_connection
 from kvcluster.cli.demo import gpu_reader, text
 from kvcluster.cli.demo_model import document, encode, llama
 from kvcluster.config import ClientConfig

@@ -146,7 +146,7 @@ def _gpu(gpu: dict[str, Any]) -> Iterator[str]:
 
 def _end(figures: dict[str, Any]) -> Iterator[str]:
     yield f"\n{figures['seconds']:.0f} s in all. Prefill on a CPU is slow, so the ratio of these bars flatters: a"
-    yield "GPU computes faster, and loads must beat that (`kvcluster bench transfer`)."
+    yield "GPU computes faster, and loads must beat that (`kvcluster bench paths`)."
     yield "Next: `kvcluster up` keeps a cluster running, README.md connects your engine,"
     yield "and this page says how it works:"
     yield docs_page("architecture.md")

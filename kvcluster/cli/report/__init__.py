@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.cli.argument_types import positive
-from kvcluster.cli.bench import drawing
+from kvcluster.cli.picture import drawing
 from kvcluster.cli.report.figures import LoadLink, ReportOptions, TierSize, figures_of
 from kvcluster.cli.report.view import lines, panels
 from kvcluster.client.trace_file import DEFAULT_FOLDER, read_traces

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
-from kvcluster.cli.bench.report import Curves, Panel, table
+from kvcluster.cli.figures import Curves, Panel, table
 from kvcluster.config import size_text
 
 WIDTH = 80

@@ -35,9 +35,9 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page, PageState
 from kvcluster.core.tiers import STAGING
 from kvcluster.errors import KVClusterError
+from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.cluster import MemoryCluster
-from kvcluster.testing.core_stepper import build_request
 from kvcluster.testing.rot import flip_bit
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.exchange_summary import ExchangeSummary

@@ -9,7 +9,7 @@ from kvcluster.core.ids import BlockHash, Holder
 from kvcluster.core.invariants import check_coordinator
 from kvcluster.core.messages import CoordinatorMessage, Effect, GoneEvent, PageEvent, PageKey, SyncTables, TablesSynced
 from kvcluster.core.miss import Loss
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.client.sequences.lone_worker import BLOCK, Worker
 from tests.core.lone_coordinator import LoneCoordinator
 from tests.core.samples import OURS, SECOND, WHOLE

@@ -14,7 +14,7 @@ from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, Epoch, Holder
 from kvcluster.core.messages import Attach, Attached, SyncTables, TablesSynced
-from kvcluster.testing.core_stepper import build_request
+from kvcluster.replay.core_stepper import build_request
 from tests.client.sequences.lone_worker import BLOCK, Worker
 from tests.core.lone_coordinator import LoneCoordinator
 from tests.core.samples import OURS

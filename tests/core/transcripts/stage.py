@@ -62,9 +62,9 @@ from kvcluster.core.messages import (
     Verify,
 )
 from kvcluster.core.shard import Shard
-from kvcluster.testing.core_process import CoreProcess
-from kvcluster.testing.core_stepper import build_request
-from kvcluster.testing.kernel import MS, Clock, Kernel
+from kvcluster.replay.core_process import CoreProcess
+from kvcluster.replay.core_stepper import build_request
+from kvcluster.replay.kernel import MS, Clock, Kernel
 from tests.core.transcripts.names import PAGE, TENANT, Names
 from tests.core.transcripts.telling import NO_NEWS, Teller
 

@@ -28,7 +28,7 @@ from kvcluster.core.tenant_floors import TenantFloors
 from kvcluster.core.tiering import Tiering
 from kvcluster.core.tombstones import Tombstones
 from kvcluster.eviction.lru import DEPTH_BITS, LRU
-from kvcluster.testing.core_process import CoreProcess
+from kvcluster.replay.core_process import CoreProcess
 from tests.sim.bugs.planting import planted
 from tests.sim.coordinator import CoordinatorProcess
 

@@ -1,0 +1,1 @@
+"""`python -m benchmarks attend`: measures attention over the pages of sequences, beside what else computes the same."""

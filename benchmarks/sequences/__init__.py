@@ -1,0 +1,1 @@
+"""`python -m benchmarks sequences`: measures what a sequence costs as it grows to a million tokens."""

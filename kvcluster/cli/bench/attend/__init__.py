@@ -1,1 +1,0 @@
-"""`kvcluster bench attend`: measures attention over the pages of sequences, beside what else computes the same."""

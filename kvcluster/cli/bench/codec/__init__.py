@@ -1,1 +1,0 @@
-"""`kvcluster bench codec`: measures how fast pages are encoded and decoded, and the error of the result."""

@@ -1,1 +1,0 @@
-"""`kvcluster bench sequences`: measures what a sequence costs as it grows to a million tokens."""

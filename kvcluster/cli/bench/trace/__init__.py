@@ -1,1 +1,0 @@
-"""`kvcluster bench trace`: a published trace of requests, replayed through the real coordinator and shards."""
