@@ -231,8 +231,8 @@ _KINDS = {
         _attend,
         "measure attention over the pages of sequences",
         "Measures one layer of a decode step, and of a prefill, over pages as they lie, beside torch's attention over "
-        "dense tensors; with --links whole generations over a context on four shards, which are fetched, attended to "
-        "there, or what the planner chooses. Needs Ray and torch.",
+        "dense tensors; with --links whole generations over a context on four shards, which are fetched, or "
+        "attended to there. Needs Ray and torch.",
         "--quick --tokens 4096",
         quick="3 rounds over 1,024 tokens, prefill of 64",
         plots=True,

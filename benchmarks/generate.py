@@ -5,7 +5,7 @@
 Each run is a process of its own with one thread, and a random Llama in float32. "in memory" is `model.generate`; the
 others are `generate(offload=True)` over a cluster of two shards in other processes, with `--times` less resident memory
 than the KV of the context takes: streamed over tcp, or borrowed from shared memory, with shards that keep pages raw or,
-below a small RAM tier, in q8 or q4; or over tcp as the planner chooses, which may attend at the shards. It prints
+below a small RAM tier, in q8 or q4; or over tcp with all that is absent attended to at the shards. It prints
 how far each process's own memory grew above what it had after a warm-up of the same kind, at most, prefill included;
 the seconds to the first token, and the median of the others; how many of the new ids are those in memory; and the
 greatest difference of their logits, as a part of the greatest logit, up to the first id that differs.
@@ -42,18 +42,18 @@ EAGER = {"low_free": 0.9, "high_free": 0.9}  # all goes down a tier as soon as i
 
 @dataclass(frozen=True)
 class Run:
-    """One process. `transport`: None without a cluster. `codec`: of the shards' pages. `planned`: whether the planner
-    chooses; nothing is attended to at shards else."""
+    """One process. `transport`: None without a cluster. `codec`: of the shards' pages. `shipped`: whether queries are
+    sent to the shards; the context is streamed else."""
 
     transport: str | None = None
     codec: str = "raw"
-    planned: bool = False
+    shipped: bool = False
 
     @property
     def title(self) -> str:
         if self.transport is None:
             return "in memory"
-        return f"{self.transport}, {self.codec}" + (", planned" if self.planned else "")
+        return f"{self.transport}, {self.codec}" + (", shipped" if self.shipped else "")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Outcome:
     grown_bytes: int
 
 
-RUNS = [Run(), Run("tcp"), Run("tcp", planned=True), Run("shm"), Run("tcp", "q8"), Run("shm", "q8"), Run("tcp", "q4")]
+RUNS = [Run(), Run("tcp"), Run("tcp", shipped=True), Run("shm"), Run("tcp", "q8"), Run("shm", "q8"), Run("tcp", "q4")]
 
 
 def model_of(layers: int) -> Any:
@@ -149,7 +149,7 @@ def work(run: Run, address: str, spec: kvcluster.KVSpec, times: int, new: int, t
         client = connect(address, spec, config=config)
 
         def call(prompt: torch.Tensor, **given: Any) -> Any:
-            planner = kvcluster.CostPlanner() if run.planned else None
+            planner = kvcluster.ShipAbsent() if run.shipped else None
             return generate(client, model, prompt, offload=True, planner=planner, **given)
 
     call(others, max_new_tokens=2, **settings)

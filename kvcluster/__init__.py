@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         BlockExplanation,
         BorrowedBlocks,
         Client,
-        CostPlanner,
+        FetchWhatFits,
         Loaded,
         Lookup,
         Prompt,
@@ -58,12 +58,12 @@ _WHERE = {
         "BlockExplanation",
         "BorrowedBlocks",
         "Client",
-        "CostPlanner",
         "Loaded",
         "Lookup",
         "Prompt",
         "Sequence",
         "SequenceBatch",
+        "FetchWhatFits",
         "ShipAbsent",
         "SpanChoice",
         "SpanFacts",
@@ -93,9 +93,9 @@ __all__ = [
     "Buffers",
     "Client",
     "ClientConfig",
-    "CostPlanner",
     "Dense",
     "EventSubscriber",
+    "FetchWhatFits",
     "Group",
     "KVClusterError",
     "KVSpec",
@@ -127,10 +127,18 @@ __all__ = [
 ]
 
 
+_REMOVED = {
+    "CostPlanner": "attend loads what is absent; FetchWhatFits and ShipAbsent send queries to shards",
+}
+"""Names of release 0.2, and what to use instead. Until 0.4."""
+
+
 def __getattr__(name: str) -> Any:
     """Each name is imported when it is first used: a shard's process wants no client, a client no ray."""
     if name == "errors":
         return importlib.import_module("kvcluster.errors")
+    if name in _REMOVED:
+        raise AttributeError(f"kvcluster.{name} is not there any more: {_REMOVED[name]}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'kvcluster' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -84,3 +84,8 @@ def test_a_tier_of_a_report_may_be_called_device(tmp_path: Path, caplog: pytest.
 
 def _stop() -> None:
     raise ConfigError("enough is known")
+
+
+def test_a_planner_that_is_gone_says_what_to_use() -> None:
+    with pytest.raises(AttributeError, match="FetchWhatFits and ShipAbsent send queries"):
+        _ = kvcluster.CostPlanner  # type: ignore[attr-defined]

@@ -14,11 +14,9 @@ _COLUMNS = {
     "new": "{new}",
     "fetch s": "{fetch_seconds:.2f}",
     "ship s": "{ship_seconds:.2f}",
-    "planner s": "{planner_seconds:.2f}",
-    "of the better": "{of_better:.2f}",
+    "of fetch": "{of_fetch:.2f}",
     "fetch MB": "{fetch_mb:.1f}",
     "ship MB": "{ship_mb:.1f}",
-    "planner MB": "{planner_mb:.1f}",
 }
 
 
@@ -40,7 +38,7 @@ def panels(figures: Mapping[str, Any]) -> tuple[str, Sequence[Sequence[Panel]]]:
         sorted((row for row in figures["rows"] if row["new"] == most), key=_model_and_batch), _model_and_batch
     ):
         mine = list(rows)
-        series = {way: [row[f"{way}_seconds"] for row in mine] for way in ("fetch", "ship", "planner")}
+        series = {way: [row[f"{way}_seconds"] for row in mine] for way in ("fetch", "ship")}
         found.append([Panel(f"{model}, batch {batch}: {most:,} tokens", "s", [row["link"] for row in mine], series)])
     return f"whole generations over {figures['tokens']:,} cached tokens, on {figures['setting']['machine']}", found
 
@@ -50,4 +48,4 @@ def _model_and_batch(row: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _in_mb(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {**row, **{f"{way}_mb": row[f"{way}_bytes"] / 1e6 for way in ("fetch", "ship", "planner")}}
+    return {**row, **{f"{way}_mb": row[f"{way}_bytes"] / 1e6 for way in ("fetch", "ship")}}

@@ -7,7 +7,7 @@ from kvcluster.client.prompt import Prompt
 from kvcluster.client.results import BlockExplanation, Loaded, Lookup, PinListing, Pinned, PinnedPrefix, Stored
 from kvcluster.client.sequences import (
     AttendPlanner,
-    CostPlanner,
+    FetchWhatFits,
     Sequence,
     SequenceBatch,
     ShipAbsent,
@@ -25,7 +25,7 @@ __all__ = [
     "BlockExplanation",
     "BorrowedBlocks",
     "Client",
-    "CostPlanner",
+    "FetchWhatFits",
     "Loaded",
     "Lookup",
     "PinListing",

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from kvcluster.client.sequences.attend_speeds import AttendSpeeds
-from kvcluster.client.sequences.shipping_account import ShippingAccount
+FEW_TOKENS = 8
+"""Up to so many new tokens, sending queries to shards takes less time than loading a context of 32,768 tokens, over all
+links that were measured but one: up to 9 to 37 tokens there, and over that one never (docs/measurements.md)."""
 
 
 class SpanChoice(Enum):
@@ -21,7 +22,6 @@ class SpanChoice(Enum):
     LOCAL = "local"  # where its pages are at hand: in the resident set, lent by a shard of this host, or else loaded
     FETCH = "fetch"  # in the resident set, into which it is loaded and where it stays
     SHIP = "ship"  # at the shard that has its pages: the query goes there, and results come back
-    SHIP_AND_FETCH = "ship_and_fetch"  # as SHIP, while it is loaded into the resident set for the steps that follow
 
 
 class SpanFacts(NamedTuple):
@@ -60,28 +60,23 @@ class SpanFacts(NamedTuple):
 class StepFacts(NamedTuple):
     """What is known of a step when its spans are chosen.
 
-        class ShipWhatHasNoRoom:
+        class FetchAllOrNothing:
             def choose(self, step: kvcluster.StepFacts) -> list[kvcluster.SpanChoice]:
                 ship, fetch = kvcluster.SpanChoice.SHIP, kvcluster.SpanChoice.FETCH
                 away = sum(span.absent_bytes for span in step.spans)
                 return [fetch if away <= step.room_bytes else ship for _ in step.spans]
 
-    `spans` are ordered by their first positions. Of the `layers`, the last `layers_left` are still to be attended to:
-    all, unless a step is planned again. `queries` are the query tokens of each row. A query token of a layer has
-    `query_bytes`, and a result of it `result_bytes`. The resident set has room for `room_bytes` of pages beside those
-    that this batch has there. `speeds` are what was measured so far, and `account` is what shipping has cost this
-    batch.
+    `spans` are ordered by their first positions. `queries` are the query tokens of each row. A query token of a layer
+    has `query_bytes`, and a result of it `result_bytes`. The resident set has room for `room_bytes` of pages beside
+    those that this batch has there.
     """
 
     spans: tuple[SpanFacts, ...]
     layers: int
-    layers_left: int
     queries: tuple[int, ...]
     query_bytes: int
     result_bytes: int
     room_bytes: int
-    speeds: AttendSpeeds
-    account: ShippingAccount
 
 
 class AttendPlanner(Protocol):
@@ -92,8 +87,8 @@ class AttendPlanner(Protocol):
                 ship, fetch = kvcluster.SpanChoice.SHIP, kvcluster.SpanChoice.FETCH
                 return [ship if span.queries <= 8 else fetch for span in step.spans]
 
-    It is asked once a step, and again when a page has moved meanwhile, or when the first message of this client has
-    come back; its choice serves all layers. A span that the shard does not attend to after all is loaded.
+    It is asked once a step, and again when a page has moved meanwhile; its choice serves all layers. A span that the
+    shard does not attend to after all is loaded.
     """
 
     def choose(self, step: StepFacts) -> Sequence[SpanChoice]:
@@ -103,12 +98,38 @@ class AttendPlanner(Protocol):
 class ShipAbsent:
     """Ships every span that is not in the resident set.
 
-        with client.sequence(token_ids) as sequence:
+        with client.sequence(token_ids, prefetch=False) as sequence:
             out = sequence.attend(0, query, planner=kvcluster.ShipAbsent())
 
-    The plainest planner: it compares no costs.
+    For a context that is asked one question, or larger than memory: up to FEW_TOKENS new tokens take less time so, and
+    more take longer than after loading it. Without a planner, everything is loaded.
     """
 
     def choose(self, step: StepFacts) -> Sequence[SpanChoice]:
         """Returns SHIP, or LOCAL for what is in the resident set."""
         return [SpanChoice.LOCAL if span.resident else SpanChoice.SHIP for span in step.spans]
+
+
+class FetchWhatFits:
+    """Fetches spans while the resident set has room for them, and keeps them there. Of the others it ships those whose
+    queries and results are fewer bytes than their pages; the rest is streamed.
+
+        with client.sequence(token_ids, prefetch=False) as sequence:
+            out = sequence.attend(0, query, planner=kvcluster.FetchWhatFits())
+
+    For a generation of many tokens over a context that may be larger than the resident set.
+    """
+
+    def choose(self, step: StepFacts) -> Sequence[SpanChoice]:
+        """Returns LOCAL for what is at hand, FETCH for what fits, from the first span on, and else SHIP or LOCAL."""
+        room, choices = step.room_bytes, list[SpanChoice]()
+        for span in step.spans:
+            if span.resident or span.lent or span.fetching:
+                choices.append(SpanChoice.LOCAL)
+            elif span.absent_bytes <= room:
+                room -= span.absent_bytes
+                choices.append(SpanChoice.FETCH)
+            else:
+                sent = span.queries * (step.query_bytes + step.result_bytes * span.results)
+                choices.append(SpanChoice.SHIP if sent * step.layers < span.absent_bytes else SpanChoice.LOCAL)
+        return choices

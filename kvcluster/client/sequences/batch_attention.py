@@ -10,7 +10,6 @@ while this process attends to the rest.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import NamedTuple, TypeVar
@@ -162,8 +161,8 @@ class BatchAttention:
         """Attends to everything here."""
 
         def compute(made: Sequence[QueryRow]) -> Partial:
-            start, scoring = time.monotonic(), step.scoring
-            found = partial(
+            scoring = step.scoring
+            return partial(
                 query,
                 made,
                 step.layout,
@@ -173,8 +172,6 @@ class BatchAttention:
                 window=scoring.window,
                 threads=step.threads,
             )
-            self._computed(made, time.monotonic() - start)
-            return found
 
         return self._repeated(lambda: self._read_or_streamed(rows, query, step, compute), step.deadline)
 
@@ -202,33 +199,19 @@ class BatchAttention:
         """Attends as planned. Returns None in place of the result if a shard did not do its part; then the plan is
         another next time."""
         left = [row._replace(depths=local.depths) for row, local in zip(rows, plan.local, strict=True)]
-        alone, computing_s = self._to_measure(left, plan), 0.0
 
         def compute(made: Sequence[QueryRow]) -> list[list[Partial]]:
-            nonlocal computing_s
             mine = [
                 SubtreeRow(range(row.visible - row.queries, row.visible), one.spans, local.subtrees)
                 for row, one, local in zip(rows, made, plan.local, strict=True)
             ]
-            start = time.monotonic()
-            found = subtree_partials(query, mine, step.layout, step.layer, step.scoring, threads=step.threads)
-            computing_s = time.monotonic() - start
-            if alone:
-                self._computed(made, computing_s)
-            return found
+            return subtree_partials(query, mine, step.layout, step.layer, step.scoring, threads=step.threads)
 
         def attend_once() -> list[list[Partial]] | None:
             return self._held(left, self._needed(left), plan.fetched, step, compute)
 
-        def attend_here() -> list[list[Partial]]:
-            return self._repeated(attend_once, step.deadline)
-
-        results = attend_here() if alone else []
-        began = time.monotonic()
         shipment = self._remote.ship(plan, sent, step.deadline)
-        if plan.behind:
-            self._loads.fetch_behind(plan.behind, step.deadline, self._remote.submit)
-        results = results or attend_here()
+        results = self._repeated(attend_once, step.deadline)
         if not shipment.wait(step.deadline):
             return None, shipment
         for row, partials in shipment.results.items():
@@ -236,34 +219,7 @@ class BatchAttention:
         with self._runner.lock:
             for row in shipment.results:
                 self._states[row].loss = max(self._states[row].loss, shipment.loss)
-        merged = merge_rows(results, step.layout.value_dim, query.shape[1])
-        here_s = self._remote.here_s(plan, sent)
-        most = max(row.queries for row in rows)
-        ended = max(shipment.ended, began + computing_s) if plan.fetched else time.monotonic()  # without loads
-        self._planner.account.add(most, ended - began - (0.0 if alone else computing_s) - here_s)
-        return merged, shipment
-
-    def _to_measure(self, left: Sequence[SeenBlocks], plan: ShipPlan) -> bool:
-        """Whether these rows, which are attended to here, are computed before anything is shipped: the time that they
-        take beside shards of this host, or loads, would not tell what everything takes here."""
-        with self._runner.lock:
-            loading = plan.fetched or plan.behind or self._loads.absent.fetches
-        if loading:
-            return False
-        tokens = max(sum(map(len, row.depths)) * row.state.block_tokens for row in left)
-        return self._remote.speeds.to_measure(sum(row.queries for row in left), tokens)
-
-    def _computed(self, made: Sequence[QueryRow], seconds: float) -> None:
-        """Records how long a compute of these rows took."""
-        spans = {id(span): span for row in made for span in row.spans}
-        queries = dict.fromkeys(spans, 0)
-        for row in made:
-            for span in row.spans:
-                queries[id(span)] += len(row.positions)
-        keys: dict[int, int] = {}
-        for at, count in queries.items():
-            keys[count] = keys.get(count, 0) + spans[at].tokens
-        self._remote.speeds.computed(keys, seconds, time.monotonic_ns())
+        return merge_rows(results, step.layout.value_dim, query.shape[1]), shipment
 
     def _repeated(self, attempt: Callable[[], R | None], deadline: Deadline) -> R:
         """Returns what `attempt` returns, which is None if pages were taken away meanwhile, or did not come. Raises

@@ -10,8 +10,8 @@ Loads are begun and awaited by the threads that need them. The lock of the runne
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -25,7 +25,6 @@ from kvcluster.client.tickets import Ticket, Tickets
 from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.core import limits
-from kvcluster.core.breakeven import LinkRate
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Need
@@ -65,7 +64,6 @@ class SequenceLoads:
         self._accept = accept
         self._lend_at = 0.0
         self.absent = AbsentBlocks()  # used under the runner's lock
-        self._beginning: dict[SequenceBlock, None] = {}  # whose loads are about to begin; also under that lock
         (part,) = parts
         assert part is not None, "a client without sequences"
         self.layers = LayerLoads(transfers, part, find=self._find, lost=self._lost, lock=runner.lock)
@@ -129,40 +127,9 @@ class SequenceLoads:
                 self.provide(others, deadline, lend=False, only_free=only_free)
         return loss
 
-    def fetch_behind(
-        self, blocks: Iterable[SequenceBlock], deadline: Deadline, submit: Callable[[Callable[[], None]], None]
-    ) -> None:
-        """Has those of these blocks loaded that are absent and not on their way, by a thread that `submit` gives the
-        work to, and returns at once. What finds no room, or cannot be had, is left."""
-        with self._runner.lock:
-            missing = [block for block in blocks if block.page is None and not self.fetching(block)]
-            self._beginning.update(dict.fromkeys(missing))
-        if not missing:
-            return
-
-        def begin() -> None:
-            try:
-                with suppress(KVClusterError):
-                    self.provide(missing, deadline, lend=False)
-            finally:
-                with self._runner.lock:
-                    for block in missing:
-                        self._beginning.pop(block, None)
-
-        submit(begin)
-
-    @property
-    def beginnings(self) -> int:
-        """The number of blocks whose loads are about to begin."""
-        return len(self._beginning)
-
     def fetching(self, block: SequenceBlock) -> bool:
         """Whether a block is on its way into the resident set. Called in the lock."""
-        return block in self.absent.fetched or block in self._beginning
-
-    def link(self, round_trip_s: float) -> LinkRate | None:
-        """Returns the speed of the loads of this client so far (TransferQueue.link); None before the first."""
-        return self._transfers.link(round_trip_s)
+        return block in self.absent.fetched
 
     @property
     def loaded_bytes(self) -> int:

@@ -9,16 +9,13 @@ is counted twice.
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvcluster.attention import uses_fused
 from kvcluster.attention.span_results import unpack_results
 from kvcluster.client.coordinator_client import CoordinatorClient
-from kvcluster.client.sequences.attend_speeds import HOPED, AttendSpeeds
 from kvcluster.client.sequences.block_places import BlockPlaces
-from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.client.sequences.layer_query import LayerQuery, split_asks
 from kvcluster.client.sequences.remote_spans import RemoteSpans
 from kvcluster.client.sequences.ship_plan import AskedRow, ShipPlan
@@ -39,7 +36,6 @@ from kvcluster.core.messages import (
     SpansLacking,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
 from kvcluster.transport.attending import NotAttending
@@ -74,7 +70,6 @@ class RemoteAttention:
         next_attempt: Callable[[], Attempt],
     ) -> None:
         self.places = BlockPlaces(spec, part, accept, control)
-        self.speeds = AttendSpeeds(_key_bytes(spec, part))
         self.counter = counter
         self._spec = spec
         self._specs = {False: spec, True: replace(spec, private=True)}
@@ -92,19 +87,9 @@ class RemoteAttention:
             self._pool.submit(self._work(shipment, shard, rows, query, deadline.share(_SHARE)))
         return shipment
 
-    def submit(self, work: Callable[[], None]) -> None:
-        """Has a thread do something beside the queries."""
-        self._pool.submit(work)
-
     def lends(self, shard: ShardAddress) -> bool:
         """Whether a shard lends its pages to this process, as far as that is known."""
         return self._shards.lends(shard)
-
-    def here_s(self, plan: ShipPlan, query: LayerQuery) -> float:
-        """Returns the seconds that what the plan ships would have taken in this process, by what was measured or is
-        hoped for."""
-        rows = (row for rows in plan.asks.values() for row in rows)
-        return sum(self.speeds.here_s(queries, keys, HOPED) for queries, keys in _keys_of(rows, query).items())
 
     def pause(self) -> None:
         """Waits a moment, after which shards that were busy may be asked again."""
@@ -156,13 +141,11 @@ class RemoteAttention:
             request = self._request(shard, rows, named, query)
             data = query.of_rows([row.row for row in rows])
             self.counter.sent(sum(len(row.spans) for row in request.rows), data.nbytes)
-            began = time.monotonic()
             try:
                 answer, results = self._shards.attend(shard, self._spec, namespace, request, data, deadline)
             except PathLost:
                 continue
             if isinstance(answer, Attended):
-                self._measured(shard, rows, query, data.nbytes + results.nbytes, answer, time.monotonic() - began)
                 wanted = [(query.tokens(row.row), row.subtrees) for row in rows]
                 unpacked = unpack_results(results, wanted, query.heads, query.value_dim)
                 self.counter.received(results.nbytes)
@@ -181,20 +164,6 @@ class RemoteAttention:
                 return ShardFailure(lost=min(cuts, default=None))
         self.places.avoid(shard)
         return ShardFailure()
-
-    def _measured(
-        self,
-        shard: ShardAddress,
-        rows: Sequence[AskedRow],
-        query: LayerQuery,
-        nbytes: int,
-        answer: Attended,
-        seconds: float,
-    ) -> None:
-        """Records how long a message took, of which the shard says how much was its own."""
-        own = min(seconds, answer.time_us / 1e6)
-        self.speeds.shipped(shard.shard, nbytes, seconds - own)
-        self.speeds.computed_at(shard.shard, _keys_of(rows, query), own, time.monotonic_ns())
 
     def _again(
         self,
@@ -255,21 +224,3 @@ class RemoteAttention:
             query.latent_values,
             uses_fused(),
         )
-
-
-def _key_bytes(spec: KVSpec, part: Part) -> int:
-    """Returns the bytes of a key and its value in one layer, for the heads of the pages."""
-    return spec.layer_bytes(0, part) // spec.block_tokens
-
-
-def _keys_of(rows: Iterable[AskedRow], query: LayerQuery) -> dict[int, int]:
-    """Returns how many keys are asked for, by the number of query tokens that attend to them together."""
-    together: dict[tuple[int, SequenceBlock], int] = {}
-    for row in rows:
-        for cut in row.cuts:
-            key = cut.cut, cut.last
-            together[key] = together.get(key, 0) + query.tokens(row.row)
-    keys: dict[int, int] = {}
-    for queries in together.values():
-        keys[queries] = keys.get(queries, 0) + CUT_TOKENS
-    return keys

@@ -283,7 +283,7 @@ class Sequence(Unpicklable):
         is streamed: only this layer of it is loaded, in parts, each by a deadline of its own, and none is kept. The
         bits of the result do not depend on where pages lie (docs/attention.md).
 
-        With a `planner` (CostPlanner), spans that a shard has may be attended to there: the query goes to it, and
+        With a `planner` (ShipAbsent), spans that a shard has may be attended to there: the query goes to it, and
         results come back, so they need no room here. The bits are the same. A shard that does not do its part is
         replaced by another that has the pages, or they are loaded.
 

@@ -80,13 +80,11 @@ class LocalRow(NamedTuple):
 
 @dataclass(frozen=True)
 class ShipPlan:
-    """A step's plan: what each shard is asked, what is left of each row, which blocks are loaded and not lent, and
-    which are loaded while they are shipped."""
+    """A step's plan: what each shard is asked, what is left of each row, and which blocks are loaded and not lent."""
 
     asks: Mapping[ShardAddress, Sequence[AskedRow]]
     local: Sequence[LocalRow]
     fetched: Mapping[SequenceBlock, None] = field(default_factory=dict)
-    behind: Mapping[SequenceBlock, None] = field(default_factory=dict)
 
 
 class ShardSpan(NamedTuple):
@@ -151,15 +149,12 @@ def ship_plan(rows: Sequence[SeenBlocks], spans: Sequence[ShardSpan], choices: S
     """Returns the plan of a step from the choice that was made for each span."""
     asked: dict[ShardAddress, dict[int, list[CutBlocks]]] = {}
     fetched: dict[SequenceBlock, None] = {}
-    behind: dict[SequenceBlock, None] = {}
     for span, choice in zip(spans, choices, strict=True):
-        if choice in (SpanChoice.SHIP, SpanChoice.SHIP_AND_FETCH):
+        if choice is SpanChoice.SHIP:
             for row in span.rows:
                 asked.setdefault(span.shard, {}).setdefault(row, []).extend(span.cuts)
-        if choice is SpanChoice.FETCH:
+        elif choice is SpanChoice.FETCH:
             fetched.update(span.blocks)
-        elif choice is SpanChoice.SHIP_AND_FETCH:
-            behind.update(span.blocks)
     taken: list[dict[int, None]] = [{} for _ in rows]
     subtrees: list[list[Subtree]] = [[] for _ in rows]
     asks: dict[ShardAddress, list[AskedRow]] = {}
@@ -171,7 +166,7 @@ def ship_plan(rows: Sequence[SeenBlocks], spans: Sequence[ShardSpan], choices: S
             taken[row].update((cut.cut, None) for cut in mine)
             subtrees[row] += wanted
     local = [_local(row, sorted(taken[at]), subtrees[at]) for at, row in enumerate(rows)]
-    return ShipPlan(asks, local, fetched, behind)
+    return ShipPlan(asks, local, fetched)
 
 
 # ------------------------------------------------------------------------------------------- helpers

@@ -1,7 +1,7 @@
 """Has a planner choose where the spans of a step are attended to, once for all layers, and remembers what it chose.
 
-It gathers what the planner is told (StepFacts): where blocks lie, what of them is here or on its way, how much room is
-left, and what was measured.
+It gathers what the planner is told (StepFacts): where blocks lie, what of them is here or on its way, and how much room
+is left.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from kvcluster.client.sequences.ship_plan import (
     ship_plan,
     shippable_cuts,
 )
-from kvcluster.client.sequences.shipping_account import ShippingAccount
 from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.groups import DTYPE_BYTES
 from kvcluster.core.position_tree import CUT_TOKENS
@@ -47,7 +46,6 @@ class StepPlanner:
     """The plans of one batch. One thread at a time may use it."""
 
     def __init__(self, states: Sequence[SequenceState], resources: SequenceResources) -> None:
-        self.account = ShippingAccount()
         self._states = states
         self._runner = resources.runner
         self._loads = resources.loads
@@ -63,26 +61,21 @@ class StepPlanner:
     def plan(
         self, query: LayerQuery, rows: Sequence[SeenBlocks], planner: AttendPlanner, deadline: Deadline
     ) -> ShipPlan:
-        """Returns the plan of this step, from the layer of this query on: that of the last call if nothing has changed,
-        and the first message has not come back meanwhile, which tells how fast the link is. Raises CallerError if the
+        """Returns the plan of this step: that of the last call if nothing has changed. Raises CallerError if the
         planner does not choose for each span."""
         known = self._spans(rows, deadline)
         seen = ((row.depths, row.visible, row.queries) for row in rows)
         query_bytes = query.heads * query.dim * DTYPE_BYTES[query.dtype]
-        key = (query_bytes, known.key, self._remote.speeds.messages_known, *seen)
+        key = (query_bytes, known.key, *seen)
         if self._key == key and self._planner is planner:
             return self._plan
         facts = tuple(
             fact._replace(lent=True) if not fact.resident and self._remote.lends(span.shard) else fact
             for span, fact in zip(known.spans, known.facts, strict=True)
         )
-        speeds = self._remote.speeds
-        speeds.products = query.heads * (query.dim + query.value_dim)
-        speeds.link = self._loads.link(speeds.round_trip_s())
         queries = tuple(row.queries for row in rows)
         sizes = query_bytes, result_bytes(1, query.heads, query.value_dim)
-        layers = self._layers, self._layers - query.layer
-        step = StepFacts(facts, *layers, queries, *sizes, known.room_bytes, speeds, self.account)
+        step = StepFacts(facts, self._layers, queries, *sizes, known.room_bytes)
         choices = planner.choose(step)
         if len(choices) != len(facts):
             raise CallerError(f"{type(planner).__name__} chose for {len(choices)} spans; this step has {len(facts)}")
@@ -106,7 +99,7 @@ class StepPlanner:
         been stored meanwhile is noticed with the next block."""
         places, absent = self._remote.places, self._loads.absent
         with self._runner.lock:
-            moved = absent.generation, self._loads.beginnings, len(absent.fetches), len(absent.lent)
+            moved = absent.generation, len(absent.fetches), len(absent.lent)
             key = (*moved, *(state.table.version for state in self._states), *map(_cuts_key, rows))
             if self._known.key == (places.version, *key):
                 return self._known

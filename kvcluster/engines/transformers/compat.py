@@ -150,6 +150,10 @@ def prepared_inputs(
     return inputs
 
 
+_MAX_LENGTH = 20
+"""Tokens of a prompt and what is generated, unless an option says more."""
+
+
 class Generation:
     """Reads arguments as `generate` does: keywords first, then the generation_config passed to it, then the model's
     own.
@@ -180,6 +184,11 @@ class Generation:
         if name in self._kwargs:
             return self._kwargs[name]
         return next((v for c in self._sources if (v := getattr(c, name, None)) is not None), None)
+
+    def most_tokens(self, prompt: int) -> int:
+        """Returns how many tokens at most `generate` computes behind a prompt of so many."""
+        new = self.option("max_new_tokens")
+        return int(new) if new is not None else max(0, int(self.option("max_length") or _MAX_LENGTH) - prompt)
 
     @property
     def repeats(self) -> int:

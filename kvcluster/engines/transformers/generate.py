@@ -9,11 +9,15 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcluster.client.client import Client
-from kvcluster.client.sequences import AttendPlanner, WindowPolicy
+from kvcluster.client.sequences import AttendPlanner, FetchWhatFits, ShipAbsent, WindowPolicy
+from kvcluster.client.sequences.attend_planner import FEW_TOKENS
 from kvcluster.engines.transformers.cache import DEADLINE_MS, PrefixCache
 from kvcluster.engines.transformers.compat import Generation
-from kvcluster.engines.transformers.sequence_cache import PLANNER, SequenceCache
+from kvcluster.engines.transformers.sequence_cache import SequenceCache
 from kvcluster.errors import CallerError
+
+_FEW, MANY = ShipAbsent(), FetchWhatFits()
+"""The planners of `generate`, for at most FEW_TOKENS new tokens and for more."""
 
 
 def generate(
@@ -24,7 +28,7 @@ def generate(
     *,
     salt: bytes = b"",
     offload: bool | WindowPolicy = False,
-    planner: AttendPlanner | None = PLANNER,
+    planner: AttendPlanner | None = MANY,
     deadline_ms: float = DEADLINE_MS,
     **generate_kwargs: Any,
 ) -> Any:
@@ -38,11 +42,11 @@ def generate(
 
     With `offload` the KV lies in sequences of the cluster, and this process keeps `ClientConfig.resident_bytes` of it,
     so the context may be many times larger; True is the default WindowPolicy. `planner` decides which of the rest is
-    loaded and which attended to at its shards, by default by what takes less time; None loads. What is returned has no
-    `past_key_values`, and `output_attentions` is refused, as are models whose attention is not computed over sequences
-    (docs/transformers.md). A failure of the cluster may then cost the answer: raises LostTokens if it has lost KV that
-    is needed (call again: what it still has is not computed again), ResidentSetFull if `resident_bytes` is too small,
-    and Unreachable if it was never reached.
+    loaded and which attended to at its shards: by default nothing is loaded for at most 8 new tokens (ShipAbsent), and
+    what fits for more (FetchWhatFits); None sends no queries. What is returned has no `past_key_values`, and `output_attentions` is refused, as are models
+    whose attention is not computed over sequences (docs/transformers.md). A failure of the cluster may then cost the
+    answer: raises LostTokens if it has lost KV that is needed (call again: what it still has is not computed again),
+    ResidentSetFull if `resident_bytes` is too small, and Unreachable if it was never reached.
     """
     if "past_key_values" in generate_kwargs:
         raise CallerError("generate() brings its own past_key_values; use PrefixCache to hold the cache yourself")
@@ -54,6 +58,8 @@ def generate(
         policy = offload if isinstance(offload, WindowPolicy) else None
         if generation.option("output_attentions"):
             raise CallerError("generate() cannot take output_attentions with offload: attention weights are not kept")
+        if planner is MANY and generation.most_tokens(input_ids.shape[1]) <= FEW_TOKENS:
+            planner = _FEW
         how: dict[str, Any] = {"policy": policy, "planner": planner, "deadline_ms": deadline_ms}
         with SequenceCache.from_inputs(*given, salt=salt, **how) as over:
             return _generate_over(over, model, input_ids, attention_mask, generation, generate_kwargs, deadline_ms)

@@ -40,9 +40,6 @@ PREFILL_TOKENS = 512
 """Tokens of a row that one forward pass of a prefill computes at most. More would take more memory, and save little:
 each token's attention takes the same time, and the context is streamed once for so many."""
 
-PLANNER = kv.CostPlanner()
-"""Decides what is attended to where, unless the caller gives another."""
-
 _PREFILL_SHARE = 4
 """A forward pass of a prefill makes at most this part of what the resident set holds: it stays there until the pass is
 over, while the context is streamed through the rest."""
@@ -79,14 +76,14 @@ class SequenceCache(SteppedCache):
         *,
         salt: bytes = b"",
         policy: kv.WindowPolicy | None = None,
-        planner: kv.AttendPlanner | None = PLANNER,
+        planner: kv.AttendPlanner | None = None,
         deadline_ms: float = DEADLINE_MS,
     ) -> SequenceCache:
         """Opens a sequence for every row, which begins with its cached prefix; at least one token of each is left to
         compute. Rows continue from one column, so the row with the shortest prefix, padding counted, decides for all.
 
         `input_ids` and `attention_mask` are as for PrefixCache.from_inputs. `policy` says what of the sequences stays
-        in the resident set, and how; `planner` what is attended to at its shards, None for nothing. `deadline_ms`
+        in the resident set, and how; `planner` what is attended to at its shards, by default nothing. `deadline_ms`
         bounds this call, and each load of a later one. Requests share KV only under the same `salt`.
 
         Raises CallerError, before anything moves, if the model, its inputs or the client's spec are not supported;

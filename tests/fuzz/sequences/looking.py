@@ -34,7 +34,7 @@ class DrawnPlanner:
 def planner(ep: Episode, rng: Random) -> Any:
     if rng.random() > (0.6 if ep.profile.long else 0.15):
         return None
-    drawn = rng.choice((kvcluster.ShipAbsent, kvcluster.ShipAbsent, kvcluster.CostPlanner, None))
+    drawn = rng.choice((kvcluster.ShipAbsent, kvcluster.ShipAbsent, None))
     return DrawnPlanner(Random(rng.getrandbits(32))) if drawn is None else drawn()
 
 
