@@ -19,8 +19,6 @@ This module reads no clock and takes no lock: `now` is an argument, and callers 
 
 from __future__ import annotations
 
-import math
-
 from kvcluster.core.breakeven import LinkRate
 
 VALID_NS = 30_000_000_000
@@ -31,10 +29,6 @@ _DECAY = 0.8
 _MAX_EXTRAPOLATION = 2
 _MIN_SPREAD = 0.01
 """Variance of the sizes, divided by the square of their mean, below which a line through them would fit noise."""
-
-_FIRST_ROUND = 64 * 1024
-"""What a load brings in its first round trip: four connections that begin with ten segments each, as Linux does. Every
-further round trip brings twice as much, until the link is full."""
 
 
 class BandwidthEstimator:
@@ -72,9 +66,8 @@ class BandwidthEstimator:
             return None
         return self.last_estimate()
 
-    def last_estimate(self, round_trip_ns: int = 0) -> LinkRate | None:
-        """Returns the last estimate, of any age, for display. None before the first load. `round_trip_ns`: that of a
-        message, 0 where it is not known; it tells how much of loads of one size was no bytes."""
+    def last_estimate(self) -> LinkRate | None:
+        """Returns the last estimate, of any age, for display. None before the first load."""
         if not self._weight:
             return None
         spread = self._weight * self._bytes_bytes - self._bytes * self._bytes
@@ -83,6 +76,4 @@ class BandwidthEstimator:
             fixed_ns = (self._ns - ns_per_byte * self._bytes) / self._weight
             if ns_per_byte > 0 and fixed_ns >= 0:
                 return LinkRate(round(fixed_ns), max(1, round(1e9 / ns_per_byte)))
-        nbytes, ns = self._bytes / self._weight, self._ns / self._weight
-        starting_ns = min(ns / 2, round_trip_ns * math.log2(1 + nbytes / _FIRST_ROUND))
-        return LinkRate(round(starting_ns), max(1, round(1e9 * nbytes / (ns - starting_ns))))
+        return LinkRate(0, max(1, round(1e9 * self._bytes / self._ns)))

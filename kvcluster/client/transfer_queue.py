@@ -38,7 +38,6 @@ from kvcluster.client.validation import check_open
 from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
-from kvcluster.core.breakeven import LinkRate
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash
 from kvcluster.core.messages import TicketBody
@@ -223,11 +222,6 @@ class TransferQueue:
             else:
                 self._store_ended(transfer, progress.stored(full), None)
         return transfer
-
-    def link(self, round_trip_s: float) -> LinkRate | None:
-        """Returns the speed of the loads so far; None before the first. `round_trip_s`: that of a message to a shard,
-        0 where it is not known."""
-        return self._bandwidth.last_estimate(round(round_trip_s * 1e9))
 
     def load_seconds(self, blocks: int, spec: KVSpec) -> float | None:
         """Returns how long a load of this many blocks would take by the loads so far; None before the first."""

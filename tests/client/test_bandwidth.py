@@ -48,17 +48,6 @@ def test_loads_of_one_size_count_as_bytes_alone() -> None:
     assert learned((1_000_000, MS), (1_010_000, 9 * MS)).estimate(MIB, 1) != LinkRate(0, 10**9), "but all of them count"
 
 
-def test_where_a_round_trip_is_known_those_in_which_a_connection_speeds_up_are_no_bytes() -> None:
-    bandwidth = BandwidthEstimator()
-    nbytes, round_trip_ns, bytes_per_s = 63 * 64 * 1024, 20_000_000, 25_000_000
-    bandwidth.record(nbytes, 6 * round_trip_ns + nbytes * 1_000_000_000 // bytes_per_s, 0)
-    assert bandwidth.last_estimate(round_trip_ns) == LinkRate(6 * round_trip_ns, bytes_per_s)
-    slower = bandwidth.last_estimate()
-    assert slower is not None and slower.fixed_ns == 0 and slower.bytes_per_s < bytes_per_s
-    most = bandwidth.last_estimate(10 * round_trip_ns)
-    assert most is not None and most.bytes_per_s <= 2 * slower.bytes_per_s + 1, "half of the time is of the bytes"
-
-
 def test_loads_that_came_sooner_the_more_they_carried_count_as_bytes_alone() -> None:
     link = learned((64 * MIB, MS), (MIB, 50 * MS)).estimate(MIB, 1)
     assert link is not None

@@ -43,10 +43,11 @@ def generate(
     With `offload` the KV lies in sequences of the cluster, and this process keeps `ClientConfig.resident_bytes` of it,
     so the context may be many times larger; True is the default WindowPolicy. `planner` decides which of the rest is
     loaded and which attended to at its shards: by default nothing is loaded for at most 8 new tokens (ShipAbsent), and
-    what fits for more (FetchWhatFits); None sends no queries. What is returned has no `past_key_values`, and `output_attentions` is refused, as are models
-    whose attention is not computed over sequences (docs/transformers.md). A failure of the cluster may then cost the
-    answer: raises LostTokens if it has lost KV that is needed (call again: what it still has is not computed again),
-    ResidentSetFull if `resident_bytes` is too small, and Unreachable if it was never reached.
+    what fits for more (FetchWhatFits); None sends no queries. What is returned has no `past_key_values`, and
+    `output_attentions` is refused, as are models whose attention is not computed over sequences (docs/transformers.md).
+    A failure of the cluster may then cost the answer: raises LostTokens if it has lost KV that is needed (call again:
+    what it still has is not computed again), ResidentSetFull if `resident_bytes` is too small, and Unreachable if it
+    was never reached.
     """
     if "past_key_values" in generate_kwargs:
         raise CallerError("generate() brings its own past_key_values; use PrefixCache to hold the cache yourself")
@@ -56,12 +57,8 @@ def generate(
     given = client, model, input_ids, attention_mask
     if offload is not False:
         policy = offload if isinstance(offload, WindowPolicy) else None
-        if generation.option("output_attentions"):
-            raise CallerError("generate() cannot take output_attentions with offload: attention weights are not kept")
-        if planner is MANY and generation.most_tokens(input_ids.shape[1]) <= FEW_TOKENS:
-            planner = _FEW
-        how: dict[str, Any] = {"policy": policy, "planner": planner, "deadline_ms": deadline_ms}
-        with SequenceCache.from_inputs(*given, salt=salt, **how) as over:
+        how: dict[str, Any] = {"salt": salt, "policy": policy, "planner": _planned(generation, input_ids, planner)}
+        with SequenceCache.from_inputs(*given, **how, deadline_ms=deadline_ms) as over:
             return _generate_over(over, model, input_ids, attention_mask, generation, generate_kwargs, deadline_ms)
     cache = PrefixCache.from_inputs(*given, salt=salt, deadline_ms=deadline_ms)
     if generation.repeats > 1:
@@ -71,6 +68,14 @@ def generate(
     sequences = out if isinstance(out, torch.Tensor) else out.sequences
     cache.save(sequences, eos_token_id=generation.eos_token_ids, deadline_ms=deadline_ms)
     return out
+
+
+def _planned(generation: Generation, input_ids: torch.Tensor, planner: AttendPlanner | None) -> AttendPlanner | None:
+    """Returns the planner of a generation with `offload`. Raises CallerError for what cannot be generated so."""
+    if generation.option("output_attentions"):
+        raise CallerError("generate() cannot take output_attentions with offload: attention weights are not kept")
+    few = generation.most_tokens(input_ids.shape[-1]) <= FEW_TOKENS
+    return _FEW if planner is MANY and few else planner
 
 
 def _generate_over(
