@@ -25,8 +25,6 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.device_link import HostMemory
-from kvcluster.client.layouts import Paged
-from kvcluster.client.memory import bind
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss
@@ -39,6 +37,8 @@ from kvcluster.engines.vllm.kv_format import KVFormat
 from kvcluster.engines.vllm.settings import ConnectorSettings
 from kvcluster.engines.vllm.step_metadata import LoadOrder, Step, StoreOrder
 from kvcluster.errors import CallerError
+from kvcluster.transfers.layouts import Paged
+from kvcluster.transfers.memory import bind
 
 LAYERS, HEADS, DIM, BLOCK = 32, 8, 128, 16
 BLOCKS = 2_048

@@ -43,12 +43,12 @@ if TYPE_CHECKING:
         connect,
     )
     from kvcluster.client.events import EventSubscriber
-    from kvcluster.client.layouts import Buffers, Dense, Layers, Paged
     from kvcluster.config import ClientConfig
     from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, window
     from kvcluster.core.miss import Loss, Miss, MissReason
     from kvcluster.core.spec import KVSpec
     from kvcluster.errors import KVClusterError
+    from kvcluster.transfers.layouts import Buffers, Dense, Layers, Paged
 
 
 _WHERE = {
@@ -75,7 +75,7 @@ _WHERE = {
         "connect",
     ),
     "kvcluster.client.events": ("EventSubscriber",),
-    "kvcluster.client.layouts": ("Buffers", "Dense", "Layers", "Paged"),
+    "kvcluster.transfers.layouts": ("Buffers", "Dense", "Layers", "Paged"),
     "kvcluster.config": ("ClientConfig",),
     "kvcluster.core.groups": ("LAST", "PREFIX", "Group", "Part", "Plane", "window"),
     "kvcluster.core.miss": ("Loss", "Miss", "MissReason"),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVICE = Path("kvcluster/device")
 MODULES = (
     *(str(DEVICE / name) for name in ("copies.py", "snapshots.py", "staging.py")),
-    "kvcluster/client/memory.py",
+    "kvcluster/transfers/memory.py",
 )
 TESTS = tuple(f"tests/device/test_{name}.py" for name in ("snapshots", "copies", "client", "capture"))
 INSTEAD = {"wait": "None", "_wait": "None", "wait_done": "None", "record": "None", "done": "True"}

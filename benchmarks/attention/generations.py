@@ -23,10 +23,10 @@ from benchmarks.attention.links import EmulatedLink, LinkProcess
 from benchmarks.specs import CALL_MS, MODELS
 from kvcluster.cli.figures import progress
 from kvcluster.client.client import Client
-from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import Offer, ShardAddress
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import DataPath, Transport
 from kvcluster.transport.grpc_pages import GrpcPages

@@ -20,7 +20,6 @@ from benchmarks.gpu_steps.copies import gbps
 from benchmarks.gpu_steps.rows import attempt, device_seconds, row
 from benchmarks.gpu_steps.shard import CHUNK, SHAPE, SPEC
 from kvcluster import Paged
-from kvcluster.client.memory import bind
 from kvcluster.device import triton_moves, triton_sums
 from kvcluster.device.cuda import CudaDevice
 from kvcluster.device.device import Device, Range
@@ -32,6 +31,7 @@ from kvcluster.device.twin import Machine, Twin
 from kvcluster.device.verification import CopySums, SummedRecord, verification
 from kvcluster.pages import checksum
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.memory import bind
 from tests.device import summed
 from tests.device.moved import compared
 from tests.device.programs import Program, Xor

@@ -15,11 +15,11 @@ from benchmarks.rounds import duration
 from benchmarks.specs import CALL_MS
 from kvcluster.cli.figures import progress
 from kvcluster.client import Client
-from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ClientConfig
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import CoordinatorQuestion, Reply
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.rpc import Connection

@@ -19,9 +19,9 @@ from benchmarks.transfer.worker import warm_memory
 from kvcluster.actors.local import LocalCluster
 from kvcluster.cli.waiting import wait_until
 from kvcluster.client import Client
-from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.messages import Done, SetPolicy
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.rpc import Connection
 

@@ -17,10 +17,10 @@ from benchmarks.specs import CALL_MS, PASSING_ADAPTER, batch_spec, page_shape
 from benchmarks.transfer.worker import Path, Work
 from kvcluster.cli.waiting import wait_until
 from kvcluster.client import Client, Prompt
-from kvcluster.client.layouts import Memory, Paged
 from kvcluster.config import ClientConfig
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.layouts import Memory, Paged
 
 if TYPE_CHECKING:
     from benchmarks.transfer.layout import Blocks, EngineMemory

@@ -17,12 +17,12 @@ from typing import Any, Protocol
 
 from kvcluster.actors.node_memory import check_pools_in_process
 from kvcluster.client import Client, connect
-from kvcluster.client.unpicklable import Unpicklable
 from kvcluster.config import Config, load, old_names
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ConfigError
 from kvcluster.extras import needs
+from kvcluster.transfers.unpicklable import Unpicklable
 from kvcluster.transport.forks import OwnProcess
 
 

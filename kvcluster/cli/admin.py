@@ -11,10 +11,10 @@ from kvcluster.cli.argument_types import seconds
 from kvcluster.cli.confirmation import PATIENCE_S, confirm, confirm_drain, shard_in
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, address_of, coordinator, read_status
 from kvcluster.cli.drain_local import drain_local
-from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Done, Drain, Purge, Purged, SetPolicy
 from kvcluster.errors import CallerError, Unreachable
+from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline, Unavailable
 
 _POLL_S = 0.5

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.client.credential import read_token
 from kvcluster.client.status import status_dict
 from kvcluster.core.messages import GetStatus, Status
 from kvcluster.errors import ConfigError, Unreachable
+from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.foreign_server import check_is_ours
 from kvcluster.transport.rpc import Connection, check_address

@@ -26,13 +26,13 @@ from kvcluster.cli.doctor_view import add_diagnosis
 from kvcluster.cli.namespace_diff import kept_apart, read_namespaces
 from kvcluster.cli.text_page import TableColumn, TextPage, print_figures
 from kvcluster.cli.weights import alone, read_engines
-from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import TRANSPORTS, Config, load
 from kvcluster.config.ports import port_table, port_text
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
 from kvcluster.pages import native
+from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable
 from kvcluster.transport.grpc_pages import GrpcPages

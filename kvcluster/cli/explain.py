@@ -15,10 +15,10 @@ from kvcluster.cli.prompt_args import add_prompt_args, read_prompt, spec_of
 from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, Tone, counted
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
-from kvcluster.client.results import BlockExplanation, Lookup
 from kvcluster.config.sections import LOSSES
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.results import BlockExplanation, Lookup
 
 R = TypeVar("R")
 

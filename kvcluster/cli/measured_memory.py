@@ -11,10 +11,10 @@ import random
 
 import torch
 
-from kvcluster.client.layouts import Paged
 from kvcluster.core.groups import DTYPE_BYTES, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.layouts import Paged
 
 
 class MeasuredMemory:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.groups import Group
 from kvcluster.core.messages import GetNamespaces, Namespaces
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec, differing_fields
+from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline
 
 Known = Sequence[tuple[KVSpec, int]]

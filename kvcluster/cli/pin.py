@@ -11,11 +11,11 @@ from kvcluster.cli.namespace_diff import read_namespaces
 from kvcluster.cli.prompt_args import ID_CHARS, add_prompt_args, layout_id, read_prompt, spec_of
 from kvcluster.cli.text_page import TableCell, TableColumn, TextPage, counted, duration_text, print_figures
 from kvcluster.client.connect import connect
-from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.pinning import list_pins, unpin_prefix
-from kvcluster.client.results import PinListing
 from kvcluster.config import size_text
 from kvcluster.errors import CallerError, Unreachable
+from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.results import PinListing
 from kvcluster.transport.base import Deadline
 
 _TTL_S = 86_400.0

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, coordinator, read_status
-from kvcluster.client.coordinator_client import expect
 from kvcluster.core.messages import Done, SetPolicy
 from kvcluster.errors import CallerError
+from kvcluster.transfers.coordinator_client import expect
 from kvcluster.transport.base import Deadline
 
 _DESCRIPTION = """

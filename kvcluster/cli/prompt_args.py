@@ -16,10 +16,10 @@ from typing import Any
 
 from kvcluster.cli.measured_model import MODEL
 from kvcluster.cli.namespace_diff import Known, field_text
-from kvcluster.client.prompt import Prompt
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import CallerError
 from kvcluster.extras import needs
+from kvcluster.transfers.prompt import Prompt
 
 ID_CHARS = 12
 

@@ -17,9 +17,9 @@ from typing import Any
 from kvcluster.cli.coordinator_args import ANSWER_MS, add_coordinator_args, coordinator
 from kvcluster.cli.status_view import add_engines
 from kvcluster.cli.text_page import TextPage
-from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, SetWeights
 from kvcluster.core.spec import check_weights
+from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline
 
 Living = Sequence[tuple[EngineInfo, int]]

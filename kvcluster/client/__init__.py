@@ -3,9 +3,7 @@ torch until the caller passes tensors."""
 
 from kvcluster.client.client import Client
 from kvcluster.client.connect import connect
-from kvcluster.client.prompt import Prompt
-from kvcluster.client.results import BlockExplanation, Loaded, Lookup, PinListing, Pinned, PinnedPrefix, Stored
-from kvcluster.client.sequences import (
+from kvcluster.sequences import (
     AttendPlanner,
     FetchWhatFits,
     Sequence,
@@ -16,9 +14,11 @@ from kvcluster.client.sequences import (
     StepFacts,
     WindowPolicy,
 )
-from kvcluster.client.tickets import Ticket
-from kvcluster.client.transfer import Transfer
-from kvcluster.client.zero_copy import BorrowedBlocks
+from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.results import BlockExplanation, Loaded, Lookup, PinListing, Pinned, PinnedPrefix, Stored
+from kvcluster.transfers.tickets import Ticket
+from kvcluster.transfers.transfer import Transfer
+from kvcluster.transfers.zero_copy import BorrowedBlocks
 
 __all__ = [
     "AttendPlanner",

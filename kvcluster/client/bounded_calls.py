@@ -28,8 +28,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvcluster.client.breaker import FREE_DOUBLINGS, Breaker, BreakerState, PermitNumber
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transfers.breaker import FREE_DOUBLINGS, Breaker, BreakerState, PermitNumber
 
 R = TypeVar("R")
 

@@ -20,36 +20,10 @@ from typing import Any
 
 from kvcluster.client.aio import awaitable
 from kvcluster.client.client_parts import ClientParts
-from kvcluster.client.coordinator_client import CoordinatorClient, CoordinatorPort
-from kvcluster.client.deadlines import OTHER_MS, QUESTION_MS, call_deadline, load_ms
 from kvcluster.client.explain import explain
-from kvcluster.client.memory import bind
 from kvcluster.client.pin_calls import PinCalls
-from kvcluster.client.policy import ShardPolicy
-from kvcluster.client.prompt import Prompt, TokenIds, as_prompt, known_hashes, listed
-from kvcluster.client.results import BlockExplanation, Loaded, Lookup, Stored
-from kvcluster.client.sequences.client_calls import SequenceCalls
-from kvcluster.client.sequences.opener import SequenceOpener
-from kvcluster.client.sequences.resources import sequence_resources, unused_set
-from kvcluster.client.shard_connections import OpenTransport, ShardConnections
 from kvcluster.client.status import status_dict
-from kvcluster.client.tickets import Ticket, Tickets, TicketSeal
-from kvcluster.client.transfer import Transfer
-from kvcluster.client.transfer_queue import TransferQueue
-from kvcluster.client.unpicklable import Unpicklable
-from kvcluster.client.validation import (
-    check_connect,
-    check_filters,
-    check_first,
-    check_hashes,
-    check_loss,
-    check_open,
-    check_tokens_of,
-    kind_of,
-    parts_of,
-)
 from kvcluster.client.warm_up import warm_up
-from kvcluster.client.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.config import ClientConfig, client_config, size
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
@@ -69,6 +43,32 @@ from kvcluster.device.devices import DEVICES
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec import implementation
 from kvcluster.runtime.uninterrupted import MainCall, uninterrupted
+from kvcluster.sequences.client_calls import SequenceCalls
+from kvcluster.sequences.opener import SequenceOpener
+from kvcluster.sequences.resources import sequence_resources, unused_set
+from kvcluster.transfers.coordinator_client import CoordinatorClient, CoordinatorPort
+from kvcluster.transfers.deadlines import OTHER_MS, QUESTION_MS, call_deadline, load_ms
+from kvcluster.transfers.memory import bind
+from kvcluster.transfers.policy import ShardPolicy
+from kvcluster.transfers.prompt import Prompt, TokenIds, as_prompt, known_hashes, listed
+from kvcluster.transfers.results import BlockExplanation, Loaded, Lookup, Stored
+from kvcluster.transfers.shard_connections import OpenTransport, ShardConnections
+from kvcluster.transfers.tickets import Ticket, Tickets, TicketSeal
+from kvcluster.transfers.transfer import Transfer
+from kvcluster.transfers.transfer_queue import TransferQueue
+from kvcluster.transfers.unpicklable import Unpicklable
+from kvcluster.transfers.validation import (
+    check_connect,
+    check_filters,
+    check_first,
+    check_hashes,
+    check_loss,
+    check_open,
+    check_tokens_of,
+    kind_of,
+    parts_of,
+)
+from kvcluster.transfers.zero_copy import BorrowedBlocks, Borrower
 from kvcluster.transport.auto import own_attempts
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.forks import OwnProcess
@@ -207,10 +207,10 @@ class Client(Unpicklable, SequenceCalls, PinCalls):
         the blocks before `first`: they are not read, and Loaded counts them as loaded.
 
         `into` is a dense tensor `[blocks, layers, planes, block_tokens, kv_heads, head_dim]`, Paged or Buffers (see
-        client/layouts.py), of this client's part; a list with one entry per group if the spec has several. It must not
-        be used until the transfer says so. On a GPU it is written after all that the calling thread has enqueued on its
-        current stream. The ticket names its adapter; `adapter` is needed only by a client that redeems a ticket of an
-        adapter that it has never used. Raises CallerError if an argument does not fit.
+        transfers/layouts.py), of this client's part; a list with one entry per group if the spec has several. It must
+        not be used until the transfer says so. On a GPU it is written after all that the calling thread has enqueued on
+        its current stream. The ticket names its adapter; `adapter` is needed only by a client that redeems a ticket of
+        an adapter that it has never used. Raises CallerError if an argument does not fit.
         """
         self._check_usable()
         spec = self._tickets.spec_of(ticket, self._spec(adapter), adapter)

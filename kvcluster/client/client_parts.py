@@ -11,13 +11,13 @@ import weakref
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from kvcluster.client.coordinator_client import CoordinatorClient
-from kvcluster.client.sequences.opener import SequenceOpener
-from kvcluster.client.shard_connections import ShardConnections
-from kvcluster.client.tickets import Tickets
-from kvcluster.client.transfer_queue import TransferQueue
-from kvcluster.client.zero_copy import Borrower
 from kvcluster.errors import KVClusterError
+from kvcluster.sequences.opener import SequenceOpener
+from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.shard_connections import ShardConnections
+from kvcluster.transfers.tickets import Tickets
+from kvcluster.transfers.transfer_queue import TransferQueue
+from kvcluster.transfers.zero_copy import Borrower
 from kvcluster.transport.forks import OwnProcess
 from kvcluster.transport.thread_start import start_thread
 

@@ -6,16 +6,16 @@ import time
 from collections.abc import Mapping
 
 from kvcluster.client.client import Client
-from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.client.in_process import served_here
-from kvcluster.client.shard_connections import OpenTransport
-from kvcluster.client.validation import check_connect
 from kvcluster.config import ClientConfig, client_config
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import Unreachable
+from kvcluster.transfers.coordinator_client import GrpcPort
+from kvcluster.transfers.shard_connections import OpenTransport
+from kvcluster.transfers.validation import check_connect
 from kvcluster.transport.auto import choose, own_attempts
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.foreign_server import check_is_ours

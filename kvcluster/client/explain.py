@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcluster.client.coordinator_client import CoordinatorClient
-from kvcluster.client.long_chains import fates_of
-from kvcluster.client.prompt import Prompt
-from kvcluster.client.results import BlockExplanation
-from kvcluster.client.validation import check_hashes
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Need, Siblings, SiblingSpecs
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec, differing_fields
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.long_chains import fates_of
+from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.results import BlockExplanation
+from kvcluster.transfers.validation import check_hashes
 from kvcluster.transport.base import Deadline, Unavailable
 
 

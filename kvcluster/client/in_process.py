@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from kvcluster.client.coordinator_client import CoordinatorPort
-from kvcluster.client.shard_connections import OpenTransport
+from kvcluster.transfers.coordinator_client import CoordinatorPort
+from kvcluster.transfers.shard_connections import OpenTransport
 from kvcluster.transport.forks import OwnProcess
 from kvcluster.transport.rpc import IN_PROCESS as SCHEME
 

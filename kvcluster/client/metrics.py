@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet
 
-from kvcluster.client.breaker import BreakerState
 from kvcluster.client.client import Client
-from kvcluster.client.sequences.attend_planner import SpanChoice
-from kvcluster.client.sequences.shipped_counter import ShippedCounter
 from kvcluster.runtime.metric_samples import Sample, labelled
 from kvcluster.runtime.metrics_server import metric_families
+from kvcluster.sequences.attend_planner import SpanChoice
+from kvcluster.sequences.shipped_counter import ShippedCounter
+from kvcluster.transfers.breaker import BreakerState
 from kvcluster.transports import NAMES
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvcluster.client.coordinator_client import CoordinatorClient
 from kvcluster.client.pinning import ask_to_pin, list_pins, unpin_prefix
-from kvcluster.client.prompt import Prompt, TokenIds
-from kvcluster.client.results import PinListing, Pinned, PinnedPrefix
-from kvcluster.client.validation import check_filters, pin_terms
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PinBlocks, UnpinBlocks
 from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.prompt import Prompt, TokenIds
+from kvcluster.transfers.results import PinListing, Pinned, PinnedPrefix
+from kvcluster.transfers.validation import check_filters, pin_terms
 from kvcluster.transport.base import Deadline
 
 

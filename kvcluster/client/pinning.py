@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvcluster.client.coordinator_client import CoordinatorClient
-from kvcluster.client.long_chains import in_messages
-from kvcluster.client.results import PinListing, Pinned, PinnedPrefix
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.messages import BlocksPinned, GetPins, PinBlocks, PinList, PinnedRun, UnpinBlocks
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
+from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.long_chains import in_messages
+from kvcluster.transfers.results import PinListing, Pinned, PinnedPrefix
 from kvcluster.transport.base import Deadline, Unavailable
 
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvcluster.client.coordinator_client import CoordinatorClient
-from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.shard_connections import ShardConnections
 from kvcluster.transport.base import Deadline, RefusedByShard
 
 

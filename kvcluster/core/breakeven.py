@@ -9,7 +9,7 @@ decision of a connector cannot differ.
 
 The prefill rate is one number. Attention makes the later tokens of a long prompt more expensive, so a rate that was
 measured with short prompts errs towards computing; measure it at the length that matters. This module does not know the
-rate of a link: it is measured (cli/breakeven.py) or learnt (client/bandwidth.py).
+rate of a link: it is measured (cli/breakeven.py) or learnt (transfers/bandwidth.py).
 """
 
 from __future__ import annotations

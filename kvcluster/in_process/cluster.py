@@ -16,9 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from kvcluster.client.coordinator_client import CoordinatorPort
 from kvcluster.client.in_process import SCHEME, served
-from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import Config
 from kvcluster.config.ports import shard_metrics_ports
 from kvcluster.core.ids import ShardId
@@ -33,6 +31,8 @@ from kvcluster.runtime.metrics_server import serve_metrics
 from kvcluster.runtime.private_folder import private_folder
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.volume import Identity, claim_volume
+from kvcluster.transfers.coordinator_client import CoordinatorPort
+from kvcluster.transfers.shard_connections import OpenTransport
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.thread_start import start_thread
 from kvcluster.wire.methods import SHARD

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvcluster.client.coordinator_client import CoordinatorPort, unanswered
-from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import Config
 from kvcluster.config_hash import config_hash
 from kvcluster.core.ids import CLUSTER, Caller, Epoch, NamespaceId, ShardId, Tenant
@@ -23,6 +21,8 @@ from kvcluster.release import __version__
 from kvcluster.runtime.coordinator_host import CoordinatorHost
 from kvcluster.runtime.metric_samples import CallMetrics
 from kvcluster.runtime.shard_host import ShardHost
+from kvcluster.transfers.coordinator_client import CoordinatorPort, unanswered
+from kvcluster.transfers.shard_connections import OpenTransport
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.here import here
 from kvcluster.transport.memory import MemoryTransport

@@ -14,9 +14,6 @@ from types import TracebackType
 from typing import Any
 
 from kvcluster.client.client import Client
-from kvcluster.client.coordinator_client import CoordinatorPort
-from kvcluster.client.deadlines import OTHER_MS
-from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import load, old_names
 from kvcluster.core.coordinator import Coordinator
 from kvcluster.core.groups import Part
@@ -29,6 +26,9 @@ from kvcluster.core.tiers import ADDRESSABLE
 from kvcluster.in_process.hosts import InProcessHosts
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.rot import flip_bit
+from kvcluster.transfers.coordinator_client import CoordinatorPort
+from kvcluster.transfers.deadlines import OTHER_MS
+from kvcluster.transfers.shard_connections import OpenTransport
 
 
 class MemoryCluster(InProcessHosts):

@@ -13,10 +13,10 @@ import pytest
 
 from kvcluster.actors import background
 from kvcluster.cli.coordinator_args import read_status
-from kvcluster.client.coordinator_client import GrpcPort, expect
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Done, Drain
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.coordinator_client import GrpcPort, expect
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
 from tests.actors.processes import session

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from kvcluster.client import Client, store_executor
-from kvcluster.client.layouts import Buffers
+from kvcluster.client import Client
 from kvcluster.client.status import other_tiers
 from kvcluster.config import TRANSPORTS
+from kvcluster.transfers import store_executor
+from kvcluster.transfers.layouts import Buffers
 from tests.chaos.content import PAGE_BYTES, SPEC, lonely, right_bytes, wrong
 from tests.chaos.judge import Caller, Journal
 from tests.chaos.stopwatch import Stopwatch

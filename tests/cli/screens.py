@@ -7,7 +7,6 @@ from typing import Any
 
 from kvcluster.cli.cluster_doctor import judged
 from kvcluster.cli.pin import pins_dict
-from kvcluster.client.results import BlockExplanation, Lookup, PinListing, PinnedPrefix
 from kvcluster.client.status import status_dict
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import (
@@ -25,6 +24,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.results import BlockExplanation, Lookup, PinListing, PinnedPrefix
 
 MIB, GIB = 2**20, 2**30
 ADDRESS = "10.0.0.9:7070"

@@ -13,9 +13,9 @@ from kvcluster.cli import measured_paths
 from kvcluster.cli.main import main
 from kvcluster.cli.measured_memory import MeasuredMemory
 from kvcluster.client.client import Client
-from kvcluster.client.results import Stored
 from kvcluster.config import TRANSPORTS
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transfers.results import Stored
 from tests.cli.served import Served
 from tests.cli.test_breakeven import TINY, written
 from tests.waiting import eventually

@@ -16,7 +16,6 @@ from kvcluster.cli.doctor import examine
 from kvcluster.cli.doctor_view import add_diagnosis
 from kvcluster.cli.main import main
 from kvcluster.cli.text_page import TextPage
-from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ServerConfig
 from kvcluster.core.ids import CallId, ShardId, Tenant
 from kvcluster.core.messages import (
@@ -39,6 +38,7 @@ from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.memory import MemoryTransport

@@ -14,8 +14,8 @@ from kvcluster import Client
 from kvcluster.cli import weights as shown
 from kvcluster.cli.main import main
 from kvcluster.cli.weights import alone
-from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.core.messages import EngineInfo
+from kvcluster.transfers.coordinator_client import GrpcPort
 from tests.cli.front import Served
 
 ONE = EngineInfo("1" * 16, "host:1", "tiny", "sha256:1", (("engine", "vllm 9.9"), ("dtype", "float32")))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.results import Loaded, Pinned
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Epoch, NamespaceId
 from kvcluster.core.messages import (
@@ -30,6 +29,7 @@ from kvcluster.core.miss import Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.records import RecordSource
+from kvcluster.transfers.results import Loaded, Pinned
 from kvcluster.transport.base import Deadline, PageSink, PageSource, Payload, Streams, Transport
 from kvcluster.transport.exchange_copies import RecordSink
 from tests.records import copied, pass_on

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcluster.client.memory import BoundMemory
-from kvcluster.client.python_copies import PythonCopies
 from kvcluster.pages.copy_batch import CopyBatch
 from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.transfers.memory import BoundMemory
+from kvcluster.transfers.python_copies import PythonCopies
 
 
 class Interrupted:

@@ -9,23 +9,6 @@ import itertools
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvcluster.client.load_plan import LoadPlan
-from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.pieces import plan_pieces
-from kvcluster.client.plan_messages import (
-    Answered,
-    AskElsewhere,
-    Begin,
-    FinishLoad,
-    LoadEffect,
-    LoadEvent,
-    ReadEnded,
-    ReadStopped,
-    StartRead,
-    StopRead,
-)
-from kvcluster.client.policy import SILENT_SHARE, ShardPolicy
-from kvcluster.client.results import Loaded
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
@@ -41,6 +24,23 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.transfers.load_plan import LoadPlan
+from kvcluster.transfers.load_progress import LoadProgress
+from kvcluster.transfers.pieces import plan_pieces
+from kvcluster.transfers.plan_messages import (
+    Answered,
+    AskElsewhere,
+    Begin,
+    FinishLoad,
+    LoadEffect,
+    LoadEvent,
+    ReadEnded,
+    ReadStopped,
+    StartRead,
+    StopRead,
+)
+from kvcluster.transfers.policy import SILENT_SHARE, ShardPolicy
+from kvcluster.transfers.results import Loaded
 from kvcluster.transport.base import RefusedByShard, Streams, Unavailable
 from tests.client.build import HEADS, LAYERS, SPEC
 

@@ -8,10 +8,10 @@ import inspect
 import pytest
 
 from kvcluster.client.client import Client
-from kvcluster.client.prompt import Prompt
-from kvcluster.client.results import Stored
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.results import Stored
 from tests.client.build import (
     BLOCK,
     PAGE_BYTES,

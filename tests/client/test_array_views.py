@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvcluster.client.array_views import array_view
-from kvcluster.client.memory import bind
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.pages import native
 from kvcluster.pages.staging import Staging
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.array_views import array_view
+from kvcluster.transfers.memory import bind
 from tests.client.build import BLOCK, SPEC, kv, prompt, room, same, shape_of, spec_of
 
 BLOCKS = 2

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.bandwidth import VALID_NS, BandwidthEstimator
 from kvcluster.core.breakeven import Breakeven, LinkRate
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.bandwidth import VALID_NS, BandwidthEstimator
 
 MS = 1_000_000
 MIB = 2**20

@@ -8,9 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvcluster.client import batch_copies
-from kvcluster.client.load_sink import LoadSink
-from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import MissReason
@@ -21,6 +18,9 @@ from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers import batch_copies
+from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transport.base import BytesPayload, Cancelled, ExchangeCopies
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES, SPEC, kv, prompt, room, same, unwritten
 from tests.client.interrupted import Interrupted

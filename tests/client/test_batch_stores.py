@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client import batch_copies
-from kvcluster.client.layouts import Buffers
-from kvcluster.client.memory import bind
-from kvcluster.client.store_source import StoreSource
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import NewPage, PageKey
 from kvcluster.core.miss import MissReason
@@ -20,6 +16,10 @@ from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
 from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
 from kvcluster.pages.region import address_of
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers import batch_copies
+from kvcluster.transfers.layouts import Buffers
+from kvcluster.transfers.memory import bind
+from kvcluster.transfers.store_source import StoreSource
 from kvcluster.transport.base import Cancelled, Deadline, ExchangeCopies, Unavailable
 from kvcluster.transport.exchange_copies import open_store, reserved_records
 from kvcluster.wire.shm_frames import Places

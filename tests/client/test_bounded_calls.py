@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvcluster.client.bounded_calls import FAILURES, OPEN_NS, Admission, BoundedCalls, Call, CallPolicy
-from kvcluster.client.breaker import FREE_DOUBLINGS
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transfers.breaker import FREE_DOUBLINGS
 from tests.client.build import BOUND_S, Hold
 
 LOST = Miss(MissReason.SHARD_LOST, "gone")

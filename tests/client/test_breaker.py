@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.breaker import (
+from kvcluster.client.client import Client
+from kvcluster.config import ClientConfig
+from kvcluster.core.ids import ShardId
+from kvcluster.core.messages import Refused, RefusedKind
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.breaker import (
     DOUBLINGS,
     FREE_DOUBLINGS,
     LEAST_WAIT_NS,
@@ -14,13 +20,7 @@ from kvcluster.client.breaker import (
     BreakerState,
     PermitNumber,
 )
-from kvcluster.client.client import Client
-from kvcluster.client.results import Loaded, Stored
-from kvcluster.config import ClientConfig
-from kvcluster.core.ids import ShardId
-from kvcluster.core.messages import Refused, RefusedKind
-from kvcluster.core.miss import Miss, MissReason
-from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.results import Loaded, Stored
 from kvcluster.transport.base import RefusedByShard, Unavailable
 from tests.client.build import BLOCK, PAGE_BYTES, SPEC, Hold, Steps, kv, missed, prompt, room, same, watched_client
 from tests.client.conftest import Start

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from kvcluster.client.prompt import Prompt
-from kvcluster.client.results import BlockExplanation, Stored
 from kvcluster.core import limits
 from kvcluster.core.miss import MissReason
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.results import BlockExplanation, Stored
 from kvcluster.transport.base import Deadline
 from tests.client.build import (
     BLOCK,

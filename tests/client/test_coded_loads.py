@@ -10,13 +10,6 @@ import pytest
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.layouts import Buffers, Paged
-from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.load_sink import LoadSink
-from kvcluster.client.memory import bind
-from kvcluster.client.pieces import plan_pieces
-from kvcluster.client.read_ranges import ReadRanges
-from kvcluster.client.results import Loaded
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Part
@@ -26,6 +19,13 @@ from kvcluster.core.messages.common import Run
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.pages import checksum, codec, native
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Buffers, Paged
+from kvcluster.transfers.load_progress import LoadProgress
+from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.memory import bind
+from kvcluster.transfers.pieces import plan_pieces
+from kvcluster.transfers.read_ranges import ReadRanges
+from kvcluster.transfers.results import Loaded
 from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, Transport
 from kvcluster.transport.exchange_copies import RecordSink
 from tests.client.build import (

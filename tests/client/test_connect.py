@@ -15,13 +15,13 @@ import torch
 
 import kvcluster
 from kvcluster.client.client import Client
-from kvcluster.client.coordinator_client import GrpcPort
-from kvcluster.client.prompt import TokenArray
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import GetStatus
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, ConfigError, ProtocolError, Unreachable
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.coordinator_client import GrpcPort
+from kvcluster.transfers.prompt import TokenArray
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
 from tests.client.build import SPEC

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from kvcluster.client.client import Client
-from kvcluster.client.coordinator_client import CoordinatorPort, GrpcPort
-from kvcluster.client.deadlines import OTHER_MS
-from kvcluster.client.results import Lookup, Pinned, Stored
-from kvcluster.client.shard_connections import OpenTransport
 from kvcluster.config import ClientConfig
 from kvcluster.core.messages import EndTicket, RenewTicket
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import Unreachable
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.coordinator_client import CoordinatorPort, GrpcPort
+from kvcluster.transfers.deadlines import OTHER_MS
+from kvcluster.transfers.results import Lookup, Pinned, Stored
+from kvcluster.transfers.shard_connections import OpenTransport
 from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.grpc_pages import GrpcPages
 from kvcluster.transport.rpc import Connection

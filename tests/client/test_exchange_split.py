@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.exchange_split import split_among_exchanges
 from kvcluster.core.limits import STREAM_BYTES, WIDE_STREAM_BYTES
+from kvcluster.transfers.exchange_split import split_among_exchanges
 
 PAGE = STREAM_BYTES // 4
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvcluster.client.client import Client
-from kvcluster.client.results import Loaded, Lookup, Pinned, Stored
 from kvcluster.config import ClientConfig
 from kvcluster.core.ids import BlockHash, ShardId, Tenant
 from kvcluster.core.messages import EndTicket, PrepareLoad, Refused, RefusedKind, WriteRequest
@@ -17,6 +16,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, LimitError, Unreachable
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.records import RecordSource
+from kvcluster.transfers.results import Loaded, Lookup, Pinned, Stored
 from kvcluster.transport.base import Deadline, PageSource, RefusedByShard, Unavailable
 from kvcluster.transport.memory import MemoryTransport
 from tests.client.build import (

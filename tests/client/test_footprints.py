@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.footprints import BlockRows, Dim, Extent, Footprint, first_shared
-from kvcluster.client.layouts import Buffers, Paged
-from kvcluster.client.memory import bind
 from kvcluster.core.groups import LAST, Group, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
+from kvcluster.transfers.footprints import BlockRows, Dim, Extent, Footprint, first_shared
+from kvcluster.transfers.layouts import Buffers, Paged
+from kvcluster.transfers.memory import bind
 
 TWICE = "uses some memory twice"
 

@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 
-from kvcluster.client import batch_copies, memory
-from kvcluster.client.memory import BoundMemory
-from kvcluster.client.python_copies import PythonCopies
 from kvcluster.errors import CallerError
 from kvcluster.pages.copy_batch import CopyBatch, CopyStatus
 from kvcluster.pages.copy_endpoints import HOST, ForeignMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.native_copies import NativeCopies
+from kvcluster.transfers import batch_copies, memory
+from kvcluster.transfers.memory import BoundMemory
+from kvcluster.transfers.python_copies import PythonCopies
 from kvcluster.transport.base import ExchangeCopies
 from tests.client.build import kv, room, same
 from tests.client.test_batch_loads import Grant

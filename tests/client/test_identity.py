@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from kvcluster.client.client import Client
-from kvcluster.client.prompt import Prompt
-from kvcluster.client.results import BlockExplanation, Lookup, Stored
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.messages import Siblings
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ProtocolError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.results import BlockExplanation, Lookup, Stored
 from kvcluster.transport.base import Unavailable
 from tests.client.build import (
     BLOCK,

@@ -8,9 +8,6 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvcluster.client.lease_keeper import LeaseKeeper
-from kvcluster.client.results import Stored
-from kvcluster.client.tickets import TicketSeal
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, Holder, NamespaceId
 from kvcluster.core.messages import Need, RenewTicket, TicketBody
@@ -18,6 +15,9 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.runtime.auth import DEFAULT_TENANT
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.lease_keeper import LeaseKeeper
+from kvcluster.transfers.results import Stored
+from kvcluster.transfers.tickets import TicketSeal
 from kvcluster.transport.base import Unavailable
 from tests.client.build import BOUND_S, SPEC, Hold, Port, kv, prompt, room, watched_client
 from tests.client.conftest import Start

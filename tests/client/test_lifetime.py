@@ -17,14 +17,14 @@ import torch
 
 import kvcluster
 from kvcluster.client.client import Client
-from kvcluster.client.coordinator_client import CoordinatorClient, GrpcPort
-from kvcluster.client.lease_keeper import LeaseKeeper
 from kvcluster.config import ClientConfig
 from kvcluster.core.ids import Attempt, BlockHash, Holder, NamespaceId
 from kvcluster.core.messages import CoordinatorQuestion, GetStatus, Reply, Status
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, KVClusterError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.coordinator_client import CoordinatorClient, GrpcPort
+from kvcluster.transfers.lease_keeper import LeaseKeeper
 from kvcluster.transport.base import Cancelled, Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
 from tests.client.build import BOUND_S, SPEC, Port, kv, prompt, room, same
@@ -225,7 +225,7 @@ def _flush_a_sequence(client: Client) -> bool:
 def test_close_ends_calls_that_hang_at_the_coordinator(
     cluster: MemoryCluster, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("kvcluster.client.coordinator_client._CLOSING_MS", 50)
+    monkeypatch.setattr("kvcluster.transfers.coordinator_client._CLOSING_MS", 50)
     port, outcomes = HangingPort(cluster), list[object]()
     client = Client(port, cluster.opener(), SPEC, config=ClientConfig(deadline_ms=HOUR_MS))
     hashes = client.hashes(prompt(2))
@@ -253,7 +253,7 @@ def test_close_ends_calls_that_hang_at_the_coordinator(
 
 
 def test_a_question_over_grpc_ends_when_its_client_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcluster.client.coordinator_client._CLOSING_MS", 50)
+    monkeypatch.setattr("kvcluster.transfers.coordinator_client._CLOSING_MS", 50)
     outcomes = list[BaseException]()
     with socket.create_server(("127.0.0.1", 0)) as listening:  # accepts connections, and never answers
         connection = Connection(f"127.0.0.1:{listening.getsockname()[1]}", None)

@@ -5,8 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.client.load_plan import READERS
-from kvcluster.client.plan_messages import (
+from kvcluster.core import limits
+from kvcluster.core.groups import Part
+from kvcluster.core.ids import Epoch, ShardId
+from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress, Tier
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.errors import CallerError, LimitError
+from kvcluster.transfers.load_plan import READERS
+from kvcluster.transfers.plan_messages import (
     Answered,
     AskElsewhere,
     Begin,
@@ -19,15 +25,9 @@ from kvcluster.client.plan_messages import (
     StartRead,
     StopRead,
 )
-from kvcluster.client.policy import ASKING_SHARE
-from kvcluster.client.results import Loaded
-from kvcluster.client.retry import ROUNDS
-from kvcluster.core import limits
-from kvcluster.core.groups import Part
-from kvcluster.core.ids import Epoch, ShardId
-from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress, Tier
-from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.errors import CallerError, LimitError
+from kvcluster.transfers.policy import ASKING_SHARE
+from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.retry import ROUNDS
 from kvcluster.transport.base import Cancelled, Streams, Unavailable
 from tests.client.build import HEADS, LAYERS, PAGE_BYTES
 from tests.client.stepping import (

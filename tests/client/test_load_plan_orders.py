@@ -11,8 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcluster.client.pieces import each
-from kvcluster.client.plan_messages import (
+from kvcluster.core.groups import Part
+from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transfers.pieces import each
+from kvcluster.transfers.plan_messages import (
     Answered,
     AskElsewhere,
     Begin,
@@ -26,9 +29,6 @@ from kvcluster.client.plan_messages import (
     StartRead,
     StopRead,
 )
-from kvcluster.core.groups import Part
-from kvcluster.core.messages import BlockFate, Explained, RefusedKind, ShardAddress
-from kvcluster.core.miss import Miss, MissReason
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import HEADS, LAYERS, SPEC
 from tests.client.stepping import DEADLINE, EVICTED, GIVEN_UP, LOST, PATIENCE, A, B, C, D, SteppedLoad, refused, source

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from kvcluster.client.breaker import LEAST_WAIT_NS
-from kvcluster.client.plan_messages import (
+from kvcluster.core.groups import Part
+from kvcluster.core.messages import BlockFate, Explained, RefusedKind
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transfers.breaker import LEAST_WAIT_NS
+from kvcluster.transfers.plan_messages import (
     NEVER_BEGUN,
     Answered,
     AskElsewhere,
@@ -16,11 +19,8 @@ from kvcluster.client.plan_messages import (
     StartRead,
     StopRead,
 )
-from kvcluster.client.policy import ASKING_SHARE
-from kvcluster.client.results import Loaded
-from kvcluster.core.groups import Part
-from kvcluster.core.messages import BlockFate, Explained, RefusedKind
-from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transfers.policy import ASKING_SHARE
+from kvcluster.transfers.results import Loaded
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import HEADS, LAYERS
 from tests.client.stepping import (

@@ -11,13 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client.layouts import Paged
-from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.load_sink import LoadSink
-from kvcluster.client.memory import bind
-from kvcluster.client.pieces import Piece, plan_pieces
-from kvcluster.client.read_ranges import ReadRanges
-from kvcluster.client.results import Loaded
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import Need, PageKey, ShardAddress, Source, TicketBody, Tier
@@ -25,6 +18,13 @@ from kvcluster.core.messages.common import Run
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import ProtocolError
 from kvcluster.pages import checksum, codec
+from kvcluster.transfers.layouts import Paged
+from kvcluster.transfers.load_progress import LoadProgress
+from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.memory import bind
+from kvcluster.transfers.pieces import Piece, plan_pieces
+from kvcluster.transfers.read_ranges import ReadRanges
+from kvcluster.transfers.results import Loaded
 from kvcluster.transport.base import BytesPayload, Cancelled
 from tests.client.build import (
     BLOCK,

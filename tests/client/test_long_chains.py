@@ -11,10 +11,6 @@ from typing import Any
 import pytest
 
 from kvcluster.client.client import Client
-from kvcluster.client.coordinator_client import CoordinatorPort
-from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.store_executor import prepare_store
-from kvcluster.client.store_pages import StoreTerms
 from kvcluster.core import limits
 from kvcluster.core.groups import LAST, Group, Part, Plane, window
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId
@@ -24,6 +20,10 @@ from kvcluster.core.pin_handler import PinHandler
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import LimitError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.coordinator_client import CoordinatorPort
+from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.store_executor import prepare_store
+from kvcluster.transfers.store_pages import StoreTerms
 from kvcluster.transport.base import Deadline, Unavailable
 from tests.client.build import BLOCK, SPEC, kv, prompt, room, same
 from tests.client.conftest import Start

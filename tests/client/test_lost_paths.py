@@ -10,13 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvcluster.client.layouts import Buffers
-from kvcluster.client.memory import bind
-from kvcluster.client.policy import ShardPolicy
-from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.shard_connections import ShardConnections
-from kvcluster.client.store_plan import PAUSES_NS
-from kvcluster.client.transfer_queue import TransferQueue
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
@@ -40,6 +33,13 @@ from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, store
 from kvcluster.testing.conformance.encoded import numbers
 from kvcluster.testing.conformance.world import ONE, soon
+from kvcluster.transfers.layouts import Buffers
+from kvcluster.transfers.memory import bind
+from kvcluster.transfers.policy import ShardPolicy
+from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.shard_connections import ShardConnections
+from kvcluster.transfers.store_plan import PAUSES_NS
+from kvcluster.transfers.transfer_queue import TransferQueue
 from kvcluster.transport.base import Unavailable
 from tests.transport.frail import HERE, Ways, broken
 from tests.transport.peers import InProcess

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.layouts import Buffers, Dense, Layers, Paged
-from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.core.groups import DTYPE_BYTES, Group, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError, ProtocolError, SpecError
 from kvcluster.pages.staging import Staging
+from kvcluster.transfers.layouts import Buffers, Dense, Layers, Paged
+from kvcluster.transfers.memory import BoundMemory, bind
 
 # ------------------------------------------------------------------------------- an oracle, index by index
 
@@ -673,8 +673,8 @@ def test_caches_in_another_layout_are_refused(make: Callable[[], Paged], message
 
 
 def test_without_torch_buffers_are_served_and_others_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvcluster.client.tensors", None)
-    monkeypatch.delattr("kvcluster.client.tensors", raising=False)
+    monkeypatch.setitem(sys.modules, "kvcluster.transfers.tensors", None)
+    monkeypatch.delattr("kvcluster.transfers.tensors", raising=False)
     bind(Buffers([bytes(PAGE_BYTES)]), SPEC, (WHOLE,), 1, writable=False)
     bind(bytes(PAGE_BYTES), SPEC, (WHOLE,), 1, writable=False)
     for memory in (
@@ -688,8 +688,8 @@ def test_without_torch_buffers_are_served_and_others_refused(monkeypatch: pytest
 
 def test_without_torch_contiguous_arrays_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     values = noise(SHAPE, "bfloat16", random.Random(1))
-    monkeypatch.setitem(sys.modules, "kvcluster.client.tensors", None)
-    monkeypatch.delattr("kvcluster.client.tensors", raising=False)
+    monkeypatch.setitem(sys.modules, "kvcluster.transfers.tensors", None)
+    monkeypatch.delattr("kvcluster.transfers.tensors", raising=False)
     array = values.view(torch.uint16).numpy()
     for memory in (array, Dense(array)):
         bound = bind(memory, SPEC, (WHOLE,), 5, writable=True)
@@ -703,5 +703,5 @@ def test_without_torch_contiguous_arrays_are_served(monkeypatch: pytest.MonkeyPa
 
 
 def test_naming_a_memory_does_not_import_torch() -> None:
-    code = "import sys, kvcluster.client.memory; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvcluster.transfers.memory; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

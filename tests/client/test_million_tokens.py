@@ -7,7 +7,7 @@ import random
 import pytest
 
 import kvcluster
-from kvcluster.client.results import Stored
+from kvcluster.transfers.results import Stored
 from tests.cli.served import Served
 
 SPEC = kvcluster.KVSpec.uniform(

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.layouts import Buffers, Paged
-from kvcluster.client.tickets import Ticket
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash
 from kvcluster.errors import CallerError, LimitError, ProtocolError, SpecError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Buffers, Paged
+from kvcluster.transfers.tickets import Ticket
 from kvcluster.transport.base import Deadline
 from tests.client.build import (
     BLOCK,

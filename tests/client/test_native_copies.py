@@ -13,8 +13,6 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from kvcluster.client.layouts import Paged
-from kvcluster.client.memory import BoundMemory
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.spec import KVSpec
@@ -24,6 +22,8 @@ from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyI
 from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
+from kvcluster.transfers.layouts import Paged
+from kvcluster.transfers.memory import BoundMemory
 from tests.client.test_memory import Case, Row, memories, parts, vllm_cpu
 
 NEVER = 2**62

@@ -11,13 +11,13 @@ import pytest
 import kvcluster
 from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
 from kvcluster.client.client import Client
-from kvcluster.client.lease_keeper import LeaseKeeper
-from kvcluster.client.timer import Timer
-from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.core.ids import Attempt, Holder
 from kvcluster.core.miss import MissReason
 from kvcluster.errors import KVClusterError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.lease_keeper import LeaseKeeper
+from kvcluster.transfers.timer import Timer
+from kvcluster.transfers.worker_pool import WorkerPool
 from tests.client.build import BOUND_S, SPEC, Hold, kv, prompt, room
 
 LONG_NS = 3_600_000_000_000

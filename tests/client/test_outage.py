@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from kvcluster.client.outage import FAILURES, Outage
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.outage import FAILURES, Outage
 from tests.client.build import SPEC, kv, prompt
 
 LOST = Miss(MissReason.COORDINATOR_LOST, "connection refused")

@@ -12,10 +12,6 @@ import pytest
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.layouts import Paged
-from kvcluster.client.policy import Permit, ShardPolicy
-from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.core import limits
 from kvcluster.core.groups import Group, Plane
 from kvcluster.core.messages import (
@@ -34,6 +30,10 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Paged
+from kvcluster.transfers.policy import Permit, ShardPolicy
+from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.shard_connections import ShardConnections
 from kvcluster.transport.base import (
     Deadline,
     PageSink,

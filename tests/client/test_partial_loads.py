@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcluster.client.layouts import Dense, Paged
 from kvcluster.core.groups import LAST, Group, Plane, Reuse, window
 from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Dense, Paged
 from tests.client.build import BLOCK, DIM, HEADS, PAGE_BYTES, SPEC, kv, noise, prompt, room, same, unwritten
 
 PLANES = (Plane("k", HEADS, DIM, "float32"), Plane("v", HEADS, DIM, "float32"))

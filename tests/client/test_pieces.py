@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-from kvcluster.client.pieces import Piece, PieceList, layer_counts, plan_pieces, sizes
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId
 from kvcluster.core.messages import Need, PageKey, PageWant, Run, ShardAddress, Source, TicketBody, Tier
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.pieces import Piece, PieceList, layer_counts, plan_pieces, sizes
 
 SPEC = KVSpec.uniform(model="m", weights="w", num_layers=8, num_kv_heads=4, head_dim=8, dtype="float16", block_tokens=2)
 WHOLE = SPEC.whole(0)

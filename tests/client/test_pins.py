@@ -10,11 +10,11 @@ import pytest
 
 from kvcluster.client.client import Client
 from kvcluster.client.pinning import pinned_prefixes
-from kvcluster.client.results import PinListing, PinnedPrefix
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, Tenant
 from kvcluster.core.messages import PinnedRun
 from kvcluster.errors import CallerError, Unreachable
+from kvcluster.transfers.results import PinListing, PinnedPrefix
 from tests.client.build import BLOCK, PAGE_BYTES, SPEC, kv, pinned, prompt, spec_of
 from tests.client.conftest import Start
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvcluster.client.plan_messages import Begin, Cancel, PlanTick
-from kvcluster.client.plan_runner import Job, PlanRunner
-from kvcluster.client.timer import Timer
-from kvcluster.client.worker_pool import WorkerPool
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.transfers.plan_messages import Begin, Cancel, PlanTick
+from kvcluster.transfers.plan_runner import Job, PlanRunner
+from kvcluster.transfers.timer import Timer
+from kvcluster.transfers.worker_pool import WorkerPool
 from tests.client.build import BOUND_S
 
 GIVEN_UP = Miss(MissReason.DEADLINE, "given up")

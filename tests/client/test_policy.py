@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.client.breaker import LEAST_WAIT_NS
-from kvcluster.client.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import RefusedKind, ShardAddress
 from kvcluster.core.miss import PURGING, Miss, MissReason
 from kvcluster.errors import CallerError, LimitError
+from kvcluster.transfers.breaker import LEAST_WAIT_NS
+from kvcluster.transfers.policy import AskAgain, Permit, ShardPolicy
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.stepping import BREAKER_NS, GIVEN_UP, LATE, LOST, A, B, policy, refused
 

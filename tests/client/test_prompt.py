@@ -13,9 +13,9 @@ import torch
 
 import kvcluster
 from kvcluster.client.client import Client
-from kvcluster.client.prompt import Prompt
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.prompt import Prompt
 from tests.client.build import SPEC, kv, prompt
 from tests.client.test_misuse import CALLS
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.pieces import Piece
-from kvcluster.client.read_ranges import ReadRanges
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import PageKey, PageWant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ProtocolError
+from kvcluster.transfers.pieces import Piece
+from kvcluster.transfers.read_ranges import ReadRanges
 from kvcluster.transport.base import Cancelled
 from tests.client.stepping import DEADLINE, GIVEN_UP, HASHES, LATE
 from tests.client.watched_gate import waits_for_gate

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvcluster.client.client import Client
-from kvcluster.client.results import Loaded
-from kvcluster.client.tickets import Ticket
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, ShardId
@@ -18,6 +16,8 @@ from kvcluster.core.messages import Explain, PageWant, ReadRequest, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.page import Page
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.tickets import Ticket
 from kvcluster.transport.base import Deadline, PageSink, Transport, Unavailable
 from tests.client.build import (
     BOUND_S,

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.client.pieces import Piece, cover, plan_pieces
-from kvcluster.client.retry import ROUNDS, RetryPlan
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import BlockFate, Need, PageKey, PageWant, Run, ShardAddress, Source, TicketBody, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import CallerError, ProtocolError
+from kvcluster.transfers.pieces import Piece, cover, plan_pieces
+from kvcluster.transfers.retry import ROUNDS, RetryPlan
 from tests.client.build import HEADS, LAYERS, SPEC
 
 WHOLE = Part(0, LAYERS, 0, HEADS)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.layouts import Buffers, Paged
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Buffers, Paged
 from tests.client.build import (
     BLOCK,
     DIM,

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvcluster.client.policy import ShardPolicy
-from kvcluster.client.shard_connections import ShardConnections
 from kvcluster.core.ids import Attempt, Epoch, Holder, ShardId
 from kvcluster.core.messages import AttachedShard, ReadRequest, ShardAddress
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.errors import VersionError
+from kvcluster.transfers.policy import ShardPolicy
+from kvcluster.transfers.shard_connections import ShardConnections
 from kvcluster.transport.base import Deadline, Unavailable, run_to_completion
 from tests.client.build import SPEC
 

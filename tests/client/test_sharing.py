@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client.layouts import Buffers, Dense, Paged
-from kvcluster.client.prompt import Prompt
-from kvcluster.client.results import Loaded, Stored
 from kvcluster.core.groups import LAST, Group, Part, Plane, window
 from kvcluster.core.hashing import chain, root
 from kvcluster.core.ids import Tenant
@@ -21,6 +18,9 @@ from kvcluster.core.messages import PrepareStore
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Buffers, Dense, Paged
+from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.results import Loaded, Stored
 from kvcluster.transport.base import Unavailable
 from tests.client.build import (
     BLOCK,

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvcluster.client.plan_messages import (
+from kvcluster.core import limits
+from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash
+from kvcluster.core.messages import Decision, NewPage, PageKey, RefusedKind, ShardAddress, StoreGrant, StoreRun, Written
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.errors import CallerError, LimitError
+from kvcluster.transfers.plan_messages import (
     AskStore,
     Begin,
     Cancel,
@@ -26,16 +31,11 @@ from kvcluster.client.plan_messages import (
     WriteEnded,
     WriteStopped,
 )
-from kvcluster.client.policy import ShardPolicy
-from kvcluster.client.results import Stored
-from kvcluster.client.store_pages import StoreTerms
-from kvcluster.client.store_plan import WRITERS, StorePlan
-from kvcluster.client.store_progress import StoreProgress
-from kvcluster.core import limits
-from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash
-from kvcluster.core.messages import Decision, NewPage, PageKey, RefusedKind, ShardAddress, StoreGrant, StoreRun, Written
-from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.errors import CallerError, LimitError
+from kvcluster.transfers.policy import ShardPolicy
+from kvcluster.transfers.results import Stored
+from kvcluster.transfers.store_pages import StoreTerms
+from kvcluster.transfers.store_plan import WRITERS, StorePlan
+from kvcluster.transfers.store_progress import StoreProgress
 from kvcluster.transport.base import Streams, Unavailable
 from tests.client.build import PAGE_BYTES, SPEC
 from tests.client.stepping import (

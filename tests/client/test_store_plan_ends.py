@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.client.plan_messages import (
+from kvcluster.core.messages import Decision, RefusedKind, StoreGrant, StoreRun, Written
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.errors import CallerError
+from kvcluster.transfers.plan_messages import (
     NEVER_BEGUN,
     AskStore,
     Begin,
@@ -22,10 +25,7 @@ from kvcluster.client.plan_messages import (
     WriteEnded,
     WriteStopped,
 )
-from kvcluster.client.results import Stored
-from kvcluster.core.messages import Decision, RefusedKind, StoreGrant, StoreRun, Written
-from kvcluster.core.miss import Miss, MissReason
-from kvcluster.errors import CallerError
+from kvcluster.transfers.results import Stored
 from kvcluster.transport.base import Cancelled, Unavailable
 from tests.client.build import PAGE_BYTES
 from tests.client.stepping import DEADLINE, GIVEN_UP, LATE, LOST, SPACE, A, B, policy, refused

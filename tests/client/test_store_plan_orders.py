@@ -9,7 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcluster.client.plan_messages import (
+from kvcluster.core import limits
+from kvcluster.core.messages import Decision, RefusedKind, StoreGrant, StoreRun, Written
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.errors import CallerError
+from kvcluster.transfers.plan_messages import (
     AskStore,
     Begin,
     Cancel,
@@ -29,10 +33,6 @@ from kvcluster.client.plan_messages import (
     WriteEnded,
     WriteStopped,
 )
-from kvcluster.core import limits
-from kvcluster.core.messages import Decision, RefusedKind, StoreGrant, StoreRun, Written
-from kvcluster.core.miss import Miss, MissReason
-from kvcluster.errors import CallerError
 from kvcluster.transport.base import Cancelled, RefusedByShard, Unavailable
 from tests.client.build import PAGE_BYTES
 from tests.client.stepping import DEADLINE, GIVEN_UP, LOST, SPACE, A, B, C, policy, refused

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import kvcluster
-from kvcluster.client.layouts import Paged
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Paged
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, SPEC, kv, prompt, room, same
 
 QUERY = (1, HEADS, DIM)

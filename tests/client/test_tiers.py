@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.results import Stored
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import LAST, Group, Part, Plane
@@ -22,6 +21,7 @@ from kvcluster.core.page import Page
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages.codec_torch import TorchCoder
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.results import Stored
 from kvcluster.transport.base import Deadline, Streams
 from kvcluster.transport.memory import MemoryTransport
 from tests.client.build import BLOCK, BOUND_S, HEADS, LAYERS, counters, noise, prompt, room, same, shape_of, spec_of

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.transfer import Transfer
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.transfer import Transfer
 from kvcluster.transport.base import Deadline
 from tests.client.build import (
     BLOCK,

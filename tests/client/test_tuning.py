@@ -13,14 +13,14 @@ import pytest
 
 import kvcluster
 import kvcluster.client.client
-from kvcluster.client import deadlines
 from kvcluster.client.client import Client
-from kvcluster.client.load_plan import READERS
-from kvcluster.client.transfer_queue import _SPARE_THREADS
 from kvcluster.config import ClientConfig, Config, ServerConfig, ShardConfig
 from kvcluster.core.messages import PrepareLoad, PrepareStore, ReadRequest
 from kvcluster.core.miss import Miss
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers import deadlines
+from kvcluster.transfers.load_plan import READERS
+from kvcluster.transfers.transfer_queue import _SPARE_THREADS
 from kvcluster.transport.base import Deadline, PageSink, Transport
 from tests.client.build import BLOCK, PAGE_BYTES, SPEC, Port, Steps, Watched, kv, prompt, room
 from tests.docs.snippets import run_twice, snippets_of

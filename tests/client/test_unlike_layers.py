@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.layouts import Paged
 from kvcluster.config import ClientConfig
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ONE, WatchedHost
+from kvcluster.transfers.layouts import Paged
 from tests.client.build import prompt
 from tests.client.test_zero_copy import Desk
 from tests.fuzz.memories import BYTES, Cell, Drawn, Page, drawn

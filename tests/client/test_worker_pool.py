@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcluster.client.worker_pool import WorkerPool
+from kvcluster.transfers.worker_pool import WorkerPool
 from tests.client.build import BOUND_S, Hold
 
 

@@ -19,9 +19,6 @@ import torch
 
 from kvcluster import BorrowedBlocks
 from kvcluster.client.client import Client
-from kvcluster.client.layouts import Buffers
-from kvcluster.client.tensors import page_tensor
-from kvcluster.client.tickets import Ticket, TicketSeal
 from kvcluster.config import TRANSPORTS, ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.groups import Group, Part, Plane
@@ -46,6 +43,9 @@ from kvcluster.replay.core_stepper import build_request
 from kvcluster.runtime.auth import DEFAULT_TENANT
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Buffers
+from kvcluster.transfers.tensors import page_tensor
+from kvcluster.transfers.tickets import Ticket, TicketSeal
 from kvcluster.transport.auto import OPENERS, AutoTransport, own_attempts
 from kvcluster.transport.base import Deadline, RefusedByShard, Transport
 from kvcluster.transport.memory import MemoryTransport

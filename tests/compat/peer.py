@@ -169,7 +169,7 @@ def shard(name: str, reports_to: str) -> None:
 
 
 def worker(address: str, transport: str, action: str, seed: str) -> None:
-    from kvcluster.client.layouts import Buffers
+    from kvcluster.transfers.layouts import Buffers
 
     tokens = [int(seed), *range(BLOCKS * SPEC.block_tokens - 1)]
     content = [bytearray(random.Random(f"{seed} {block}").randbytes(BLOCK_BYTES)) for block in range(BLOCKS)]

@@ -43,7 +43,7 @@ STICKY = {"tmp", "var/tmp", "run/lock"}
 WORK = """
 import json, os, sys
 import kvcluster
-from kvcluster.client.layouts import Buffers
+from kvcluster.transfers.layouts import Buffers
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages.codec import implementation
 
@@ -151,7 +151,7 @@ def test_torch_is_in_the_image_for_gpus_alone(image: Image, target: str, tmp_pat
     with started(image, tmp_path) as container:
         assert run(container, "python", "-c", found).split() == [str(target == "cuda")] * 2
         if target == "cuda":
-            run(container, "python", "-c", "import kvcluster.engines.transformers, kvcluster.client.tensors")
+            run(container, "python", "-c", "import kvcluster.engines.transformers, kvcluster.transfers.tensors")
 
 
 def test_the_image_is_as_small_as_ray_allows(built: Path) -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import kvcluster
-from kvcluster.client.bandwidth import BandwidthEstimator
 from kvcluster.client.client import Client
 from kvcluster.client.events import Event
 from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.messages import Tier
 from kvcluster.core.messages.events import BlocksRemoved, Publish
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.bandwidth import BandwidthEstimator
 from tests.client.build import SPEC, kv, prompt, room
 from tests.docs.snippets import PAGES, ROOT, run_twice, snippets_of
 from tests.runtime.events import block, effect, published, stream
@@ -26,7 +26,7 @@ from tests.runtime.events import block, effect, published, stream
 MODULES = {
     "docs/attention.md": "tests/attention/test_examples.py",
     "docs/client.md": "tests/client/test_guide.py",
-    "docs/sequences.md": "tests/client/sequences/test_examples.py",
+    "docs/sequences.md": "tests/sequences/test_examples.py",
     "docs/tuning.md": "tests/client/test_tuning.py",
 }
 Names = dict[str, Any]

@@ -28,15 +28,6 @@ from unittest.mock import patch
 
 import torch
 
-from kvcluster.client import batch_copies
-from kvcluster.client.layouts import Paged
-from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.load_sink import LoadSink
-from kvcluster.client.memory import BoundMemory, bind
-from kvcluster.client.pieces import Piece, plan_pieces
-from kvcluster.client.python_copies import PythonCopies
-from kvcluster.client.read_ranges import ReadRanges
-from kvcluster.client.store_source import StoreSource
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
@@ -50,6 +41,15 @@ from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyRecords, Co
 from kvcluster.pages.copy_endpoints import HostMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.region import address_of
+from kvcluster.transfers import batch_copies
+from kvcluster.transfers.layouts import Paged
+from kvcluster.transfers.load_progress import LoadProgress
+from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.memory import BoundMemory, bind
+from kvcluster.transfers.pieces import Piece, plan_pieces
+from kvcluster.transfers.python_copies import PythonCopies
+from kvcluster.transfers.read_ranges import ReadRanges
+from kvcluster.transfers.store_source import StoreSource
 from kvcluster.transport.base import BytesPayload, Cancelled, Deadline
 from tests.client.watched_gate import WatchedGate
 from tests.records import copied, pass_on

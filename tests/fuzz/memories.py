@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kvcluster.client.layouts import Buffers, Dense, Layers, Paged
 from kvcluster.core.groups import Group, Part, Plane
+from kvcluster.transfers.layouts import Buffers, Dense, Layers, Paged
 
 UNWRITTEN = 0x5A
 

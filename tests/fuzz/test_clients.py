@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvcluster.client import load_sink, memory, prompt, transfer
-from kvcluster.client.part_memory import Ask
 from kvcluster.core import hashing
 from kvcluster.pages.copy_batch import CopyStatus
+from kvcluster.transfers import load_sink, memory, prompt, transfer
+from kvcluster.transfers.part_memory import Ask
 from tests.fuzz.client.fuzzer import Finding, Tally, run, run_episode
 
 SEED, OPERATIONS = 0, 5_000

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvcluster.client.load_sink import LoadSink
-from kvcluster.client.python_copies import PythonCopies
-from kvcluster.client.read_ranges import ReadRanges
-from kvcluster.client.store_source import StoreSource
 from kvcluster.pages.copy_batch import CopyStatus
+from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.python_copies import PythonCopies
+from kvcluster.transfers.read_ranges import ReadRanges
+from kvcluster.transfers.store_source import StoreSource
 from tests.fuzz.copies import FAULTS, Finding, run
 
 EPISODES = 500

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvcluster.client.sequences.sequence import Sequence
+from kvcluster.sequences.sequence import Sequence
 from tests.fuzz.sequences.episode import Finding
 from tests.fuzz.sequences.fuzzer import Fuzz
 from tests.fuzz.sequences.operations import OPERATIONS

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from kvcluster.client.layouts import Buffers, Dense, Paged
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.layouts import Buffers, Dense, Paged
 
 UNWRITTEN = 0x5A5A
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from kvcluster.client.client import Client
-from kvcluster.client.results import Loaded
 from kvcluster.config import ClientConfig
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
@@ -33,6 +32,7 @@ from kvcluster.core.spec import KVSpec
 from kvcluster.pages import codec
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ARENA_BYTES, HOST_BYTES, ONE, WatchedHost, World
+from kvcluster.transfers.results import Loaded
 from kvcluster.transport.base import Transport
 from tests.integrity.destinations import (
     EVEN,

@@ -21,8 +21,6 @@ from itertools import product
 from random import Random
 from typing import NamedTuple
 
-from kvcluster.client.memory import bind
-from kvcluster.client.python_copies import PythonCopies
 from kvcluster.core.codecs import Codec
 from kvcluster.pages import checksum
 from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
@@ -30,6 +28,8 @@ from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
 from kvcluster.pages.copy_executor import RunRecords
 from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.pages.region import HostRegion, RegionKind, address_of
+from kvcluster.transfers.memory import bind
+from kvcluster.transfers.python_copies import PythonCopies
 from tests.integrity.destinations import EVEN, Destination, pages_of, spec_of, values
 from tests.integrity.executors import EXECUTORS, PYTHON, executed_by
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvcluster.client import python_copies
-from kvcluster.client.python_copies import PythonCopies
 from kvcluster.core.codecs import Codec
 from kvcluster.pages import checksum
 from kvcluster.pages.copy_batch import CopyBatch, CopyStatus
+from kvcluster.transfers import python_copies
+from kvcluster.transfers.python_copies import PythonCopies
 from tests.integrity import __main__ as program
 from tests.integrity import flips, scribbler
 from tests.integrity.executors import PYTHON

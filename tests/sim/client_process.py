@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvcluster.client.policy import ShardPolicy
 from kvcluster.core.ids import Attempt, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Attach,
@@ -28,6 +27,7 @@ from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import LimitError
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.replay.kernel import TIMED_OUT, Clock, Process, Script
+from kvcluster.transfers.policy import ShardPolicy
 from kvcluster.transport.base import RefusedByShard, Unavailable
 from tests.sim.content import Model
 from tests.sim.network import BROKEN, Line
@@ -165,7 +165,7 @@ class ClientProcess(Process):
 
     def open(self, model: Model, shard: ShardAddress, request: ReadRequest | WriteRequest, give_up: int) -> Script:
         """Opens a connection. Returns it with the head of its answer, which holds for each page None or why not; or
-        returns the error that the client's connections (client/shard_connections.py) would raise."""
+        returns the error that the client's connections (transfers/shard_connections.py) would raise."""
         if self.now() >= give_up:
             return Unavailable(Miss(MissReason.DEADLINE))
         process = self.world.shard_at(shard.address)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.pieces import Piece
-from kvcluster.client.results import Loaded
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.load_progress import LoadProgress
+from kvcluster.transfers.pieces import Piece
+from kvcluster.transfers.results import Loaded
 from tests.sim.violation import require
 
 Place = tuple[int, int, int, int]

@@ -1,4 +1,4 @@
-"""A load as a worker does it: the real plan (client/load_plan.py), carried out over the simulated network.
+"""A load as a worker does it: the real plan (transfers/load_plan.py), carried out over the simulated network.
 
 An exchange receives a layer at a time under its ranges, as the client's sink does. Some copies take time: a stop that
 arrives meanwhile takes effect when they are done, and an exchange that waits for bytes stops at once or a little later.
@@ -6,10 +6,15 @@ arrives meanwhile takes effect when they are done, and an exchange that waits fo
 
 from __future__ import annotations
 
-from kvcluster.client.load_plan import LoadPlan
-from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.pieces import Piece, each, plan_pieces
-from kvcluster.client.plan_messages import (
+from kvcluster.core.messages import Explain, Explained, ReadRequest, Suspect, TicketBody
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.pages import checksum
+from kvcluster.replay.core_stepper import build_request
+from kvcluster.replay.kernel import MS, TIMED_OUT, Script
+from kvcluster.transfers.load_plan import LoadPlan
+from kvcluster.transfers.load_progress import LoadProgress
+from kvcluster.transfers.pieces import Piece, each, plan_pieces
+from kvcluster.transfers.plan_messages import (
     Answered,
     AskElsewhere,
     FinishLoad,
@@ -21,11 +26,6 @@ from kvcluster.client.plan_messages import (
     StartRead,
     StopRead,
 )
-from kvcluster.core.messages import Explain, Explained, ReadRequest, Suspect, TicketBody
-from kvcluster.core.miss import Miss, MissReason
-from kvcluster.pages import checksum
-from kvcluster.replay.core_stepper import build_request
-from kvcluster.replay.kernel import MS, TIMED_OUT, Script
 from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 from tests.sim import content
 from tests.sim.client_process import ClientProcess

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
-from kvcluster.client.plan_messages import Begin, Cancel, PlanTick
-from kvcluster.client.plan_runner import Plan
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.replay.kernel import Process, Promise
+from kvcluster.transfers.plan_messages import Begin, Cancel, PlanTick
+from kvcluster.transfers.plan_runner import Plan
 
 Event = TypeVar("Event")
 Effect = TypeVar("Effect")

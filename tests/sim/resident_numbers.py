@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvcluster.client.sequences.block_table import CodedPage, PageCopy, TokenRun, coded_page
-from kvcluster.client.sequences.resident_window import Encoding
+from kvcluster.sequences.block_table import CodedPage, PageCopy, TokenRun, coded_page
+from kvcluster.sequences.resident_window import Encoding
 
 NEVER_WRITTEN = -1
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from kvcluster.client.sequences.policy import WindowPolicy
 from kvcluster.config import Config, CoordinatorConfig, ShardConfig
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.eviction import POLICIES
 from kvcluster.replay.kernel import MS, SECOND
+from kvcluster.sequences.policy import WindowPolicy
 from tests.sim.memory import UNIT_BYTES
 
 DRIFT_PPM = 10_000

@@ -13,22 +13,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
-from kvcluster.client.sequences.attend_planner import SpanChoice
-from kvcluster.client.sequences.block_table import ABSENT
-from kvcluster.client.sequences.blocks import SequenceBlock
-from kvcluster.client.sequences.remote_spans import RemoteSpans
-from kvcluster.client.sequences.ship_plan import (
-    AskedRow,
-    CutBlocks,
-    SeenBlocks,
-    ShardSpan,
-    ShipPlan,
-    shard_spans,
-    ship_plan,
-    shippable_cuts,
-)
-from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment
-from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.ids import BlockHash, SpanId
 from kvcluster.core.messages import (
     AttendRequest,
@@ -45,6 +29,22 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.position_tree import CUT_TOKENS, Subtree
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.replay.kernel import MS, Script
+from kvcluster.sequences.attend_planner import SpanChoice
+from kvcluster.sequences.block_table import ABSENT
+from kvcluster.sequences.blocks import SequenceBlock
+from kvcluster.sequences.remote_spans import RemoteSpans
+from kvcluster.sequences.ship_plan import (
+    AskedRow,
+    CutBlocks,
+    SeenBlocks,
+    ShardSpan,
+    ShipPlan,
+    shard_spans,
+    ship_plan,
+    shippable_cuts,
+)
+from kvcluster.sequences.shipment import ShardFailure, ShardResults, Shipment
+from kvcluster.sequences.state import SequenceState
 from kvcluster.transport.base import Deadline
 from tests.sim import content
 from tests.sim.network import Line

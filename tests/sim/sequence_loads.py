@@ -1,14 +1,14 @@
-"""How a simulated worker finds and loads the blocks of sequences, as client/sequences/runner.py does."""
+"""How a simulated worker finds and loads the blocks of sequences, as sequences/runner.py does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcluster.client.sequences.blocks import SequenceBlock
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import LoadGrant, Need, PrepareLoad, TicketBody
 from kvcluster.core.miss import Loss
 from kvcluster.replay.kernel import Script
+from kvcluster.sequences.blocks import SequenceBlock
 from tests.sim import content
 from tests.sim.content import Model
 from tests.sim.worker import Worker

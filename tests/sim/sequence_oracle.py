@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvcluster.client.sequences.block_table import ABSENT
-from kvcluster.client.sequences.state import SequenceState
 from kvcluster.core.ids import BlockHash, NamespaceId, SequenceId
 from kvcluster.core.messages import EvictOrder, MoveOrder, Request, SyncTables, TablesSynced
 from kvcluster.core.shares import Owner
 from kvcluster.replay.kernel import MS
+from kvcluster.sequences.block_table import ABSENT
+from kvcluster.sequences.state import SequenceState
 from tests.sim import content
 from tests.sim.coordinator import CoordinatorProcess
 from tests.sim.sequence_worker import SequenceWorker

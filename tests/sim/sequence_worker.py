@@ -1,6 +1,6 @@
 """A worker that holds open sequences: the real machine and the real keeper of tables, over the simulated network.
 
-Scripts do what threads do in client/sequences/runner.py and sequence.py: they synchronise tables and store sealed
+Scripts do what threads do in sequences/runner.py and sequence.py: they synchronise tables and store sealed
 blocks, and the users' calls load absent blocks and wait for room. Between two waits of a script nothing else runs,
 which stands for the lock. The resident set holds a number for each token and layer instead of KV.
 
@@ -13,12 +13,6 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from kvcluster.client.sequences.blocks import SequenceBlock
-from kvcluster.client.sequences.machine import SequenceMachine
-from kvcluster.client.sequences.resident_pages import ResidentPages
-from kvcluster.client.sequences.state import SealExtent, SequenceState
-from kvcluster.client.sequences.store_queue import StoreBatch
-from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.core import hashing
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, Holder, NamespaceId, SequenceId
@@ -26,6 +20,12 @@ from kvcluster.core.messages import SyncTables, TablesSynced
 from kvcluster.core.miss import Loss
 from kvcluster.errors import ResidentSetFull
 from kvcluster.replay.kernel import MS, Clock, Script
+from kvcluster.sequences.blocks import SequenceBlock
+from kvcluster.sequences.machine import SequenceMachine
+from kvcluster.sequences.resident_pages import ResidentPages
+from kvcluster.sequences.state import SealExtent, SequenceState
+from kvcluster.sequences.store_queue import StoreBatch
+from kvcluster.sequences.table_keeper import TableKeeper
 from tests.sim import content
 from tests.sim.content import Model
 from tests.sim.resident_numbers import ResidentNumbers

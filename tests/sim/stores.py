@@ -1,10 +1,16 @@
-"""A store as a worker does it: the real plan (client/store_plan.py), carried out over the simulated network."""
+"""A store as a worker does it: the real plan (transfers/store_plan.py), carried out over the simulated network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvcluster.client.plan_messages import (
+from kvcluster.core import messages
+from kvcluster.core.groups import Part
+from kvcluster.core.ids import Attempt, BlockHash
+from kvcluster.core.messages import PageKey, StoreGrant
+from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.replay.kernel import MS, TIMED_OUT, Promise, Script
+from kvcluster.transfers.plan_messages import (
     AskStore,
     CloseTicket,
     FinishStore,
@@ -21,17 +27,11 @@ from kvcluster.client.plan_messages import (
     WriteEnded,
     WriteStopped,
 )
-from kvcluster.client.results import Stored
-from kvcluster.client.store_executor import prepare_store
-from kvcluster.client.store_pages import StoreTerms
-from kvcluster.client.store_plan import StorePlan
-from kvcluster.client.store_progress import StoreProgress
-from kvcluster.core import messages
-from kvcluster.core.groups import Part
-from kvcluster.core.ids import Attempt, BlockHash
-from kvcluster.core.messages import PageKey, StoreGrant
-from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.replay.kernel import MS, TIMED_OUT, Promise, Script
+from kvcluster.transfers.results import Stored
+from kvcluster.transfers.store_executor import prepare_store
+from kvcluster.transfers.store_pages import StoreTerms
+from kvcluster.transfers.store_plan import StorePlan
+from kvcluster.transfers.store_progress import StoreProgress
 from kvcluster.transport.base import Cancelled, PathLost, Streams, Unavailable
 from tests.sim import content
 from tests.sim.client_process import ClientProcess

@@ -135,7 +135,7 @@ WITH_GPUS = range(scenario.FIRST_WITH_GPUS, scenario.FIRST_WITH_GPUS + 12)
 
 @pytest.mark.parametrize("seed", [23739, 32468, 920193, 910059, 4618, 5396])
 def test_a_seed_that_was_red_once_is_clean(seed: int) -> None:
-    """Beside tests of the decisions that were wrong, in tests/core and tests/client/sequences."""
+    """Beside tests of the decisions that were wrong, in tests/core and tests/sequences."""
     tally = runner.run([seed])
     assert not tally.failures, tally.failures[0].story
 

@@ -39,10 +39,10 @@ from unittest.mock import patch
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
-from kvcluster.client.load_sink import LoadSink
-from kvcluster.client.store_source import StoreSource
 from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.kv_format import KVFormat
+from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.store_source import StoreSource
 from tests.vllm.build import BLOCK, GEMMA, LLAMA, model_folder
 from tests.vllm.conftest import Bench, a_bench
 from tests.vllm.scripted import PATIENT

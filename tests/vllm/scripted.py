@@ -13,13 +13,13 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvcluster.client.client import Client
-from kvcluster.client.layouts import Dense
-from kvcluster.client.prompt import Prompt
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.vllm import compat
 from kvcluster.engines.vllm.connector import KVClusterMetadata, Reported
 from kvcluster.engines.vllm.step_metadata import LoadOrder, LoadReport, StepReport, StoreOrder
+from kvcluster.transfers.layouts import Dense
+from kvcluster.transfers.prompt import Prompt
 from tests.client.build import BOUND_S
 from tests.vllm.toy import Engine, Text, spans_of
 

@@ -10,13 +10,13 @@ import pytest
 
 from kvcluster.client.bounded_calls import LIMIT, OPEN_NS, Call
 from kvcluster.client.client import Client
-from kvcluster.client.tickets import Ticket
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import CoordinatorQuestion, PrepareLoad
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups, LookupAnswer, PendingLookup
 from kvcluster.errors import CallerError, LimitError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.tickets import Ticket
 from kvcluster.transport.base import Unavailable
 from tests.client.build import BLOCK, BOUND_S, SPEC, Hold, Port, kv, prompt, watched_client
 from tests.client.conftest import Start

@@ -13,8 +13,6 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from benchmarks.codec import synthetic
-from kvcluster.client.layouts import Paged
-from kvcluster.client.memory import BoundMemory, bind
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.miss import MissReason
@@ -25,6 +23,8 @@ from kvcluster.engines.vllm.registration import spec_of
 from kvcluster.errors import CallerError
 from kvcluster.pages.codec import coder
 from kvcluster.pages.staging import Staging
+from kvcluster.transfers.layouts import Paged
+from kvcluster.transfers.memory import BoundMemory, bind
 from tests.client.build import noise, prompt
 from tests.client.conftest import Start
 from tests.vllm.build import LLAMA, engine_config, kv_caches, kv_config, model_folder, settings_of

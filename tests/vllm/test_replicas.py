@@ -17,11 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcluster.client.layouts import Dense
 from kvcluster.core.ids import ShardId
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.engines.vllm import stores
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Dense
 from kvcluster.transport.base import Unavailable
 from tests.client.build import prompt
 from tests.vllm.build import BLOCK

@@ -24,8 +24,6 @@ from enum import Enum
 from typing import TypeVar
 
 from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
-from kvcluster.client.coordinator_client import CoordinatorClient, GrpcPort
-from kvcluster.client.prompt import Prompt
 from kvcluster.core.locality import name_of
 from kvcluster.core.messages import Explain, Explained, GetNamespaces, Namespaces, Need
 from kvcluster.core.miss import Loss, Miss
@@ -34,6 +32,8 @@ from kvcluster.engines.ray_serve.policy import Stretch
 from kvcluster.engines.ray_serve.prompts import RequestPrompt
 from kvcluster.engines.ray_serve.settings import RouterSettings
 from kvcluster.engines.ray_serve.tokens import NoTokens, PromptTokenizer
+from kvcluster.transfers.coordinator_client import CoordinatorClient, GrpcPort
+from kvcluster.transfers.prompt import Prompt
 from kvcluster.transport.base import Deadline, Unavailable
 from kvcluster.transport.rpc import Connection
 from kvcluster.wire.methods import COORDINATOR

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 import torch
 
 import kvcluster.engines.sglang.compat as compat
-from kvcluster.client.layouts import Buffers, Layers, Paged
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.engines.sglang.compat import HostPool, PoolMemory, Rank
 from kvcluster.engines.sglang.settings import StorageSettings
 from kvcluster.errors import CallerError, SpecError
+from kvcluster.transfers.layouts import Buffers, Layers, Paged
 
 _HIDING = "uint8"
 """The dtype in which SGLang stores formats that torch cannot index, such as both formats of fp8."""

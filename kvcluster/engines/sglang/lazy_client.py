@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from kvcluster.client.bounded_calls import Admission, CallPolicy
 from kvcluster.client.client import Client
-from kvcluster.client.tickets import Ticket
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, Unreachable
+from kvcluster.transfers.tickets import Ticket
 from kvcluster.transport.thread_start import start_thread
 
 _log = logging.getLogger(__name__)

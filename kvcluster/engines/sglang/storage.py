@@ -24,8 +24,6 @@ import torch
 import kvcluster
 import kvcluster.engines.sglang.compat as compat
 from kvcluster.client.client import Client
-from kvcluster.client.deadlines import remaining_ms
-from kvcluster.client.layouts import Buffers, Paged
 from kvcluster.core import hashing, limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.engines.sglang.layouts import HostPoolLayout
@@ -34,6 +32,8 @@ from kvcluster.engines.sglang.lossy_pages import LossyPages, lossy_pages_of
 from kvcluster.engines.sglang.observer import StorageObserver
 from kvcluster.engines.sglang.settings import SHARED_MEDIA, parse_settings
 from kvcluster.errors import CallerError, KVClusterError, Unreachable
+from kvcluster.transfers.deadlines import remaining_ms
+from kvcluster.transfers.layouts import Buffers, Paged
 from kvcluster.transport.base import Deadline
 
 _log = logging.getLogger(__name__)

@@ -22,12 +22,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvcluster.client.client import Client
-from kvcluster.client.deadlines import OTHER_MS, remaining_ms
-from kvcluster.client.layouts import Paged
 from kvcluster.client.metrics import watch
-from kvcluster.client.prompt import Prompt
-from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.tickets import Ticket
 from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss
@@ -36,6 +31,11 @@ from kvcluster.engines.transformers.padded_prompt import PaddedPrompt, find_padd
 from kvcluster.engines.transformers.spec import check_kv, check_spec
 from kvcluster.engines.transformers.staged_load import load_staged
 from kvcluster.errors import CallerError
+from kvcluster.transfers.deadlines import OTHER_MS, remaining_ms
+from kvcluster.transfers.layouts import Paged
+from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.tickets import Ticket
 from kvcluster.transport.base import Deadline, Unavailable
 
 DEADLINE_MS: float = OTHER_MS

@@ -9,12 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcluster.client.client import Client
-from kvcluster.client.sequences import AttendPlanner, FetchWhatFits, ShipAbsent, WindowPolicy
-from kvcluster.client.sequences.attend_planner import FEW_TOKENS
 from kvcluster.engines.transformers.cache import DEADLINE_MS, PrefixCache
 from kvcluster.engines.transformers.compat import Generation
 from kvcluster.engines.transformers.sequence_cache import SequenceCache
 from kvcluster.errors import CallerError
+from kvcluster.sequences import AttendPlanner, FetchWhatFits, ShipAbsent, WindowPolicy
+from kvcluster.sequences.attend_planner import FEW_TOKENS
 
 _FEW, MANY = ShipAbsent(), FetchWhatFits()
 """The planners of `generate`, for at most FEW_TOKENS new tokens and for more."""

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import kvcluster.client.sequences as kv
+import kvcluster.sequences as kv
 from kvcluster.client.client import Client
-from kvcluster.client.deadlines import remaining_ms
 from kvcluster.client.metrics import watch
-from kvcluster.client.prompt import Prompt
 from kvcluster.engines.transformers.attention_interface import LayerScores, MaskRule, attending
 from kvcluster.engines.transformers.attention_probe import check_attention
 from kvcluster.engines.transformers.cache import DEADLINE_MS
@@ -34,6 +32,8 @@ from kvcluster.engines.transformers.padded_prompt import find_paddings
 from kvcluster.engines.transformers.spec import check_spec
 from kvcluster.engines.transformers.stepped_cache import SteppedCache, as_rows
 from kvcluster.errors import CallerError
+from kvcluster.transfers.deadlines import remaining_ms
+from kvcluster.transfers.prompt import Prompt
 from kvcluster.transport.base import Deadline
 
 PREFILL_TOKENS = 512

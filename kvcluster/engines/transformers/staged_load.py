@@ -18,9 +18,9 @@ from dataclasses import replace
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.deadlines import remaining_ms
-from kvcluster.client.results import Loaded
-from kvcluster.client.tickets import Ticket
+from kvcluster.transfers.deadlines import remaining_ms
+from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.tickets import Ticket
 from kvcluster.transport.base import Deadline
 
 BUFFER_BYTES = 256 * 2**20

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from kvcluster.client.bounded_calls import BoundedCalls, Call, CallPolicy
 from kvcluster.client.client import Client
-from kvcluster.client.tickets import Ticket
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.engines.texts import miss_of
+from kvcluster.transfers.tickets import Ticket
 from kvcluster.transport.base import Unavailable
 
 _THREADS = 2

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from kvcluster.client.layouts import Paged
 from kvcluster.core.groups import Plane
 from kvcluster.errors import CallerError
+from kvcluster.transfers.layouts import Paged
 
 _DIGITS = 3
 """The kernel writes base-256 digits of each position, which every cache dtype holds exactly: three digits distinguish

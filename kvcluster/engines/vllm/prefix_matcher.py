@@ -15,9 +15,7 @@ from collections.abc import Sequence
 
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.pd_disagg as handover
-from kvcluster.client.bandwidth import BandwidthEstimator
 from kvcluster.client.client import Client
-from kvcluster.client.tickets import Ticket
 from kvcluster.core import limits
 from kvcluster.core.breakeven import Breakeven
 from kvcluster.core.ids import BlockHash
@@ -26,6 +24,8 @@ from kvcluster.engines.vllm.async_lookup import Ask, AsyncLookups
 from kvcluster.engines.vllm.rates import PrefillRate
 from kvcluster.engines.vllm.request_state import RequestState
 from kvcluster.engines.vllm.settings import ConnectorSettings
+from kvcluster.transfers.bandwidth import BandwidthEstimator
+from kvcluster.transfers.tickets import Ticket
 
 _PENDING_NS = 100_000_000
 """The longest that a request waits for a block that another client is storing: most stores end much sooner."""

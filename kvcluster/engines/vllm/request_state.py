@@ -9,12 +9,12 @@ from typing import Any
 import kvcluster.engines.vllm.compat as compat
 import kvcluster.engines.vllm.pd_disagg as handover
 from kvcluster.client.client import Client
-from kvcluster.client.prompt import Prompt
 from kvcluster.core import hashing
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss
 from kvcluster.engines.vllm.async_lookup import PendingLookup
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder
+from kvcluster.transfers.prompt import Prompt
 
 
 @dataclass(eq=False, slots=True)

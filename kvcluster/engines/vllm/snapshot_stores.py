@@ -21,9 +21,6 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from kvcluster.client.client import Client
-from kvcluster.client.layouts import Buffers
-from kvcluster.client.results import Stored
-from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import MissReason
 from kvcluster.device.device import DeviceFailed, Event, NoMemory
@@ -32,6 +29,9 @@ from kvcluster.engines.texts import error_text
 from kvcluster.engines.vllm.step_metadata import StepReport, StoreOrder
 from kvcluster.engines.vllm.stores import begin_store, count_store
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.layouts import Buffers
+from kvcluster.transfers.results import Stored
+from kvcluster.transfers.transfer import Transfer
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.thread_start import start_thread
 

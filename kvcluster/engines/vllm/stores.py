@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvcluster.client.client import Client
-from kvcluster.client.results import Stored
-from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash
 from kvcluster.engines.vllm.step_metadata import BlockIds, StepReport, StoreOrder
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.results import Stored
+from kvcluster.transfers.transfer import Transfer
 from kvcluster.transport.base import Deadline
 
 _GRACE_NS = 5_000_000

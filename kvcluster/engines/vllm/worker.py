@@ -14,9 +14,6 @@ from collections.abc import Mapping
 import torch
 
 import kvcluster.engines.vllm.compat as compat
-from kvcluster.client.layouts import Layers, Paged
-from kvcluster.client.results import Loaded
-from kvcluster.client.transfer import Transfer
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.engines.texts import miss_of
@@ -27,6 +24,9 @@ from kvcluster.engines.vllm.snapshot_stores import SnapshotStores
 from kvcluster.engines.vllm.step_metadata import BlockIds, LoadOrder, LoadReport, Step, StepReport, StoreOrder
 from kvcluster.engines.vllm.stores import InPlaceStores, Stores
 from kvcluster.errors import KVClusterError
+from kvcluster.transfers.layouts import Layers, Paged
+from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.transfer import Transfer
 from kvcluster.transport.base import Deadline
 
 

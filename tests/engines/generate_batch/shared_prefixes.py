@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 
 import kvcluster
 from kvcluster.client import Client
-from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.tickets import Ticket
-from kvcluster.client.transfer import Transfer
+from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.tickets import Ticket
+from kvcluster.transfers.transfer import Transfer
 from tests.engines.generate_batch.audit import Audit
 from tests.engines.generate_batch.paged_cache import Blocks
 

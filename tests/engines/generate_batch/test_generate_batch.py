@@ -25,12 +25,12 @@ import torch
 
 import kvcluster
 from kvcluster.client import Client
-from kvcluster.client.layouts import Buffers, Paged
-from kvcluster.client.results import Loaded, Stored
 from kvcluster.config import ClientConfig
 from kvcluster.core.ids import ShardId
 from kvcluster.core.miss import MissReason
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Buffers, Paged
+from kvcluster.transfers.results import Loaded, Stored
 from tests.cli.served import Served
 from tests.engines.generate_batch import shared_prefixes
 from tests.engines.generate_batch.__main__ import DEADLINE_MS, main, run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import kvcluster
-from kvcluster.client.prompt import Prompt
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.prompt import Prompt
 from tests.client.build import kv
 from tests.waiting import eventually
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client.layouts import Buffers
 from kvcluster.core.hashing import foreign
 from kvcluster.core.spec import differing_fields
 from kvcluster.errors import CallerError
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Buffers
 from tests.engines.sglang.pools import (
     DIM,
     HEADS,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch.linalg import vector_norm
 
-from kvcluster.client.layouts import Buffers
 from kvcluster.core.hashing import foreign
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Tier
 from kvcluster.core.miss import Loss
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.layouts import Buffers
 from tests.engines.sglang.pools import (
     HEADS,
     LAYERS,

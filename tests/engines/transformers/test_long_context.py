@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvcluster.client.sequences.streamed_attention import StreamedAttention
 from kvcluster.engines.transformers import SequenceCache, generate
 from kvcluster.errors import ResidentSetFull
+from kvcluster.sequences.streamed_attention import StreamedAttention
 from tests.engines.transformers.models import Settings, batch, connect, logits, model_of, prompt
 
 LONG: Settings = {"num_hidden_layers": 4, "hidden_size": 32, "max_position_embeddings": 16_384}

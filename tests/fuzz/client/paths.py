@@ -11,13 +11,13 @@ from typing import Any
 from unittest.mock import patch
 
 from kvcluster.client.client import Client
-from kvcluster.client.load_sink import LoadSink
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import ShardAddress, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.load_sink import LoadSink
 from kvcluster.transport.base import Deadline, PageSource, PathLost, Transport
 from kvcluster.transport.memory import MemoryTransport
 from kvcluster.transport.sessions import WriteSession

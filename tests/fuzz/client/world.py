@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvcluster.client.client import Client
-from kvcluster.client.prompt import Prompt
-from kvcluster.client.results import Loaded, Stored
-from kvcluster.client.tickets import Ticket
-from kvcluster.client.transfer import Transfer
 from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.testing import MemoryCluster
+from kvcluster.transfers.prompt import Prompt
+from kvcluster.transfers.results import Loaded, Stored
+from kvcluster.transfers.tickets import Ticket
+from kvcluster.transfers.transfer import Transfer
 from kvcluster.transport.base import Transport, Unavailable
 from tests.fuzz.client.oracle import Content, Oracle, Prefix, Space
 from tests.fuzz.client.paths import BreakingPaths, slow_copies

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import kvcluster
-from kvcluster.client.sequences import batch_attention, streamed_attention
+from kvcluster.sequences import batch_attention, streamed_attention
 from tests.fuzz.sequences.episode import Episode, Live
 from tests.fuzz.sequences.growing import grow_by, press_with
 from tests.fuzz.sequences.looking import attend

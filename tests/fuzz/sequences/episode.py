@@ -19,11 +19,11 @@ import torch
 
 import kvcluster
 from kvcluster.client.client import Client
-from kvcluster.client.sequences import runner
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import ShardAddress, WriteRequest, Written
 from kvcluster.errors import CallerError, KVClusterError, LostTokens, ResidentSetFull
 from kvcluster.runtime.auth import DEFAULT_TENANT
+from kvcluster.sequences import runner
 from kvcluster.testing import MemoryCluster
 from kvcluster.transport.base import Deadline, PageSource, Transport
 from kvcluster.transport.memory import MemoryTransport

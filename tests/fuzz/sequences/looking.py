@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import kvcluster
-from kvcluster.client.sequences.attend_planner import SpanChoice, StepFacts
 from kvcluster.core.miss import Loss
+from kvcluster.sequences.attend_planner import SpanChoice, StepFacts
 from tests.fuzz.sequences.episode import Episode, Finding, Live
 from tests.fuzz.sequences.judging import Readings, is_page
 from tests.fuzz.sequences.model import Text, attention, names_of

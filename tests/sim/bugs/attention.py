@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcluster.client.sequences import ship_plan
-from kvcluster.client.sequences.remote_spans import RemoteSpans
-from kvcluster.client.sequences.shipment import ShardFailure, ShardResults, Shipment
 from kvcluster.core.pool import PagePool
 from kvcluster.core.span_handler import SpanHandler
 from kvcluster.core.span_registry import RegisteredSpan
+from kvcluster.sequences import ship_plan
+from kvcluster.sequences.remote_spans import RemoteSpans
+from kvcluster.sequences.shipment import ShardFailure, ShardResults, Shipment
 from tests.sim.bugs.planting import planted
 
 

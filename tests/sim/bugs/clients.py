@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvcluster.client.load_plan import LoadPlan
-from kvcluster.client.load_progress import LoadProgress
-from kvcluster.client.pieces import _PieceColumns
-from kvcluster.client.plan_messages import FinishLoad, FreeSource, ReadStopped, SourceDrained, StartRead
-from kvcluster.client.policy import ShardPolicy
-from kvcluster.client.read_ranges import ReadRanges
-from kvcluster.client.store_plan import StorePlan
-from kvcluster.client.store_progress import StoreProgress
 from kvcluster.core.messages import Done, Written
 from kvcluster.core.miss import Loss
+from kvcluster.transfers.load_plan import LoadPlan
+from kvcluster.transfers.load_progress import LoadProgress
+from kvcluster.transfers.pieces import _PieceColumns
+from kvcluster.transfers.plan_messages import FinishLoad, FreeSource, ReadStopped, SourceDrained, StartRead
+from kvcluster.transfers.policy import ShardPolicy
+from kvcluster.transfers.read_ranges import ReadRanges
+from kvcluster.transfers.store_plan import StorePlan
+from kvcluster.transfers.store_progress import StoreProgress
 from kvcluster.transport.page_session import PageSession
 from tests.sim.bugs.planting import planted
 

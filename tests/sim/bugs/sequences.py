@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvcluster.client.sequences.block_pages import BlockPages
-from kvcluster.client.sequences.machine import SequenceMachine
-from kvcluster.client.sequences.resident_window import ResidentWindow
-from kvcluster.client.sequences.state import SequenceState
-from kvcluster.client.sequences.store_queue import StoreQueue
-from kvcluster.client.sequences.table_keeper import TableKeeper
 from kvcluster.core.eraser import Eraser
 from kvcluster.core.sequence_handler import SequenceHandler
+from kvcluster.sequences.block_pages import BlockPages
+from kvcluster.sequences.machine import SequenceMachine
+from kvcluster.sequences.resident_window import ResidentWindow
+from kvcluster.sequences.state import SequenceState
+from kvcluster.sequences.store_queue import StoreQueue
+from kvcluster.sequences.table_keeper import TableKeeper
 from tests.sim.bugs.planting import planted
 
 

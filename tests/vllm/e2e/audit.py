@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvcluster.client.client import Client
-from kvcluster.client.layouts import Dense
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.layouts import Dense
 
 if TYPE_CHECKING:
     from tests.vllm.e2e.run import House

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import kvcluster
-from kvcluster.client.layouts import Dense
 from kvcluster.core.groups import Part
+from kvcluster.transfers.layouts import Dense
 from tests.chaos import victims
 from tests.vllm.e2e.audit import dense
 from tests.vllm.e2e.run import BLOCK, CLIENT, House, answers, differences, eventually, loaded, prompts

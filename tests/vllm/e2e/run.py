@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from kvcluster.cli.namespace_diff import read_namespaces
-from kvcluster.client.coordinator_client import GrpcPort
 from kvcluster.config import ClientConfig
 from kvcluster.core.spec import KVSpec
+from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.rpc import Connection
 from tests.chaos.sites import OneHost
 from tests.ports import event_endpoints

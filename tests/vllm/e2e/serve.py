@@ -25,7 +25,7 @@ from typing import Any
 
 from kvcluster.actors.own_ray import own_ray
 from kvcluster.cli.coordinator_args import read_status
-from kvcluster.client.coordinator_client import GrpcPort
+from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.rpc import Connection
 from tests.actors.processes import descendants

@@ -26,8 +26,8 @@ import aiohttp
 import kvcluster
 from kvcluster.cli.coordinator_args import read_status
 from kvcluster.cli.main import main
-from kvcluster.client.coordinator_client import GrpcPort
-from kvcluster.client.layouts import Dense
+from kvcluster.transfers.coordinator_client import GrpcPort
+from kvcluster.transfers.layouts import Dense
 from kvcluster.transport.rpc import Connection
 from tests.chaos import victims
 from tests.ports import free_port

@@ -1,0 +1,126 @@
+"""The spans that one worker has registered at shards: their numbers, and what each shard is still to be told. Pure.
+
+A span is a cut of positions that a shard has whole. It has one number at its shard for ever; which rows name it changes
+from step to step. Spans whose blocks no sequence refers to any more are ended with the next message to their shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcluster.core import limits
+from kvcluster.core.groups import Part
+from kvcluster.core.ids import BlockHash, Holder, SpanId
+from kvcluster.core.messages import RegisterSpans, ShardAddress, SpanBlocks
+from kvcluster.core.miss import Loss
+from kvcluster.sequences.blocks import SequenceBlock
+from kvcluster.sequences.ship_plan import CutBlocks
+
+_Key = tuple[BlockHash | None, int, Loss]
+"""The name of the last block of a span, its cut, and the loss that is accepted. The name, since a block that is written
+again gets another one."""
+
+_MOST = limits.SPANS_PER_HOLDER // 2
+"""Spans kept at one shard; the rest of what it allows is for those that are not told to have ended yet."""
+
+
+class _AtShard:
+    """The spans of one shard incarnation. Of `known`, the last named comes last."""
+
+    def __init__(self) -> None:
+        self.known: dict[_Key, tuple[SpanId, SequenceBlock]] = {}
+        self.new: dict[SpanId, SpanBlocks] = {}
+        self.private: dict[SpanId, bool] = {}
+        self.ended: list[SpanId] = []
+
+
+class RemoteSpans:
+    """The spans of one worker, whose pages are of `part`. `accept`: the worst loss of a page that it uses."""
+
+    def __init__(self, holder: Holder, part: Part, accept: Loss) -> None:
+        self._holder = holder
+        self._part = part
+        self._accept = accept
+        self._shards: dict[ShardAddress, _AtShard] = {}
+        self._number = 0
+
+    def named(self, shard: ShardAddress, cut: CutBlocks) -> SpanId:
+        """Returns the number of a cut's span at a shard. If it is new, `messages` registers it."""
+        at = self._shards.setdefault(shard, _AtShard())
+        key = cut.last.name, cut.cut, self._accepts(cut)
+        span, _ = at.known.pop(key, (None, None))
+        if span is None:
+            self._number += 1
+            span = SpanId(self._number)
+            hashes = tuple(BlockHash(block.name) for block in cut.blocks if block.name is not None)
+            at.new[span] = SpanBlocks(span, 0, self._part, cut.blocks[0].depth, hashes, key[2])
+            at.private[span] = cut.private
+        at.known[key] = span, cut.last
+        if len(at.known) > _MOST:
+            self._end(at, next(iter(at.known)))
+        return span
+
+    def messages(self, shard: ShardAddress) -> list[tuple[bool, RegisterSpans]]:
+        """Returns what a shard is to be told before it is asked, each with whether the namespace is the private one.
+        `registered` must follow each that was answered."""
+        at = self._shards.get(shard)
+        if at is None or not at.new:
+            return []
+        made: list[tuple[bool, RegisterSpans]] = []
+        ended = tuple(at.ended[: limits.SPANS_PER_CALL])
+        for private in (False, True):
+            for batch in _batches([new for span, new in at.new.items() if at.private[span] == private]):
+                made.append((private, RegisterSpans(self._holder, shard.epoch, tuple(batch), ended)))
+                ended = ()
+        return made
+
+    def registered(self, shard: ShardAddress, message: RegisterSpans) -> None:
+        """A shard has answered a message: it knows these spans, and that others have ended."""
+        at = self._shards.get(shard)
+        if at is None:  # forgotten since
+            return
+        for blocks in message.spans:
+            at.new.pop(blocks.span, None)
+            at.private.pop(blocks.span, None)
+        told = dict.fromkeys(message.ended)
+        at.ended = [span for span in at.ended if span not in told]
+
+    def forget(self, shard: ShardAddress) -> None:
+        """A shard knows no span of this worker any more: all are registered again when they are named."""
+        self._shards.pop(shard, None)
+
+    def sweep(self) -> None:
+        """Ends spans whose blocks no sequence has any more, and forgets shards without spans."""
+        for shard, at in list(self._shards.items()):
+            over = [key for key, (_, last) in at.known.items() if not last.references]
+            for key in over:
+                self._end(at, key)
+            if not at.known:
+                del self._shards[shard]  # its spans end there when they have not been named for a while
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _accepts(self, cut: CutBlocks) -> Loss:
+        """Returns the loss that a shard's pages of a cut may have: of blocks that are here, too, no more than here, so
+        that the result does not show which were read."""
+        return cut.loss if cut.held else max(cut.loss, self._accept)
+
+    @staticmethod
+    def _end(at: _AtShard, key: _Key) -> None:
+        span, _ = at.known.pop(key)
+        at.private.pop(span, None)
+        if at.new.pop(span, None) is None:
+            at.ended.append(span)
+
+
+def _batches(spans: Sequence[SpanBlocks]) -> list[list[SpanBlocks]]:
+    """Divides spans by what one message takes."""
+    made: list[list[SpanBlocks]] = []
+    blocks = limits.SPAN_BLOCKS_PER_CALL
+    for one in spans:
+        if blocks + len(one.hashes) > limits.SPAN_BLOCKS_PER_CALL or len(made[-1]) >= limits.SPANS_PER_CALL:
+            made.append([])
+            blocks = 0
+        made[-1].append(one)
+        blocks += len(one.hashes)
+    return made

@@ -1,0 +1,202 @@
+"""Questions to the coordinator: one deadline, attached namespaces, and failures as misses.
+
+The client asks questions of the core's messages; the port carries them, with a namespace if they are asked within one.
+The server itself determines the call and the tenant.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import Attach, Attached, CoordinatorQuestion, Refused, RefusedKind, Reply
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import CallerError, LimitError, ProtocolError, Unreachable
+from kvcluster.runtime.uninterrupted import without_interrupt
+from kvcluster.transfers.outage import Outage
+from kvcluster.transport.base import Cancelled, Deadline, Unavailable
+from kvcluster.transport.rpc import Connection
+from kvcluster.wire.methods import COORDINATOR
+
+R = TypeVar("R")
+log = logging.getLogger(__name__)
+
+_FAIR_S = 0.1
+"""A question with less time than this says nothing about a coordinator that does not answer it in time."""
+
+_CLOSING_MS = 2_000
+"""What `close` tells the coordinator are hints, so it waits no longer than this for one that hangs."""
+
+
+class CoordinatorPort(Protocol):
+    """Carries a question to the coordinator, with the namespace that it is about, if any. Raises Unavailable if no
+    answer comes: DEADLINE if it would have come too late, otherwise COORDINATOR_LOST."""
+
+    def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply: ...
+
+    def cut_off(self) -> None:
+        """Ends questions that are under way, which raise Unavailable. Later ones may be asked."""
+
+    def close(self) -> None: ...
+
+
+def unanswered(trouble: Unavailable, detail: str) -> Unavailable:
+    """Returns the error for a question that the coordinator has not answered, because of `trouble`, whose own reason is
+    that of any server: it may be SHARD_LOST."""
+    late = trouble.miss.reason is MissReason.DEADLINE
+    return Unavailable(Miss(MissReason.DEADLINE if late else MissReason.COORDINATOR_LOST, detail))
+
+
+class GrpcPort:
+    """The coordinator over gRPC."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
+        try:
+            return self._connection.ask(COORDINATOR[type(question).__name__], question, deadline, namespace)
+        except Cancelled:
+            raise
+        except Unavailable as trouble:  # its reasons are those of any server: say which one it is
+            late = trouble.miss.reason is MissReason.DEADLINE
+            why = "has not answered in time" if late else f"does not answer ({trouble.miss.detail})"
+            raise unanswered(trouble, f"the coordinator at {self._connection.address} {why}") from None
+
+    def cut_off(self) -> None:
+        self._connection.cut_off()
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class WatchedPort:
+    """A port to the coordinator that logs the beginning and the end of an outage as warnings. Thread-safe."""
+
+    def __init__(self, port: CoordinatorPort, *, clock: Callable[[], float] = time.time) -> None:
+        self._port = port
+        self._clock = clock
+        self._outage = Outage()
+        self._lock = threading.Lock()
+
+    @without_interrupt()
+    def ask(self, question: CoordinatorQuestion, deadline: Deadline, namespace: NamespaceId | None = None) -> Reply:
+        fair = deadline.remaining_s() >= _FAIR_S
+        try:
+            answer = self._port.ask(question, deadline, namespace)
+        except Cancelled:
+            raise
+        except Unavailable as error:
+            if fair or error.miss.reason is not MissReason.DEADLINE:
+                with self._lock:
+                    said = self._outage.failed(error.miss, self._clock())
+                if said:
+                    log.warning("kvcluster: %s", said)
+            raise
+        if not self._outage.settled:
+            with self._lock:
+                said = self._outage.answered(self._clock())
+            if said:
+                log.warning("kvcluster: %s", said)
+        return answer
+
+    def cut_off(self) -> None:
+        self._port.cut_off()
+
+    def close(self) -> None:
+        self._port.close()
+
+
+class CoordinatorClient:
+    """Asks within a namespace. Attaches its spec first, and again if the coordinator no longer knows it. Logs when the
+    coordinator stops answering, and when it answers again (outage.py)."""
+
+    def __init__(self, port: CoordinatorPort) -> None:
+        self._port = WatchedPort(port)
+        self._attached: dict[KVSpec, Attached] = {}  # each use of it is one step of the interpreter: no lock
+        self._last: Deadline | None = None
+        """When the last question of a client that closes must have been answered."""
+
+    def attach(self, spec: KVSpec, deadline: Deadline) -> Attached:
+        """Returns the namespace of a spec; asks the coordinator only the first time."""
+        known = self._attached.get(spec)
+        if known is None:
+            known = self._attached[spec] = expect(Attached, self._port.ask(Attach(spec), self._in_time(deadline)))
+        return known
+
+    def spec_of(self, namespace: NamespaceId) -> KVSpec | None:
+        """Returns the spec of a namespace, None if this client has not attached it."""
+        return next((spec for spec, known in list(self._attached.items()) if known.namespace == namespace), None)
+
+    def is_attached(self, spec: KVSpec) -> bool:
+        return spec in self._attached
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether the coordinator asked for token ids with stores when a spec was attached."""
+        return any(known.wants_tokens for known in list(self._attached.values()))
+
+    def namespace(self, spec: KVSpec, deadline: Deadline) -> NamespaceId:
+        return self.attach(spec, deadline).namespace
+
+    def ask(self, kind: type[R], spec: KVSpec, question: CoordinatorQuestion, deadline: Deadline) -> R:
+        """Asks within the namespace of `spec`, and returns an answer of type `kind`.
+
+        Raises Unavailable if no answer comes, CallerError or LimitError if the coordinator refuses the question, and
+        ProtocolError if the answer has another type.
+        """
+        answer = self._ask(question, self.namespace(spec, deadline), deadline)
+        if isinstance(answer, Refused) and answer.kind is RefusedKind.UNKNOWN_NAMESPACE:
+            self._attached.pop(spec, None)
+            answer = self._ask(question, self.namespace(spec, deadline), deadline)
+        return expect(kind, answer)
+
+    def _ask(self, question: CoordinatorQuestion, namespace: NamespaceId, deadline: Deadline) -> Reply:
+        """Asks once more if the answer was lost. A prepare names its attempt, so that it is not done twice."""
+        try:
+            return self._port.ask(question, self._in_time(deadline), namespace)
+        except Unavailable as trouble:
+            if not deadline.remaining_s() or isinstance(trouble, Cancelled):
+                raise
+            return self._port.ask(question, self._in_time(deadline), namespace)
+
+    def request(self, kind: type[R], question: CoordinatorQuestion, deadline: Deadline) -> R:
+        """Asks a question that belongs to no namespace, and returns an answer of type `kind`. Raises as `ask`."""
+        return expect(kind, self._port.ask(question, self._in_time(deadline)))
+
+    def require(self, kind: type[R], question: CoordinatorQuestion, deadline: Deadline, advice: str) -> R:
+        """As `request`, for a question whose answer cannot be a miss. Raises Unreachable, with `advice`, if the
+        coordinator does not answer."""
+        try:
+            return self.request(kind, question, deadline)
+        except Unavailable as trouble:
+            raise Unreachable(f"the coordinator does not answer: {trouble.miss}; {advice}") from None
+
+    def end_questions(self) -> None:
+        """Ends the questions under way, whose callers wait. Those that follow, by which a client that closes ends its
+        tickets and tables, have _CLOSING_MS in all."""
+        self._last = Deadline.after_ms(_CLOSING_MS)
+        self._port.cut_off()
+
+    def close(self) -> None:
+        self._port.close()
+
+    def _in_time(self, deadline: Deadline) -> Deadline:
+        last = self._last
+        return deadline if last is None else min(deadline, last, key=lambda each: each.at_ns)
+
+
+def expect(kind: type[R], answer: Reply) -> R:
+    """Returns the answer if its type is `kind`; otherwise raises the matching error."""
+    if isinstance(answer, kind):
+        return answer
+    if isinstance(answer, Refused):
+        if answer.kind in (RefusedKind.UNKNOWN_NAMESPACE, RefusedKind.STALE):  # although it was just attached
+            raise Unavailable(Miss(MissReason.COORDINATOR_LOST, f"it lost its state: {answer.detail}"))
+        raise (LimitError if answer.kind is RefusedKind.LIMIT else CallerError)(answer.detail)
+    raise ProtocolError(f"the server answered {type(answer).__name__}, expected {kind.__name__}")

@@ -1,0 +1,195 @@
+"""Layouts: how the caller's memory is laid out, in the terms that engines use.
+
+A layout only describes where blocks lie: transfers/memory.py binds it to a spec, and checks it. Wherever it has a
+tensor, it takes an array of another library as well: a numpy array, or one with DLPack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Union
+
+from kvcluster.errors import CallerError
+from kvcluster.transfers.validation import kind_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense:
+    """One tensor `[blocks, layers, planes, block_tokens, heads, dim]`, of any strides: 2 planes for K and V.
+
+        client.store(token_ids, kvcluster.Dense(kv))         # as client.store(token_ids, kv)
+
+    For a group of one opaque plane it is uint8 `[blocks, layers, nbytes]`, or `[blocks, layers, heads, nbytes]` if
+    the plane has several heads. A bare tensor is treated as Dense.
+    """
+
+    tensor: Tensor
+
+    def __repr__(self) -> str:
+        return f"Dense({_of_shape(self.tensor)})"
+
+
+class Layers:
+    """The layers of a paged cache that many calls use, as `Paged.layers`: checked against the spec by the first call
+    and not again, which for 32 layers takes half a millisecond.
+
+        cache = kvcluster.Layers(list(kv.unbind(1)))         # once
+        client.store(token_ids, kvcluster.Paged(cache, block_ids=range(4)))
+
+    The tensors stay where they are as long as this object is used: none of them is resized, or given other memory.
+    """
+
+    __slots__ = ("_bound", "_tensors")
+
+    def __init__(self, layers: Sequence[Tensor | tuple[Tensor, ...]]) -> None:
+        """`layers` as in Paged."""
+        self._tensors = tuple(layers) if isinstance(layers, list) else layers
+        self._bound: dict[object, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"Layers({_of_layers(self._tensors)})"
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __iter__(self) -> Iterator[Tensor | tuple[Tensor, ...]]:
+        return iter(self._tensors)
+
+    def __getitem__(self, layer: int) -> Tensor | tuple[Tensor, ...]:
+        return self._tensors[layer]
+
+    def bound(self, kind: object, bind: Callable[[Sequence[Tensor | tuple[Tensor, ...]]], Any]) -> Any:
+        """Returns what `bind` returned for these layers when it was first called for this `kind` of use."""
+        if kind not in self._bound:
+            self._bound[kind] = bind(self._tensors)
+        return self._bound[kind]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Paged:
+    """A paged cache: block i of a call lies at index `block_ids[i]` of every layer's tensor.
+
+        caches = list(kv.unbind(1))                          # one a layer: [blocks, planes, block_tokens, heads, dim]
+        client.store(token_ids, kvcluster.Paged(caches, block_ids=range(4)))
+
+    `layers` holds for each layer of the part, in order, a tensor viewed as `[num_blocks, planes, block_tokens,
+    heads, dim]`, of any strides; or a tuple of tensors, one per plane, each `[num_blocks, block_tokens, heads,
+    dim]`, which is the only way if planes differ in dim, dtype or strides. An opaque plane is uint8
+    `[num_blocks, nbytes]`, or `[num_blocks, heads, nbytes]` if it has several heads. Views are enough: the cache is
+    never copied as a whole. For `begin_load`, blocks of a destination that its group does not need to continue after
+    the ticket's last block, such as those before a window, may have any id, -1 or one that others have: they are not
+    touched. For `load`, which may end after any block, and for a store, every block has an id of its own.
+    """
+
+    layers: Sequence[Tensor | tuple[Tensor, ...]] | Layers
+    block_ids: Sequence[int] | Tensor
+
+    def __repr__(self) -> str:
+        return f"Paged({_of_layers(self.layers)}, {len(self.block_ids)} block ids)"
+
+    @classmethod
+    def nhd(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From vLLM's NHD caches, one per layer: `[2, num_blocks, block_tokens, heads, dim]`."""
+        return cls([_permuted(cache, 1, 0, 2, 3, 4) for cache in caches], block_ids)
+
+    @classmethod
+    def hnd(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From vLLM's HND caches, one per layer: `[2, num_blocks, heads, block_tokens, dim]`."""
+        return cls([_permuted(cache, 1, 0, 3, 2, 4) for cache in caches], block_ids)
+
+    @classmethod
+    def vllm(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From vLLM's caches on a GPU, one per layer: `[num_blocks, heads, block_tokens, 2 * dim]` of any strides. The
+        last dimension is K, then V, of one token and head."""
+        layers = []
+        for cache in caches:
+            dim = _half_of_last(cache)
+            layers.append(cache.view(*cache.shape[:3], 2, dim).permute(0, 3, 2, 1, 4))
+        return cls(layers, block_ids)
+
+    @classmethod
+    def vllm_cpu(cls, caches: Sequence[Tensor], block_ids: Sequence[int] | Tensor) -> Paged:
+        """From vLLM's caches on a CPU whose attention kernel is "vec" or "vec16", one per layer: `[num_blocks, heads,
+        block_tokens, 2 * dim]`, contiguous within a head.
+
+        The bytes are in another order than the shape says: a head of a block is K as `[dim, block_tokens]`, then V as
+        `[block_tokens, dim]`. Other kernels pack K and V in orders of their own: their planes are opaque.
+        """
+        layers = []
+        for cache in caches:
+            dim = _half_of_last(cache)
+            blocks, heads, tokens, _ = cache.shape
+            if cache.stride(3) != 1 or cache.stride(2) != 2 * dim:
+                raise CallerError(
+                    f"a layer's cache has strides {list(cache.stride())}; expected the {tokens} tokens of a head to be "
+                    "contiguous, as vLLM allocates them on a CPU"
+                )
+            k, v = cache.as_strided((blocks, heads, 2, tokens * dim), (*cache.stride()[:2], tokens * dim, 1)).unbind(2)
+            k = k.view(blocks, heads, dim, tokens).permute(0, 3, 1, 2)
+            v = v.view(blocks, heads, tokens, dim).permute(0, 2, 1, 3)
+            layers.append((k, v))
+        return cls(layers, block_ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """One contiguous buffer of bytes per block, which holds the page of the whole part, in page layout: `[layers,
+    planes, block_tokens, heads, dim]`. Needs no torch.
+
+        pages = [bytearray(spec.block_bytes) for _ in range(4)]
+        client.load(token_ids, kvcluster.Buffers(pages))
+    """
+
+    pages: Sequence[Buffer]
+
+    def __repr__(self) -> str:
+        return f"Buffers({len(self.pages)} pages)"
+
+
+Memory = Union["Tensor", Dense, Paged, Buffers]
+
+
+def _half_of_last(cache: Tensor) -> int:
+    """Returns the dimension of K and of V in a layer's cache whose last dimension is both, of one token and head."""
+    both: int = _with_dims(4, cache).shape[3]
+    if both % 2:
+        raise CallerError(f"a layer's cache ends in a dimension of {both}; expected K and V of equal dimensions")
+    return both // 2
+
+
+def _permuted(cache: Tensor, *dims: int) -> Tensor:
+    """Returns a tensor's dimensions in this order; a numpy array's by its own name for that, so that it stays one."""
+    cache = _with_dims(len(dims), cache)
+    if not hasattr(cache, "permute") and not hasattr(cache, "transpose"):
+        raise CallerError(f"a layer's cache is {kind_of(cache)}; expected a torch tensor or a numpy array")
+    permuted: Tensor = cache.permute(*dims) if hasattr(cache, "permute") else cache.transpose(*dims)
+    return permuted
+
+
+def _with_dims(dims: int, cache: Tensor) -> Tensor:
+    shape = getattr(cache, "shape", None)
+    if shape is None or len(shape) != dims:
+        given = kind_of(cache) if shape is None else f"of shape {list(shape)}"
+        raise CallerError(f"a layer's cache is {given}; expected a tensor of {dims} dimensions in the layout named")
+    return cache
+
+
+def _of_layers(layers: object) -> str:
+    if isinstance(layers, Layers):
+        return repr(layers)
+    first = layers[0] if isinstance(layers, (list, tuple)) and layers else None
+    each = ", ".join(map(_of_shape, first)) if isinstance(first, (list, tuple)) else _of_shape(first)
+    return f"{len(layers) if isinstance(layers, (list, tuple)) else kind_of(layers)} layers of {each}"
+
+
+def _of_shape(array: object) -> str:
+    """Returns an array's shape and dtype, for a repr: never its values."""
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        return kind_of(array)
+    return f"{list(shape)} {str(getattr(array, 'dtype', '')).removeprefix('torch.')}".rstrip()

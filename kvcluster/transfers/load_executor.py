@@ -1,0 +1,109 @@
+"""Carries out a load's plan (load_plan.py): exchanges with shards, questions to the coordinator, and the outcome.
+
+One thread drives each exchange from its pin to its last byte: a thread that waits for missing bytes cannot be woken,
+and while one waits others verify and copy. The bytes pass through load_sink.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.messages import Explain, Explained, ReadRequest
+from kvcluster.core.spec import KVSpec
+from kvcluster.errors import KVClusterError
+from kvcluster.transfers.coordinator_client import CoordinatorClient
+from kvcluster.transfers.load_progress import LoadProgress
+from kvcluster.transfers.load_sink import LoadSink
+from kvcluster.transfers.memory import BoundMemory
+from kvcluster.transfers.plan_messages import (
+    Answered,
+    AskElsewhere,
+    FinishLoad,
+    LoadEffect,
+    LoadEvent,
+    ReadEnded,
+    ReadStopped,
+    ReportCorrupt,
+    StartRead,
+    StopRead,
+)
+from kvcluster.transfers.plan_runner import Job
+from kvcluster.transfers.read_ranges import ReadRanges
+from kvcluster.transfers.results import Loaded
+from kvcluster.transfers.shard_connections import ShardConnections
+from kvcluster.transport.base import Deadline, Unavailable, run_to_completion
+
+
+class LoadExecutor:
+    """Executes one load. Calls `finish` with the outcome, and `layer_came` whenever a layer is complete."""
+
+    def __init__(
+        self,
+        control: CoordinatorClient,
+        shards: ShardConnections,
+        spec: KVSpec,
+        namespace: NamespaceId,
+        into: BoundMemory,
+        progress: LoadProgress,
+        deadline: Deadline,
+        layer_came: Callable[[], object],
+        finish: Callable[[Loaded | None, BaseException | None], object],
+    ) -> None:
+        self._control = control
+        self._shards = shards
+        self._spec = spec
+        self._namespace = namespace
+        self._into = into
+        self._progress = progress
+        self._deadline = deadline
+        self._layer_came = layer_came
+        self._finish = finish
+        self._ranges: dict[int, ReadRanges] = {}
+
+    def perform(self, effect: LoadEffect, jobs: list[Job[LoadEvent]]) -> LoadEvent | None:
+        """As PlanExecutor."""
+        match effect:
+            case StartRead():
+                self._ranges[effect.exchange] = effect.ranges
+                jobs.append(partial(self._read, effect))
+            case StopRead(exchange, items):
+                self._ranges[exchange].stop(items)
+                return ReadStopped(exchange, items)
+            case AskElsewhere():
+                jobs.append(partial(self._ask, effect))
+            case ReportCorrupt():
+                jobs.append(partial(self._report, effect))
+            case FinishLoad(loaded, error):
+                self._ranges.clear()
+                self._finish(loaded, error)
+        return None
+
+    def _read(self, start: StartRead) -> LoadEvent:
+        """Runs one exchange."""
+        wants = start.ranges.pieces.wants
+        request = ReadRequest(self._namespace, start.attempt, start.shard.epoch, wants, start.accept)
+        sink = LoadSink(self._namespace, self._spec, self._into, start.ranges, self._progress, self._layer_came)
+        start.ranges.heard_ns = time.monotonic_ns()  # the exchange may have waited for a thread
+        try:
+            progress = self._shards.read(start.shard, self._spec, request, sink, self._deadline)
+            return ReadEnded(start.exchange, run_to_completion(progress))
+        except Unavailable as trouble:
+            return ReadEnded(start.exchange, error=trouble.with_traceback(None))  # it would hold the caller's memory
+        except BaseException as error:
+            return ReadEnded(start.exchange, error=error)
+
+    def _ask(self, ask: AskElsewhere) -> LoadEvent:
+        answers: list[Explained] = []
+        for question in ask.questions:
+            explain = Explain(question.hashes, question.need)
+            try:
+                answers.append(self._control.ask(Explained, self._spec, explain, Deadline(ask.until_ns)))
+            except KVClusterError:  # earlier answers are used; the plan knows why the other blocks failed
+                break
+        return Answered(ask.number, answers)
+
+    def _report(self, report: ReportCorrupt) -> None:
+        self._shards.suspect(report.shard, self._spec, self._namespace, report.keys, self._deadline)
