@@ -23,10 +23,11 @@ from benchmarks.rounds import interleaved, latency_ms, medians
 from benchmarks.specs import llama_8b, page_shape
 from kvcluster.child_python import spawn_context, spawning
 from kvcluster.cli.figures import table
-from kvcluster.core.eviction_queue import EvictionQueue
+from kvcluster.core.coordinator.eviction_queue import EvictionQueue
+from kvcluster.core.coordinator.index import BlockRecord, PrefixIndex
+from kvcluster.core.coordinator.replica_sets import ReplicaTable
 from kvcluster.core.groups import PREFIX, Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, NamespaceId, ShardId
-from kvcluster.core.index import BlockRecord, PrefixIndex
 from kvcluster.core.messages import (
     Attach,
     Attached,
@@ -38,7 +39,6 @@ from kvcluster.core.messages import (
     ShardAddress,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.tiers import INGEST
 from kvcluster.eviction.lru import LRU
 from kvcluster.transport.auto import own_attempts

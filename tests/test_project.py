@@ -151,7 +151,7 @@ def test_an_exception_that_is_not_needed_any_more_is_a_complaint(known: str) -> 
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ("| **pin lease, grant** | Ends at `ends_at`, as `Renewed` or `late`; see `core/leases.py`. |", None),
+        ("| **pin lease, grant** | Ends at `ends_at`, as `Renewed` or `late`; see `core/shard/leases.py`. |", None),
         ("| **renew** | Another form of a word is that word: renewed. |", None),
         ("| **loan** | A pin lease. |", "no module of kvcluster uses 'loan'"),
         ("| **grant** | Of a **loan**. |", "no module of kvcluster uses 'loan'"),
@@ -164,7 +164,9 @@ def test_an_exception_that_is_not_needed_any_more_is_a_complaint(known: str) -> 
 )
 def test_the_glossary_is_held_to_the_code(row: str, complaint: str | None) -> None:
     module = '"""A prose of grants."""\nclass PinLease:\n    ends_at: int\ndef renewed(x: "late") -> None: ...\n'
-    found = glossary.complaints({"docs/glossary.md": row, "kvcluster/core/leases.py": module, "x.py": "loan = 1\n"})
+    found = glossary.complaints(
+        {"docs/glossary.md": row, "kvcluster/core/shard/leases.py": module, "x.py": "loan = 1\n"}
+    )
     assert [c for c in found if complaint is None or complaint not in c] == [], found
     assert bool(found) == (complaint is not None)
 

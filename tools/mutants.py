@@ -161,7 +161,7 @@ class Mutations:
 
 def stages(root: Path, path: str, *, seeds: int) -> list[Stage]:
     """Returns the stages that may kill a mutant of this file, in order."""
-    room = Path(path).relative_to(CORE).with_suffix("").as_posix()
+    room = Path(path).stem
     files = [f"tests/core/{name}.py" for name in ROOMS.get(room, (f"test_{room}",))]
     if room not in ROOMS and not (root / files[0]).exists():
         files = ["tests/core"]

@@ -1,5 +1,5 @@
 """Stopping shards so that they keep what they hold: each saves its hottest pages to its disk tier before it ends,
-within `shard.stop_ms`, and the next incarnation finds them there (core/shutdown_saver.py).
+within `shard.stop_ms`, and the next incarnation finds them there (core/shard/shutdown_saver.py).
 
 A shard saves when its actor's `save` is called, or when its process gets SIGTERM. Ray's loop lets Python
 call the handler; but Ray itself sends no SIGTERM: a raylet that ends kills its workers at once. So the shards must be

@@ -75,7 +75,7 @@ def lines(figures: Mapping[str, Any]) -> Iterator[str]:
         f"RAM tier {size_text(figures['ram_bytes'])}, {figures['capacity']:.1%} of all blocks raw; "
         f"host tier {size_text(figures['host_bytes'])}, {figures['host']:.1%}"
     )
-    yield "\nsaved: of the computing that all prompts take, by the estimate that policies see (core/block_facts.py)"
+    yield "\nsaved: of the computing that all prompts take, by the estimate that policies see"
     yield "blocks and used bytes: means over the second half of the requests; at the end in brackets"
     columns = {
         "tiers": "{name}",

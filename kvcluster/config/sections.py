@@ -42,7 +42,7 @@ class CoordinatorConfig:
     """`hold_ms`: time for which promised blocks are spared from eviction.
     `low_free`, `high_free`: if less than `low_free` of its bytes is free, a shard evicts until `high_free` is.
     `tenant_floor`: share of each tier that is divided evenly among the tenants that store there. What a tenant has
-    below its part is not evicted for others (core/tenant_floors.py).
+    below its part is not evicted for others (core/coordinator/tenant_floors.py).
     `pinned_share`: share of all bytes that one tenant alone may pin. Several get less each (core/shares.py).
     `sequence_share`: likewise, for the blocks of open sequences.
     `sequence_ttl_ms`: a worker that is silent for this long has its sequences closed.

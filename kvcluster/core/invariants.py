@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import Counter
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Tenant
-from kvcluster.core.leases import LeaseKind
 from kvcluster.core.messages import EvictOrder, MoveOrder, Tier
-from kvcluster.core.page import PageState
-from kvcluster.core.shard import Shard
+from kvcluster.core.shard.leases import LeaseKind
+from kvcluster.core.shard.page import PageState
+from kvcluster.core.shard.shard import Shard
 from kvcluster.core.tiers import Takes
 
 

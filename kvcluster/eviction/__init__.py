@@ -3,7 +3,7 @@
 A policy is arithmetic: it scores a block and moves nothing. This package lies below the configuration, which selects a
 policy by name (`coordinator.eviction_policy`), and imports nothing above: it sees blocks through the Protocols of
 policy.py. Policies need not ensure that a block is never evicted before the blocks that follow it:
-core/eviction_queue.py does.
+core/coordinator/eviction_queue.py does.
 
 To add one: a file here with a class that is an EvictionPolicy, and its line in POLICIES.
 """

@@ -34,7 +34,8 @@ class Facts(Protocol):
         """Returns the bytes that evicting the block frees. At least 1."""
 
     def recompute(self, block: Block) -> int:
-        """Returns the cost of computing the block again, in thousandths of a token-layer (core/block_facts.py). At
+        """Returns the cost of computing the block again, in thousandths of a token-layer
+        (core/coordinator/block_facts.py). At
         least 1."""
 
     def tenant(self, block: Block) -> str:
@@ -46,7 +47,7 @@ class EvictionPolicy(Protocol):
 
     `scores_fall`: the score of a block may become lower than it was. If False, a score depends on the block alone and
     never falls while its stamp and uses grow; eviction is then exact. If True, scores may rise and fall with time and
-    with `evicted`; core/eviction_queue.py states what is then guaranteed.
+    with `evicted`; core/coordinator/eviction_queue.py states what is then guaranteed.
     """
 
     scores_fall: bool

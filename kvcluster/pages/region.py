@@ -12,8 +12,8 @@ are host-addressable, otherwise the copy engine of the device.
 | DEVICE | only kernels and copy engines of one device, in the order of their streams; never the CPU |
 
 A region orders nothing: the code that submits a copy keeps others off its range until the copy has completed. It knows
-nothing of pages and leases: the core (core/pool.py, core/leases.py) decides which range belongs to which holder.
-"""
+nothing of pages and leases: the core (core/shard/pool.py, core/shard/leases.py) decides which range belongs to which
+holder."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvcluster.config import Config
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.hashing import root
 from kvcluster.core.ids import CLUSTER, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, ShardId, Tenant
 from kvcluster.core.messages import (
@@ -45,7 +45,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.placement import run_start
-from kvcluster.core.shard import Shard
+from kvcluster.core.shard.shard import Shard
 from kvcluster.core.spec import KVSpec
 from kvcluster.replay.core_process import CoreProcess
 from kvcluster.replay.core_stepper import Core, build_request

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from kvcluster import config
-from kvcluster.core.block_facts import recompute_cost
+from kvcluster.core.coordinator.block_facts import recompute_cost
 from kvcluster.core.hashing import foreign
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.invariants import check_coordinator, check_shard

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from kvcluster.config import Config, EventsConfig
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.ids import CallId, Epoch, Tenant
 from kvcluster.core.messages import (
     CoordinatorMessage,

@@ -15,10 +15,10 @@ from random import Random
 from typing import NamedTuple
 
 from kvcluster.config import ShardConfig
-from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Erase, PageMove, PageSlot
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.device.cuda import CudaDevice
 from kvcluster.device.cuda_driver import CudaDriver, DriverError
 from kvcluster.device.device import (

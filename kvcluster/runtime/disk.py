@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcluster.config import ShardConfig
-from kvcluster.core.disk_recovery import NO_STORE, RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, FileAllocator, Shape
 from kvcluster.core.ids import NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import Erase, PageMove, PageSlot, Tombstone
+from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPage, RecoveredPages
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError, KVClusterError
 from kvcluster.runtime.private_files import open_file, open_folder

@@ -9,7 +9,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple
 
-from kvcluster.core.age_histogram import AgeHistogram
+from kvcluster.core.coordinator.age_histogram import AgeHistogram
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import EvictOrder, MoveOrder, Order, PullOrder, ShardInfo, Status
 from kvcluster.core.miss import MissReason

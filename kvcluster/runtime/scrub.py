@@ -1,6 +1,6 @@
 """Reading a shard's own pages again, to compare them with the checksums that were committed.
 
-The core has chosen which pages, and when (core/scrubber.py), and holds them under a lease until it is answered.
+The core has chosen which pages, and when (core/shard/scrubber.py), and holds them under a lease until it is answered.
 Scrubbing does not get in the way of loads and stores: it runs beside the driver, at a lower priority, yields after each
 page, and releases Python's lock while it hashes.
 """

@@ -55,7 +55,7 @@ from kvcluster.core.messages import (
     Verify,
 )
 from kvcluster.core.miss import Miss
-from kvcluster.core.shard import Shard
+from kvcluster.core.shard.shard import Shard
 from kvcluster.core.tiers import ON_DEVICE
 from kvcluster.errors import KVClusterError
 from kvcluster.pages.arena import Arena

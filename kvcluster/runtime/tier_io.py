@@ -1,8 +1,9 @@
 """Moving a shard's pages between its tiers: each is encoded, decoded or copied, and then verified.
 
-The core has chosen which pages, and where to (core/tier_mover.py, core/pin_handler.py); until it is answered no target
-is read and no source is freed. An encoded or decoded page gets checksums of its new bytes, which derive from the
-verified source, except for what the codec loses; a copied page is verified against the checksums that it had.
+The core has chosen which pages, and where to (core/shard/tier_mover.py, core/shard/pin_handler.py); until it is
+answered no target is read and no source is freed. An encoded or decoded page gets checksums of its new bytes, which
+derive from the verified source, except for what the codec loses; a copied page is verified against the checksums that
+it had.
 
 `move` does not get in the way of loads and stores: it runs beside the driver on one thread of a lower priority,
 releases Python's lock while it encodes, and yields after each page. `stage` runs while a reader waits for it.

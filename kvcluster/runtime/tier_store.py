@@ -1,9 +1,9 @@
 """Access to the bytes of a shard's tiers: one interface for reading, writing and erasing them, whatever medium they are
 on.
 
-The core decides which page goes where (core/tiers.py, core/pool.py): it reserves and frees ranges. A `TierStore` moves
-bytes to and from such a range and knows nothing of leases. Each addressable tier has a region of its own; each other
-tier has a store, which is opened before the core begins, and returns the pages it recovered.
+The core decides which page goes where (core/tiers.py, core/shard/pool.py): it reserves and frees ranges. A `TierStore`
+moves bytes to and from such a range and knows nothing of leases. Each addressable tier has a region of its own; each
+other tier has a store, which is opened before the core begins, and returns the pages it recovered.
 
 The invariant: a durable store returns from `erase` only when no later shard finds what was purged, or else it does not
 keep the tombstones, so that the coordinator sends them again.
@@ -18,10 +18,10 @@ from pkgutil import resolve_name
 from typing import Protocol
 
 from kvcluster.config import ShardConfig
-from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Erase, PageMove, PageSlot, Tier
 from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.shard.disk_recovery import RecoveredPages
 from kvcluster.core.tiers import STORED
 from kvcluster.pages.page_bytes import PageBytes
 from kvcluster.pages.region import Region

@@ -15,12 +15,12 @@ from typing import Any
 
 from kvcluster.client.client import Client
 from kvcluster.config import load, old_names
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Caller, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import Leave, PageKey
-from kvcluster.core.shard import Shard
+from kvcluster.core.shard.shard import Shard
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import ADDRESSABLE
 from kvcluster.in_process.hosts import InProcessHosts

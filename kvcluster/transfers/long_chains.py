@@ -3,7 +3,7 @@
 How far a chain can be restored is asked message by message, each for the blocks behind those of the one before, if
 every group needs its whole prefix. Groups of windows and of last blocks need more: a boundary in one message may need
 blocks of another. For them each group is asked about by itself, the boundary is found here by the coordinator's rule
-(core/index.py), and then exactly the blocks that each group needs are prepared.
+(core/coordinator/index.py), and then exactly the blocks that each group needs are prepared.
 """
 
 from __future__ import annotations

@@ -22,12 +22,12 @@ from xxhash import xxh3_64_intdigest
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, RECORD_BYTES, Shape
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import Loss
+from kvcluster.core.shard.disk_recovery import RecoveredPage
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, ProtocolError
 from kvcluster.wire import common

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from kvcluster.actors.coordinator import handlers_of
-from kvcluster.core.eviction_history import EvictionHistory
+from kvcluster.core.coordinator.eviction_history import EvictionHistory
 from kvcluster.core.ids import HASH_BYTES, BlockHash, NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.runtime.auth import Authenticator, digest

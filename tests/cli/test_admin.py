@@ -224,7 +224,7 @@ def test_drain_is_for_operators(served: Served, capsys: pytest.CaptureFixture[st
 def test_drain_waits_no_longer_than_it_was_told(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: False)
+    monkeypatch.setattr("kvcluster.core.coordinator.report_handler.ReportHandler._may_go", lambda *_: False)
     assert served.run("drain", "shard-0", "--timeout", "0.2", token="operator") == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "shard-0 is still draining; `kvcluster status` shows it until it is gone"
@@ -235,7 +235,7 @@ def test_drain_outlives_the_coordinator(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go = threading.Event()
-    monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: may_go.is_set())
+    monkeypatch.setattr("kvcluster.core.coordinator.report_handler.ReportHandler._may_go", lambda *_: may_go.is_set())
     ended: list[int] = []
     command = threading.Thread(target=lambda: ended.append(served.run("drain", "shard-0", token="operator")))
     command.start()
@@ -252,7 +252,7 @@ def test_drain_outlives_the_coordinator(
 def test_a_coordinator_that_stays_away_is_not_waited_for(
     served: Served, client: Client, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: False)
+    monkeypatch.setattr("kvcluster.core.coordinator.report_handler.ReportHandler._may_go", lambda *_: False)
     monkeypatch.setattr(admin, "PATIENCE_S", 0.3)
     ended: list[int] = []
     command = threading.Thread(target=lambda: ended.append(served.run("drain", "shard-0", token="operator")))

@@ -108,7 +108,7 @@ def test_at_a_terminal_the_last_shards_are_not_drained_unasked(
 def test_a_deadline_that_is_over_says_what_is_left(
     served: Served, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: False)
+    monkeypatch.setattr("kvcluster.core.coordinator.report_handler.ReportHandler._may_go", lambda *_: False)
     ended = served.run("drain", "--local", "--yes", "--deadline", "0.3", token="operator")
     assert ended == DrainExit.DEADLINE_OVER == 3
     said = capsys.readouterr().err.splitlines()[-1]
@@ -137,7 +137,7 @@ def test_a_coordinator_that_ends_meanwhile_is_not_waited_for(
     served: Served, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(confirmation, "PATIENCE_S", 0.1)
-    monkeypatch.setattr("kvcluster.core.report_handler.ReportHandler._may_go", lambda *_: False)
+    monkeypatch.setattr("kvcluster.core.coordinator.report_handler.ReportHandler._may_go", lambda *_: False)
 
     def end_after_the_question(*_: object) -> bool:
         served.cluster.stop_coordinator()

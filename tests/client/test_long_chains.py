@@ -16,7 +16,7 @@ from kvcluster.core.groups import LAST, Group, Part, Plane, window
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId
 from kvcluster.core.messages import Attached, CoordinatorQuestion, PrepareLoad, PrepareStore, Reply
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.pin_handler import PinHandler
+from kvcluster.core.shard.pin_handler import PinHandler
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import LimitError
 from kvcluster.testing import MemoryCluster

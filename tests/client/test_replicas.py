@@ -14,7 +14,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import Explain, PageWant, ReadRequest, ShardAddress
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.page import Page
+from kvcluster.core.shard.page import Page
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.results import Loaded
 from kvcluster.transfers.tickets import Ticket

@@ -17,7 +17,7 @@ from kvcluster.core.groups import LAST, Group, Part, Plane
 from kvcluster.core.ids import BlockHash, ShardId
 from kvcluster.core.messages import Done, Drain, ReadRequest, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.page import Page
+from kvcluster.core.shard.page import Page
 from kvcluster.core.spec import KVSpec
 from kvcluster.pages.codec_torch import TorchCoder
 from kvcluster.testing import MemoryCluster

@@ -36,7 +36,7 @@ from kvcluster.core.messages import (
     ShardAddress,
 )
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.page import Page, PageState
+from kvcluster.core.shard.page import Page, PageState
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
 from kvcluster.replay.core_stepper import build_request

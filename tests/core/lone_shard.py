@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import ALIGN_BYTES
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId, Tenant
 from kvcluster.core.invariants import check_shard
 from kvcluster.core.messages import (
@@ -60,7 +59,8 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.shard import Shard
+from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPages
+from kvcluster.core.shard.shard import Shard
 from kvcluster.core.spec import KVSpec
 from kvcluster.replay.core_stepper import CoreStepper, build_request
 from tests.core.samples import MEMBERSHIP_MS, OURS, PAGE, SECOND, SPEC, SUMS, WHOLE, chain, key, ours, root

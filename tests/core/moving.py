@@ -6,11 +6,11 @@ from collections.abc import Callable
 from functools import partial
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.messages import GoneEvent, LeaveReason, NewPage, PageEvent, PullOrder, ShardAddress, Tier
 from kvcluster.core.miss import Loss
+from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import A, LoneShard
 from tests.core.samples import CODED, OURS, SECOND, attempt, key, root

@@ -3,13 +3,13 @@ again."""
 
 from __future__ import annotations
 
-from kvcluster.core.block_facts import CROSSOVER_TOKENS, BlockFacts, recompute_cost
+from kvcluster.core.coordinator.block_facts import CROSSOVER_TOKENS, BlockFacts, recompute_cost
+from kvcluster.core.coordinator.namespaces import NamespaceTable
+from kvcluster.core.coordinator.pins import PinTable
+from kvcluster.core.coordinator.replica_sets import ReplicaTable
 from kvcluster.core.groups import LAST, PREFIX, Group, Plane, Reuse, window
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Tier
-from kvcluster.core.namespaces import NamespaceTable
-from kvcluster.core.pins import PinTable
-from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tombstones import Tombstones
 from tests.core.build import address, page, spec

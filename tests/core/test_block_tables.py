@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvcluster.core import limits
-from kvcluster.core.block_tables import BlockTables, ClaimedName, Claims, Outcome, Owner
+from kvcluster.core.coordinator.block_tables import BlockTables, ClaimedName, Claims, Outcome, Owner
 from kvcluster.core.ids import BlockHash, Holder, NamespaceId, SequenceId, Tenant
 from kvcluster.core.messages import TableChange
 

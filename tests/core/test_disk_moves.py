@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvcluster.core import limits, tier_mover
+from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
@@ -22,6 +21,8 @@ from kvcluster.core.messages import (
     Tombstone,
 )
 from kvcluster.core.miss import Loss
+from kvcluster.core.shard import tier_mover
+from kvcluster.core.shard.disk_recovery import RecoveredPage
 from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard, counters, is_done, moves, pinned, running, slots
 from tests.core.moving import (
     BELOW,

@@ -8,7 +8,6 @@ import pytest
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import NO_STORE, RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, Tenant
 from kvcluster.core.messages import (
@@ -32,6 +31,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, MissReason
+from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPage, RecoveredPages
 from kvcluster.core.spec import KVSpec
 from kvcluster.replay.core_stepper import build_request
 from tests.core.lone_shard import BLOCKS, OTHER, A, B, C, LoneShard, counters, inventory, misses, moves, pinned, report

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvcluster.core import drain_list, limits, replicator
+from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.coordinator import drain_list, replicator
 from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.messages import (
     LeaveReason,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.engine_registry import RECORD_BYTES, EngineRegistry
+from kvcluster.core.coordinator.engine_registry import RECORD_BYTES, EngineRegistry
 from kvcluster.core.ids import Caller, CallId, Tenant
 from kvcluster.core.messages import EngineInfo, Engines, GetEngines, Refused, Registered, RegisterEngine, SetWeights
 from kvcluster.errors import LimitError

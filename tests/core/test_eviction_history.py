@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core import limits
-from kvcluster.core.eviction_history import EvictionHistory
+from kvcluster.core.coordinator.eviction_history import EvictionHistory
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.miss import Miss, MissReason
 from tests.core.build import SECOND_NS, block

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcluster.core import eviction_queue
-from kvcluster.core.eviction_queue import EvictionQueue
+from kvcluster.core.coordinator import eviction_queue
+from kvcluster.core.coordinator.eviction_queue import EvictionQueue
 from kvcluster.core.ids import HASH_BYTES, BlockHash, NamespaceId
 from kvcluster.eviction import POLICIES, Block, EvictionPolicy
 from kvcluster.eviction.lru import LRU

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcluster.core import evictor, limits
-from kvcluster.core.eviction_queue import EvictionQueue
+from kvcluster.core import limits
+from kvcluster.core.coordinator import evictor
+from kvcluster.core.coordinator.eviction_queue import EvictionQueue
+from kvcluster.core.coordinator.index import BlockRecord
 from kvcluster.core.ids import BlockHash, NamespaceId
-from kvcluster.core.index import BlockRecord
 from kvcluster.core.messages import (
     Decision,
     Purge,

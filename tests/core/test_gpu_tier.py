@@ -10,8 +10,8 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Move, Staged, StreamEvent, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.pool import PagePool
-from kvcluster.core.save_list import SaveList
+from kvcluster.core.shard.pool import PagePool
+from kvcluster.core.shard.save_list import SaveList
 from tests.core.lone_coordinator import D, LoneCoordinator, Voice, beat, moved, moves
 from tests.core.lone_shard import A, B, C, LoneShard, counters, misses, pinned
 from tests.core.moving import BELOW, IN_RAM, RAW, free, left, lies

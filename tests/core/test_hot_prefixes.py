@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcluster.core import limits
-from kvcluster.core.hot_prefixes import HotPrefixes
+from kvcluster.core.coordinator.hot_prefixes import HotPrefixes
 from tests.core.build import SECOND_NS, chain
 
 RUN = 4

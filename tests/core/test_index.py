@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvcluster.core.coordinator.index import PrefixIndex, PrefixMatch
+from kvcluster.core.coordinator.replica_sets import ReplicaTable
 from kvcluster.core.groups import LAST, PREFIX, Part, Reuse, window
 from kvcluster.core.ids import HASH_BYTES, BlockHash
-from kvcluster.core.index import PrefixIndex, PrefixMatch
 from kvcluster.core.messages import Need, Plan, Run, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.eviction import USES
 from tests.core.build import SPACE, WHOLE, address, block, chain, page, parent
 from tests.core.oracle import covered, longest_boundary

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt
-from kvcluster.core.leases import Lease, LeaseBook, LeaseKind
+from kvcluster.core.shard.leases import Lease, LeaseBook, LeaseKind
 from tests.core.build import attempt, holder, owner, tenant
 
 TTL = 10

@@ -8,12 +8,12 @@ import pytest
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.coordinator.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.coordinator.pins import PinTable
+from kvcluster.core.coordinator.replica_sets import ReplicaTable
 from kvcluster.core.groups import LAST, PREFIX, Group, Part, Plane
 from kvcluster.core.ids import HASH_BYTES, NamespaceId, Tenant
 from kvcluster.core.messages import Need, Tombstone
-from kvcluster.core.namespaces import CoordinatorNamespace, NamespaceTable
-from kvcluster.core.pins import PinTable
-from kvcluster.core.replica_sets import ReplicaTable
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tombstones import Tombstones
 from tests.core.build import WHOLE, address, page, spec

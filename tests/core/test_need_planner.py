@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.coordinator.need_planner import NeedPlanner
+from kvcluster.core.coordinator.replica_sets import ReplicaSet, ReplicaTable
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import Need
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.need_planner import NeedPlanner
-from kvcluster.core.replica_sets import ReplicaSet, ReplicaTable
 from tests.core.lone_coordinator import LoneCoordinator
 from tests.core.samples import LEFT, RIGHT, WHOLE, attempt, chain, pages, whole
 from tests.core.test_replica_sets import book_of, copy, held

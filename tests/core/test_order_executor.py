@@ -10,7 +10,6 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.ids import BlockHash, Epoch, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -36,6 +35,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import MissReason
+from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.spec import KVSpec
 from tests.core.lone_shard import (
     BLOCKS,

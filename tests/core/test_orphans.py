@@ -8,10 +8,10 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.core.followers import Followers, each_follower, with_follower, without_follower
+from kvcluster.core.coordinator.followers import Followers, each_follower, with_follower, without_follower
+from kvcluster.core.coordinator.orphans import last_used
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import Attach, Attached, PageEvent
-from kvcluster.core.orphans import last_used
 from tests.core.lone_coordinator import BLOCKS, LoneCoordinator, Voice, carry_out, ordered
 from tests.core.samples import PAGE, SECOND, SPEC, attempt, chain, gone, ours, pages
 

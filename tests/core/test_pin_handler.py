@@ -26,7 +26,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import PURGING, Loss, Miss, MissReason
-from kvcluster.core.pin_handler import ROOM_NS
+from kvcluster.core.shard.pin_handler import ROOM_NS
 from tests.core.lone_shard import A, B, C, D, counters, end, inventory, misses, pinned, refusal, report
 from tests.core.samples import CODED, OURS, SECOND, attempt, key, ours
 from tests.core.test_disk_recovery import DiskShard, event, found, lying, on_disk, used

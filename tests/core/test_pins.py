@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from kvcluster.core.coordinator.pins import PinnedBlocks, PinTable
 from kvcluster.core.ids import BlockHash, Tenant
-from kvcluster.core.pins import PinnedBlocks, PinTable
 
 SECOND = 1_000_000_000
 BLOCKS = [BlockHash(bytes([at])) for at in range(12)]

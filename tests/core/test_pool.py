@@ -10,13 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import ALIGN_BYTES, PageAllocator
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocator
 from kvcluster.core.ids import HASH_BYTES, NamespaceId
 from kvcluster.core.messages import PageEvent, PageKey, PageSlot, Tier, TierUse, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.page import TRANSITIONS, IllegalTransition, Page, PageAction, PageState
-from kvcluster.core.pool import PagePool
+from kvcluster.core.shard.disk_recovery import RecoveredPage, RecoveredPages
+from kvcluster.core.shard.page import TRANSITIONS, IllegalTransition, Page, PageAction, PageState
+from kvcluster.core.shard.pool import PagePool
 from kvcluster.core.tiers import INGEST
 from tests.core.build import SPACE, key, parent
 

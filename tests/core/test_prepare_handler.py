@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.coordinator.members import Member
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, Epoch
-from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Attach,
     Attached,

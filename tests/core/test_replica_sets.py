@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcluster.core import replica_sets as module
 from kvcluster.core.codecs import Codec
+from kvcluster.core.coordinator import replica_sets as module
+from kvcluster.core.coordinator.replica_sets import Replica, ReplicaSet, ReplicaTable, Served
 from kvcluster.core.groups import Part
 from kvcluster.core.messages import Need, Source, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.replica_sets import Replica, ReplicaSet, ReplicaTable, Served
 from kvcluster.core.tiers import READ_ORDER
 from tests.core.build import WHOLE, address
 from tests.core.oracle import cells, covered

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvcluster.core import limits, replicator
+from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.coordinator import replicator
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (
     LeaveReason,

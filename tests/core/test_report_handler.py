@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from kvcluster.core import limits, record_sweeper
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core import limits
+from kvcluster.core.coordinator import record_sweeper
+from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.ids import CallId, Epoch
 from kvcluster.core.messages import (
     Answer,

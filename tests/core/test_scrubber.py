@@ -7,14 +7,15 @@ import itertools
 import pytest
 
 from kvcluster.config import ShardConfig
-from kvcluster.core import limits, scrubber
+from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, Epoch, ShardId, Tenant
-from kvcluster.core.inventory import Inventoried
 from kvcluster.core.messages import Done, GoneEvent, Refused, RefusedKind, Suspect, Verified, Verify
 from kvcluster.core.miss import Loss, MissReason
-from kvcluster.core.page import Page
-from kvcluster.core.scrubber import ROUND_NS, Scrubber
-from kvcluster.core.shard_state import ShardState
+from kvcluster.core.shard import scrubber
+from kvcluster.core.shard.inventory import Inventoried
+from kvcluster.core.shard.page import Page
+from kvcluster.core.shard.scrubber import ROUND_NS, Scrubber
+from kvcluster.core.shard.shard_state import ShardState
 from kvcluster.replay.core_stepper import build_request
 from tests.core.build import ROOT, SPACE, key
 from tests.core.lone_shard import BLOCKS, A, B, C, LoneShard, counters, end, misses, pinned

@@ -10,7 +10,6 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.allocator import PageAllocator
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import RecoveredPages
 from kvcluster.core.groups import Group, Plane
 from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import (
@@ -25,9 +24,10 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.page import Page, PageState
-from kvcluster.core.pool import PagePool
-from kvcluster.core.shard_namespaces import ShardNamespace, ShardNamespaces
+from kvcluster.core.shard.disk_recovery import RecoveredPages
+from kvcluster.core.shard.page import Page, PageState
+from kvcluster.core.shard.pool import PagePool
+from kvcluster.core.shard.shard_namespaces import ShardNamespace, ShardNamespaces
 from kvcluster.core.spec import KVSpec
 from kvcluster.replay.core_stepper import build_request
 from tests.core.lone_shard import (

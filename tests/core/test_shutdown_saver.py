@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcluster.core import limits, save_list, shutdown_saver
+from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, CallId
 from kvcluster.core.messages import (
@@ -30,6 +30,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss
+from kvcluster.core.shard import save_list, shutdown_saver
 from tests.core.lone_shard import A, B, C, LoneShard, granted, inventory, pinned, report
 from tests.core.moving import BELOW, IN_RAM, ON_DISK, Q8, RAW, arrived, disk, holding, lies, lowered, on_disk, tiered
 from tests.core.samples import CODED, MIXED, OURS, SECOND, SUMS, attempt, chain, key, ours, root

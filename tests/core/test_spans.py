@@ -27,8 +27,8 @@ from kvcluster.core.messages import (
     Unpin,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.page import PageState
-from kvcluster.core.pool import PagePool
+from kvcluster.core.shard.page import PageState
+from kvcluster.core.shard.pool import PagePool
 from kvcluster.replay.core_stepper import build_request
 from tests.core.lone_shard import BLOCKS, A, B, C, D, LoneShard
 from tests.core.samples import CODED, MEMBERSHIP_MS, MS, OURS, SPEC, THEIRS, WHOLE, chain

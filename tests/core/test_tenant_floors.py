@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcluster.core import limits
+from kvcluster.core.coordinator.tenant_floors import StoredBytes, TenantFloors
 from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Attach,
@@ -28,7 +29,6 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.messages.coordinator import Decision
-from kvcluster.core.tenant_floors import StoredBytes, TenantFloors
 from kvcluster.core.tiers import INGEST
 from kvcluster.replay.core_stepper import build_request
 from tests.core.build import SPACE

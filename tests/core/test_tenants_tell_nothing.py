@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvcluster.core.eviction_history import EvictionHistory
+from kvcluster.core.coordinator.eviction_history import EvictionHistory
 from kvcluster.core.ids import HASH_BYTES, BlockHash, NamespaceId
 from kvcluster.core.messages import Attach, Attached, Explain, PrepareLoad, Reply
 from kvcluster.core.miss import Miss, MissReason

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcluster.core import limits
+from kvcluster.core.coordinator.page_writers import Place
+from kvcluster.core.coordinator.tickets import IssuedTicket, TicketBook, TicketName
 from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, NamespaceId
 from kvcluster.core.messages import LoadGrant, StoreGrant
-from kvcluster.core.page_writers import Place
-from kvcluster.core.tickets import IssuedTicket, TicketBook, TicketName
 from tests.core.build import SPACE, WHOLE, attempt, block, chain, holder, owner, tenant
 
 TTL = 10

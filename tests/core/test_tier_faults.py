@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.core import record_sweeper
 from kvcluster.core.codecs import Codec
+from kvcluster.core.coordinator import record_sweeper
 from kvcluster.core.ids import CLUSTER
 from kvcluster.core.messages import Move, Suspect, Tick, Tier
 from kvcluster.core.miss import Loss

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.core import tier_mover
 from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.messages import (
@@ -19,6 +18,7 @@ from kvcluster.core.messages import (
     Tombstone,
 )
 from kvcluster.core.miss import Loss, MissReason
+from kvcluster.core.shard import tier_mover
 from tests.core.lone_shard import (
     BLOCKS,
     A,

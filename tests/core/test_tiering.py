@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvcluster.core import limits, tiering
+from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
+from kvcluster.core.coordinator import tiering
 from kvcluster.core.groups import Group, Plane
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import (

@@ -11,11 +11,11 @@ import pytest
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.allocator import ALIGN_BYTES
-from kvcluster.core.disk_recovery import RecoveredPages, applied_tombstones
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import ShardInfo, TierUse, Tombstone
-from kvcluster.core.pool import PagePool
+from kvcluster.core.shard.disk_recovery import RecoveredPages, applied_tombstones
+from kvcluster.core.shard.pool import PagePool
 from kvcluster.core.tiers import ADDRESSABLE, INGEST, READ_ORDER, STAGING, STORED, Takes, Tier, above
 from kvcluster.wire import common
 from tests.core.lone_shard import LoneShard, report

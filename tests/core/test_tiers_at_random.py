@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import NO_STORE, RecoveredPages
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -34,7 +33,8 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.core.pin_handler import ROOM_NS
+from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPages
+from kvcluster.core.shard.pin_handler import ROOM_NS
 from tests.core.lone_shard import BLOCKS, end
 from tests.core.moving import one_page
 from tests.core.samples import CODED, LEFT, OURS, RIGHT, SECOND, WHOLE, attempt, ours, root

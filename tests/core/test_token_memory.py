@@ -10,10 +10,10 @@ from array import array
 import pytest
 
 from kvcluster.core import limits
+from kvcluster.core.coordinator.token_memory import BLOCK_BYTES, TokenMemory
 from kvcluster.core.ids import HASH_BYTES, BlockHash, Caller, CallId, NamespaceId, Tenant
 from kvcluster.core.messages import Attach, Attached, PrepareStore, StoreGrant
 from kvcluster.core.spec import KVSpec
-from kvcluster.core.token_memory import BLOCK_BYTES, TokenMemory
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.wire.methods import COORDINATOR
 from tests.core.lone_coordinator import LoneCoordinator

@@ -15,9 +15,8 @@ from typing import Any
 from kvcluster.config import CoordinatorConfig, ShardConfig
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.disk_recovery import RecoveredPages
-from kvcluster.core.engine_registry import RECORD_BYTES
+from kvcluster.core.coordinator.coordinator import Coordinator
+from kvcluster.core.coordinator.engine_registry import RECORD_BYTES
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES
 from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import Attempt, BlockHash, CallId, Epoch, NamespaceId, SequenceId, ShardId, SpanId
@@ -95,7 +94,8 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss
 from kvcluster.core.probes import SINCE_VERSION
-from kvcluster.core.shard import Shard
+from kvcluster.core.shard.disk_recovery import RecoveredPages
+from kvcluster.core.shard.shard import Shard
 from kvcluster.core.spec import KVSpec
 from tests.core.build import block, holder, parent
 from tests.core.samples import MEMBERSHIP_MS, OURS, SECOND, SUMS

@@ -23,7 +23,7 @@ from kvcluster.config import ClientConfig
 from kvcluster.core.ids import Caller, ShardId
 from kvcluster.core.messages import ShardAddress
 from kvcluster.core.miss import MissReason
-from kvcluster.core.page import Page
+from kvcluster.core.shard.page import Page
 from kvcluster.errors import KVClusterError
 from kvcluster.runtime.auth import DEFAULT_TENANT, Authenticator
 from kvcluster.runtime.server import GrpcServer, unary_handlers

@@ -14,11 +14,11 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.ids import Caller, CallId
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import PageWant, Pin, ReadRequest, Request, Reserve, WriteRequest
-from kvcluster.core.shard import Shard
+from kvcluster.core.shard.shard import Shard
 from kvcluster.errors import KVClusterError
 from kvcluster.wire import frames
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method

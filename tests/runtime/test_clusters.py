@@ -93,7 +93,7 @@ def test_a_page_that_rots_is_a_miss_and_then_gone_and_can_be_stored_again(bit: i
 
 
 def test_a_page_that_is_never_read_is_found_by_the_scrubber(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcluster.core.scrubber.ROUND_NS", 0)
+    monkeypatch.setattr("kvcluster.core.shard.scrubber.ROUND_NS", 0)
     with clustered(config={"shard": {"scrub_bytes": 4 * 2**20}}) as cluster:
         client = cluster.client(SPEC)
         stored(client, 1)
@@ -136,7 +136,7 @@ def test_blocks_that_are_to_have_copies_survive_their_shard() -> None:
 
 
 def test_a_rotten_copy_is_made_anew_from_the_good_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcluster.core.scrubber.ROUND_NS", 0)
+    monkeypatch.setattr("kvcluster.core.shard.scrubber.ROUND_NS", 0)
     with clustered(shards=2, config={"shard": {"scrub_bytes": 2**20}}) as cluster:
         client = cluster.client(SPEC)
         stored(client, 1)

@@ -17,12 +17,12 @@ import pytest
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.codecs import Codec, page_bytes
-from kvcluster.core.disk_recovery import NO_STORE, RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocator, Shape
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Holder, ShardId, Tenant
 from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Stage, Staged, Tier, Tombstone
 from kvcluster.core.miss import Loss
+from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPage, RecoveredPages
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
 from kvcluster.pages import checksum

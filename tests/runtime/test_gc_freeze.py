@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvcluster.core.block_tables import BlockTables, Outcome
+from kvcluster.core.coordinator.block_tables import BlockTables, Outcome
 from kvcluster.core.ids import (
     HASH_BYTES,
     HOLDER_BYTES,

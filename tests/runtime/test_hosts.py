@@ -145,7 +145,7 @@ def corrupt(event: object) -> bool:
 
 
 def test_a_page_that_rots_unread_is_found_by_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcluster.core.scrubber.ROUND_NS", 0)
+    monkeypatch.setattr("kvcluster.core.shard.scrubber.ROUND_NS", 0)
     coordinator = Coordinator()
     with shard(coordinator, scrub_bytes=64 * 2**10) as host:
         coordinator.wait_for(3)

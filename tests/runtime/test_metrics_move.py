@@ -24,7 +24,6 @@ from prometheus_client import CollectorRegistry
 
 import kvcluster
 from kvcluster.client.metrics import WorkerCollector
-from kvcluster.core.disk_recovery import NO_STORE
 from kvcluster.core.ids import CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
     Attach,
@@ -42,6 +41,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.position_tree import CUT_TOKENS
+from kvcluster.core.shard.disk_recovery import NO_STORE
 from kvcluster.errors import CredentialError, LostTokens
 from kvcluster.pages import codec
 from kvcluster.runtime.auth import Authenticator, digest

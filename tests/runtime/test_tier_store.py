@@ -10,11 +10,11 @@ import pytest
 
 from kvcluster.config import ShardConfig
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import NO_STORE
 from kvcluster.core.file_allocator import HEAD_BYTES, SECTOR_BYTES, FileAllocator
 from kvcluster.core.ids import HASH_BYTES, BlockHash, ShardId, Tenant
 from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Tier, Tombstone
 from kvcluster.core.miss import Loss
+from kvcluster.core.shard.disk_recovery import NO_STORE
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import ADDRESSABLE, STORED
 from kvcluster.pages.arena import Arena

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.ids import Epoch, ShardId
 from kvcluster.core.messages import (
     Answer,

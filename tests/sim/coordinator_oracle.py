@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from kvcluster.core.coordinator.members import Member
+from kvcluster.core.coordinator.tickets import IssuedTicket, TicketName
 from kvcluster.core.ids import BlockHash, Epoch, NamespaceId, ShardId
-from kvcluster.core.members import Member
 from kvcluster.core.messages import (
     Answer,
     BlocksPinned,
@@ -44,7 +45,6 @@ from kvcluster.core.messages import (
     Tier,
     UnpinBlocks,
 )
-from kvcluster.core.tickets import IssuedTicket, TicketName
 from kvcluster.core.tiers import INGEST, STAGING
 from tests.sim import content
 from tests.sim.coordinator import CoordinatorProcess

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvcluster.config import ShardConfig
-from kvcluster.core.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.core.file_allocator import FileAllocator, Shape
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Erase, PageKey, PageMove, PageSlot, Tombstone
+from kvcluster.core.shard.disk_recovery import RecoveredPage, RecoveredPages
 from kvcluster.replay.kernel import Process
 from tests.sim import content
 from tests.sim.memory import flipped

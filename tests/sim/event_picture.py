@@ -9,7 +9,7 @@ removed that was not there.
 
 from __future__ import annotations
 
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import Publish, Tier
 from kvcluster.core.messages.events import AllBlocksCleared, BlocksRemoved, BlocksStored, EventStream

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator import Coordinator
+from kvcluster.core.coordinator.index import BlockRecord
+from kvcluster.core.coordinator.members import Member
+from kvcluster.core.coordinator.namespaces import CoordinatorNamespace
 from kvcluster.core.ids import BlockHash, Tenant
-from kvcluster.core.index import BlockRecord
-from kvcluster.core.members import Member
 from kvcluster.core.messages import EvictOrder, MoveOrder, Tier
-from kvcluster.core.namespaces import CoordinatorNamespace
 from tests.sim.violation import require
 
 

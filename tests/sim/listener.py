@@ -10,7 +10,7 @@ token ids are compared with the correct ones (content.py) as they arrive.
 
 from __future__ import annotations
 
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.messages import Publish
 from kvcluster.core.messages.events import BlocksStored
 from tests.sim import content

@@ -39,7 +39,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss
-from kvcluster.core.page import PageState
+from kvcluster.core.shard.page import PageState
 from kvcluster.core.tiers import INGEST
 from kvcluster.replay.kernel import MS, Kernel
 from tests.sim import content

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Effect, EvictOrder, Fetch, MoveOrder, Order, PullOrder, Report, ReportAck, Send
-from kvcluster.core.page import PageState
-from kvcluster.core.shard import Shard
+from kvcluster.core.shard.page import PageState
+from kvcluster.core.shard.shard import Shard
 from tests.sim.violation import require
 
 

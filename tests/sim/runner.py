@@ -23,7 +23,8 @@ from typing import Any
 from unittest.mock import patch
 
 from kvcluster.child_python import spawn_context, spawning
-from kvcluster.core import event_emitter, evictor, limits, record_sweeper
+from kvcluster.core import limits
+from kvcluster.core.coordinator import event_emitter, evictor, record_sweeper
 from tests.sim import bugs, journal, phases
 from tests.sim.world import SimulatedWorld
 

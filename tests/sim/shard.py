@@ -11,7 +11,6 @@ import random
 from typing import Protocol
 
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import RecoveredPages, applied_tombstones
 from kvcluster.core.ids import CLUSTER, Attempt, Epoch, Holder, NamespaceId, ShardId
 from kvcluster.core.messages import (
     Abort,
@@ -44,8 +43,9 @@ from kvcluster.core.messages import (
     Verified,
     Verify,
 )
-from kvcluster.core.page import Page
-from kvcluster.core.shard import Shard
+from kvcluster.core.shard.disk_recovery import RecoveredPages, applied_tombstones
+from kvcluster.core.shard.page import Page
+from kvcluster.core.shard.shard import Shard
 from kvcluster.core.tiers import STORED
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.replay.kernel import MS, SECOND, Clock, Process, Script

@@ -19,7 +19,7 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import MissReason
-from kvcluster.core.page import PageState
+from kvcluster.core.shard.page import PageState
 from kvcluster.errors import ConfigError, CredentialError, LimitError, ProtocolError
 from kvcluster.pages import arena, checksum, codec
 from kvcluster.pages.arena import Arena

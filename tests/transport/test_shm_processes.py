@@ -16,7 +16,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import Epoch
 from kvcluster.core.messages import Written
 from kvcluster.core.miss import MissReason
-from kvcluster.core.page import PageState
+from kvcluster.core.shard.page import PageState
 from kvcluster.pages.mapping import Mapping
 from kvcluster.testing.conformance import World, open_world
 from kvcluster.testing.conformance.content import Content, ContentSink, ContentSource, load, store, write

@@ -12,7 +12,6 @@ from hypothesis.strategies import SearchStrategy
 from kvcluster.core import codecs as core_codecs
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, Shape
 from kvcluster.core.groups import DTYPE_BYTES, LAST, PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import SUM_BYTES, Attempt, CallId, ShardId, Tenant
@@ -115,6 +114,7 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
+from kvcluster.core.shard.disk_recovery import RecoveredPage
 from kvcluster.core.spec import KVSpec
 from kvcluster.wire.page_files import LIFE_BYTES, Head
 

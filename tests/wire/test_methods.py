@@ -16,8 +16,8 @@ from hypothesis.strategies import SearchStrategy
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
-from kvcluster.core.coordinator import Coordinator
-from kvcluster.core.coordinator_state import UNKNOWN
+from kvcluster.core.coordinator.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator_state import UNKNOWN
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Caller, CallId, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import (

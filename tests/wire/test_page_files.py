@@ -13,12 +13,12 @@ from xxhash import xxh3_64_intdigest
 
 from kvcluster.core import codecs, limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.disk_recovery import RecoveredPage
 from kvcluster.core.file_allocator import HEAD_BYTES, Shape
 from kvcluster.core.groups import PREFIX, Group, Part, Plane, window
 from kvcluster.core.ids import SUM_BYTES, BlockHash, Tenant
 from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import Loss
+from kvcluster.core.shard.disk_recovery import RecoveredPage
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError, LimitError, ProtocolError, SpecError
 from kvcluster.wire import checks, common, page_files

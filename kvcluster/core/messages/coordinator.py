@@ -25,7 +25,7 @@ class Attach:
 @dataclass(frozen=True, slots=True)
 class Attached:
     """The namespace of the caller's spec, and the terms of this coordinator (times in nanoseconds). `wants_tokens`:
-    stores are to include token ids, for subscribers of KV events (core/event_emitter.py)."""
+    stores are to include token ids, for subscribers of KV events (core/coordinator/event_emitter.py)."""
 
     namespace: NamespaceId
     epoch: Epoch

@@ -1,4 +1,5 @@
-"""Questions about the block tables of open sequences, from their workers to the coordinator (core/sequence_handler.py).
+"""Questions about the block tables of open sequences, from their workers to the coordinator
+(core/coordinator/sequence_handler.py).
 
 A worker sends the changes of many sequences in one SyncTables, in the namespace of their public blocks, and renews its
 lease with it. A table longer than limits.BLOCKS_PER_CALL is sent in several messages: `keep` grows.

@@ -35,7 +35,7 @@ from kvcluster.core import limits
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, Epoch, Holder, Tenant
 from kvcluster.core.messages import Refused, Written
 from kvcluster.core.miss import MissReason
-from kvcluster.core.page import PageState
+from kvcluster.core.shard.page import PageState
 from kvcluster.errors import ConfigError, CredentialError, ProtocolError
 from kvcluster.testing.conformance.content import (
     Content,

@@ -32,7 +32,7 @@ from kvcluster.core.messages import (
     Tier,
 )
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.page import Page, PageState
+from kvcluster.core.shard.page import Page, PageState
 from kvcluster.core.tiers import STAGING
 from kvcluster.errors import KVClusterError
 from kvcluster.replay.core_stepper import build_request

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvcluster.core.ids import HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, SequenceId, ShardId, Tenant
-from kvcluster.core.leases import OwnAttempts
 from kvcluster.core.messages import Need, PageKey
+from kvcluster.core.shard.leases import OwnAttempts
 from kvcluster.core.spec import KVSpec
 
 MS = 1_000_000

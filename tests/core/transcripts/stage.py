@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvcluster.config import CoordinatorConfig, ShardConfig
-from kvcluster.core.coordinator import Coordinator
+from kvcluster.core.coordinator.coordinator import Coordinator
 from kvcluster.core.ids import CLUSTER, Attempt, BlockHash, Epoch, NamespaceId, ShardId, Tenant
 from kvcluster.core.invariants import check_coordinator, check_shard
 from kvcluster.core.messages import (
@@ -61,7 +61,7 @@ from kvcluster.core.messages import (
     Verified,
     Verify,
 )
-from kvcluster.core.shard import Shard
+from kvcluster.core.shard.shard import Shard
 from kvcluster.replay.core_process import CoreProcess
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.replay.kernel import MS, Clock, Kernel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcluster.core.pool import PagePool
-from kvcluster.core.span_handler import SpanHandler
-from kvcluster.core.span_registry import RegisteredSpan
+from kvcluster.core.shard.pool import PagePool
+from kvcluster.core.shard.span_handler import SpanHandler
+from kvcluster.core.shard.span_registry import RegisteredSpan
 from kvcluster.sequences import ship_plan
 from kvcluster.sequences.remote_spans import RemoteSpans
 from kvcluster.sequences.shipment import ShardFailure, ShardResults, Shipment

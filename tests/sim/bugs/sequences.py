@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from kvcluster.core.eraser import Eraser
-from kvcluster.core.sequence_handler import SequenceHandler
+from kvcluster.core.coordinator.eraser import Eraser
+from kvcluster.core.coordinator.sequence_handler import SequenceHandler
 from kvcluster.sequences.block_pages import BlockPages
 from kvcluster.sequences.machine import SequenceMachine
 from kvcluster.sequences.resident_window import ResidentWindow

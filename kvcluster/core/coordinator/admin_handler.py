@@ -1,0 +1,134 @@
+"""What operators and users tell the coordinator to do: pin blocks, list pins, purge, drain a shard, probe, announce
+weights, and change the policy of the tiers.
+
+What has to outlast this process is an effect: the tombstones of purges (Persist) and the settings (KeepSettings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core.coordinator.coordinator_state import MS, CoordinatorState
+from kvcluster.core.coordinator.evictor import Evictor
+from kvcluster.core.coordinator.namespaces import CoordinatorNamespace
+from kvcluster.core.coordinator.pin_list import list_pins
+from kvcluster.core.coordinator.replicator import Replicator
+from kvcluster.core.coordinator.report_handler import ReportHandler
+from kvcluster.core.coordinator.tiering import Tiering
+from kvcluster.core.messages import (
+    Answer,
+    BlocksPinned,
+    Done,
+    Drain,
+    Effect,
+    Engines,
+    GetPins,
+    KeepSettings,
+    Persist,
+    PinBlocks,
+    Probe,
+    Purge,
+    Purged,
+    Refused,
+    RefusedKind,
+    Request,
+    SetPolicy,
+    SetWeights,
+    ShardAddress,
+    Tombstone,
+    UnpinBlocks,
+)
+
+
+class AdminHandler:
+    """Carries out commands, and answers whether it could."""
+
+    def __init__(
+        self,
+        state: CoordinatorState,
+        config: CoordinatorConfig,
+        evictor: Evictor,
+        tiering: Tiering,
+        replicator: Replicator,
+        report_handler: ReportHandler,
+    ) -> None:
+        self._state = state
+        self._drain_ns = config.drain_ms * MS
+        self._evictor = evictor
+        self._tiering = tiering
+        self._replicator = replicator
+        self._report_handler = report_handler
+
+    @property
+    def policy(self) -> tuple[tuple[str, str], ...]:
+        """The settings now in force, as pairs of a name and a value."""
+        return (("cache", "off" if self._state.off else "on"), *self._tiering.policy)
+
+    def apply_policy(self, settings: Iterable[tuple[str, str]]) -> str | None:
+        """Applies these settings, which SetPolicy or a settings file from an earlier run gives. Returns None, or the
+        reason for a refusal, in which case nothing changes."""
+        given = dict(settings)
+        cache = given.pop("cache", None)
+        if cache not in (None, "on", "off"):
+            return f"cache must be on or off, not {cache!r}"
+        why_not = self._tiering.set_policy(tuple(given.items()))
+        if why_not is None and cache is not None:
+            self._state.off = cache == "off"
+        return why_not
+
+    def set_policy(self, request: Request[SetPolicy], now: int) -> list[Effect]:
+        why_not = self.apply_policy(request.question.settings)
+        if why_not is not None:
+            return [Answer(request.call, Refused(RefusedKind.BAD, why_not))]
+        return [KeepSettings(self.policy), Answer(request.call, Done())]
+
+    def set_weights(self, request: Request[SetWeights], now: int) -> list[Effect]:
+        m = request.question
+        told = self._state.engines.set_weights(request.tenant, m.model, m.weights, m.engine, now)
+        return [Answer(request.call, Engines(told))]
+
+    def pin(self, request: Request[PinBlocks], space: CoordinatorNamespace, now: int) -> list[Effect]:
+        m = request.question
+        count = self._evictor.pin(space, m.hashes, now + m.ttl_ns, now, m.replicas)
+        if m.replicas > 1:
+            for block in m.hashes[:count]:
+                self._replicator.request_copies(space, block, m.replicas)
+        return [Answer(request.call, BlocksPinned(count))]
+
+    def unpin(self, request: Request[UnpinBlocks], space: CoordinatorNamespace, now: int) -> list[Effect]:
+        return [Answer(request.call, BlocksPinned(self._evictor.unpin(space, request.question.hashes)))]
+
+    def list_pins(self, request: Request[GetPins], now: int) -> list[Effect]:
+        table = self._state.namespaces
+        spaces = table if request.operator else table.of(request.tenant)
+        return [Answer(request.call, list_pins(table, spaces, request.question, now))]
+
+    def purge(self, request: Request[Purge], now: int) -> list[Effect]:
+        state, m = self._state, request.question
+        stone = Tombstone(state.tombstones.next_number(state.epoch), request.tenant, m.model, m.weights, m.adapter)
+        if not state.tombstones.admits(stone):
+            return [Answer(request.call, _TOO_MANY_PURGES)]
+        state.tombstones.add(stone)
+        blocks = self._report_handler.apply_tombstone(stone, now)
+        state.counters["purged_blocks"] += blocks
+        return [Persist(state.tombstones.all()), Answer(request.call, Purged(blocks))]
+
+    def drain(self, request: Request[Drain], now: int) -> list[Effect]:
+        member = self._state.members.get(request.question.shard)
+        if member is not None and not member.draining:
+            self._replicator.drain(member, now + self._drain_ns)
+        if member is not None and request.question.leaving:
+            self._state.members.leave_node(member)
+        return [Answer(request.call, Done(member is not None))]
+
+    def probe(self, request: Request[Probe], now: int) -> list[Effect]:
+        state = self._state
+        infos = [member.info for member in state.members.all()]
+        members = [(ShardAddress(one.shard, one.epoch, one.address, one.host), one.protocol) for one in infos]
+        probed = state.probes.ask(request.question.number, state.epoch, members, now)
+        return [Answer(request.call, _NO_SUCH_RUN if probed is None else probed)]
+
+
+_NO_SUCH_RUN = Refused(RefusedKind.STALE, "that run of probes is over, or of an earlier coordinator; begin another")
+_TOO_MANY_PURGES = Refused(RefusedKind.LIMIT, "the limit of remembered purges is reached; use clear instead")

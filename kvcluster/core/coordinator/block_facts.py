@@ -1,0 +1,67 @@
+"""What the coordinator can tell an eviction policy about a block: its bytes, its cost to compute again, its tenant.
+
+**The cost of computing a block again** is an estimate in *token-layers*: the work of one token in one layer of the
+model, without attention. A block of T tokens in n layers costs T * n of them, plus its attention, which grows with the
+context before it: attention over CROSSOVER_TOKENS tokens of context is as much work as all the rest of a layer. So a
+block costs
+
+    the sum over its groups of  block_tokens * layers * (1 + context_tokens / CROSSOVER_TOKENS)
+
+where the context is the number of tokens before the block; at most the window in a group that has one, and 0 in a group
+of recurrent state (`last`). The result is in thousandths, rounded down.
+
+The estimate leaves out what the coordinator does not know: a spec gives no width of the model, number of query heads,
+experts, or speed of a GPU. So blocks of one model compare well, but a token-layer of a large model counts as much as
+one of a small model.
+"""
+
+from __future__ import annotations
+
+from kvcluster.core.coordinator.index import BlockRecord
+from kvcluster.core.coordinator.namespaces import CoordinatorNamespace, NamespaceTable
+from kvcluster.core.messages import Tier
+from kvcluster.core.spec import KVSpec
+from kvcluster.eviction import Block
+
+CROSSOVER_TOKENS = 32_768
+"""A dense layer of width h takes about 24 h^2 operations per token, and attention over n tokens 4 n h. They are equal
+at n = 6 h, which is 24,576 tokens at h = 4,096 (models of 8 billion parameters) and 49,152 at h = 8,192 (70
+billion)."""
+
+
+_THOUSANDTHS = 1_000
+
+
+def recompute_cost(spec: KVSpec, depth: int) -> int:
+    """Returns the cost of computing the block at that depth, given its prefix, in thousandths of a token-layer."""
+    before = depth * spec.block_tokens
+    total = 0
+    for group in spec.groups:
+        context = {"prefix": before, "window": min(before, group.reuse.tokens), "last": 0}[group.reuse.kind]
+        total += len(group.layers) * (CROSSOVER_TOKENS + context)
+    return spec.block_tokens * total * _THOUSANDTHS // CROSSOVER_TOKENS
+
+
+class BlockFacts:
+    """The Facts (kvcluster/eviction) of the records that lie in one tier of the shard with that slot."""
+
+    def __init__(self, namespaces: NamespaceTable, slot: int, tier: Tier) -> None:
+        self._namespaces = namespaces
+        self._slot = slot
+        self._tier = tier
+
+    def nbytes(self, block: Block) -> int:
+        assert isinstance(block, BlockRecord)
+        return self._namespaces.bytes_on(block, self._slot, self._tier) or 1
+
+    def recompute(self, block: Block) -> int:
+        return recompute_cost(self._space(block).spec, block.depth)
+
+    def tenant(self, block: Block) -> str:
+        return self._space(block).tenant
+
+    def _space(self, block: Block) -> CoordinatorNamespace:
+        assert isinstance(block, BlockRecord)
+        space = self._namespaces.known(block.space)
+        assert space is not None, "a record of a namespace that is not known"
+        return space

@@ -1,0 +1,268 @@
+"""The coordinator: which shard holds which block, which worker may write which page, and what is evicted when a shard
+needs room.
+
+All its state except the tombstones can be rebuilt from the shards. Shards own pages and report them
+(report_handler.py). Workers ask how far a chain of blocks can be restored, and where to write the blocks that no shard
+holds (prepare_handler.py). A coordinator that starts knows only its tombstones, and takes an epoch above any that a
+shard remembers. It is *rebuilding* until the expected shards have sent their inventories or a grace period has passed:
+meanwhile it answers loads from what it has, grants no store and gives no orders.
+
+Data flows one way: a commit becomes visible when the coordinator has stepped the shard's report of it, never because a
+worker says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core import limits
+from kvcluster.core.coordinator.admin_handler import AdminHandler
+from kvcluster.core.coordinator.coordinator_state import UNKNOWN, CoordinatorState
+from kvcluster.core.coordinator.event_emitter import EventEmitter
+from kvcluster.core.coordinator.evictor import Evictor
+from kvcluster.core.coordinator.namespaces import CoordinatorNamespace
+from kvcluster.core.coordinator.prepare_handler import PrepareHandler
+from kvcluster.core.coordinator.record_sweeper import RecordSweeper
+from kvcluster.core.coordinator.replicator import Replicator
+from kvcluster.core.coordinator.report_handler import ReportHandler
+from kvcluster.core.coordinator.sequence_handler import SequenceHandler
+from kvcluster.core.coordinator.status_handler import StatusHandler
+from kvcluster.core.coordinator.tiering import Tiering
+from kvcluster.core.dispatcher import Dispatcher
+from kvcluster.core.ids import Epoch
+from kvcluster.core.messages import (
+    Answer,
+    Attach,
+    Attached,
+    CoordinatorMessage,
+    Drain,
+    Effect,
+    EndTicket,
+    Engines,
+    Explain,
+    GetEngines,
+    GetNamespaces,
+    GetPins,
+    GetStatus,
+    Inventory,
+    Namespaces,
+    PinBlocks,
+    PrepareLoad,
+    PrepareStore,
+    Probe,
+    ProcessFacts,
+    ProcessInfo,
+    Purge,
+    Refused,
+    RefusedKind,
+    Registered,
+    RegisterEngine,
+    RenewTicket,
+    Report,
+    Request,
+    Retell,
+    ScheduleSeen,
+    SetPolicy,
+    SetWeights,
+    Siblings,
+    SiblingSpecs,
+    Stalled,
+    Status,
+    SyncTables,
+    Tick,
+    Tombstone,
+    UnpinBlocks,
+    Warn,
+)
+from kvcluster.core.tombstones import Tombstones
+
+
+class Coordinator:
+    """`step(message, now) -> effects`; call it again by `next_deadline()`.
+
+    The rebuilding ends early once `expected` shards have sent their inventories; None if it is not known how many there
+    are. `tombstones` are those that the previous coordinator kept. With `announces`, the effects include `Publish`: KV
+    events for external subscribers.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        config: CoordinatorConfig,
+        *,
+        membership_ttl_ms: int,
+        expected: int | None,
+        now: int,
+        tombstones: Iterable[Tombstone] = (),
+        announces: bool = False,
+        process: ProcessInfo | None = None,
+    ) -> None:
+        """`process` is for the status."""
+        self._config = config
+        self._emitter = emitter = EventEmitter() if announces else None
+        self.state = state = CoordinatorState(
+            epoch,
+            config,
+            Tombstones(tombstones),
+            membership_ttl_ms=membership_ttl_ms,
+            now=now,
+            emitter=emitter,
+        )
+        evictor = Evictor(config, state)
+        self.tiering = tiering = Tiering(config, state, evictor)
+        self.replicator = replicator = Replicator(config, state)
+        self._prepare_handler = PrepareHandler(state, config, replicator, tiering)
+        self._sequence_handler = SequenceHandler(state, config)
+        self._sweeper = sweeper = RecordSweeper(state, replicator)
+        self._report_handler = report_handler = ReportHandler(
+            *(state, config, evictor, tiering, replicator, sweeper, expected)
+        )
+        self.admin_handler = AdminHandler(state, config, evictor, tiering, replicator, report_handler)
+        self._status_handler = StatusHandler(state, self.admin_handler, tiering, process or ProcessInfo(), now)
+        self._dispatcher = self._handlers()
+
+    # ------------------------------------------------------------------------------------- the machine
+
+    def _handlers(self) -> Dispatcher[CoordinatorNamespace]:
+        """Returns the handler of each message type. Call it after the handler objects have been constructed."""
+        return Dispatcher(
+            self.state.namespaces.find,
+            UNKNOWN,
+            in_namespace={
+                PrepareLoad: self._prepare_handler.prepare_load,
+                PrepareStore: self._prepare_handler.prepare_store,
+                Explain: self._prepare_handler.explain,
+                Siblings: self._siblings,
+                PinBlocks: self.admin_handler.pin,
+                UnpinBlocks: self.admin_handler.unpin,
+                SyncTables: self._sequence_handler.sync,
+            },
+            of_no_namespace={
+                Attach: self._attach,
+                RenewTicket: self._prepare_handler.renew,
+                EndTicket: self._prepare_handler.end,
+                GetNamespaces: self._namespaces,
+                RegisterEngine: self._register,
+                GetEngines: self._engines,
+                SetWeights: self.admin_handler.set_weights,
+                GetPins: self.admin_handler.list_pins,
+                Purge: self.admin_handler.purge,
+                Drain: self.admin_handler.drain,
+                SetPolicy: self.admin_handler.set_policy,
+                Probe: self.admin_handler.probe,
+                GetStatus: self._status_handler.answer,
+                Report: self._report_handler.report,
+                Inventory: self._report_handler.inventory,
+            },
+            from_driver={
+                ScheduleSeen: self._status_handler.scheduled,
+                Retell: self._retell,
+                Tick: self._tick,
+                Stalled: self._stalled,
+            },
+        )
+
+    def step(self, message: CoordinatorMessage, now: int) -> list[Effect]:
+        """Handles one message and returns the effects to carry out, in order."""
+        effects = self._dispatcher.step(message, now)
+        return effects if self._emitter is None else [*effects, *self._emitter.take(now)]
+
+    def next_deadline(self) -> int | None:
+        """Returns the time by which the next Tick is due; None if none is."""
+        state = self.state
+        some = self._sweeper.sweeping or self.replicator.listing or self.retelling or state.tables.releasing
+        due = (
+            *(state.members.next_expiry, state.tickets.next_expiry, self._sequence_handler.next_expiry),
+            *(state.eraser.next_due, state.rebuild_until, 0 if some else None),
+        )
+        return min((at for at in due if at is not None), default=None)
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.state.epoch
+
+    @property
+    def rebuilding(self) -> bool:
+        return self.state.rebuilding
+
+    @property
+    def retelling(self) -> bool:
+        """Whether a Retell is in progress and has blocks left to publish."""
+        return self._emitter is not None and self._emitter.retelling
+
+    def status(self, now: int) -> Status:
+        """Returns the status of the whole cluster."""
+        return self._status_handler.status(now)
+
+    def set_facts(self, facts: ProcessFacts) -> None:
+        """Sets what this process says of itself in probes."""
+        self.state.probes.facts = facts
+
+    # ----------------------------------------------------------------------------------------- questions
+
+    def _attach(self, request: Request[Attach], now: int) -> list[Effect]:
+        state = self.state
+        space = state.namespaces.attach(request.tenant, request.question.spec)
+        if space is None:
+            return [Answer(request.call, Refused(RefusedKind.LIMIT, "the limit of namespaces is reached; purge one"))]
+        shards = tuple(member.address for member in state.members.all())
+        ttl_ns, wants_tokens = state.tickets.ttl_ns, self._emitter is not None and not space.spec.private
+        attached = Attached(space.id, state.epoch, ttl_ns, self._config.run_blocks, shards, wants_tokens)
+        return [Answer(request.call, attached)]
+
+    def _siblings(self, request: Request[Siblings], space: CoordinatorNamespace, now: int) -> list[Effect]:
+        return [Answer(request.call, SiblingSpecs(self.state.namespaces.siblings(space)))]
+
+    def _namespaces(self, request: Request[GetNamespaces], now: int) -> list[Effect]:
+        return [Answer(request.call, Namespaces(self.state.namespaces.listed(request.tenant)))]
+
+    def _register(self, request: Request[RegisterEngine], now: int) -> list[Effect]:
+        engines = self.state.engines
+        weights = engines.register(request.tenant, request.question.info, now)
+        return [Answer(request.call, _TOO_MANY_ENGINES if weights is None else Registered(engines.ttl_ns, weights))]
+
+    def _engines(self, request: Request[GetEngines], now: int) -> list[Effect]:
+        return [Answer(request.call, Engines(self.state.engines.living(request.tenant, now)))]
+
+    # --------------------------------------------------------------------------------------------- time
+
+    def _tick(self, m: Tick, now: int) -> list[Effect]:
+        state = self.state
+        effects: list[Effect] = []
+        for member in state.members.drop_silent(now):
+            state.counters["lost_shards"] += 1
+            self._report_handler.forget(member)
+            silent_s = (now - member.seen_at) / 1e9
+            effects.append(Warn(f"{member.info.shard} has not reported for {silent_s:.1f} s: it is lost", "shard_lost"))
+        self._prepare_handler.end_expired(now)
+        self._sequence_handler.end_expired(now)
+        self._sequence_handler.release_some(now)
+        state.namespaces.pins.forget_ended(now, limits.RELEASED_PER_STEP)
+        if state.rebuild_until is not None and now >= state.rebuild_until:
+            state.serve(now)
+        state.eraser.end_graces(now)
+        self._sweeper.sweep_some(now)
+        self.replicator.list_some()
+        if self._emitter is not None:
+            self._emitter.tell_some()
+        return effects
+
+    def _retell(self, m: Retell, now: int) -> list[Effect]:
+        if self._emitter is not None:
+            public = [space for space in self.state.namespaces if not space.spec.private]
+            self._emitter.retell((space.id, space.index.standing()) for space in public)
+        return []
+
+    def _stalled(self, m: Stalled, now: int) -> list[Effect]:
+        state = self.state
+        state.members.extend(m.late_ns)
+        state.tickets.extend(m.late_ns)
+        self._sequence_handler.extend(m.late_ns)
+        state.eraser.extend(m.late_ns)
+        if state.rebuild_until is not None:  # inventories could not arrive either
+            state.rebuild_until += m.late_ns
+        return []
+
+
+_TOO_MANY_ENGINES = Refused(RefusedKind.LIMIT, "the limit of registered engines is reached; this one is still served")

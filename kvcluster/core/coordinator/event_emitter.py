@@ -1,0 +1,187 @@
+"""KV events for external subscribers: the changes that the index makes in a step, in the order in which it makes them.
+
+The index reports for each block the tiers that it was in and is in (`changed`); the coordinator takes the events of
+each step (`take`). An event is about one tier of the whole cluster: a second copy causes no event, and neither does its
+loss. Reports of shards carry no token ids. Those come from a worker with its store, and token_memory.py keeps
+them until the commit arrives.
+
+For a subscriber that starts late or has missed too much, all blocks are published again, some in each tick (`retell`,
+`tell_some`), since an index of millions is not published in one step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvcluster.core import limits
+from kvcluster.core.coordinator.token_memory import TokenMemory
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
+from kvcluster.core.messages import Tier
+from kvcluster.core.messages.events import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EventStream,
+    KVEvent,
+    Publish,
+)
+from kvcluster.core.spec import KVSpec
+
+RETOLD_BLOCKS = 4_096
+"""Blocks published again in one tick, which takes as long as sweeping the same number (report_handler.py)."""
+
+
+class IndexedBlock(Protocol):
+    """A block as the index records it."""
+
+    hash: BlockHash
+    parent: BlockHash
+    depth: int
+
+    @property
+    def tiers(self) -> int: ...
+
+
+@dataclass(slots=True)
+class _Run:
+    """Blocks of one event: stored if `stored`, otherwise removed. `parent` and `tokens` as in BlocksStored."""
+
+    stored: bool
+    tier: Tier
+    parent: BlockHash | None
+    hashes: list[BlockHash]
+    tokens: array[int]
+
+    def takes(self, stored: bool, parent: BlockHash | None, tokens: bytes) -> bool:
+        """Whether one more block fits this event. Stored ones must continue the chain, and all or none have tokens."""
+        if stored != self.stored or len(self.hashes) >= limits.BLOCKS_PER_CALL:
+            return False
+        return not stored or (parent == self.hashes[-1] and bool(tokens) == bool(self.tokens))
+
+    def event(self) -> KVEvent:
+        if self.stored:
+            return BlocksStored(self.tier, self.parent, tuple(self.hashes), self.tokens or ())
+        return BlocksRemoved(self.tier, tuple(self.hashes))
+
+
+class _Pending:
+    """The changes of one namespace in this step, in order for each tier. Adjacent changes of a tier form one event,
+    whatever happens in other tiers in between: blocks that are demoted are stored below and removed above in turns."""
+
+    def __init__(self, stream: EventStream) -> None:
+        self._stream = stream
+        self._is_cleared = False
+        self._runs: list[_Run] = []
+        self._last: dict[Tier, _Run] = {}
+
+    def stored(self, tier: Tier, record: IndexedBlock, tokens: bytes) -> None:
+        self._add(True, tier, record.parent if record.depth else None, record.hash, tokens)
+
+    def removed(self, tier: Tier, record: IndexedBlock) -> None:
+        self._add(False, tier, None, record.hash, b"")
+
+    def cleared(self) -> None:
+        self._is_cleared = True
+        self._runs, self._last = [], {}
+
+    def publish(self) -> Publish:
+        first = (AllBlocksCleared(),) if self._is_cleared else ()
+        return Publish(self._stream, (*first, *(run.event() for run in self._runs)))
+
+    def _add(self, stored: bool, tier: Tier, parent: BlockHash | None, block: BlockHash, tokens: bytes) -> None:
+        last = self._last.get(tier)
+        if last is not None and last.takes(stored, parent, tokens):
+            last.hashes.append(block)
+            last.tokens.frombytes(tokens)
+        else:
+            self._last[tier] = _Run(stored, tier, parent, [block], array("I", tokens))
+            self._runs.append(self._last[tier])
+
+
+class EventEmitter:
+    """Collects the events of a step. A coordinator has one only if it publishes events."""
+
+    def __init__(self) -> None:
+        self._streams: dict[NamespaceId, EventStream] = {}
+        self._tenants: dict[NamespaceId, Tenant] = {}
+        self._pending: dict[NamespaceId, _Pending] = {}
+        self._tokens = TokenMemory()
+        self._retelling: list[tuple[NamespaceId, Iterator[IndexedBlock]]] = []
+
+    @property
+    def retelling(self) -> bool:
+        """Whether there are more blocks to publish again."""
+        return bool(self._retelling)
+
+    @property
+    def remembered_bytes(self) -> int:
+        """What the token ids of blocks being stored are charged at."""
+        return self._tokens.nbytes
+
+    def opened(self, space: NamespaceId, tenant: Tenant, spec: KVSpec) -> None:
+        """Records a new, empty namespace."""
+        self._tenants[space] = tenant
+        self._streams[space] = EventStream(space, spec.model, spec.adapter, spec.block_tokens)
+
+    def closed(self, space: NamespaceId) -> None:
+        """Forgets a namespace, which was empty."""
+        self._streams.pop(space, None)
+        self._tenants.pop(space, None)
+        self._pending.pop(space, None)
+
+    def remember(
+        self, space: NamespaceId, hashes: Sequence[BlockHash], tokens: Sequence[int], block_tokens: int, now: int
+    ) -> None:
+        """Remembers the token ids of blocks that are about to be stored."""
+        self._tokens.add(self._tenants[space], space, hashes, tokens, block_tokens, now)
+
+    def changed(self, space: NamespaceId, record: IndexedBlock, before: int) -> None:
+        """Records that a block is in other tiers than `before`. Both are bit masks of tiers."""
+        pending = self._of(space)
+        for tier in Tier:
+            bit = 1 << tier
+            if record.tiers & bit and not before & bit:
+                pending.stored(tier, record, self._tokens.take(self._tenants[space], space, record.hash))
+            elif before & bit and not record.tiers & bit:
+                pending.removed(tier, record)
+
+    def cleared(self, space: NamespaceId) -> None:
+        """Records that all blocks of a namespace are removed."""
+        self._of(space).cleared()
+
+    def retell(self, blocks: Iterable[tuple[NamespaceId, Iterator[IndexedBlock]]]) -> None:
+        """Starts to publish all blocks again, unless it is doing so already."""
+        if not self._retelling:
+            self._retelling = list(blocks)
+
+    def tell_some(self) -> None:
+        """Publishes some of them again, each in the tiers that it is in now."""
+        for _ in range(RETOLD_BLOCKS):
+            if not self._retelling:
+                return
+            space, records = self._retelling[-1]
+            record = next(records, None)
+            if record is None or space not in self._streams:
+                self._retelling.pop()
+                continue
+            for tier in Tier:
+                if record.tiers & 1 << tier:
+                    self._of(space).stored(tier, record, b"")
+
+    def take(self, now: int) -> list[Publish]:
+        """Returns the events since the last call, by namespace."""
+        self._tokens.forget_old(now)
+        if not self._pending:
+            return []
+        news = [pending.publish() for pending in self._pending.values()]
+        self._pending = {}
+        return news
+
+    def _of(self, space: NamespaceId) -> _Pending:
+        pending = self._pending.get(space)
+        if pending is None:
+            pending = self._pending[space] = _Pending(self._streams[space])
+        return pending

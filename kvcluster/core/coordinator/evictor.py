@@ -1,0 +1,207 @@
+"""Eviction: turns watermarks and pressure into eviction orders, and spares promised blocks.
+
+A tier is relieved if its free bytes fall below `low_free`, until `high_free` is free, or if reservations wait for room:
+the lowest tier of a shard by eviction, and those above it by demotion (tiering.py), which asks here for its victims. A
+shard has one order at a time; the next is computed from its report when the shard has carried it out. Held blocks (a
+load was promised them a moment ago) and pinned ones (a user asked) are spared, but a hold yields where a tenant that
+waits for room has less than its floor and the holder has more. Blocks that open sequences claim
+(block_tables.py), and private ones in their grace (eraser.py), are spared from eviction, and demoted only if there is
+room below. The eviction queue (eviction_queue.py) orders the others by the score of a policy. The last copy of a block
+that others follow on other shards or tiers goes only if nothing else can: without it no lookup reaches them
+(orphans.py). No tenant's blocks are evicted below its floor for another tenant (tenant_floors.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+
+from kvcluster.config import CoordinatorConfig
+from kvcluster.core import limits
+from kvcluster.core.coordinator.coordinator_state import CoordinatorState
+from kvcluster.core.coordinator.followers import each_follower
+from kvcluster.core.coordinator.index import BlockRecord
+from kvcluster.core.coordinator.members import Member
+from kvcluster.core.coordinator.namespaces import CoordinatorNamespace
+from kvcluster.core.coordinator.tenant_floors import TenantFloors, floors_bytes
+from kvcluster.core.ids import BlockHash, NamespaceId, Tenant
+from kvcluster.core.messages import EvictOrder, Tier
+
+FOLLOWERS = 16
+"""Followers of one block that are looked at. Of more, one is taken to lie elsewhere."""
+
+BATCH = 64
+"""Victims taken from the queue at a time, until their bytes suffice."""
+
+
+class Evictor:
+    """Selects victims, gives eviction orders, and keeps the pins of users."""
+
+    def __init__(self, config: CoordinatorConfig, state: CoordinatorState) -> None:
+        self._low = config.low_free
+        self._high = config.high_free
+        self._floor = config.tenant_floor
+        self._state = state
+
+    def order(self, member: Member, tier: Tier, pressure_bytes: int, pressing: Mapping[Tenant, int], now: int) -> None:
+        """Gives this shard its next order, unless nothing has to be evicted, or nothing can be. `pressing`: what the
+        waiting reservations of each tenant lack."""
+
+        def keeps(record: BlockRecord) -> bool:
+            return self._leads_on(record, (member.slot, tier)) or self.claimed(record)
+
+        lacking = self._lacking(member, tier, pressing)
+        others = {tenant: nbytes for tenant, nbytes in pressing.items() if tenant not in lacking}
+        floors = self._floors(member, tier, pressing, own=others)
+        victims = self.victims(member, tier, pressure_bytes, now, keeps, floors)
+        if not victims:  # all that can go here is followed elsewhere: what follows is evicted first from now on
+            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
+        if not victims and lacking:
+            victims = self.victims_for_floors(member, tier, pressure_bytes, pressing, now, self.claimed)
+        if not victims and lacking:  # what they lack takes what they have
+            floors = self._floors(member, tier, pressing, own=pressing)
+            victims = self.victims(member, tier, pressure_bytes, now, self.claimed, floors)
+        blocks = tuple((record.space, record.hash) for record in victims)
+        if blocks:
+            member.orders.give(lambda number: EvictOrder(number, blocks, tier))
+
+    def victims_for_floors(
+        self,
+        member: Member,
+        tier: Tier,
+        pressure_bytes: int,
+        pressing: Mapping[Tenant, int],
+        now: int,
+        keeps: Callable[[BlockRecord], bool],
+    ) -> list[BlockRecord]:
+        """As `victims`, for those of the tenants `pressing` that have less than their floors: of what others have
+        beyond theirs, in spite of holds. Returns none if there is no such tenant."""
+        wanted = min(pressure_bytes, sum(self._lacking(member, tier, pressing).values()))
+        if not wanted:
+            return []
+        return self.victims(
+            member, tier, wanted, now, keeps, self._floors(member, tier, pressing, own={}), despite_holds=True
+        )
+
+    def claimed(self, record: BlockRecord) -> bool:
+        """Whether an open sequence claims the block, or, as it is private and in its grace, may still claim it. Then
+        the chain before it is claimed too."""
+        name = record.space, record.hash
+        return self._state.tables.claims(*name) > 0 or self._state.eraser.in_grace(name)
+
+    def victims(
+        self,
+        member: Member,
+        tier: Tier,
+        pressure_bytes: int,
+        now: int,
+        keeps: Callable[[BlockRecord], bool],
+        floors: TenantFloors | None = None,
+        *,
+        despite_holds: bool = False,
+    ) -> list[BlockRecord]:
+        """Takes the coldest blocks of that tier off its queue and returns them: about enough to free the bytes that it
+        lacks for its watermark or for waiting reservations (`pressure_bytes`). Pinned blocks are spared, held ones
+        unless `despite_holds`, those that `keeps` names, and what lies below the `floors` of tenants."""
+        namespaces, slot = self._state.namespaces, member.slot
+
+        def closed(space_id: NamespaceId) -> bool:
+            space = namespaces.known(space_id)
+            return floors is not None and space is not None and floors.closed(space.tenant)
+
+        def spares(record: BlockRecord) -> bool:
+            if self._spares(record, now, despite_holds) or keeps(record):
+                return True
+            if floors is not None:
+                floors.take(namespaces.tenant(record.space), namespaces.charged_bytes(record, slot, tier))
+            return False
+
+        wanted = self._wanted(member, tier, pressure_bytes)
+        cold, victims, found = member.cold[tier], list[BlockRecord](), 0
+        while found < wanted and len(victims) < limits.EVICTIONS_PER_ORDER:
+            batch = cold.pop_coldest(min(BATCH, limits.EVICTIONS_PER_ORDER - len(victims)), spares, now, closed)
+            for at, record in enumerate(batch):
+                if found >= wanted:  # the batch held more than was wanted: put the rest back
+                    for spare in batch[at:]:
+                        cold.push(spare)
+                        if floors is not None:
+                            nbytes = namespaces.charged_bytes(spare, slot, tier)
+                            floors.take(namespaces.tenant(spare.space), -nbytes)
+                    break
+                victims.append(record)
+                found += namespaces.bytes_on(record, slot, tier)
+            if not batch or cold.cut_short:
+                break
+        return victims
+
+    def settle(self, member: Member, order: EvictOrder) -> None:
+        """Handles the end of an order, or of its shard: the named blocks that are still recorded are queued again."""
+        for space_id, block in order.blocks:
+            record = self._state.namespaces.record(space_id, block)
+            if record is not None and record.copies.on(member.slot, order.tier):
+                member.cold[order.tier].push(record)
+
+    def pin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash], until: int, now: int, copies: int) -> int:
+        """Pins the leading blocks that are cached and fit the tenant's share of all addressable bytes, charged as if
+        unencoded and on so many shards. Returns the number pinned."""
+        pins = self._state.namespaces.pins
+        pins.forget_ended(now, limits.BLOCKS_PER_CALL)
+        pins.charged.most = self._state.members.addressable_bytes
+        for count, block in enumerate(blocks):
+            record = space.index.get(block)
+            if record is None:
+                return count
+            nbytes = self._state.namespaces.bytes_on(record, raw=True)
+            nbytes = max(nbytes, nbytes * copies // len(record.copies.slots))
+            if not space.pinned.pin(block, until, nbytes):
+                return count
+        return len(blocks)
+
+    def unpin(self, space: CoordinatorNamespace, blocks: Sequence[BlockHash]) -> int:
+        """Returns the number of these blocks that were pinned."""
+        return sum(map(space.pinned.discard, blocks))
+
+    def _floors(
+        self, member: Member, tier: Tier, pressing: Mapping[Tenant, int], own: Mapping[Tenant, int]
+    ) -> TenantFloors | None:
+        """Returns what may be evicted of each tenant; None if one has the tier for itself, and no other is among those
+        `pressing`. `own`: what tenants may evict of what they have themselves below their floors."""
+        stored = member.stored[tier].tenants
+        if len({**stored, **pressing}) < 2:
+            return None
+        return TenantFloors(stored, floors_bytes(self._floor, member.info.use(tier), stored), own)
+
+    def _lacking(self, member: Member, tier: Tier, pressing: Mapping[Tenant, int]) -> dict[Tenant, int]:
+        """Returns how much more each of these tenants may store below its floor, if any, up to what it lacks."""
+        stored = member.stored[tier].tenants
+        tenants = len({**stored, **pressing})
+        if not pressing or tenants < 2:
+            return {}
+        floor = floors_bytes(self._floor, member.info.use(tier), stored) // tenants
+        below = {tenant: min(nbytes, floor - stored.get(tenant, 0)) for tenant, nbytes in pressing.items()}
+        return {tenant: nbytes for tenant, nbytes in below.items() if nbytes > 0}
+
+    def _wanted(self, member: Member, tier: Tier, pressure_bytes: int) -> int:
+        use = member.info.use(tier)
+        if use.free_bytes < self._low * use.capacity_bytes:
+            return max(pressure_bytes, int(self._high * use.capacity_bytes) - use.free_bytes)
+        return pressure_bytes
+
+    def _spares(self, record: BlockRecord, now: int, despite_holds: bool) -> bool:
+        """Whether the block is pinned, or held. Then the chain before it is too, or is useless without it."""
+        space = self._state.namespaces.known(record.space)
+        assert space is not None, "a record of a namespace that is not known"
+        return space.pinned.until(record.hash) > now or (record.held_until > now and not despite_holds)
+
+    def _leads_on(self, record: BlockRecord, here: tuple[int, Tier]) -> bool:
+        """Whether a lookup may go on from this leaf of the queue of `here`, and could not without its copy there. Only
+        what lies elsewhere follows a leaf: followers that are here alone are being evicted."""
+        if record.followers is None or record.stamp < 0:
+            return False
+        elsewhere = {copy[1:3] for copy in record.copies.entries if (copy.slot, copy.tier) != here}
+        if all(copy[1:3] in elsewhere for copy in record.copies.entries if (copy.slot, copy.tier) == here):
+            return False
+        get = self._state.namespaces.record
+        some = islice(each_follower(record.followers), FOLLOWERS)
+        found = [follower for block in some if (follower := get(record.space, block)) is not None]
+        return len(found) == FOLLOWERS or any(list(follower.copies.places) != [here] for follower in found)

@@ -1,0 +1,205 @@
+"""Saves a shard's pages when it is told to stop: writes the hottest of its memory to its durable store, until a
+deadline, so that the next incarnation finds them there.
+
+The shard decides alone, since its coordinator may be gone: save_list.py orders the pages by what the shard knows. The
+shell writes one batch after another (MovePages), encoded as the tier policy says unless they are encoded already. A
+page stays where it lies, for readers, and gets a twin in the store. Where the store is full, colder pages give way.
+
+If the leases of a batch (page_moves.py) are revoked, by a purge that comes meanwhile, the pages that the purge left are
+tried again. Nothing is saved twice: a second request gets the result of the first. When all is saved or time is up, the
+shard goes on to serve loads until its process ends.
+"""
+
+from __future__ import annotations
+
+from kvcluster.core import limits
+from kvcluster.core.codecs import Codec
+from kvcluster.core.file_allocator import Shape
+from kvcluster.core.ids import BlockHash, CallId, NamespaceId
+from kvcluster.core.messages import Answer, Effect, Moved, PagesSaved, SavePages, Tier
+from kvcluster.core.shard.page import Page
+from kvcluster.core.shard.page_moves import BATCH_BYTES, PageMoves
+from kvcluster.core.shard.save_list import LISTED_PAGES, ListedBlock, SaveList
+from kvcluster.core.shard.shard_namespaces import ShardNamespace
+from kvcluster.core.shard.shard_state import ShardState
+from kvcluster.core.tiers import Takes
+
+
+class ShutdownSaver:
+    """Saves once, from `start` on."""
+
+    def __init__(self, state: ShardState, moves: PageMoves) -> None:
+        self._state = state
+        self._moves = moves
+        self._into: Tier | None = next((tier for tier in state.pool.stores if tier.spec.durable), None)
+        self._calls: list[CallId] = []
+        self._until: int | None = None
+        self._codec = Codec.RAW
+        self._raw_blocks = 0
+        self._list: SaveList | None = None
+        self._blocks: list[ListedBlock] = []  # of the moves under way, if they are its own
+        self._file_tried = False  # a file of another kind was looked at for the batch being built
+        self._saved_pages = self._saved_bytes = 0
+        self._lost_pages = self._lost_bytes = 0
+        self._result: PagesSaved | None = None
+
+    @property
+    def saving(self) -> bool:
+        """Whether the batch of moves under way, if there is one, is its own."""
+        return bool(self._blocks)
+
+    @property
+    def next_deadline(self) -> int | None:
+        """When the next step is due: at once while pages are listed or searched, else when time is up."""
+        if self._until is None or self._result is not None:
+            return None
+        return 0 if self._list is not None and not self.saving else self._until
+
+    def start(self, m: SavePages) -> None:
+        """Begins to save; or joins a caller to what has begun, for as long as the shorter deadline allows."""
+        self._state.stopping = True
+        self._calls.append(m.call)
+        if self._until is None:
+            self._codec, self._raw_blocks = m.codec, m.raw_blocks
+        self._until = m.until if self._until is None else min(self._until, m.until)
+
+    def serve(self, now: int) -> list[Effect]:
+        """Does the next step of the work, if there is any: lists some pages, begins a batch, or answers the callers at
+        the end. Lists nothing while other moves are under way, whose pages have not arrived."""
+        if self._until is None:
+            return []
+        if self._result is None and (self._into is None or now >= self._until):
+            return self.end()
+        if self._result is not None:
+            return self._answers(self._result)
+        if self._moves.attempts:
+            return []
+        if self._list is None:
+            self._list = SaveList(list(self._state.pool.ready()), self._is_private)
+        if not self._list.complete:
+            self._list.list_some()
+            return []
+        return self._begin(self._list, now)
+
+    def moved(self, m: Moved) -> None:
+        """Ends the batch: commits the pages that were written, and aborts the others."""
+        revoked = self._moves.revoked
+        again: dict[tuple[NamespaceId, BlockHash], ListedBlock] = {}
+        for at, source, target, arrived in self._moves.end(m):
+            block = self._blocks[at]
+            if arrived:
+                block.pages.append(target)
+                self._saved_pages += 1
+                self._saved_bytes += target.nbytes
+            elif revoked or target.codec is not source.codec:
+                source.stays_raw = not revoked  # it cannot be encoded: the next batch saves it raw
+                again[block.space, block.hash] = block
+            else:
+                self._lose(source, block)
+        self._blocks = []
+        assert self._list is not None
+        for block in again.values() if self._result is None else ():
+            self._list.put_back(block)
+
+    def end(self) -> list[Effect]:
+        """Ends the work, whatever is left, and answers the callers. A batch under way ends by itself; its pages count
+        as left."""
+        if self._until is None:
+            return []
+        if self._result is None:
+            pages = self._list or SaveList(list(self._state.pool.ready()), self._is_private)
+            left_pages, left_bytes = pages.left()
+            under_way = self._moves.sources if self.saving else []
+            self._result = PagesSaved(
+                *(self._saved_pages, self._saved_bytes),
+                self._lost_pages + left_pages + len(under_way),
+                self._lost_bytes + left_bytes + sum(page.nbytes for page in under_way),
+            )
+        return self._answers(self._result)
+
+    def _answers(self, result: PagesSaved) -> list[Effect]:
+        calls, self._calls = self._calls, []
+        return [Answer(call, result) for call in calls]
+
+    def _is_private(self, space: NamespaceId) -> bool:
+        known = self._state.namespaces.known(space)
+        return known is not None and known.spec.private
+
+    def _begin(self, pages: SaveList, now: int) -> list[Effect]:
+        """Begins the next batch; ends the work if nothing is left to save."""
+        pairs: list[tuple[Page, Page]] = []
+        nbytes, looked_at = 0, 0
+        self._blocks, self._file_tried = [], False
+        while nbytes < BATCH_BYTES and len(pairs) < limits.MOVED_PAGES and looked_at < LISTED_PAGES:
+            block = pages.pop()
+            if block is None:
+                break
+            looked_at += 1
+            found = self._pairs(block, pages)
+            pairs += found
+            self._blocks += [block] * len(found)
+            nbytes += sum(source.nbytes for source, _ in found)
+        if not pairs:
+            return [] if looked_at == LISTED_PAGES else self.end()
+        return self._moves.begin(pairs, now)
+
+    def _pairs(self, block: ListedBlock, pages: SaveList) -> list[tuple[Page, Page]]:
+        """Returns the pages of the block that are to be saved, each with its reserved target: all of them or none."""
+        space, sources = self._state.namespaces.known(block.space), block.unsaved()
+        pairs: list[tuple[Page, Page]] = []
+        for source in sources:
+            target = self._reserve(source, space, block, pages) if space is not None and not block.skipped else None
+            if target is None:
+                for _, reserved in pairs:
+                    self._state.pool.abort(reserved)
+                for page in sources:
+                    self._lose(page, block)
+                return []
+            pairs.append((source, target))
+        return pairs
+
+    def _reserve(self, source: Page, space: ShardNamespace, block: ListedBlock, pages: SaveList) -> Page | None:
+        assert self._into is not None
+        for codec in self._codecs(source, space):
+            fitting = space.fitting(source.key.group, source.key.part, codec)
+            nbytes = space.page_bytes(source.key.group, source.key.part, fitting)
+            target = self._moves.reserve(source, self._into, fitting, nbytes)
+            if target is None and self._make_room(source, nbytes, block, pages):
+                target = self._moves.reserve(source, self._into, fitting, nbytes)
+            if target is not None:
+                return target
+        return None
+
+    def _codecs(self, source: Page, space: ShardNamespace) -> list[Codec]:
+        """Returns the codecs in which the page may be saved, the preferred one first. An encoded one is saved as it is;
+        others as the coordinator last ordered for their namespace, or as SavePages says."""
+        if source.codec is not Codec.RAW or source.stays_raw or source.tier.spec.takes is not Takes.RAW:
+            return [source.codec]
+        codec = Codec.RAW if source.depth < self._raw_blocks else space.ordered_codec or self._codec
+        return list(dict.fromkeys((codec, Codec.Q8)))
+
+    def _make_room(self, source: Page, nbytes: int, block: ListedBlock, pages: SaveList) -> bool:
+        """Evicts a page of the same kind that is colder than the block; if there is none, all pages of the file of the
+        coldest page, if all are colder. Looks at one such file a batch. Returns whether anything was evicted."""
+        page = pages.colder(block, (source.space, Shape(nbytes, source.key.part.layers)))
+        if page is not None:
+            self._moves.evict(page)
+            return True
+        coldest = pages.coldest() if not self._file_tried else None
+        if coldest is None or self._into is None:
+            return False
+        self._file_tried = True
+        named = self._state.pool.stores[self._into].neighbours(coldest.offset)
+        colder = [(owner, offset) for owner, offset in named if pages.is_colder(owner, block)]
+        there = [self._state.pool.ready_at(self._into, owner, offset) for owner, offset in colder]
+        free = [page for page in there if page is not None and not page.pins]
+        if not free or len(free) < len(named):
+            return False
+        for page in free:
+            self._moves.evict(page)
+        return True
+
+    def _lose(self, page: Page, block: ListedBlock) -> None:
+        block.skipped = True
+        self._lost_pages += 1
+        self._lost_bytes += page.nbytes
