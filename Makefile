@@ -60,7 +60,7 @@ $(STAMP): pyproject.toml requirements.lock $(wildcard native/*.*)
 	$(say) "install 2/2: ray, transformers and the rest, about 300 MB; usually two minutes, silently"
 	@$(PIP) --no-deps --require-hashes --only-binary=:all: -r requirements.lock
 	@$(PIP) --no-deps --no-build-isolation -e .
-	@$(BIN)/python -c 'import kvcluster.pages._native' 2>/dev/null \
+	@$(BIN)/python -c 'import kvcluster.memory._native' 2>/dev/null \
 	  || echo "==> without the native core, so bytes move more slowly: '$(BIN)/pip install -v --no-deps -e .' says why"
 	@touch $@
 	$(say) "installed into .venv"

@@ -27,7 +27,7 @@ from benchmarks.codec.coded import CodedPages
 from benchmarks.rounds import paired
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, partial
 from kvcluster.core.codecs import Codec
-from kvcluster.pages import native
+from kvcluster.memory import native
 
 MODEL = model("llama-3-8b")
 BLOCK, NO_RATIO = MODEL.spec.block_tokens, "-"

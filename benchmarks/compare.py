@@ -1,6 +1,6 @@
 """Compares whole loads and stores of two checkouts in turns, to find whether a change has made the client slower.
 
-    git worktree add /tmp/before REVISION && cp kvcluster/pages/*.so /tmp/before/kvcluster/pages/
+    git worktree add /tmp/before REVISION && cp kvcluster/memory/*.so /tmp/before/kvcluster/memory/
     .venv/bin/python -m benchmarks.compare /tmp/before
 
 Each checkout has the processes of its own `benchmarks/transfer`: a local cluster, and a client of it. In every

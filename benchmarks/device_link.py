@@ -28,7 +28,7 @@ from kvcluster.device.devices import DEVICES
 from kvcluster.device.kernels import Scatter
 from kvcluster.device.staging import SLOT_BYTES, DeviceStaging
 from kvcluster.device.verification import CopySums
-from kvcluster.pages.region import address_of
+from kvcluster.memory.region import address_of
 
 LINK_GBPS = 54.0
 SUMS_GBPS, SCATTER_GBPS = 433.0, 890.0

@@ -15,7 +15,7 @@ namespace {
 using u8 = std::uint8_t;
 using u64 = std::uint64_t;
 
-// The seed of a layer's sum (kvcluster/pages/checksum.py).
+// The seed of a layer's sum (kvcluster/memory/checksum.py).
 constexpr u64 kLayerFactor = 0x9E3779B97F4A7C15, kBytesFactor = 0xC2B2AE3D27D4EB4F;
 constexpr std::size_t kLeastStep = 64, kMostStep = 1024;
 

@@ -1,4 +1,4 @@
-// kvcluster.pages._native: the kernels, for Python. Checks what it is given, and lets other threads run meanwhile.
+// kvcluster.memory._native: the kernels, for Python. Checks what it is given, and lets other threads run meanwhile.
 #include <nanobind/nanobind.h>
 
 #include <algorithm>

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from kvcluster.pages import native
+from kvcluster.memory import native
 
 # The claims of shipped suites, whose asserts pytest rewrites only where it is told before they are imported.
 pytest.register_assert_rewrite("kvcluster.testing.conformance")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcluster.pages.codec import RAW
-from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import HostMemory
-from kvcluster.pages.region import address_of
+from kvcluster.copies.batch import CopyRecords
+from kvcluster.copies.endpoints import HostMemory
+from kvcluster.memory.codec import RAW
+from kvcluster.memory.region import address_of
 from kvcluster.transport.base import PageSink, PageSource, Payload, read_whole
 
 

@@ -13,7 +13,7 @@ for needed in cmake g++ aarch64-linux-gnu-g++ qemu-aarch64; do
 done
 
 mkdir -p "$folder"
-"$python" -m tests.pages.vectors "$folder/cases"
+"$python" -m tests.memory.vectors "$folder/cases"
 
 build() { # FOLDER [CMAKE ARGUMENTS]
   cmake -S native -B "$@" -DKVC_VECTORS=ON >"$1.log" && cmake --build "$1" >>"$1.log" || { cat "$1.log" >&2; exit 1; }

@@ -16,13 +16,13 @@ for kind in "${kinds[@]}"; do
   case $kind in
     memory)
       flags="-fsanitize=address,undefined -fno-sanitize-recover=all" symbol=__asan_report libraries="libasan.so libubsan.so"
-      tests=(tests/pages/test_native.py tests/pages/test_checksum.py tests/pages/test_codec.py
-        tests/pages/test_copy_batch.py tests/client/test_native_copies.py tests/fuzz/test_parsers.py
+      tests=(tests/memory/test_native.py tests/memory/test_checksum.py tests/memory/test_codec.py
+        tests/memory/test_copy_batch.py tests/client/test_native_copies.py tests/fuzz/test_parsers.py
         tests/attention)
       chosen="not test_whatever_comes_in or cop" ;;
     threads)
       flags="-fsanitize=thread" symbol=__tsan_read libraries="libtsan.so"
-      tests=(tests/pages/test_native.py tests/pages/test_codec.py tests/client/test_native_copies.py
+      tests=(tests/memory/test_native.py tests/memory/test_codec.py tests/client/test_native_copies.py
         tests/attention/test_bits.py)
       # A source that changes while it is copied is a race by design: sums decide what is accepted.
       chosen="not meanwhile"
@@ -35,7 +35,7 @@ for kind in "${kinds[@]}"; do
   echo "==> building the native core for sanitizers of $kind"
   CXXFLAGS="$flags -fno-omit-frame-pointer -g" LDFLAGS=$flags "$python" -m pip install -qq --disable-pip-version-check \
     --no-deps --config-settings=cmake.build-type=RelWithDebInfo --config-settings=install.strip=false --target "$site" .
-  [[ $(nm -D "$site"/kvcluster/pages/_native*.so) == *$symbol* ]] || { echo "the build is not sanitized" >&2; exit 1; }
+  [[ $(nm -D "$site"/kvcluster/memory/_native*.so) == *$symbol* ]] || { echo "the build is not sanitized" >&2; exit 1; }
 
   # The interpreter is not sanitized, so the runtimes are loaded before it; libstdc++ first among the rest, for exceptions.
   preload=""

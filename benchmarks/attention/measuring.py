@@ -19,7 +19,7 @@ from benchmarks.attention.contexts import Context, ModelLayer, borrowed, filled,
 from benchmarks.rounds import interleaved, sweep_caches
 from kvcluster.cli.figures import progress
 from kvcluster.client import Client
-from kvcluster.pages import native
+from kvcluster.memory import native
 
 FLOOR = "reading the raw KV"
 CODECS = ("raw", "q8", "q4")

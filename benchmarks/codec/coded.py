@@ -7,7 +7,7 @@ import torch
 from benchmarks.transfer.worker import warm_memory
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group
-from kvcluster.pages import codec
+from kvcluster.memory import codec
 
 
 class CodedPages:

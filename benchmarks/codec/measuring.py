@@ -15,7 +15,7 @@ from benchmarks.rounds import interleaved, medians, sweep_caches
 from benchmarks.transfer.worker import warm_memory
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Plane
-from kvcluster.pages import codec, native
+from kvcluster.memory import codec, native
 
 LOSSY = (Codec.Q8, Codec.Q4)
 _LAYERS, _HEADS, _TOKENS = 32, 8, 16

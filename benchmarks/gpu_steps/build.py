@@ -48,7 +48,7 @@ def main() -> None:
     run(*cmake, "-S", "native", "-B", str(built), *flags)
     run(*cmake, "--build", str(built), "--parallel", str(os.cpu_count()))
     run(*cmake, "--install", str(built))
-    run(sys.executable, "-c", "import kvcluster.pages._native")
+    run(sys.executable, "-c", "import kvcluster.memory._native")
     print("built")
 
 

@@ -52,7 +52,7 @@ def main(device: str) -> None:
     row("processors", value=os.cpu_count())
     row("memory of the machine, GiB", value=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30)
     try:
-        from kvcluster.pages import native
+        from kvcluster.memory import native
 
         row("native core", value=native.name())
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The bytes of the Triton codecs against their definition: all 270 comparisons of tests/pages/coders.py on a card, and
+"""The bytes of the Triton codecs against their definition: all 270 comparisons of tests/memory/coders.py on a card, and
 every thirtieth in the interpreter, in which CI runs all. Several processes compile the kernels at once."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def main(device: str) -> None:
     began = time.monotonic()
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.pages.coders", "triton", where, share],
+            [sys.executable, "-m", "tests.memory.coders", "triton", where, share],
             stdout=subprocess.PIPE,
             text=True,
         )

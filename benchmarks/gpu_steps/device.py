@@ -29,7 +29,7 @@ from kvcluster.device.moves import StagedRecord, moves
 from kvcluster.device.torch_cuda import on_stream, reach
 from kvcluster.device.twin import Machine, Twin
 from kvcluster.device.verification import CopySums, SummedRecord, verification
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.memory import bind
 from tests.device import summed

@@ -10,8 +10,8 @@ import torch
 from benchmarks.gpu_steps.copies import gbps
 from benchmarks.gpu_steps.rows import device_seconds, row
 from kvcluster.core.codecs import Codec, layer_bytes
-from kvcluster.pages.codec_triton import TritonCoder
-from tests.pages.layers import DTYPES, group_of
+from kvcluster.memory.codec_triton import TritonCoder
+from tests.memory.layers import DTYPES, group_of
 
 TOKENS, HEADS, DIM, LAYERS = 16, 8, 128, 4096
 

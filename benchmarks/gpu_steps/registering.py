@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu_steps.copies import READ_ONLY
 from benchmarks.gpu_steps.driver import Driver, DriverError
 from benchmarks.gpu_steps.rows import row
-from kvcluster.pages.arena import Arena
-from kvcluster.pages.mapping import Mapping
+from kvcluster.memory.arena import Arena
+from kvcluster.memory.mapping import Mapping
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.gpu_steps.rows import row, skip
 
-CODECS, MOVES = ["tests.pages.coders", "triton", "cuda"], ["tests.device.moved", "0", "60", "cuda"]
+CODECS, MOVES = ["tests.memory.coders", "triton", "cuda"], ["tests.device.moved", "0", "60", "cuda"]
 RUNS = (
     ("memcheck", "codecs", [*CODECS, "7/30"]),
     ("initcheck", "codecs", [*CODECS, "11/60"]),

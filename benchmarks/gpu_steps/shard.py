@@ -23,7 +23,7 @@ from benchmarks.gpu_steps.cluster import Cluster, cluster, cpu_seconds
 from benchmarks.gpu_steps.copies import gbps, tensor_of
 from benchmarks.gpu_steps.rows import attempt, host_seconds, row
 from kvcluster.config import ClientConfig
-from kvcluster.pages.arena import Arena
+from kvcluster.memory.arena import Arena
 
 SPEC = kvcluster.KVSpec.uniform(
     model="m", weights="sha256:1", num_layers=32, num_kv_heads=8, head_dim=128, dtype="bfloat16", block_tokens=16

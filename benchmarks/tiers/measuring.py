@@ -38,7 +38,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey
 from kvcluster.errors import KVClusterError
-from kvcluster.pages import checksum, codec
+from kvcluster.memory import checksum, codec
 
 _OVER_S = 0.4
 """The demotion is over when no page has been demoted for this long."""

@@ -19,8 +19,8 @@ from kvcluster.core.ids import HASH_BYTES, BlockHash, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Loss
 from kvcluster.errors import KVClusterError
-from kvcluster.pages import checksum, codec
-from kvcluster.pages.region import HostRegion, address_of
+from kvcluster.memory import checksum, codec
+from kvcluster.memory.region import HostRegion, address_of
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.runtime.server import GrpcServer, unary_handlers
 from kvcluster.runtime.tier_store import RegionStore

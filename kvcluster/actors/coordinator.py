@@ -24,7 +24,7 @@ from kvcluster.config_hash import config_hash
 from kvcluster.core import limits
 from kvcluster.core.ids import CLUSTER, ShardId
 from kvcluster.core.messages import Drain, Leave, ListeningPort, ProcessFacts, Request, ScheduleSeen
-from kvcluster.pages.arena import memory_limit_bytes
+from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.release import __version__
 from kvcluster.runtime.auth import authenticator
 from kvcluster.runtime.coordinator_host import CoordinatorHost

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvcluster.config import Config, size_text
 from kvcluster.core.shard_scheduler import pool_bytes
 from kvcluster.errors import ConfigError
-from kvcluster.pages.arena import memory_limit_bytes
+from kvcluster.memory.arena import memory_limit_bytes
 
 MIB = 2**20
 OBJECT_STORE_BYTES = 80 * MIB

@@ -25,7 +25,7 @@ from kvcluster.config_hash import config_hash
 from kvcluster.core.ids import ShardId
 from kvcluster.core.messages import Leave, ListeningPort, PagesSaved, ProcessFacts, ShardAddress
 from kvcluster.errors import KVClusterError
-from kvcluster.pages.arena import memory_limit_bytes
+from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.release import __version__
 from kvcluster.runtime.auth import Authenticator, authenticator
 from kvcluster.runtime.gc_freeze import GarbageKeeper

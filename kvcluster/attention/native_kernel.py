@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvcluster.attention.call import LATE, AttentionCall
-from kvcluster.pages import codec
-from kvcluster.pages.codec_torch import DTYPES
-from kvcluster.pages.native import Kernels
+from kvcluster.memory import codec
+from kvcluster.memory.codec_torch import DTYPES
+from kvcluster.memory.native import Kernels
 
 Result = tuple[Tensor, Tensor]
 

@@ -21,7 +21,7 @@ from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Plane
 from kvcluster.core.position_tree import MAX_POSITION
 from kvcluster.errors import CallerError
-from kvcluster.pages.codec_torch import DTYPES
+from kvcluster.memory.codec_torch import DTYPES
 
 with warnings.catch_warnings():
     # torch warns, once per process, that a tensor over read-only bytes could be written; here none is.

@@ -25,7 +25,7 @@ from kvcluster.attention.page_span import PageLayout
 from kvcluster.attention.torch_kernel import attend as torch_attend
 from kvcluster.core.position_tree import ROOT, Subtree, fold
 from kvcluster.errors import CallerError
-from kvcluster.pages import native
+from kvcluster.memory import native
 
 Result = tuple[Tensor, Tensor]
 """`out` and `lse`, as of a Partial."""

@@ -27,8 +27,8 @@ from kvcluster.core.ids import SpanId
 from kvcluster.core.messages import AttendRequest, AttendRow, PageKey, PageSlot, SpanPages
 from kvcluster.core.position_tree import ROOT, Subtree
 from kvcluster.errors import CallerError, LimitError, ProtocolError
-from kvcluster.pages import checksum
-from kvcluster.pages.codec_torch import DTYPES
+from kvcluster.memory import checksum
+from kvcluster.memory.codec_torch import DTYPES
 
 View = Callable[[PageSlot], memoryview]
 """Returns the bytes of a pinned page."""

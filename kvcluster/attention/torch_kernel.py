@@ -26,7 +26,7 @@ from kvcluster.attention.call import LATE, AttentionCall
 from kvcluster.attention.page_span import PageLayout, PageSpan
 from kvcluster.core.codecs import Codec
 from kvcluster.core.position_tree import CUT_TOKENS, Subtree, fold
-from kvcluster.pages.codec_torch import DTYPES, TorchCoder
+from kvcluster.memory.codec_torch import DTYPES, TorchCoder
 
 LANES = 16
 _TOKENS_AT_ONCE = 8  # bounds the products kept at once: this many times heads x CUT_TOKENS x LANES floats

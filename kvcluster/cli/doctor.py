@@ -31,7 +31,7 @@ from kvcluster.config.ports import port_table, port_text
 from kvcluster.core.ids import Attempt, Epoch
 from kvcluster.core.messages import Offers
 from kvcluster.errors import CallerError, ConfigError, CredentialError, KVClusterError, ProtocolError, VersionError
-from kvcluster.pages import native
+from kvcluster.memory import native
 from kvcluster.transfers.coordinator_client import GrpcPort
 from kvcluster.transport.auto import OPENERS, own_attempts
 from kvcluster.transport.base import DataPath, Deadline, RefusedByShard, Unavailable

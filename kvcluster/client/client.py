@@ -41,7 +41,7 @@ from kvcluster.core.miss import Loss, Miss
 from kvcluster.core.spec import KVSpec
 from kvcluster.device.devices import DEVICES
 from kvcluster.errors import CallerError
-from kvcluster.pages.codec import implementation
+from kvcluster.memory.codec import implementation
 from kvcluster.runtime.uninterrupted import MainCall, uninterrupted
 from kvcluster.sequences.client_calls import SequenceCalls
 from kvcluster.sequences.opener import SequenceOpener

@@ -1,4 +1,4 @@
-"""Codecs: which encodings of a page there are, and how many bytes each takes. pages/codec.py does the encoding.
+"""Codecs: which encodings of a page there are, and how many bytes each takes. memory/codec.py does the encoding.
 
 A codec is 16 bits, `id << 8 | version`; they travel with every layer and enter its checksum. A new codec
 takes an id that was never used, and its bytes never change without a new version. An encoded layer is its planes

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import NamedTuple
 
+from kvcluster.copies.batch import BadBatch, CopyBatch, CopyStatus, encoded_layer_bytes
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
 from kvcluster.device.capture import GATE
@@ -27,8 +28,7 @@ from kvcluster.device.kernels import Decode
 from kvcluster.device.moves import Known, Moves, StagedRecord, aligned, columns_bytes, moves, record_bytes
 from kvcluster.device.staging import DeviceStaging, Slot, wait_done
 from kvcluster.device.verification import constant_bytes, row_bytes, scratch_bytes
-from kvcluster.pages import codec
-from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyStatus, encoded_layer_bytes
+from kvcluster.memory import codec
 
 _UNDER_WAY = 2
 _WAIT_S = 0.1

@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyStatus
+from kvcluster.copies.endpoints import CpuMemory, cpu_addresses
+from kvcluster.copies.executor import RunRecords
 from kvcluster.core.groups import Part
 from kvcluster.device.batch_run import BatchRun, Chunk, Sizes
 from kvcluster.device.device import Range
 from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.device.staging import DeviceStaging
-from kvcluster.pages import checksum, codec
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
-from kvcluster.pages.copy_endpoints import CpuMemory, cpu_addresses
-from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.memory import checksum, codec
 
 _CHUNK_BYTES = 8 << 20
 """While the CPU brings so many bytes, some ms, the device has those before."""

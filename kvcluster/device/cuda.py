@@ -47,8 +47,8 @@ from kvcluster.device.device import (
     SharedMemory,
     Stream,
 )
-from kvcluster.pages.arena import memory_limit_bytes
-from kvcluster.pages.region import address_of
+from kvcluster.memory.arena import memory_limit_bytes
+from kvcluster.memory.region import address_of
 
 _LOG = logging.getLogger(__name__)
 

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvcluster.config.rules import LEAST_STAGING_BYTES
+from kvcluster.copies.batch import CopyBatch
+from kvcluster.copies.executor import CopyExecutor, RunRecords, first_opened
+from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core import limits
 from kvcluster.device.copies import DeviceCopies
 from kvcluster.device.device import Device, DeviceFailed, NoMemory, Range
@@ -16,9 +19,6 @@ from kvcluster.device.moves import aligned, columns_bytes, record_bytes
 from kvcluster.device.pool_copies import PoolCopies
 from kvcluster.device.staging import TABLE_BYTES, DeviceStaging
 from kvcluster.device.verification import can_verify
-from kvcluster.pages.copy_batch import CopyBatch
-from kvcluster.pages.copy_executor import CopyExecutor, RunRecords, first_opened
-from kvcluster.pages.copy_geometry import BlockGeometry
 
 _DECODED = 8
 """A page is at most so many times as large as its encoded form: float32 in q4."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvcluster.copies.endpoints import ForeignMemory, MappedMemory
 from kvcluster.device.device import Device, Event, Range
-from kvcluster.pages.copy_endpoints import ForeignMemory, MappedMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Group
 from kvcluster.device.device import Range
 from kvcluster.device.moves import Launch, StagedRecord
-from kvcluster.pages import codec
+from kvcluster.memory import codec
 
 Opened = Callable[[Range], memoryview]
 

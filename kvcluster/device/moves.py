@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, product
 from typing import NamedTuple
 
+from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core.groups import Part
 from kvcluster.device.device import Range
-from kvcluster.pages.copy_geometry import BlockGeometry
 
 ALIGNED = 16
 """Records begin at multiples of it in staging: bytes that one thread of a GPU moves at once."""

@@ -16,15 +16,15 @@ from functools import partial
 from itertools import cycle
 from operator import add
 
+from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyStatus
+from kvcluster.copies.executor import RunRecords
 from kvcluster.device.batch_run import BatchRun, Chunk, Place, Sizes
 from kvcluster.device.device import Range, Stream
 from kvcluster.device.endpoints import DeviceMemory, DevicePoolMemory, RegisteredMemory
 from kvcluster.device.kernels import Decode, Scatter
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.device.verification import UNIT, CopySums, SummedRecord, can_verify, verification
-from kvcluster.pages import checksum
-from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyStatus
-from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.memory import checksum
 
 
 class PoolCopies:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from itertools import chain
 from queue import Empty, SimpleQueue
 
+from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.device.device import Device, Event, Stream
 from kvcluster.device.kernels import Gather
 from kvcluster.device.moves import ALIGNED, StagedRecord, WholeBlocks, aligned
 from kvcluster.device.staging import Slot, slots_of, wait_done
-from kvcluster.pages.copy_geometry import BlockGeometry
-from kvcluster.pages.region import bytes_at
+from kvcluster.memory.region import bytes_at
 
 SLOT_BYTES = 8 << 20
 """A snapshot is of at most so many: a store begins with the first, and blocks are few a step."""

@@ -11,7 +11,7 @@ from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group
 from kvcluster.device.device import Range
 from kvcluster.device.kernels import Decode
-from kvcluster.pages.codec_triton import TritonCoder
+from kvcluster.memory.codec_triton import TritonCoder
 
 
 class _Memory:

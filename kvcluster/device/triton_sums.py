@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kvcluster.device.triton_launch import Loaded, interpreted, loaded
 from kvcluster.device.verification import CopySums, SumLaunch
-from kvcluster.pages.checksum import LAYER_STEP
+from kvcluster.memory.checksum import LAYER_STEP
 
 _SECRET_WORDS = tl.constexpr(24)
 _STRIPES = tl.constexpr(16)

@@ -30,7 +30,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from kvcluster.device.capture import GATE
 from kvcluster.device.device import DeviceFailed, DeviceKernel, Event, NoMemory, Range, Stream
 from kvcluster.device.ordering import CPU, Clock, Ordering
-from kvcluster.pages.region import address_of, bytes_at
+from kvcluster.memory.region import address_of, bytes_at
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvcluster.device.device import Range
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 
 LEAST_LAYER_BYTES = 241
 """XXH3 hashes shorter input in other ways."""

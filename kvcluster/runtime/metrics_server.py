@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 from kvcluster.config import MetricsConfig
 from kvcluster.errors import ConfigError
 from kvcluster.extras import install
-from kvcluster.pages.arena import memory_limit_bytes
+from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample
 from kvcluster.runtime.metrics import METRICS, MetricKind
 from kvcluster.transport.descriptors import Descriptors

@@ -58,7 +58,7 @@ from kvcluster.core.miss import Miss
 from kvcluster.core.shard.shard import Shard
 from kvcluster.core.tiers import ON_DEVICE
 from kvcluster.errors import KVClusterError
-from kvcluster.pages.arena import Arena
+from kvcluster.memory.arena import Arena
 from kvcluster.runtime import decisions, tier_io
 from kvcluster.runtime.compute_pool import ComputePool
 from kvcluster.runtime.decisions import AckReader, decided, warned

@@ -16,7 +16,7 @@ import time
 
 from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import Moved, MovePages, PageMove, Stage, Staged
-from kvcluster.pages import checksum, codec
+from kvcluster.memory import checksum, codec
 from kvcluster.runtime.scrub import matches
 from kvcluster.runtime.tier_store import TierBytes
 from kvcluster.transport.base import Unavailable

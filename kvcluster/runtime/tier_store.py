@@ -23,8 +23,8 @@ from kvcluster.core.messages import Erase, PageMove, PageSlot, Tier
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shard.disk_recovery import RecoveredPages
 from kvcluster.core.tiers import STORED
-from kvcluster.pages.page_bytes import PageBytes
-from kvcluster.pages.region import Region
+from kvcluster.memory.page_bytes import PageBytes
+from kvcluster.memory.region import Region
 from kvcluster.transport.base import Unavailable
 from kvcluster.transport.shm_server import SharedPool
 

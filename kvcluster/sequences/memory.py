@@ -19,7 +19,7 @@ from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
-from kvcluster.pages.codec import coder
+from kvcluster.memory.codec import coder
 from kvcluster.sequences.block_table import ABSENT, CODED, CodedPage, PageCopy, TokenRun, coded_page
 from kvcluster.sequences.blocks import PageNumber
 from kvcluster.sequences.page_memory import PageMemory

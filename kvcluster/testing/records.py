@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import CopyEndpoint, cpu_addresses
+from kvcluster.copies.batch import CopyRecords
+from kvcluster.copies.endpoints import CopyEndpoint, cpu_addresses
 from kvcluster.transport.base import ExchangeCopies
 from kvcluster.transport.exchange_copies import SingleCopies
 

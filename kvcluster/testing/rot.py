@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcluster.core.messages import PageSlot
-from kvcluster.pages.page_bytes import PageBytes
+from kvcluster.memory.page_bytes import PageBytes
 
 
 def flip_bit(pages: PageBytes, slot: PageSlot, bit: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvcluster.core.groups import DTYPE_BYTES
 from kvcluster.errors import CallerError
-from kvcluster.pages.region import bytes_at
+from kvcluster.memory.region import bytes_at
 from kvcluster.transfers.array_views import ArrayView, array_view
 from kvcluster.transfers.validation import kind_of
 

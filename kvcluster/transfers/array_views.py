@@ -19,7 +19,7 @@ from typing import Any
 
 from kvcluster.core.groups import dtype_name
 from kvcluster.errors import CallerError
-from kvcluster.pages import native
+from kvcluster.memory import native
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvcluster.copies.batch import BadBatch, CopyBatch
+from kvcluster.copies.executor import CopyExecutor, RunRecords, first_opened
+from kvcluster.copies.native import NativeCopies
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.device.device import DeviceFailed
 from kvcluster.device.devices import DEVICES
 from kvcluster.errors import CallerError, ProtocolError
-from kvcluster.pages.copy_batch import BadBatch, CopyBatch
-from kvcluster.pages.copy_executor import CopyExecutor, RunRecords, first_opened
-from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.transfers.python_copies import PythonCopies
 from kvcluster.transport.base import Cancelled
 

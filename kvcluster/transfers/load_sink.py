@@ -15,16 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvcluster.core.ids import NamespaceId
-from kvcluster.core.miss import Miss, MissReason
-from kvcluster.core.spec import KVSpec
-from kvcluster.device.device import Device
-from kvcluster.device.devices import DEVICES
-from kvcluster.device.endpoints import DeviceMemory
-from kvcluster.errors import ProtocolError
-from kvcluster.pages import checksum, codec
-from kvcluster.pages.codec import RAW
-from kvcluster.pages.copy_batch import (
+from kvcluster.copies.batch import (
     CopyBatch,
     CopyDirection,
     CopyItems,
@@ -32,8 +23,17 @@ from kvcluster.pages.copy_batch import (
     CopyStatus,
     encoded_layer_bytes,
 )
-from kvcluster.pages.copy_endpoints import CopyEndpoint
-from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.copies.endpoints import CopyEndpoint
+from kvcluster.copies.executor import RunRecords
+from kvcluster.core.ids import NamespaceId
+from kvcluster.core.miss import Miss, MissReason
+from kvcluster.core.spec import KVSpec
+from kvcluster.device.device import Device
+from kvcluster.device.devices import DEVICES
+from kvcluster.device.endpoints import DeviceMemory
+from kvcluster.errors import ProtocolError
+from kvcluster.memory import checksum, codec
+from kvcluster.memory.codec import RAW
 from kvcluster.transfers.batch_copies import BatchCopies
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.memory import BoundMemory

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvcluster.copies.geometry import BlockGeometry, page_layout
 from kvcluster.core.groups import DTYPE_BYTES, PREFIX, Part, Plane
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import CallerError
-from kvcluster.pages.copy_geometry import BlockGeometry, page_layout
-from kvcluster.pages.region import address_of
-from kvcluster.pages.staging import Staging
+from kvcluster.memory.region import address_of
+from kvcluster.memory.staging import Staging
 from kvcluster.transfers.footprints import Footprint
 
 

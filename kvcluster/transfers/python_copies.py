@@ -15,14 +15,14 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
+from kvcluster.copies.endpoints import CpuMemory, cpu_addresses
+from kvcluster.copies.executor import RunRecords
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Part
-from kvcluster.pages import checksum, codec
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyStatus
-from kvcluster.pages.copy_endpoints import CpuMemory, cpu_addresses
-from kvcluster.pages.copy_executor import RunRecords
-from kvcluster.pages.staging import Staging
+from kvcluster.memory import checksum, codec
+from kvcluster.memory.staging import Staging
 from kvcluster.transfers.memory import BoundMemory
 
 

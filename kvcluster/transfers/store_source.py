@@ -11,14 +11,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import compress
 
+from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.copies.endpoints import CopyEndpoint
+from kvcluster.copies.executor import RunRecords
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import NewPage, NewPages
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages import checksum
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.pages.copy_endpoints import CopyEndpoint
-from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.memory import checksum
 from kvcluster.transfers.batch_copies import BatchCopies
 from kvcluster.transfers.memory import BoundMemory
 from kvcluster.transfers.python_copies import PythonCopies

@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
+from kvcluster.copies.batch import CopyRecords
+from kvcluster.copies.endpoints import CopyEndpoint
 from kvcluster.core import limits
 from kvcluster.core.ids import Attempt, CallId, Epoch, NamespaceId, Tenant
 from kvcluster.core.messages import (
@@ -30,9 +32,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.device.device import Device
 from kvcluster.errors import KVClusterError, Unreachable
-from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import CopyEndpoint
-from kvcluster.pages.page_bytes import PageBytes
+from kvcluster.memory.page_bytes import PageBytes
 from kvcluster.transport.exchange_summary import ExchangeSummary
 
 R = TypeVar("R")

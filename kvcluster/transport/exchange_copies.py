@@ -11,12 +11,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from kvcluster.copies.batch import CopyRecords
+from kvcluster.copies.endpoints import CopyEndpoint, cpu_addresses
 from kvcluster.core.ids import SUM_BYTES
 from kvcluster.core.messages import NewPage, NewPages, PageWant, PageWants
 from kvcluster.errors import ProtocolError
-from kvcluster.pages.codec import RAW
-from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import CopyEndpoint, cpu_addresses
+from kvcluster.memory.codec import RAW
 from kvcluster.transport.base import BytesPayload, ExchangeCopies, PageSource, Payload
 from kvcluster.transport.record_order import in_order_of_use, runs_of
 from kvcluster.wire.frames import RecordHead

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import grpc
 
+from kvcluster.copies.endpoints import HOST
 from kvcluster.core import limits
 from kvcluster.core.ids import Caller, NamespaceId
 from kvcluster.core.messages import (
@@ -27,8 +28,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.pages.copy_endpoints import HOST
-from kvcluster.pages.region import address_of
+from kvcluster.memory.region import address_of
 from kvcluster.release import OLDEST_VERSION
 from kvcluster.transport.base import (
     ONE_STREAM,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 
+from kvcluster.copies.endpoints import HOST
 from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId, Tenant
 from kvcluster.core.messages import (
@@ -22,9 +23,8 @@ from kvcluster.core.messages import (
     Written,
 )
 from kvcluster.core.miss import Miss
-from kvcluster.pages import checksum
-from kvcluster.pages.copy_endpoints import HOST
-from kvcluster.pages.region import address_of
+from kvcluster.memory import checksum
+from kvcluster.memory.region import address_of
 from kvcluster.transport.attend_session import serve_attend
 from kvcluster.transport.attending import SpanResults
 from kvcluster.transport.base import ONE_STREAM, Deadline, PageHost, PageSink, PageSource

@@ -13,8 +13,8 @@ from kvcluster.core import limits
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import PageKey, PageSlot
 from kvcluster.errors import ProtocolError
-from kvcluster.pages import checksum
-from kvcluster.pages.page_bytes import PageBytes
+from kvcluster.memory import checksum
+from kvcluster.memory.page_bytes import PageBytes
 from kvcluster.transport.base import Payload, read_whole
 from kvcluster.transport.exchange_copies import RecordSink
 

@@ -26,7 +26,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
-from kvcluster.pages import checksum, codec
+from kvcluster.memory import checksum, codec
 from kvcluster.transport.base import Deadline, PageHost, Payload, RefusedByShard, Unavailable
 from kvcluster.transport.exchange_summary import (
     ExchangeResult,

@@ -23,7 +23,7 @@ from kvcluster.core.miss import Miss, MissReason
 from kvcluster.device.device import Allocation, Device, DeviceFailed, NoMemory
 from kvcluster.device.endpoints import RegisteredMemory
 from kvcluster.errors import ProtocolError
-from kvcluster.pages.mapping import Mapping
+from kvcluster.memory.mapping import Mapping
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.attend_frames import ask_to_attend
 from kvcluster.transport.attending import SpanResults

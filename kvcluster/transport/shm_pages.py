@@ -24,6 +24,8 @@ import os
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 
+from kvcluster.copies.batch import CopyRecords
+from kvcluster.copies.endpoints import CopyEndpoint, MappedMemory
 from kvcluster.core import limits
 from kvcluster.core.messages import AttendRequest, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
@@ -31,9 +33,7 @@ from kvcluster.device.device import Device, DeviceFailed, NoMemory
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.endpoints import DevicePoolMemory, RegisteredMemory
 from kvcluster.errors import ConfigError, KVClusterError
-from kvcluster.pages.codec import RAW
-from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import CopyEndpoint, MappedMemory
+from kvcluster.memory.codec import RAW
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport import cpu_affinity
 from kvcluster.transport.attending import SpanResults

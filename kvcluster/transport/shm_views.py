@@ -20,7 +20,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import ReadRequest
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 from kvcluster.transport.base import Deadline
 from kvcluster.transport.shm_control import ShmConnection, Turn
 from kvcluster.wire import shm_frames

@@ -18,14 +18,14 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
 
+from kvcluster.copies.endpoints import HOST
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import AttendRequest, Offer, ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import KVClusterError, ProtocolError
-from kvcluster.pages.copy_endpoints import HOST
-from kvcluster.pages.region import address_of
-from kvcluster.pages.staging import Staging
+from kvcluster.memory.region import address_of
+from kvcluster.memory.staging import Staging
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.transport.attend_frames import ask_to_attend, serve_attend_frames
 from kvcluster.transport.attending import SpanResults

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvcluster.copies.endpoints import HOST
 from kvcluster.core import limits
 from kvcluster.core.messages import ReadRequest, WriteRequest, Written
 from kvcluster.core.miss import Miss
 from kvcluster.errors import ProtocolError
-from kvcluster.pages.codec import RAW
-from kvcluster.pages.copy_endpoints import HOST
-from kvcluster.pages.region import address_of
-from kvcluster.pages.staging import Staging
+from kvcluster.memory.codec import RAW
+from kvcluster.memory.region import address_of
+from kvcluster.memory.staging import Staging
 from kvcluster.transport.base import PageSource
 from kvcluster.transport.exchange_copies import lay_out, open_store, reserved_records
 from kvcluster.wire.frames import Record, RecordHead

@@ -24,7 +24,7 @@ from kvcluster.config import ClientConfig
 from kvcluster.core.groups import Part
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import KVClusterError
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 from kvcluster.transfers import batch_copies
 from tests.actors.processes import session, title
 from tests.waiting import eventually

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.pages.implementations import implementation
+from tests.memory.implementations import implementation
 
 __all__ = ["implementation"]

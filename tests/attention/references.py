@@ -13,7 +13,7 @@ from kvcluster.attention import PageAddresses, PageLayout, PageSpan
 from kvcluster.attention.page_span import DTYPES
 from kvcluster.core.codecs import Codec
 from kvcluster.core.groups import Group, Plane
-from kvcluster.pages.codec_torch import TorchCoder
+from kvcluster.memory.codec_torch import TorchCoder
 
 
 def layout_of(

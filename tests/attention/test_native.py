@@ -12,8 +12,8 @@ from kvcluster.attention import ROOT, PageAddresses, PageSpan, QueryRow, Subtree
 from kvcluster.attention.arithmetic import merge_pair, plain
 from kvcluster.attention.call import AttentionCall, Scoring, check_call
 from kvcluster.core.codecs import Codec
-from kvcluster.pages import native
-from kvcluster.pages.native import Kernels
+from kvcluster.memory import native
+from kvcluster.memory.native import Kernels
 from tests.attention.references import context, layout_of
 
 NEAR = 2e-6  # of numbers of about 1: what two orders of rounding differ in

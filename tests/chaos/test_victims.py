@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from kvcluster.core.ids import BlockHash
-from kvcluster.pages import arena
-from kvcluster.pages.arena import Arena
+from kvcluster.memory import arena
+from kvcluster.memory.arena import Arena
 from tests.actors.processes import ROOT
 from tests.chaos.content import PAGE_BYTES, lonely, prompt, right_bytes, wrong
 from tests.chaos.victims import flip_bits, holds, listener

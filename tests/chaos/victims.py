@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvcluster.core.ids import BlockHash
-from kvcluster.pages.arena import FILE_NAME
+from kvcluster.memory.arena import FILE_NAME
 from tests.actors.processes import title
 from tests.chaos.content import PAGE_BYTES, right_bytes
 

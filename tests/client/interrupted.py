@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcluster.pages.copy_batch import CopyBatch
-from kvcluster.pages.copy_executor import RunRecords
+from kvcluster.copies.batch import CopyBatch
+from kvcluster.copies.executor import RunRecords
 from kvcluster.transfers.memory import BoundMemory
 from kvcluster.transfers.python_copies import PythonCopies
 

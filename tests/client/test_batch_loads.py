@@ -8,15 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyRecords, CopyStatus
+from kvcluster.copies.endpoints import CopyEndpoint, HostMemory
+from kvcluster.copies.executor import RunRecords
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import MissReason
 from kvcluster.errors import ProtocolError
-from kvcluster.pages import checksum, codec
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyRecords, CopyStatus
-from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
-from kvcluster.pages.copy_executor import RunRecords
-from kvcluster.pages.region import address_of
+from kvcluster.memory import checksum, codec
+from kvcluster.memory.region import address_of
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers import batch_copies
 from kvcluster.transfers.load_sink import LoadSink

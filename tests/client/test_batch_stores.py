@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyStatus
+from kvcluster.copies.endpoints import CopyEndpoint, HostMemory
 from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import NewPage, PageKey
 from kvcluster.core.miss import MissReason
 from kvcluster.errors import ProtocolError
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
-from kvcluster.pages.copy_endpoints import CopyEndpoint, HostMemory
-from kvcluster.pages.region import address_of
+from kvcluster.memory.region import address_of
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers import batch_copies
 from kvcluster.transfers.layouts import Buffers

@@ -17,7 +17,7 @@ from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, S
 from kvcluster.core.messages import Need, PageKey, ReadRequest, ShardAddress, Source, TicketBody, Tier
 from kvcluster.core.messages.common import Run
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.pages import checksum, codec, native
+from kvcluster.memory import checksum, codec, native
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.layouts import Buffers, Paged
 from kvcluster.transfers.load_progress import LoadProgress

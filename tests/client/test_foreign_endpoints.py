@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
+from kvcluster.copies.batch import CopyBatch, CopyStatus
+from kvcluster.copies.endpoints import HOST, ForeignMemory
+from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.native import NativeCopies
 from kvcluster.errors import CallerError
-from kvcluster.pages.copy_batch import CopyBatch, CopyStatus
-from kvcluster.pages.copy_endpoints import HOST, ForeignMemory
-from kvcluster.pages.copy_executor import RunRecords
-from kvcluster.pages.native_copies import NativeCopies
 from kvcluster.transfers import batch_copies, memory
 from kvcluster.transfers.memory import BoundMemory
 from kvcluster.transfers.python_copies import PythonCopies

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages.copy_geometry import BlockGeometry
 from kvcluster.transfers.layouts import Buffers, Paged
 from kvcluster.transfers.memory import BoundMemory, bind
 from tests.client.test_memory import K_AND_V, SPEC, WHOLE, Case, Layout, Row, layers, memories, parts

@@ -17,7 +17,7 @@ from kvcluster.core.messages import Need, PageKey, ShardAddress, Source, TicketB
 from kvcluster.core.messages.common import Run
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import ProtocolError
-from kvcluster.pages import checksum, codec
+from kvcluster.memory import checksum, codec
 from kvcluster.transfers.layouts import Paged
 from kvcluster.transfers.load_progress import LoadProgress
 from kvcluster.transfers.load_sink import LoadSink

@@ -13,15 +13,15 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.copies.endpoints import HostMemory, MappedMemory
+from kvcluster.copies.native import NativeCopies
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages import checksum, codec, native
-from kvcluster.pages.codec_torch import TorchCoder
-from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
-from kvcluster.pages.native_copies import NativeCopies
-from kvcluster.pages.region import HostRegion, RegionKind, address_of
+from kvcluster.memory import checksum, codec, native
+from kvcluster.memory.codec_torch import TorchCoder
+from kvcluster.memory.region import HostRegion, RegionKind, address_of
 from kvcluster.transfers.layouts import Paged
 from kvcluster.transfers.memory import BoundMemory
 from tests.client.test_memory import Case, Row, memories, parts, vllm_cpu

@@ -19,7 +19,7 @@ from kvcluster.core.messages import Done, Drain, ReadRequest, Tier
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.shard.page import Page
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages.codec_torch import TorchCoder
+from kvcluster.memory.codec_torch import TorchCoder
 from kvcluster.testing import MemoryCluster
 from kvcluster.transfers.results import Stored
 from kvcluster.transport.base import Deadline, Streams

@@ -45,7 +45,7 @@ import json, os, sys
 import kvcluster
 from kvcluster.transfers.layouts import Buffers
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages.codec import implementation
+from kvcluster.memory.codec import implementation
 
 spec = KVSpec.uniform(
     model="image", weights="sha256:1", num_layers=2, num_kv_heads=2, head_dim=64, dtype="bfloat16", block_tokens=16
@@ -131,7 +131,7 @@ def test_an_image_has_nothing_of_its_build(image: Image) -> None:
     assert not any((image.root / "tmp").iterdir())
     assert not list(image.root.glob("opt/kvcluster/lib/python3*/site-packages/pip*"))
     assert not list(image.root.glob("usr/lib/python3/dist-packages/pip*"))
-    (native,) = image.root.glob("opt/kvcluster/lib/python3*/site-packages/kvcluster/pages/_native*.so")
+    (native,) = image.root.glob("opt/kvcluster/lib/python3*/site-packages/kvcluster/memory/_native*.so")
     assert native.stat().st_size > 100_000
 
 
@@ -163,7 +163,7 @@ def test_a_cluster_runs_where_only_a_folder_for_temporary_files_can_be_written(i
     with started(image, tmp_path) as container:
         assert run(container, "kvcluster", "--version") == f"kvcluster {__version__}\n"
         assert "usage: kvcluster" in run(container, "kvcluster", "--help")
-        run(container, "python", "-c", "import kvcluster.pages._native")
+        run(container, "python", "-c", "import kvcluster.memory._native")
         run(container, "kvcluster", "up", "--ram-bytes", "64MiB", "--host-bytes", "16MiB")
         check_unprivileged(container)
         assert json.loads(run(container, "python", "-c", WORK, "127.0.0.1:7070")) == ALL

@@ -113,7 +113,7 @@ def test_every_path_that_is_copied_exists_and_is_sent_and_nothing_else_is() -> N
     for path in copied:
         assert (ROOT / path).exists(), path
     hidden = [line for line in sent[1:] if line[0] != "!"]
-    for path in ("kvcluster/pages/__pycache__", "kvcluster/pages/_native.cpython-311-x86_64-linux-gnu.so"):
+    for path in ("kvcluster/memory/__pycache__", "kvcluster/memory/_native.cpython-311-x86_64-linux-gnu.so"):
         assert any(fnmatch(path, pattern) for pattern in hidden), path
 
 

@@ -14,7 +14,7 @@ from kvcluster.device.cuda_driver import CudaDriver
 from kvcluster.device.device import Range, Stream
 from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.device.verification import CopySums
-from kvcluster.pages.region import bytes_at
+from kvcluster.memory.region import bytes_at
 from tests.device.programs import Xor
 
 _FOLDER = TemporaryDirectory(prefix="kvcluster-cuda-")

@@ -11,11 +11,11 @@ from random import Random
 
 import torch
 
+from kvcluster.copies.geometry import BlockGeometry, PlaneLayout, page_layout, strided
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.device.device import Range
 from kvcluster.device.kernels import Gather, Scatter
 from kvcluster.device.moves import ALIGNED, StagedRecord, moves
-from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, page_layout, strided
 
 SIZES = {"uint8": 1, "float16": 2, "bfloat16": 2, "float32": 4, "opaque": 1}
 SLACK = 64

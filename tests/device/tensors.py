@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvcluster.device.twin import Twin
-from kvcluster.pages.region import bytes_at
+from kvcluster.memory.region import bytes_at
 from tests.device.programs import finish
 
 

@@ -11,10 +11,10 @@ from random import Random
 
 import pytest
 
+from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyStatus
 from kvcluster.device import batch_run, twin
 from kvcluster.device.capture import CaptureGate
 from kvcluster.device.copies import DeviceCopies
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyStatus
 from tests.device.test_copies import Case
 
 Run = Callable[[CopyBatch], None]

@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.copies.endpoints import HOST, ForeignMemory
+from kvcluster.copies.executor import CopyExecutor
+from kvcluster.copies.geometry import BlockGeometry, PlaneLayout, strided
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.device import copies
@@ -26,12 +30,8 @@ from kvcluster.device.moves import ALIGNED, columns_bytes, record_bytes
 from kvcluster.device.ordering import Unordered
 from kvcluster.device.staging import DeviceStaging, Slot
 from kvcluster.device.twin import Machine, Twin
-from kvcluster.pages import checksum, codec
-from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.pages.copy_endpoints import HOST, ForeignMemory
-from kvcluster.pages.copy_executor import CopyExecutor
-from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, strided
-from kvcluster.pages.region import address_of
+from kvcluster.memory import checksum, codec
+from kvcluster.memory.region import address_of
 from tests.device.moved import cut
 from tests.device.programs import finish
 

@@ -26,7 +26,7 @@ from kvcluster.device.devices import DEVICES, Devices
 from kvcluster.device.staging import DeviceStaging
 from kvcluster.device.twin import Machine, Twin
 from kvcluster.errors import CallerError, ConfigError
-from kvcluster.pages.region import bytes_at
+from kvcluster.memory.region import bytes_at
 from kvcluster.testing import MemoryCluster
 from tests.client.build import BLOCK, DIM, HEADS, LAYERS, spec_of
 from tests.device.fake_cuda import FakeCard, library

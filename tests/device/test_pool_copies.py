@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvcluster.copies.batch import BadBatch, CopyDirection, CopyStatus
+from kvcluster.copies.endpoints import HOST
 from kvcluster.core.codecs import Codec
 from kvcluster.device import devices, pool_copies
 from kvcluster.device.device import Range
@@ -19,9 +21,7 @@ from kvcluster.device.endpoints import DevicePoolMemory, RegisteredMemory
 from kvcluster.device.pool_copies import PoolCopies
 from kvcluster.device.twin import Machine, Twin
 from kvcluster.device.verification import CopySums, can_verify, constant_bytes, row_bytes, verification
-from kvcluster.pages.copy_batch import BadBatch, CopyDirection, CopyStatus
-from kvcluster.pages.copy_endpoints import HOST
-from kvcluster.pages.region import HostRegion, RegionKind, address_of
+from kvcluster.memory.region import HostRegion, RegionKind, address_of
 from tests.device.programs import finish
 from tests.device.test_copies import LAYERS, ORDERS, Case, free_slots, load_case, moved_after_an_error, unordered
 

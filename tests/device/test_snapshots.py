@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.device import snapshots as module
 from kvcluster.device.device import NoMemory
@@ -15,7 +16,6 @@ from kvcluster.device.ordering import Unordered
 from kvcluster.device.snapshots import Snapshots
 from kvcluster.device.staging import wait_done
 from kvcluster.device.twin import Machine, Twin
-from kvcluster.pages.copy_geometry import BlockGeometry
 from tests.device.moved import SLACK, geometry_of, planes_of
 
 SEEDS = range(60)

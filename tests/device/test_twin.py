@@ -131,7 +131,7 @@ def test_the_cpu_cannot_touch_its_memory() -> None:
     script = """
 import random
 from kvcluster.device.twin import Machine, Twin
-from kvcluster.pages.region import bytes_at
+from kvcluster.memory.region import bytes_at
 memory = Twin(Machine(random.Random(1))).allocate(64)
 print("allocated", flush=True)
 bytes(bytes_at(*memory.range))

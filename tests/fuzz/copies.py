@@ -28,6 +28,9 @@ from unittest.mock import patch
 
 import torch
 
+from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyRecords, CopyStatus
+from kvcluster.copies.endpoints import HostMemory
+from kvcluster.copies.executor import RunRecords
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId
@@ -36,11 +39,8 @@ from kvcluster.core.messages.common import Run
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ProtocolError
-from kvcluster.pages import checksum, codec
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyRecords, CopyStatus
-from kvcluster.pages.copy_endpoints import HostMemory
-from kvcluster.pages.copy_executor import RunRecords
-from kvcluster.pages.region import address_of
+from kvcluster.memory import checksum, codec
+from kvcluster.memory.region import address_of
 from kvcluster.transfers import batch_copies
 from kvcluster.transfers.layouts import Paged
 from kvcluster.transfers.load_progress import LoadProgress

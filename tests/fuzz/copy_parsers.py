@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvcluster.copies.batch import CopyStatus
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Plane
-from kvcluster.pages import checksum, codec, native
-from kvcluster.pages.copy_batch import CopyStatus
-from kvcluster.pages.region import address_of
+from kvcluster.memory import checksum, codec, native
+from kvcluster.memory.region import address_of
 from tests.fuzz.contract import Parser
 from tests.fuzz.trees import Kind, Node, Tree, fields
 

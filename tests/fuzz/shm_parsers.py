@@ -16,7 +16,7 @@ from kvcluster.core.ids import HASH_BYTES, BlockHash
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, Tier, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import LimitError, ProtocolError, SpecError
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 from kvcluster.wire import shm_frames
 from kvcluster.wire.shm_frames import Places, Progress, Welcome
 from tests.fuzz.contract import Parser, trees

@@ -8,7 +8,7 @@ from typing import Any
 from kvcluster.core.messages import ReadRequest, WriteRequest
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CallerError, CredentialError, KVClusterError, LimitError, ProtocolError, SpecError
-from kvcluster.pages import codec
+from kvcluster.memory import codec
 from kvcluster.wire import socket_frames, spans
 from kvcluster.wire.frames import Record, RecordHead
 from tests.fuzz.contract import Parser, trees

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvcluster.copies.batch import CopyStatus
 from kvcluster.core import hashing
-from kvcluster.pages.copy_batch import CopyStatus
 from kvcluster.transfers import load_sink, memory, prompt, transfer
 from kvcluster.transfers.part_memory import Ask
 from tests.fuzz.client.fuzzer import Finding, Tally, run, run_episode

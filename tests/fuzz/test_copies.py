@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcluster.pages.copy_batch import CopyStatus
+from kvcluster.copies.batch import CopyStatus
 from kvcluster.transfers.load_sink import LoadSink
 from kvcluster.transfers.python_copies import PythonCopies
 from kvcluster.transfers.read_ranges import ReadRanges
@@ -75,7 +75,7 @@ def kinds_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def what_was_given_to_others_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces that were given to others are written by this exchange, too."""
-    monkeypatch.setattr("kvcluster.pages.copy_batch.CopyBatch.is_stopped", lambda self, at, now: bool(self.cancel[0]))
+    monkeypatch.setattr("kvcluster.copies.batch.CopyBatch.is_stopped", lambda self, at, now: bool(self.cancel[0]))
 
 
 def a_stop_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from hypothesis.strategies import SearchStrategy
 from kvcluster.core.ids import Caller, CallId, Tenant
 from kvcluster.core.messages import Refused
 from kvcluster.errors import LimitError, ProtocolError, SpecError
-from kvcluster.pages import codec
+from kvcluster.memory import codec
 from kvcluster.wire import common, frames
 from kvcluster.wire.methods import COORDINATOR, SHARD, Method
 from tests.fuzz.contract import Parser, trees

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from kvcluster.pages import codec, native
+from kvcluster.memory import codec, native
 
 PYTHON = "python"
 NATIVE = list(native.KERNELS.names()) if native.KERNELS is not None else []

@@ -29,7 +29,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import PageKey
 from kvcluster.core.miss import MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages import codec
+from kvcluster.memory import codec
 from kvcluster.testing import MemoryCluster
 from kvcluster.testing.conformance.world import ARENA_BYTES, HOST_BYTES, ONE, WatchedHost, World
 from kvcluster.transfers.results import Loaded

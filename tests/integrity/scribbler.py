@@ -21,13 +21,13 @@ from itertools import product
 from random import Random
 from typing import NamedTuple
 
+from kvcluster.copies.batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.copies.endpoints import HostMemory, MappedMemory
+from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.native import NativeCopies
 from kvcluster.core.codecs import Codec
-from kvcluster.pages import checksum
-from kvcluster.pages.copy_batch import CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
-from kvcluster.pages.copy_executor import RunRecords
-from kvcluster.pages.native_copies import NativeCopies
-from kvcluster.pages.region import HostRegion, RegionKind, address_of
+from kvcluster.memory import checksum
+from kvcluster.memory.region import HostRegion, RegionKind, address_of
 from kvcluster.transfers.memory import bind
 from kvcluster.transfers.python_copies import PythonCopies
 from tests.integrity.destinations import EVEN, Destination, pages_of, spec_of, values

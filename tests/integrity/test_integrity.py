@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvcluster.copies.batch import CopyBatch, CopyStatus
 from kvcluster.core.codecs import Codec
-from kvcluster.pages import checksum
-from kvcluster.pages.copy_batch import CopyBatch, CopyStatus
+from kvcluster.memory import checksum
 from kvcluster.transfers import python_copies
 from kvcluster.transfers.python_copies import PythonCopies
 from tests.integrity import __main__ as program

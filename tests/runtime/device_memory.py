@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from kvcluster.core.messages import Erase, PageMove, PageSlot
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.pages.region import Region, address_of
+from kvcluster.memory.region import Region, address_of
 from kvcluster.transport.base import Unavailable
 
 R = TypeVar("R")

@@ -12,7 +12,7 @@ from kvcluster.config import Config, load
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Epoch, Holder, NamespaceId, ShardId, Tenant
 from kvcluster.core.messages import Inventory, Leave, NewPage, PageKey, Reply, Report, ReportAck, WriteRequest, Written
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages import checksum, codec
+from kvcluster.memory import checksum, codec
 from kvcluster.runtime.replica_pull import OpenSource
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.testing.records import RecordSource

@@ -25,7 +25,7 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.shard.disk_recovery import NO_STORE, RecoveredPage, RecoveredPages
 from kvcluster.core.spec import KVSpec
 from kvcluster.errors import ConfigError
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 from kvcluster.runtime import tier_io, tombstones
 from kvcluster.runtime.disk import DiskFolder, open_disk
 from kvcluster.runtime.volume import Identity, claim_volume, read_identity

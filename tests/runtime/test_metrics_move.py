@@ -43,7 +43,7 @@ from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.position_tree import CUT_TOKENS
 from kvcluster.core.shard.disk_recovery import NO_STORE
 from kvcluster.errors import CredentialError, LostTokens
-from kvcluster.pages import codec
+from kvcluster.memory import codec
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.coordinator_host import figures_of
 from kvcluster.runtime.metric_samples import CallMetrics, Histogram, Sample, coordinator_samples, shard_samples

@@ -21,7 +21,7 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError
-from kvcluster.pages import codec
+from kvcluster.memory import codec
 from kvcluster.runtime import replica_pull
 from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.transport.base import BytesPayload, Deadline, PageSink, Payload, RefusedByShard, Unavailable, read_whole

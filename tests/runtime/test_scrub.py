@@ -12,7 +12,7 @@ from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Holder, NamespaceId
 from kvcluster.core.messages import PageKey, PageSlot, Verified, Verify
 from kvcluster.core.miss import Loss, Miss, MissReason
-from kvcluster.pages import checksum, codec
+from kvcluster.memory import checksum, codec
 from kvcluster.runtime.scrub import matches, verify
 from kvcluster.transport.base import Unavailable
 

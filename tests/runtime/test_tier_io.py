@@ -16,7 +16,7 @@ from kvcluster.core.ids import HASH_BYTES, HOLDER_BYTES, Attempt, BlockHash, Hol
 from kvcluster.core.messages import Moved, MovePages, PageKey, PageMove, PageSlot, Stage, Staged, Tier
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages import checksum, codec
+from kvcluster.memory import checksum, codec
 from kvcluster.runtime.scrub import matches
 from kvcluster.runtime.tier_io import move, stage
 from kvcluster.transport.base import Unavailable

@@ -17,8 +17,8 @@ from kvcluster.core.miss import Loss
 from kvcluster.core.shard.disk_recovery import NO_STORE
 from kvcluster.core.spec import KVSpec
 from kvcluster.core.tiers import ADDRESSABLE, STORED
-from kvcluster.pages.arena import Arena
-from kvcluster.pages.region import HostRegion
+from kvcluster.memory.arena import Arena
+from kvcluster.memory.region import HostRegion
 from kvcluster.runtime.tier_store import TierStores, open_stores
 from kvcluster.transport.base import Unavailable
 

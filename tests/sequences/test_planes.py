@@ -14,7 +14,7 @@ import kvcluster
 from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, partial
 from kvcluster.core.codecs import Codec
 from kvcluster.errors import CallerError
-from kvcluster.pages.codec_torch import TorchCoder
+from kvcluster.memory.codec_torch import TorchCoder
 from tests.client.conftest import Start
 from tests.client.test_zero_copy import Desk
 

@@ -14,7 +14,7 @@ from kvcluster.attention import PageAddresses, PageLayout, PageSpan, QueryRow, p
 from kvcluster.core.codecs import Codec
 from kvcluster.core.miss import Loss
 from kvcluster.errors import CallerError, ConfigError, ResidentSetFull
-from kvcluster.pages.codec_torch import TorchCoder
+from kvcluster.memory.codec_torch import TorchCoder
 from kvcluster.sequences.statistics import ResidentUse
 from kvcluster.testing import MemoryCluster
 from tests.client.conftest import Start

@@ -21,7 +21,7 @@ from kvcluster.core.ids import BlockHash, Holder, NamespaceId, Tenant
 from kvcluster.core.messages import Need, PageKey
 from kvcluster.core.miss import Loss
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 
 LONGEST = 8
 """Blocks of the longest conversation."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvcluster.core.messages import Explain, Explained, ReadRequest, Suspect, TicketBody
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 from kvcluster.replay.core_stepper import build_request
 from kvcluster.replay.kernel import MS, TIMED_OUT, Script
 from kvcluster.transfers.load_plan import LoadPlan

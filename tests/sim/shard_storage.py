@@ -13,7 +13,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.ids import NamespaceId
 from kvcluster.core.messages import Fetch, PageMove, PageSlot, SpanPages, Tier
 from kvcluster.core.miss import Loss
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 from tests.sim import content
 from tests.sim.disk import SimulatedStore
 from tests.sim.memory import Memory, flipped

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvcluster.copies.batch import CopyRecords
+from kvcluster.copies.endpoints import HostMemory
 from kvcluster.core import limits
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import Attempt, BlockHash, Epoch, Holder, NamespaceId
 from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest
 from kvcluster.core.miss import Loss
 from kvcluster.errors import ProtocolError
-from kvcluster.pages.codec import RAW
-from kvcluster.pages.copy_batch import CopyRecords
-from kvcluster.pages.copy_endpoints import HostMemory
-from kvcluster.pages.region import address_of
+from kvcluster.memory.codec import RAW
+from kvcluster.memory.region import address_of
 from kvcluster.testing.records import RecordSource
 from kvcluster.transport.base import Payload
 from kvcluster.transport.exchange_copies import (

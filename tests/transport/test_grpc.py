@@ -17,7 +17,7 @@ from kvcluster.core.ids import Caller, Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import CredentialError, LimitError, ProtocolError, Unreachable
-from kvcluster.pages import codec
+from kvcluster.memory import codec
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.auth import Authenticator, digest
 from kvcluster.runtime.server import GrpcServer, unary_handlers

@@ -21,9 +21,9 @@ from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import MissReason
 from kvcluster.core.shard.page import PageState
 from kvcluster.errors import ConfigError, CredentialError, LimitError, ProtocolError
-from kvcluster.pages import arena, checksum, codec
-from kvcluster.pages.arena import Arena
-from kvcluster.pages.mapping import Mapping
+from kvcluster.memory import arena, checksum, codec
+from kvcluster.memory.arena import Arena
+from kvcluster.memory.mapping import Mapping
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.testing.conformance import TransportConformance, Wire, WireClaims, World, open_world
 from kvcluster.testing.conformance.content import (

@@ -15,7 +15,7 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.messages import Refused, RefusedKind, Written
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.errors import ConfigError, CredentialError, KVClusterError, ProtocolError
-from kvcluster.pages import codec
+from kvcluster.memory import codec
 from kvcluster.release import PROTOCOL_VERSION
 from kvcluster.runtime.auth import Authenticator
 from kvcluster.testing.conformance import NetworkClaims, TransportConformance, Wire, World, open_world

@@ -27,8 +27,8 @@ from triton.compiler import ASTSource
 
 from kvcluster.core.codecs import layer_bytes
 from kvcluster.device import triton_moves, triton_sums
-from kvcluster.pages import codec_triton
-from tests.pages.layers import DTYPES, LOSSY, group_of
+from kvcluster.memory import codec_triton
+from tests.memory.layers import DTYPES, LOSSY, group_of
 
 DIMS = (80, 128)
 TOKENS, HEADS = 16, 8

@@ -33,7 +33,7 @@ def said(module: str, *arguments: str, interpreted: bool, cache: Path) -> list[s
 
 @pytest.mark.parametrize("share", range(SHARES))
 def test_pages_of_all_kinds_are_encoded_and_decoded_as_the_definition_does(share: int, tmp_path: Path) -> None:
-    (line,) = said("tests.pages.coders", "triton", "cpu", f"{share}/{SHARES}", interpreted=True, cache=tmp_path)
+    (line,) = said("tests.memory.coders", "triton", "cpu", f"{share}/{SHARES}", interpreted=True, cache=tmp_path)
     differ, total = re.fullmatch(r"(\d+) of (\d+) differ", line).groups()  # type: ignore[union-attr]
     assert (int(differ), int(total)) == (0, len(range(share, 270, SHARES)))
 

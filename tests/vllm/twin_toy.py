@@ -34,7 +34,7 @@ from kvcluster.device.staging import DeviceStaging, wait_done
 from kvcluster.device.twin import Machine, Twin, spoil
 from kvcluster.engines.vllm import compat, settings
 from kvcluster.engines.vllm.snapshot_stores import SnapshotStores
-from kvcluster.pages.region import bytes_at
+from kvcluster.memory.region import bytes_at
 from tests.client.build import BOUND_S
 from tests.vllm.build import kv_caches
 from tests.vllm.toy import Engine, Rank, Text, spans_of

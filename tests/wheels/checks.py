@@ -49,7 +49,7 @@ def path_of(python: str, architecture: str) -> Path:
 
 
 def core_of(python: str, architecture: str) -> str:
-    return f"kvcluster/pages/_native.cpython-{python.replace('.', '')}-{architecture}-linux-gnu.so"
+    return f"kvcluster/memory/_native.cpython-{python.replace('.', '')}-{architecture}-linux-gnu.so"
 
 
 def tracked(folder: str) -> set[str]:
@@ -77,7 +77,7 @@ def test_a_wheel_holds_the_package_with_its_native_core_and_nothing_else(python:
     about = {f"{INFO}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
     assert names == tracked("kvcluster") | {core_of(python, architecture)} | about
     stubs = {f"kvcluster/wire/v1/{name}_pb2.pyi" for name in ("common", "coordinator", "shard")}
-    assert stubs | {"kvcluster/py.typed", "kvcluster/pages/_native.pyi"} <= names
+    assert stubs | {"kvcluster/py.typed", "kvcluster/memory/_native.pyi"} <= names
 
 
 @pytest.mark.parametrize(("python", "architecture"), BUILT)
@@ -128,7 +128,7 @@ def instruction_sets() -> list[str]:
 
 
 def names_of(environment: Fresh) -> list[str]:
-    code = "from kvcluster.pages import _native; print(*_native.names())"
+    code = "from kvcluster.memory import _native; print(*_native.names())"
     return environment.says("python", "-c", code).split()
 
 
@@ -177,7 +177,7 @@ def test_a_cluster_of_the_wheel_serves_the_example_of_the_readme(tmp_path: Path)
 
 def test_the_wheel_for_aarch64_passes_the_tests_of_the_native_core(tmp_path: Path) -> None:
     python = arm64.prepare(ROOT / "build" / "arm64", DIST)
-    names = python.run("-c", "from kvcluster.pages import _native; print(*_native.names())", cwd=tmp_path)
+    names = python.run("-c", "from kvcluster.memory import _native; print(*_native.names())", cwd=tmp_path)
     assert names.stdout.split() == ["neon"], names.stderr
     assert __version__ in python.run("-m", "kvcluster", "--version", cwd=tmp_path).stdout
     arm64.copy_tests(tmp_path, ARM64_TESTS)
@@ -192,7 +192,7 @@ def test_what_zig_compiles_for_aarch64_gives_the_bytes_of_the_definitions(tmp_pa
     configure += [f"-DCMAKE_TOOLCHAIN_FILE={wheels.toolchain('aarch64')}"]
     for command in (configure, ["cmake", "--build", str(build)]):
         subprocess.run(command, env=wheels.environment(), check=True, capture_output=True)
-    subprocess.run([sys.executable, "-m", "tests.pages.vectors", str(tmp_path / "cases")], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-m", "tests.memory.vectors", str(tmp_path / "cases")], cwd=ROOT, check=True)
     run = ["qemu-aarch64", "-L", str(python.root), str(build / "vectors"), str(tmp_path / "cases")]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

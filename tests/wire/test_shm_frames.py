@@ -18,7 +18,7 @@ from kvcluster.core.ids import BlockHash
 from kvcluster.core.messages import NewPage, PageKey, PageSlot, PageWant, ReadRequest, Tier, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.errors import LimitError, ProtocolError
-from kvcluster.pages.checksum import pack_sums, unpack_sums
+from kvcluster.memory.checksum import pack_sums, unpack_sums
 from kvcluster.wire import shm_frames
 from kvcluster.wire.shm_frames import NO_PROCESSOR, Progress, Welcome
 from tests.wire import strategies as of

@@ -15,7 +15,7 @@ from kvcluster.config import ClientConfig
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.staging import SLOT_BYTES, DeviceStaging, wait_done
 from kvcluster.device.twin import Machine, Twin
-from kvcluster.pages.region import bytes_at
+from kvcluster.memory.region import bytes_at
 
 _BOUND_S = 20.0
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 import kvcluster.engines.vllm.compat as compat
+from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core.spec import PRIVATE_WEIGHTS, KVSpec
 from kvcluster.device.device import Device
 from kvcluster.device.devices import DEVICES
 from kvcluster.device.endpoints import DeviceMemory
 from kvcluster.device.snapshots import Snapshots
 from kvcluster.errors import CallerError
-from kvcluster.pages.copy_geometry import BlockGeometry
 from kvcluster.transfers.layouts import Paged
 from kvcluster.transfers.memory import bind
 

@@ -19,7 +19,7 @@ from kvcluster.core.ids import HASH_BYTES, Attempt, BlockHash, Epoch
 from kvcluster.core.messages import NewPage, PageKey, PageWant, ReadRequest, RefusedKind, WriteRequest, Written
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages import checksum, codec
+from kvcluster.memory import checksum, codec
 from kvcluster.testing.conformance.world import ONE, Pause, World, soon
 from kvcluster.testing.records import RecordSource
 from kvcluster.transport.base import (

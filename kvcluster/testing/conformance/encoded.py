@@ -14,7 +14,7 @@ from kvcluster.core.codecs import Codec
 from kvcluster.core.messages import PageKey, PageWant
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 from kvcluster.testing.conformance.content import Came, Content, block, read, stored
 from kvcluster.testing.conformance.world import World
 from kvcluster.transport.base import Transport

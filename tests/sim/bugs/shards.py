@@ -23,7 +23,7 @@ from kvcluster.core.shard.shutdown_saver import ShutdownSaver
 from kvcluster.core.shard.withdrawal import Withdrawal
 from kvcluster.core.shard.worker_handler import WorkerHandler
 from kvcluster.core.shares import HolderShares
-from kvcluster.pages import checksum
+from kvcluster.memory import checksum
 from tests.sim.bugs.planting import planted
 from tests.sim.disk import Disk
 from tests.sim.scenario import FIRST_WITH_GPUS

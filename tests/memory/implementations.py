@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcluster.pages import codec, native
+from kvcluster.memory import codec, native
 
 IMPLEMENTATIONS = ["torch", *([] if native.KERNELS is None else native.KERNELS.names())]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcluster.pages import arena, cgroups
-from kvcluster.pages.arena import Arena, memory_limit_bytes
-from kvcluster.pages.cgroups import memory_limits
+from kvcluster.memory import arena, cgroups
+from kvcluster.memory.arena import Arena, memory_limit_bytes
+from kvcluster.memory.cgroups import memory_limits
 
 MIB = 2**20
 V1_UNLIMITED = 9223372036854771712

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Sequence
 
 from kvcluster.errors import ProtocolError
-from kvcluster.pages.region import HostRegion, RegionKind
+from kvcluster.memory.region import HostRegion, RegionKind
 
 _CHUNK_BITS = 21
 _CHUNK_BYTES = 1 << _CHUNK_BITS

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from kvcluster.pages import checksum, native
+from kvcluster.memory import checksum, native
 
 u64 = st.integers(0, 2**64 - 1)
 # Around the stripes of 64 bytes and the blocks of 1,024 that XXH3 has, and anything between.

@@ -21,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
+from kvcluster.copies.endpoints import CopyEndpoint
+from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import SUM_BYTES
-from kvcluster.pages.copy_endpoints import CopyEndpoint
-from kvcluster.pages.copy_geometry import BlockGeometry
 
 
 class BadBatch(ValueError):

@@ -1,8 +1,8 @@
 """Writes the cases of native/tests/vectors.cpp, with the results that the definitions in Python give:
-`python -m tests.pages.vectors FILE`.
+`python -m tests.memory.vectors FILE`.
 
 The sums are those of the xxhash package, the encoded bytes those of the coder in torch, the bytes of a block lie
-where the address formula of kvcluster/pages/copy_geometry.py says, and attention is that of
+where the address formula of kvcluster/copies/geometry.py says, and attention is that of
 kvcluster/attention/torch_kernel.py.
 """
 
@@ -25,11 +25,11 @@ from kvcluster.attention.call import Scoring, check_call
 from kvcluster.attention.torch_kernel import attend
 from kvcluster.core.codecs import Codec, Coding, coding, layer_bytes, plane_bytes
 from kvcluster.core.groups import DTYPE_BYTES, Group
-from kvcluster.pages import checksum
-from kvcluster.pages.codec_torch import TorchCoder
+from kvcluster.memory import checksum
+from kvcluster.memory.codec_torch import TorchCoder
 from tests.attention.references import context, layout_of
-from tests.pages.coders import KINDS, mixed, numbers, page
-from tests.pages.layers import LOSSY, group_of
+from tests.memory.coders import KINDS, mixed, numbers, page
+from tests.memory.layers import LOSSY, group_of
 
 CODINGS = [Coding.RAW, Coding.ROWS, Coding.CHANNELS, Coding.GROUPS]  # in the order of native/planes.hpp
 DTYPES = ["bfloat16", "float16", "float32"]

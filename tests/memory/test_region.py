@@ -7,10 +7,10 @@ import os
 import pytest
 
 from kvcluster.core.allocator import ALIGN_BYTES
-from kvcluster.pages import arena
-from kvcluster.pages.arena import Arena
-from kvcluster.pages.mapping import Mapping
-from kvcluster.pages.region import HostRegion, Region, RegionKind, address_of
+from kvcluster.memory import arena
+from kvcluster.memory.arena import Arena
+from kvcluster.memory.mapping import Mapping
+from kvcluster.memory.region import HostRegion, Region, RegionKind, address_of
 
 
 def at(address: int, nbytes: int) -> bytes:

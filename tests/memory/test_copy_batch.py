@@ -12,15 +12,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
+from kvcluster.copies.endpoints import HostMemory, MappedMemory
+from kvcluster.copies.geometry import BlockGeometry, PlaneLayout, PlaneShape, page_layout, strided
+from kvcluster.copies.native import NativeCopies
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Part, Plane
 from kvcluster.core.ids import SUM_BYTES
-from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems, CopyRecords, CopyStatus
-from kvcluster.pages.copy_endpoints import HostMemory, MappedMemory
-from kvcluster.pages.copy_geometry import BlockGeometry, PlaneLayout, PlaneShape, page_layout, strided
-from kvcluster.pages.native_copies import NativeCopies
-from kvcluster.pages.region import HostRegion, RegionKind, address_of, bytes_at
+from kvcluster.memory.region import HostRegion, RegionKind, address_of, bytes_at
 
 LAYERS, HEADS, TOKENS, BLOCKS = 4, 4, 2, 3
 GROUP = Group(tuple(range(LAYERS)), (Plane("k", HEADS, 8, "bfloat16"), Plane("v", HEADS, 8, "bfloat16")))

@@ -1,5 +1,5 @@
-"""Compares a coder of flat tensors with the definition, byte for byte: `python -m tests.pages.coders triton cuda`, or a
-share of the comparisons: `python -m tests.pages.coders triton cpu 0/4` is every fourth from the first on.
+"""Compares a coder of flat tensors with the definition, byte for byte: `python -m tests.memory.coders triton cuda`, or a
+share of the comparisons: `python -m tests.memory.coders triton cpu 0/4` is every fourth from the first on.
 
 A program of its own, since Triton looks at TRITON_INTERPRET when its kernels are made: with it they run on a CPU, and
 without it on the GPU that the second argument names. Prints what differs, and last of all how many pages did.
@@ -20,9 +20,9 @@ import torch
 
 from kvcluster.core.codecs import Codec, layer_bytes
 from kvcluster.core.groups import Group, Plane
-from kvcluster.pages import codec
-from kvcluster.pages.codec_torch import TorchCoder
-from tests.pages.layers import DTYPES, GOLDEN, LOSSY, drawn, group_of, layer_of
+from kvcluster.memory import codec
+from kvcluster.memory.codec_torch import TorchCoder
+from tests.memory.layers import DTYPES, GOLDEN, LOSSY, drawn, group_of, layer_of
 
 DIMS = (8, 40, 64, 80, 128, 256)
 TOKENS = (8, 16, 17, 64)
@@ -34,7 +34,7 @@ FILL, MARGIN = 0xAA, 64
 
 
 class TensorCoder(Protocol):
-    """As pages/codec.py has it, of flat uint8 tensors."""
+    """As memory/codec.py has it, of flat uint8 tensors."""
 
     def encode(self, data: torch.Tensor, into: torch.Tensor, layers: int) -> bool: ...
 
@@ -64,7 +64,7 @@ class Held:
         self.definition = OfMemory(TorchCoder(which, group, block_tokens=tokens, heads=heads))
         self.coder: TensorCoder
         if implementation == "triton":
-            from kvcluster.pages.codec_triton import TritonCoder
+            from kvcluster.memory.codec_triton import TritonCoder
 
             self.coder = TritonCoder(which, group, block_tokens=tokens, heads=heads)
         else:

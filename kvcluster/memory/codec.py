@@ -13,7 +13,7 @@ from typing import Protocol
 
 from kvcluster.core.codecs import Codec, coding, plane_bytes
 from kvcluster.core.groups import Group
-from kvcluster.pages import native
+from kvcluster.memory import native
 
 RAW = int(Codec.RAW)
 
@@ -64,7 +64,7 @@ def coder(codec: Codec, group: Group, *, block_tokens: int, heads: int) -> Coder
     """Returns the coder for layers of `group` with `heads` of its heads, for a codec that `check_codec` has
     accepted."""
     if native.KERNELS is None:
-        from kvcluster.pages.codec_torch import TorchCoder
+        from kvcluster.memory.codec_torch import TorchCoder
 
         return TorchCoder(codec, group, block_tokens=block_tokens, heads=heads)
     planes = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcluster.pages.region import address_of
+from kvcluster.memory.region import address_of
 
 _ALIGNMENT = 64
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from kvcluster.pages import _native as kernels
+    from kvcluster.memory import _native as kernels
 
 
 class Kernels(Protocol):
@@ -64,7 +64,7 @@ class Kernels(Protocol):
 
 def _load() -> Kernels | None:
     try:
-        from kvcluster.pages import _native
+        from kvcluster.memory import _native
     except ImportError:  # not built, or for another Python
         return None
     return _native

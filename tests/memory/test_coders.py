@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvcluster.pages import codec
-from tests.pages.coders import comparisons
+from kvcluster.memory import codec
+from tests.memory.coders import comparisons
 
 
 @pytest.mark.slow

@@ -9,16 +9,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvcluster.copies.batch import BadBatch, CopyBatch, CopyDirection, CopyItems
+from kvcluster.copies.endpoints import CpuMemory, HostMemory, MappedMemory, cpu_addresses
+from kvcluster.copies.executor import RunRecords
+from kvcluster.copies.geometry import BlockGeometry
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.pages import codec, native
-from kvcluster.pages.copy_batch import BadBatch, CopyBatch, CopyDirection, CopyItems
-from kvcluster.pages.copy_endpoints import CpuMemory, HostMemory, MappedMemory, cpu_addresses
-from kvcluster.pages.copy_executor import RunRecords
-from kvcluster.pages.copy_geometry import BlockGeometry
+from kvcluster.memory import codec, native
 
 if TYPE_CHECKING:
-    from kvcluster.pages import _native as kernels
+    from kvcluster.memory import _native as kernels
 
 _NEVER = 2**63 - 1
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from kvcluster.core.codecs import Codec, Coding, coding, layer_bytes
 from kvcluster.core.groups import Group, Plane
 from kvcluster.core.miss import Loss
-from kvcluster.pages import codec, native
-from kvcluster.pages.codec import Coder
-from kvcluster.pages.codec_torch import TorchCoder
-from kvcluster.pages.native import Kernels
-from tests.pages.layers import DTYPES, GOLDEN, LOSSY, drawn, group_of, layer_of, plane_bytes
+from kvcluster.memory import codec, native
+from kvcluster.memory.codec import Coder
+from kvcluster.memory.codec_torch import TorchCoder
+from kvcluster.memory.native import Kernels
+from tests.memory.layers import DTYPES, GOLDEN, LOSSY, drawn, group_of, layer_of, plane_bytes
 
 
 def numbers_of(group: Group, layer: bytes) -> torch.Tensor:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey
-from kvcluster.pages import checksum
-from kvcluster.pages.codec import RAW
+from kvcluster.memory import checksum
+from kvcluster.memory.codec import RAW
 
 NAMESPACE = NamespaceId(bytes(range(32)))
 KEY = PageKey(BlockHash(bytes(range(32, 64))), 1, Part(2, 6, 0, 8))

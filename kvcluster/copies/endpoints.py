@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from kvcluster.pages.region import Region, bytes_at
+from kvcluster.memory.region import Region, bytes_at
 
 
 @dataclass(frozen=True, slots=True, eq=False)

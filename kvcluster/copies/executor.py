@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from kvcluster.pages.copy_batch import CopyBatch
+from kvcluster.copies.batch import CopyBatch
 
 RunRecords = Callable[[int, int], None]
 """Carries out the pending records of a batch from a first one up to another, in order.

@@ -8,8 +8,8 @@ import pytest
 
 from kvcluster.core.allocator import ALIGN_BYTES
 from kvcluster.errors import ConfigError
-from kvcluster.pages import arena
-from kvcluster.pages.arena import Arena
+from kvcluster.memory import arena
+from kvcluster.memory.arena import Arena
 
 
 def test_memory_begins_as_zeros_and_keeps_what_is_written() -> None:

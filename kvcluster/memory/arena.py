@@ -22,8 +22,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from kvcluster.errors import ConfigError
-from kvcluster.pages.cgroups import memory_limits
-from kvcluster.pages.region import HostRegion, RegionKind, address_of
+from kvcluster.memory.cgroups import memory_limits
+from kvcluster.memory.region import HostRegion, RegionKind, address_of
 
 Key = TypeVar("Key")
 

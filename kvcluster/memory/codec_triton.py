@@ -10,8 +10,8 @@ import triton
 
 from kvcluster.core.codecs import GROUP_CHANNELS, Codec, Coding, coding, plane_bytes
 from kvcluster.core.groups import Group, Plane
-from kvcluster.pages.codec_torch import DTYPES
-from kvcluster.pages.triton_kernels import decode_nibbles, decode_rows, encode_channels, encode_groups, encode_rows
+from kvcluster.memory.codec_torch import DTYPES
+from kvcluster.memory.triton_kernels import decode_nibbles, decode_rows, encode_channels, encode_groups, encode_rows
 
 _STORED_AS = {"bfloat16": torch.int16, "float16": torch.float16, "float32": torch.float32}
 

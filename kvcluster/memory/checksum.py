@@ -34,7 +34,7 @@ from kvcluster.core import limits
 from kvcluster.core.groups import Part
 from kvcluster.core.ids import HASH_BYTES, SUM_BYTES, BlockHash, NamespaceId
 from kvcluster.core.messages import PageKey
-from kvcluster.pages import native
+from kvcluster.memory import native
 
 _DOMAIN = b"kvcluster-sum-v1"
 _REST = struct.Struct("<5IH")

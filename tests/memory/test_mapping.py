@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvcluster.errors import ProtocolError
-from kvcluster.pages import mapping
-from kvcluster.pages.arena import FILE_NAME, Arena
-from kvcluster.pages.mapping import Mapping
+from kvcluster.memory import mapping
+from kvcluster.memory.arena import FILE_NAME, Arena
+from kvcluster.memory.mapping import Mapping
 
 NBYTES = 3 * 4_096 + 5
 CHUNK = mapping._CHUNK_BYTES
