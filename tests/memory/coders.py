@@ -1,5 +1,5 @@
-"""Compares a coder of flat tensors with the definition, byte for byte: `python -m tests.memory.coders triton cuda`, or a
-share of the comparisons: `python -m tests.memory.coders triton cpu 0/4` is every fourth from the first on.
+"""Compares a coder of flat tensors with the definition, byte for byte: `python -m tests.memory.coders triton cuda`, or
+a share of the comparisons: `python -m tests.memory.coders triton cpu 0/4` is every fourth from the first on.
 
 A program of its own, since Triton looks at TRITON_INTERPRET when its kernels are made: with it they run on a CPU, and
 without it on the GPU that the second argument names. Prints what differs, and last of all how many pages did.
