@@ -8,20 +8,20 @@ beside their replacements, and waits for that as long as it may.
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvcluster.actors.config_wait import wait_for_config
 from kvcluster.actors.foreground import Say, stopped_by_signals
 from kvcluster.actors.gcs import NodeNotes, check_head
 from kvcluster.actors.node_memory import bytes_for_pools
 from kvcluster.actors.own_ray import ray_of_nodes
 from kvcluster.actors.ray_node import RayNode, fixed_ports, running_node, session_of
 from kvcluster.actors.stopping import is_shard, longest_save_ms
-from kvcluster.config import Config, size_text
+from kvcluster.config import Config, as_values, size_text
 from kvcluster.errors import ConfigError, KVClusterError, Unreachable
 from kvcluster.runtime.secret_file import RAY, derived_key
 
@@ -128,3 +128,41 @@ def address_towards(head: str) -> str:
 def _labels(joining: Joining) -> list[str]:
     labels = ",".join(f"{name}={value}" for name, value in joining.labels.items())
     return [f"--labels={labels}"] if labels else []
+
+
+_LOOK_S = 1.0
+
+
+def wait_for_config(
+    config: Config,
+    published: Callable[[], str | None],
+    wait_s: float,
+    say: Callable[[str], object],
+    stop: threading.Event,
+) -> bool:
+    """Waits until `published` returns this configuration as JSON, for `wait_s` at most or until `stop` is set, and
+    returns whether it has. `published` may raise, as where no head answers: then it is asked again.
+
+    Waiting until the head runs the configuration that a joining node was given.
+
+    Where files reach hosts at different times, such as a ConfigMap's the pods that mount it, a node that starts
+    with a changed configuration may find a head that has not read it yet. Its shards would start with the settings
+    of before.
+    """
+    wanted, give_up, waits = as_values(config), time.monotonic() + wait_s, False
+    while not stop.is_set():
+        try:
+            text = published()
+        except Exception:  # whatever Ray's client raises
+            text = None
+        if text is not None and json.loads(text) == wanted:
+            return True
+        if time.monotonic() >= give_up:
+            break
+        if not waits:
+            say(f"waiting until the head runs this configuration, for {wait_s:g} s at most")
+            waits = True
+        stop.wait(_LOOK_S)
+    if waits:
+        say("the head runs another configuration; joining all the same, and shards start with what the head has")
+    return False

@@ -14,17 +14,25 @@ import ray
 
 from kvcluster.actors.addresses import reachable_host
 from kvcluster.actors.coordinator import end_process
-from kvcluster.actors.coordinator_link import CoordinatorLink
 from kvcluster.actors.process_limits import set_limits
 from kvcluster.actors.restarts import restarted, waited_for
-from kvcluster.actors.settings import next_epoch, read_settings
+from kvcluster.actors.settings import next_epoch, read_settings, report_address
 from kvcluster.actors.stopping import on_sigterm, save_ms
 from kvcluster.config import Config, ServerConfig
 from kvcluster.config.ports import port_text, shard_metrics_ports, shard_ports
 from kvcluster.config_hash import config_hash
 from kvcluster.core.ids import ShardId
-from kvcluster.core.messages import Leave, ListeningPort, PagesSaved, ProcessFacts, ShardAddress
-from kvcluster.errors import KVClusterError
+from kvcluster.core.messages import (
+    Inventory,
+    Leave,
+    ListeningPort,
+    PagesSaved,
+    ProcessFacts,
+    Reply,
+    Report,
+    ShardAddress,
+)
+from kvcluster.errors import KVClusterError, Unreachable
 from kvcluster.memory.arena import memory_limit_bytes
 from kvcluster.release import __version__
 from kvcluster.runtime.auth import Authenticator, authenticator
@@ -39,13 +47,13 @@ from kvcluster.runtime.shard_host import ShardHost
 from kvcluster.runtime.transport_servers import serve_paths
 from kvcluster.runtime.volume import Identity, claim_volume
 from kvcluster.transport.auto import choose, own_attempts
-from kvcluster.transport.base import Transport, Unavailable
+from kvcluster.transport.base import Deadline, Transport, Unavailable
 from kvcluster.transport.grpc_pages import page_handlers
 from kvcluster.transport.here import here
 from kvcluster.transport.listening import first_free
-from kvcluster.transport.rpc import RpcHandler
+from kvcluster.transport.rpc import ClockDifference, Connection, RpcHandler
 from kvcluster.transport.thread_start import start_thread
-from kvcluster.wire.methods import SHARD
+from kvcluster.wire.methods import COORDINATOR, SHARD
 
 log = logging.getLogger(__name__)
 _ALSO_FOR_SHARDS = frozenset({"GetOffers", "Suspect"})
@@ -186,3 +194,46 @@ def _served(
         return GrpcServer(handlers, auth, host, port, config.threads, metrics=calls, setting=setting)
 
     return first_free(shard_ports(config), listen)
+
+
+class CoordinatorLink:
+    """Used by one thread, but for `close`.
+
+    A shard's connection to its coordinator, which may start again elsewhere: the address is looked up again when it
+    fails.
+    """
+
+    def __init__(self, cluster: str, secret: str) -> None:
+        self._cluster = cluster
+        self._secret = secret
+        self._address = ""
+        self._connection: Connection | None = None
+
+    def report(self, message: Report | Inventory, deadline: Deadline) -> Reply:
+        """Sends a report and returns its answer. Raises Unavailable or KVClusterError."""
+        if self._connection is None:
+            self._connect()
+        assert self._connection is not None
+        try:
+            return self._connection.ask(COORDINATOR[type(message).__name__], message, deadline)
+        except (Unavailable, Unreachable):
+            self._connect()
+            raise
+
+    @property
+    def clock(self) -> ClockDifference | None:
+        """How this clock differs from the coordinator's, by the last report that was answered."""
+        return self._connection.clock if self._connection is not None else None
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def _connect(self) -> None:
+        """Connects to the announced address if it is another one. Raises Unreachable while there is none."""
+        address = report_address(self._cluster)
+        if not address:
+            raise Unreachable(f"no coordinator of cluster {self._cluster!r} has announced itself yet")
+        if address != self._address:
+            self.close()
+            self._address, self._connection = address, Connection(address, self._secret)

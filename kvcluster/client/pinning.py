@@ -1,8 +1,9 @@
 """Pins: protecting the cached prefix of a prompt from eviction, ending that, and listing what is pinned.
 
-The coordinator lists runs of pinned blocks, each with the hash before it (core/coordinator/pin_list.py). Here they are
-joined: a block that no pinned block follows ends a pinned prefix, which reaches back as far as blocks are pinned.
-Prefixes may share their first blocks."""
+The coordinator lists runs of pinned blocks, each with the hash before it (core/coordinator/admin_handler.py). Here they
+are joined: a block that no pinned block follows ends a pinned prefix, which reaches back as far as blocks are pinned.
+Prefixes may share their first blocks.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Compute takes a processor for milliseconds, loads only while they copy. So compu
 niced: loads, stores and the core go before them. The jobs are bounded, by shares of tenants; one more is
 declined at once, and its worker loads the pages instead. A job that is still waiting at its deadline never runs.
 
-At most `threads` jobs compute at once, and tenants take turns at that (compute_turns.py): not by whole jobs, which may
+At most `threads` jobs compute at once, and tenants take turns at that (ComputeTurns): not by whole jobs, which may
 take seconds, but by pieces of them. Between two pieces a job calls `ComputeTurn.give_way`, in which it pauses while
 another tenant is to compute. A job that pauses keeps its thread, so there may be more threads than compute, but no more
 than jobs.
@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from kvcluster.core import limits
@@ -26,7 +26,6 @@ from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.core.shares import Shares
 from kvcluster.errors import KVClusterError
-from kvcluster.runtime.compute_turns import ComputeTurns
 from kvcluster.runtime.threads import be_nice
 from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, Unavailable
 from kvcluster.transport.thread_start import start_thread
@@ -275,3 +274,47 @@ def _drop(jobs: dict[Tenant, deque[_Job[Any]]], job: _Job[Any]) -> bool:
 
 def _ending() -> Unavailable:
     return Unavailable(Miss(MissReason.SHARD_LOST, "the shard is ending"))
+
+
+class ComputeTurns:
+    """The seconds that each tenant has computed.
+
+    Which tenant computes next: of those that want to, the one that has computed least.
+
+    A tenant that has not computed for a while starts with no more credit than the least of those that have: it
+    cannot save up time. So tenants that always want to compute get equal shares of it, whatever their computes are
+    like, and one that seldom does is served at the next piece (start-time fair queueing; Goyal, Vin and Cheng,
+    SIGCOMM 1996). Pure: seconds come from outside.
+    """
+
+    def __init__(self) -> None:
+        self._spent: dict[Tenant, float] = {}
+        self._active: dict[Tenant, int] = {}  # computes that wait or are under way
+
+    def enter(self, tenant: Tenant) -> None:
+        """The tenant has one compute more."""
+        if tenant not in self._active:
+            least = min((self._spent[other] for other in self._active), default=0.0)
+            self._spent[tenant] = max(self._spent.get(tenant, 0.0), least)
+        self._active[tenant] = self._active.get(tenant, 0) + 1
+
+    def leave(self, tenant: Tenant) -> None:
+        """One of its computes has ended."""
+        left = self._active[tenant] - 1
+        if left:
+            self._active[tenant] = left
+        else:
+            del self._active[tenant]
+
+    def spent(self, tenant: Tenant, seconds: float) -> None:
+        """Takes into account that the tenant has computed for so long."""
+        self._spent[tenant] += seconds
+
+    def next_of(self, tenants: Iterable[Tenant]) -> Tenant | None:
+        """Returns the one of these that is to compute next, of equal ones the first; None if there are none."""
+        return min(tenants, key=self._spent.__getitem__, default=None)
+
+    def due_before(self, tenant: Tenant, others: Iterable[Tenant]) -> bool:
+        """Whether one of the others has computed less than this tenant."""
+        mine = self._spent[tenant]
+        return any(self._spent[other] < mine for other in others if other != tenant)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvcluster.core import limits
@@ -46,10 +46,9 @@ from kvcluster.transfers.plan_messages import (
     StartRead,
     StopRead,
 )
-from kvcluster.transfers.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, ShardPolicy
-from kvcluster.transfers.read_exchange import AskedElsewhere, ReadExchange
+from kvcluster.transfers.policy import ASKING_SHARE, SILENT_SHARE, AskAgain, Permit, ShardPolicy
 from kvcluster.transfers.read_ranges import ReadRanges
-from kvcluster.transfers.retry import Alternatives, RetryPlan
+from kvcluster.transfers.retry import Alternatives, Question, RetryPlan
 from kvcluster.transport.base import Streams
 
 READERS = 32
@@ -336,3 +335,36 @@ class LoadPlan:
 
 def _silent(shard: ShardAddress) -> Miss:
     return Miss(MissReason.DEADLINE, f"{shard.shard} is silent")
+
+
+@dataclass(eq=False, slots=True)
+class ReadExchange:
+    """One read that is under way. `handed_over`: the items that other exchanges bring. `stopping`: the items that it
+    was told to stop, and their other replicas.
+
+    What a load is waiting for: a shard that sends pieces, or the coordinator that says where else pieces are.
+    """
+
+    number: int
+    shard: ShardAddress
+    ranges: ReadRanges
+    permit: Permit
+    reattached: bool
+    hedged: bool = False
+    handed_over: dict[int, None] = field(default_factory=dict)
+    stopping: tuple[tuple[int, ...], Alternatives] | None = None
+
+    def missing(self) -> list[tuple[int, Piece]]:
+        """Returns the pieces that it still has to bring, by item."""
+        items = (item for item in self.ranges.unfinished() if item not in self.handed_over)
+        return [(item, rest) for item in items for rest in self.ranges.left(item)]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedElsewhere:
+    """An open question for other replicas of `rests`. `silent`: the exchange that may still bring them, None if it has
+    ended."""
+
+    questions: tuple[Question, ...]
+    rests: tuple[Piece, ...]
+    silent: int | None

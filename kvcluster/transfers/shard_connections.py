@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from kvcluster.core.groups import Part
@@ -21,6 +22,7 @@ from kvcluster.core.messages import (
     PageKey,
     PageWant,
     ReadRequest,
+    Refused,
     RefusedKind,
     RegisterSpans,
     ShardAddress,
@@ -29,10 +31,9 @@ from kvcluster.core.messages import (
 )
 from kvcluster.core.miss import Loss, Miss, MissReason
 from kvcluster.core.spec import KVSpec
-from kvcluster.errors import KVClusterError
+from kvcluster.errors import CallerError, KVClusterError, LimitError, VersionError
 from kvcluster.runtime.uninterrupted import without_interrupt
 from kvcluster.transfers.policy import INCARNATIONS, AskAgain, ShardPolicy, refusal
-from kvcluster.transfers.shard_connection import ShardConnection
 from kvcluster.transport.attending import Attends, NotAttending, RegistersSpans, SpanResults
 from kvcluster.transport.auto import AutoTransport
 from kvcluster.transport.base import (
@@ -333,3 +334,38 @@ class ShardConnections:
             if connection.transport is None:
                 connection.transport = self._open(connection.shard)
             return connection.transport
+
+
+@dataclass(slots=True)
+class ShardConnection:
+    """`transport` is None until the connection is first used. Used under the lock of ShardConnections, but `attach`.
+
+    The connection to one incarnation of a shard, and the namespaces attached over it.
+    """
+
+    shard: ShardAddress
+    transport: Transport | None = None
+    attached: dict[NamespaceId, None] = field(default_factory=dict)
+
+    def attach(self, transport: Transport, spec: KVSpec, namespace: NamespaceId, deadline: Deadline) -> None:
+        """Attaches the transport, which is that of this connection, to a namespace. Raises Unavailable, LimitError if
+        the shard takes no more namespaces, RefusedByShard if another incarnation answers, or CallerError if the shard
+        has another namespace for this spec."""
+        try:
+            answer = transport.attach(spec, deadline)
+        except RefusedByShard as refused:
+            raise LimitError(refused.refused.detail) from None
+        except VersionError as error:  # a shard that an upgrade has left behind is lost to this worker, and no more
+            raise Unavailable(Miss(MissReason.SHARD_LOST, str(error))) from None
+        if answer.epoch != self.shard.epoch:
+            raise RefusedByShard(Refused(RefusedKind.STALE, "another incarnation answers"))
+        if answer.namespace != namespace:
+            raise CallerError(
+                f"{self.shard.shard} has another namespace for this spec and credential: pass the spec and adapter "
+                "that the ticket was prepared with, and give all servers of the cluster the same token file"
+            )
+
+    def close(self) -> None:
+        """Closes the transport, if there is one."""
+        if self.transport is not None:
+            self.transport.close()

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 
-from kvcluster.actors.config_wait import wait_for_config
+from kvcluster.actors.joining import wait_for_config
 from kvcluster.config import as_values, load
 
 OLD = load(overrides={"shard": {"ram_bytes": "1GiB"}})

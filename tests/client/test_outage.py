@@ -9,7 +9,7 @@ import pytest
 
 from kvcluster.core.miss import Miss, MissReason
 from kvcluster.testing import MemoryCluster
-from kvcluster.transfers.outage import FAILURES, Outage
+from kvcluster.transfers.coordinator_client import FAILURES, Outage
 from tests.client.build import SPEC, kv, prompt
 
 LOST = Miss(MissReason.COORDINATOR_LOST, "connection refused")

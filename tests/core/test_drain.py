@@ -8,7 +8,7 @@ import pytest
 
 from kvcluster.core import limits
 from kvcluster.core.codecs import Codec
-from kvcluster.core.coordinator import drain_list, replicator
+from kvcluster.core.coordinator import replicator
 from kvcluster.core.ids import BlockHash, Epoch
 from kvcluster.core.messages import (
     LeaveReason,
@@ -371,7 +371,7 @@ def test_a_drain_of_many_blocks_looks_at_a_bounded_number_at_a_time(monkeypatch:
 def test_the_blocks_of_a_shard_that_goes_are_listed_in_several_steps_the_last_used_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drain_list, "LISTED_BLOCKS", 2)
+    monkeypatch.setattr(replicator, "LISTED_BLOCKS", 2)
     coordinator, one = LoneCoordinator.serving(*pages(BLOCKS[:4]))
     [two] = others(coordinator, "b")
     coordinator.now += SECOND

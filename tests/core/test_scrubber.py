@@ -12,8 +12,8 @@ from kvcluster.core.ids import CLUSTER, Epoch, ShardId, Tenant
 from kvcluster.core.messages import Done, GoneEvent, Refused, RefusedKind, Suspect, Verified, Verify
 from kvcluster.core.miss import Loss, MissReason
 from kvcluster.core.shard import scrubber
-from kvcluster.core.shard.inventory import Inventoried
 from kvcluster.core.shard.page import Page
+from kvcluster.core.shard.report_sender import Inventoried
 from kvcluster.core.shard.scrubber import ROUND_NS, Scrubber
 from kvcluster.core.shard.shard_state import ShardState
 from kvcluster.replay.core_stepper import build_request

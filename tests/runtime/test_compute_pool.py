@@ -11,8 +11,7 @@ import pytest
 from kvcluster.core import limits
 from kvcluster.core.ids import Tenant
 from kvcluster.core.miss import Miss, MissReason
-from kvcluster.runtime.compute_pool import ComputePool
-from kvcluster.runtime.compute_turns import ComputeTurns
+from kvcluster.runtime.compute_pool import ComputePool, ComputeTurns
 from kvcluster.transport.base import ComputeBusy, ComputeTurn, Deadline, Unavailable
 from tests.waiting import eventually
 

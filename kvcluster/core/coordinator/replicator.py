@@ -11,13 +11,13 @@ copy is moved: a source drops its own when it is ordered to, or leaves.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import chain, islice
 
 from kvcluster.config import CoordinatorConfig
 from kvcluster.core import limits
 from kvcluster.core.coordinator.coordinator_state import CoordinatorState
-from kvcluster.core.coordinator.drain_list import DrainList
 from kvcluster.core.coordinator.hot_prefixes import HotPrefixes
 from kvcluster.core.coordinator.index import BlockRecord
 from kvcluster.core.coordinator.members import Member
@@ -337,3 +337,49 @@ def _pages(record: BlockRecord, book: ReplicaTable | None = None) -> list[tuple[
 def _came(record: BlockRecord, slot: int, ordered: Sequence[NewPage]) -> bool:
     """Whether that shard holds all pages of this block that it was ordered to pull."""
     return all(record.copies.holds(slot, page.key.group, page.key.part) for page in ordered)
+
+
+LISTED_BLOCKS = 4_096
+"""Blocks examined or listed in one step, which takes as long as sweeping the same number (report_handler.py)."""
+
+
+class DrainList:
+    """The list for the shard in that slot. `blocks` are the blocks of each namespace, as they are now.
+
+    The blocks of a draining shard, in the order in which they are to be copied elsewhere: the last used first, and
+    chains from their roots on, so that the blocks that do not fit any more are those that would be missed least.
+
+    An index of millions is neither searched nor sorted in one step. First all its blocks are examined, some in each
+    step, and those on the shard are put on a heap; then they are taken off it, some in each step. Blocks that the
+    shard stores meanwhile come from its report stream, and blocks that it has lost meanwhile are left out.
+    """
+
+    def __init__(self, slot: int, blocks: Iterable[Iterable[BlockRecord]]) -> None:
+        self._slot = slot
+        self._unseen: Iterator[BlockRecord] | None = chain.from_iterable([list(some) for some in blocks])
+        self._heap: list[tuple[int, int, int, BlockRecord]] = []
+        self._seen = 0  # numbers the entries, so that records are never compared
+
+    @property
+    def done(self) -> bool:
+        """Whether all of them have been listed."""
+        return self._unseen is None and not self._heap
+
+    def some(self) -> list[BlockRecord]:
+        """Does one step of the work. Returns the blocks that are listed in it."""
+        left = LISTED_BLOCKS
+        while self._unseen is not None and left > 0:
+            left -= 1
+            record = next(self._unseen, None)
+            if record is None:
+                self._unseen = None
+            elif record.copies.on(self._slot):
+                self._seen += 1
+                heappush(self._heap, (-record.stamp, record.depth, self._seen, record))
+        listed: list[BlockRecord] = []
+        while self._unseen is None and self._heap and left > 0:
+            left -= 1
+            record = heappop(self._heap)[-1]
+            if record.copies.on(self._slot):
+                listed.append(record)
+        return listed

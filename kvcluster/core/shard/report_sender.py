@@ -8,7 +8,7 @@ starts after it received the message, so the shard's own term always ends first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcluster.config import ShardConfig
 from kvcluster.core import limits
@@ -19,12 +19,14 @@ from kvcluster.core.messages import (
     Effect,
     Flush,
     Inventory,
+    PageEvent,
     Report,
     ReportAck,
     Request,
     StreamEvent,
 )
 from kvcluster.core.report_stream import Everything, ReportStream, StreamPiece
+from kvcluster.core.shard.page import Page
 
 MS = 1_000_000
 
@@ -141,3 +143,24 @@ class ReportSender:
     def _wait(self, now: int) -> None:
         self._next_report = now + self._retry
         self._holdoff = True
+
+
+class Inventoried:
+    """The events of these pages, in the same order.
+
+    The contents of an inventory: the pages that were READY when it began. Each becomes an event when its chunk is
+    sent.
+
+    Making a million events takes a second; listing as many pages takes some hundredths of a second. The event of a
+    page does not change while the page is READY, so a page that was withdrawn before its chunk is sent is still
+    listed as it was, and the report stream carries its GoneEvent.
+    """
+
+    def __init__(self, pages: Sequence[Page]) -> None:
+        self._pages = pages
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __getitem__(self, chunk: slice, /) -> list[PageEvent]:
+        return [page.event() for page in self._pages[chunk]]

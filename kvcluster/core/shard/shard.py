@@ -60,11 +60,11 @@ from kvcluster.core.miss import LEASE_ENDED, LEAVING
 from kvcluster.core.probes import ProbeTaker
 from kvcluster.core.report_stream import StreamPiece
 from kvcluster.core.shard.disk_recovery import RecoveredPages
-from kvcluster.core.shard.inventory import Inventoried
 from kvcluster.core.shard.order_executor import OrderExecutor
 from kvcluster.core.shard.page_moves import PageMoves
 from kvcluster.core.shard.pin_handler import PinHandler
 from kvcluster.core.shard.puller import Puller
+from kvcluster.core.shard.report_sender import Inventoried
 from kvcluster.core.shard.scrubber import Scrubber
 from kvcluster.core.shard.shard_namespaces import ShardNamespace
 from kvcluster.core.shard.shard_state import ShardState
