@@ -130,7 +130,7 @@ def _labels(joining: Joining) -> list[str]:
     return [f"--labels={labels}"] if labels else []
 
 
-_LOOK_S = 1.0
+_ASK_S = 1.0
 
 
 def wait_for_config(
@@ -162,7 +162,7 @@ def wait_for_config(
         if not waits:
             say(f"waiting until the head runs this configuration, for {wait_s:g} s at most")
             waits = True
-        stop.wait(_LOOK_S)
+        stop.wait(_ASK_S)
     if waits:
         say("the head runs another configuration; joining all the same, and shards start with what the head has")
     return False
