@@ -1,5 +1,5 @@
-"""Measures the shape of the package: `python tools/shape.py`. How much of it there is, how it is cut into files, and how
-many of its seams have one side only.
+"""Measures the shape of the package: `python tools/shape.py [--names]`. How much of it there is, how it is cut into
+files, and what is too small or too wide.
 """
 
 from __future__ import annotations
@@ -53,12 +53,9 @@ def measured() -> dict[str, object]:
     lines = {name: len(text.splitlines()) for name, (text, _) in known.items()}
     nodes = [(name, node) for name, (_, tree) in known.items() for node in ast.walk(tree)]
     atoms = [name for name, count in lines.items() if count < SMALL_LINES and len(by_module[name]) == 1]
-    protocols = [node for _, node in nodes if isinstance(node, ast.ClassDef) and _is_protocol(node)]
-    wide = [
-        f"{name}.{node.name}"
-        for name, node in nodes
-        if isinstance(node, ast.ClassDef) and _parameters(node) > MOST_PARAMETERS
-    ]
+    classes = [(name, node) for name, node in nodes if isinstance(node, ast.ClassDef)]
+    protocols = [node for _, node in classes if _is_protocol(node)]
+    wide = [f"{name}.{node.name}" for name, node in classes if _parameters(node) > MOST_PARAMETERS]
     return {
         "statements": sum(isinstance(node, ast.stmt) for _, node in nodes),
         "files": len(known),
